@@ -1,0 +1,3 @@
+"""agentrl: reinforcement learning for tool-using language-model agents."""
+
+__version__ = "0.1.0"

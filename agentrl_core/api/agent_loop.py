@@ -1,0 +1,270 @@
+"""The seam of agent loops: how one trajectory runs.
+
+A loop's class is built once per worker with its :class:`AgentLoopContext`; ``run`` is one coroutine per trajectory.
+It never fills token lists by hand: it drives a :class:`Trajectory`, which keeps ids, mask and log-probs equal in
+length by construction and knows the budget.
+
+    class OneShot(AgentLoopBase):
+        async def run(self, sampling_params, *, session, raw_prompt, **row):
+            trajectory = session.trajectory(raw_prompt)
+            turn = await trajectory.generate(sampling_params)
+            return trajectory.finish(turn.termination)
+
+Ordinary exceptions may be raised: the worker classifies them, retries what is infrastructure, and always releases the
+tools and interactions that the session opened.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, Literal
+
+from agentrl_core.api.engine import FinishReason
+from agentrl_core.api.interaction import InteractionTurn
+from agentrl_core.api.tool import ToolResponse
+from agentrl_core.api.tool_parser import ToolCall, ToolParser
+
+Message = dict[str, Any]
+"""``{"role": …, "content": …}`` in the OpenAI chat format; assistants may carry ``tool_calls``."""
+
+TruncationSide = Literal["left", "right", "middle"]
+
+
+class Termination(StrEnum):
+    """Why a trajectory ended. Failure is data: it decides what is trained, retried or excluded."""
+
+    COMPLETED = "completed"
+    LENGTH = "length"
+    MAX_TURNS = "max_turns"
+    TOOL_ERROR = "tool_error"
+    ENV_ERROR = "env_error"
+    ENGINE_ERROR = "engine_error"
+    REWARD_ERROR = "reward_error"
+    TIMEOUT = "timeout"
+    ABORTED = "aborted"
+    SKIPPED = "skipped"
+
+    @property
+    def trained(self) -> bool:
+        """The trajectory enters the loss and the statistics of its group."""
+        return self in _TRAINED
+
+    @property
+    def retried(self) -> bool:
+        """Infrastructure failed: the trajectory starts again from a fresh state."""
+        return self in _RETRIED
+
+
+_TRAINED = frozenset({
+    Termination.COMPLETED, Termination.LENGTH, Termination.MAX_TURNS, Termination.TOOL_ERROR, Termination.ENV_ERROR,
+})  # fmt: skip
+_RETRIED = frozenset({
+    Termination.ENGINE_ERROR, Termination.REWARD_ERROR, Termination.TIMEOUT, Termination.ABORTED,
+})  # fmt: skip
+
+
+@dataclass
+class AgentLoopOutput:
+    """One finished row: what a loop returns, one or several (``trajectory_id`` ties those together).
+
+    Args:
+        prompt_ids: ids before the first sampled token.
+        response_ids: everything after the prompt: sampled, tool, user and template tokens.
+        response_mask: 1 = sampled by the policy, 0 = everything else; as long as ``response_ids``.
+        response_logprobs: log-probability of each id where mask is 1, 0.0 elsewhere; None if the engine has none.
+        termination: why the trajectory ended.
+        trajectory_id: the same for all rows of one trajectory.
+        num_turns: messages of user, assistant and tools in the conversation, the system prompt not counted.
+        policy_versions: number of the weights that sampled each id, -1 where mask is 0.
+        reward_score: set by a loop only if it scores itself; otherwise by the reward manager.
+        tool_rewards: rewards returned by ``execute`` and ``calc_reward``, in order.
+        turn_scores: rewards returned by interactions, in order.
+        messages: the conversation.
+        metrics: counters and seconds, floats.
+        extra_fields: more per-row objects for ``non_tensor_batch``.
+        multi_modal_data: images and the like, for vision models.
+    """
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None
+    termination: Termination
+    trajectory_id: str = ""
+    num_turns: int = 0
+    policy_versions: list[int] = field(default_factory=list)
+    reward_score: float | None = None
+    tool_rewards: list[float] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    multi_modal_data: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What the policy said in one turn.
+
+    Args:
+        token_ids: the sampled ids; empty where the budget was spent and nothing was requested.
+        text: their decoded text without the stop token.
+        finish_reason: ``stop`` | ``length`` | ``abort``.
+        content: the text beside tool calls.
+        tool_calls: calls that could be parsed, in order.
+        parse_errors: one message for each call that could not, for the model to read.
+    """
+
+    token_ids: Sequence[int]
+    text: str
+    finish_reason: FinishReason
+    content: str
+    tool_calls: Sequence[ToolCall] = ()
+    parse_errors: Sequence[str] = ()
+
+    @property
+    def termination(self) -> Termination:
+        """How the trajectory ends if it ends with this turn."""
+        if self.finish_reason == "abort":
+            return Termination.ABORTED
+        return Termination.LENGTH if self.finish_reason == "length" else Termination.COMPLETED
+
+
+class Trajectory(ABC):
+    """Builds the rows of one trajectory; obtained from :meth:`TrajectorySession.trajectory`."""
+
+    messages: list[Message]
+    """The conversation so far, the parsed assistant messages with their ``tool_calls`` included."""
+
+    @property
+    @abstractmethod
+    def remaining(self) -> int:
+        """Tokens left: the smaller of response budget and context."""
+
+    @abstractmethod
+    async def generate(self, sampling_params: Mapping[str, Any]) -> Turn:
+        """Sample one turn and append it with mask 1.
+
+        ``sampling_params`` may hold temperature, top_p, top_k, max_tokens. With no budget left nothing is requested
+        and the turn is empty with ``finish_reason`` ``length``. The stop token belongs to the policy.
+        """
+
+    @abstractmethod
+    def add_messages(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> bool:
+        """Append tool, user or system messages with mask 0, rendered by the chat template.
+
+        Returns False, and appends nothing, if they do not fit: the trajectory should then finish with ``LENGTH``.
+        Messages that fit exactly are kept.
+        """
+
+    @abstractmethod
+    def fork(self) -> "Trajectory":
+        """A second branch that shares everything so far; its tokens so far are context (mask 0) there."""
+
+    @abstractmethod
+    def finish(self, termination: Termination) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """The finished rows: one, or one per segment where the template was not append-only."""
+
+
+@dataclass(frozen=True)
+class ToolOutcome:
+    """One tool call, done. ``message`` is ready for :meth:`Trajectory.add_messages`."""
+
+    message: Message
+    response: ToolResponse
+    failed: bool = False
+
+
+class TrajectorySession(ABC):
+    """One trajectory's handle on the world: its tools and interaction are opened once and always released."""
+
+    trajectory_id: str
+
+    @abstractmethod
+    def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> Trajectory:
+        """Start the token record with these messages and tool schemas."""
+
+    @abstractmethod
+    async def open_tools(self) -> list[dict[str, Any]]:
+        """Create this row's tool instances, once; returns their schemas in the order of the config.
+
+        Where ``need_tools_kwargs`` is set in a row's ``extra_info``, only the tools named in ``tools_kwargs``.
+        """
+
+    @abstractmethod
+    async def call_tool(self, call: ToolCall) -> ToolOutcome:
+        """Run one call within its deadline. An unknown tool, bad arguments, an exception or a deadline become an
+        observation with ``failed`` set; nothing is raised."""
+
+    @abstractmethod
+    async def open_interaction(self) -> bool:
+        """Start this row's interaction, once; False if the row names none (``extra_info.interaction_kwargs``)."""
+
+    @abstractmethod
+    async def interact(self, messages: Sequence[Message]) -> InteractionTurn:
+        """The interaction's answer to the conversation so far; its reward is recorded as a turn score."""
+
+
+class ChatRenderer(ABC):
+    """The model's tokenizer and chat template, the only road from messages to tokens."""
+
+    @abstractmethod
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generation_prompt: bool = False
+    ) -> str:
+        """The conversation as text."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """Ids of a text; no special tokens are added, those in the text are recognised."""
+
+    @abstractmethod
+    def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
+        """Text of ids."""
+
+    @abstractmethod
+    def truncate(self, text: str, max_tokens: int, side: TruncationSide) -> str:
+        """At most ``max_tokens`` tokens of a text.
+
+        ``left`` drops the left and keeps the tail, ``right`` drops the right and keeps the head, ``middle`` keeps
+        both ends. A text that fits exactly is returned unchanged.
+        """
+
+
+@dataclass(frozen=True)
+class AgentLoopContext:
+    """What a loop gets when it is built.
+
+    Args:
+        renderer: tokenizer and chat template.
+        tool_parser: the configured parser.
+        tools: names of the configured tools, in order.
+        interactions: names of the configured interactions, in order.
+        max_response_length: tokens after the prompt, all turns together.
+    """
+
+    renderer: ChatRenderer
+    tool_parser: ToolParser | None
+    tools: tuple[str, ...]
+    interactions: tuple[str, ...]
+    max_response_length: int
+
+
+class AgentLoopBase(ABC):
+    """One way to run a trajectory. Built once per worker; ``run`` must not keep state between trajectories.
+
+    Args:
+        config: the plugin's own dataclass, validated.
+        context: renderer, parser, limits.
+    """
+
+    def __init__(self, config: Any, context: AgentLoopContext) -> None:
+        self.config = config
+        self.context = context
+
+    @abstractmethod
+    async def run(
+        self, sampling_params: dict[str, Any], *, session: TrajectorySession, raw_prompt: list[Message], **row: Any
+    ) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """Run one trajectory. ``row`` holds the other fields of the dataset row (``extra_info``, …)."""

@@ -1,0 +1,57 @@
+"""How a plugin declares its options: a dataclass whose fields carry help, units and bounds.
+
+    @dataclass
+    class CalculatorConfig:
+        max_digits: int = option(12, help="longest number in a result", unit="digits", ge=1)
+
+The walker of :mod:`agentrl_core.config` checks a YAML file against such classes and reports every problem at once.
+"""
+
+from dataclasses import MISSING, dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class OptionInfo:
+    """What is known about one option besides its type and default.
+
+    ``ge``/``gt``/``le``/``lt`` bound numbers, ``choices`` lists the allowed values, ``unit`` is printed beside the
+    type, ``path`` says that a relative value is relative to the config file ("file", or "" for no path).
+    """
+
+    help: str = ""
+    unit: str = ""
+    ge: float | None = None
+    gt: float | None = None
+    le: float | None = None
+    lt: float | None = None
+    choices: tuple[Any, ...] = ()
+    path: bool = False
+
+
+def option(
+    default: Any = MISSING,
+    *,
+    default_factory: Any = MISSING,
+    help: str = "",
+    unit: str = "",
+    ge: float | None = None,
+    gt: float | None = None,
+    le: float | None = None,
+    lt: float | None = None,
+    choices: tuple[Any, ...] = (),
+    path: bool = False,
+) -> Any:
+    """A dataclass field with an :class:`OptionInfo`. Without a default the option is required."""
+    info = OptionInfo(help=help, unit=unit, ge=ge, gt=gt, le=le, lt=lt, choices=choices, path=path)
+    metadata = {"agentrl": info}
+    if default_factory is not MISSING:
+        return field(default_factory=default_factory, metadata=metadata)
+    if default is not MISSING:
+        return field(default=default, metadata=metadata)
+    return field(metadata=metadata)
+
+
+@dataclass
+class NoConfig:
+    """For plugins without options."""

@@ -1,0 +1,200 @@
+"""The seam of inference engines: token-level generation, and nothing else.
+
+The core gives every engine its server actor, routing, retries, deadlines and metrics. All methods are coroutines and
+run on one event loop; an engine that computes in Python moves the work to a thread of its own. Nothing but
+standard-library objects, numpy arrays and the dataclasses of this file crosses the border, because an engine may live
+in an interpreter without torch, or with another torch. ``SharedModule`` is the one exception, for an engine in the
+actor's own process.
+
+    class Echo(InferenceEngine):
+        def __init__(self, config: EchoConfig, context: EngineContext) -> None: ...
+        async def generate(self, prompt_ids, sampling_params, request_id, multi_modal=None):
+            ids = prompt_ids[: sampling_params.max_tokens]
+            return TokenOutput(ids, [0.0] * len(ids), "length", [PolicySpan(self.version, 0, len(ids))])
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FinishReason = Literal["stop", "length", "abort"]
+PauseMode = Literal["abort", "drain", "keep"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample one request.
+
+    Args:
+        max_tokens: most tokens to sample; always >= 1 when an engine sees it.
+        temperature: 0 means greedy.
+        top_p, top_k: nucleus and top-k truncation; 1.0 and 0 switch them off.
+        seed: for this request alone; the same seed and logits give the same tokens whatever else is in the batch.
+        stop_token_ids: sampling ends after one of these, which is part of the output.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class PolicySpan:
+    """Tokens ``start..end`` (end excluded) of an output were sampled by weights number ``version``."""
+
+    version: int
+    start: int
+    end: int
+
+
+@dataclass
+class TokenOutput:
+    """What one request produced.
+
+    Args:
+        token_ids: the sampled ids, the stop token included.
+        log_probs: natural log-probability of each sampled id under the softmax of logits / temperature, before top-p
+            and top-k (temperature 1 where sampling is greedy); None without the capability ``logprobs``.
+        finish_reason: ``stop`` (a stop token), ``length`` (max_tokens), ``abort``.
+        spans: which weights sampled which tokens; they cover ``token_ids`` without a gap.
+    """
+
+    token_ids: list[int]
+    log_probs: list[float] | None
+    finish_reason: FinishReason
+    spans: list[PolicySpan] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class ArrayBucket:
+    """A bucket of weights as raw bytes: ``data[offset : offset + size]`` of tensor ``i`` is C-contiguous.
+
+    ``dtypes`` are torch names without the prefix (``bfloat16``, ``float32``).
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    data: "np.ndarray[Any, Any]"
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.data.nbytes)
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """New weights, by one of two roads.
+
+    ``buckets``: all tensors under their Hugging Face names (tied weights once). ``shared``: the engine generates
+    with the actor's module itself, so nothing moves; only caches are reset and the version is taken over.
+    """
+
+    buckets: Sequence[ArrayBucket] = ()
+    shared: bool = False
+
+    def __iter__(self) -> Iterator[ArrayBucket]:
+        return iter(self.buckets)
+
+
+@dataclass(frozen=True)
+class EngineContext:
+    """What the core knows about an engine's place.
+
+    Args:
+        model_path: directory with weights, config and tokenizer.
+        dtype: torch name without the prefix.
+        max_model_len: tokens of prompt and response together.
+        device: ``cpu`` or ``cuda``.
+        replica: number of this replica, from 0.
+        seed: of the run.
+        deterministic: ``rollout.deterministic``.
+        vocab_size: size of the embedding; ids at or above it never reach the engine.
+        shared_module: the actor's module, for an engine with the capability ``shared_module`` in its process.
+    """
+
+    model_path: str
+    dtype: str = "float32"
+    max_model_len: int = 2048
+    device: str = "cpu"
+    replica: int = 0
+    seed: int = 0
+    deterministic: bool = False
+    vocab_size: int = 0
+    shared_module: Any = None
+
+
+class InferenceEngine(ABC):
+    """Samples tokens. Errors of any type may be raised; the server maps them to ``EngineError``.
+
+    ``request_id`` names a session: the turns of one trajectory share it, so that an engine can keep their KV cache.
+    There is at most one request per session at a time.
+    """
+
+    async def start(self) -> None:
+        """Load what is needed. Called once, before anything else."""
+        return None
+
+    async def close(self) -> None:
+        """Release everything. May be called after a failed ``start``, and twice."""
+        return None
+
+    async def health(self) -> None:
+        """Raise if the engine cannot serve."""
+        return None
+
+    @abstractmethod
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        multi_modal: dict[str, Any] | None = None,
+    ) -> TokenOutput:
+        """Continue ``prompt_ids``. Cancelling the coroutine ends the request."""
+
+    async def open_session(self, session_id: str) -> None:
+        """A trajectory begins; its requests will carry ``request_id == session_id``."""
+        return None
+
+    async def close_session(self, session_id: str) -> None:
+        """The trajectory has ended: what was kept for it can go. Unknown ids are ignored."""
+        return None
+
+    async def abort(self, request_id: str) -> TokenOutput | None:
+        """End a request: its ``generate`` returns what it has (``finish_reason`` abort), and so does this call.
+
+        None where no such request runs.
+        """
+        return None
+
+    async def update_weights(self, update: WeightUpdate, version: int) -> None:
+        """Take new weights, and reset every cache that was computed with the old ones."""
+        raise NotImplementedError(f"{type(self).__name__} declares no capability 'weight_update'")
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """Halt generation: ``abort`` ends what runs, ``drain`` waits for it, ``keep`` freezes it."""
+        raise NotImplementedError(f"{type(self).__name__} declares no capability 'pause'")
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        raise NotImplementedError(f"{type(self).__name__} declares no capability 'pause'")
+
+    async def sleep(self, level: int = 1) -> None:
+        """Release memory: level 1 the caches, level 2 the weights too."""
+        raise NotImplementedError(f"{type(self).__name__} declares no capability 'sleep'")
+
+    async def wake_up(self, tags: Sequence[str] | None = None) -> None:
+        """Take memory back: ``weights``, ``kv_cache``, or both (None)."""
+        raise NotImplementedError(f"{type(self).__name__} declares no capability 'sleep'")
+
+    def metrics(self) -> dict[str, float]:
+        """Counters since the last call; keys without a prefix, e.g. ``cached_tokens``."""
+        return {}

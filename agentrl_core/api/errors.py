@@ -1,0 +1,121 @@
+"""Every error that agentrl raises on purpose.
+
+    AgentRLError
+    ├── ConfigError              one or many problems in a configuration, reported together
+    ├── PluginError              discovery and resolution
+    │   ├── PluginNotFoundError
+    │   ├── PluginConflictError      two packages, one kind and name
+    │   ├── PluginIncompatibleError  wrong api_version
+    │   ├── PluginBrokenError        the entry point, spec or factory raised
+    │   ├── PluginRequirementError   a requirement of the plugin is missing
+    │   └── PluginDriftError         a worker or checkpoint has another version
+    ├── DataError                a data set, file or row
+    ├── TemplateError            a tokenizer or chat template that cannot serve
+    ├── EngineError              the inference engine or the road to it
+    ├── ToolError                a tool call that failed (the model sees an observation)
+    ├── InteractionError         an interaction (environment) that failed
+    ├── RewardError              a reward function or manager
+    ├── DeadlineError            an await passed its deadline
+    ├── RolloutError             more trajectories failed than the run allows
+    ├── WorkerError              a worker process raised or died
+    ├── ProtocolError            a DataProto operation on unsuitable data
+    └── CheckpointError          a checkpoint that cannot be written or read
+
+A message says where, what was found, what is allowed, and what to do about it. Plugins raise ordinary Python
+exceptions; the core wraps them at the boundary where they surface.
+"""
+
+from collections.abc import Sequence
+
+
+class AgentRLError(Exception):
+    """Base class of all errors that agentrl raises on purpose."""
+
+
+class ConfigError(AgentRLError):
+    """One or many problems in a configuration.
+
+    ``problems`` holds one message for each, complete in itself.
+    """
+
+    def __init__(self, problems: str | Sequence[str], source: str = "") -> None:
+        self.problems: tuple[str, ...] = (problems,) if isinstance(problems, str) else tuple(problems)
+        self.source = source
+        count = len(self.problems)
+        head = f"{count} problem{'s' if count != 1 else ''} in {source or 'the configuration'}:"
+        super().__init__("\n".join([head, *(f"  - {problem}" for problem in self.problems)]))
+
+    def __reduce__(self) -> tuple[type["ConfigError"], tuple[tuple[str, ...], str]]:
+        return type(self), (self.problems, self.source)
+
+
+class PluginError(AgentRLError):
+    """Base class for discovery and resolution."""
+
+
+class PluginNotFoundError(PluginError):
+    """No installed plugin has this kind and name."""
+
+
+class PluginConflictError(PluginError):
+    """Two packages register one kind and name."""
+
+
+class PluginIncompatibleError(PluginError):
+    """The plugin was written for another api_version."""
+
+
+class PluginBrokenError(PluginError):
+    """The entry point, the spec or the factory raised, or is not what it should be."""
+
+
+class PluginRequirementError(PluginError):
+    """A requirement that the plugin declares is not installed here."""
+
+
+class PluginDriftError(PluginError):
+    """A plugin differs between driver and worker, or between checkpoint and now."""
+
+
+class DataError(AgentRLError):
+    """A data set, file or row that cannot be used."""
+
+
+class TemplateError(AgentRLError):
+    """A tokenizer or chat template that cannot serve the run."""
+
+
+class EngineError(AgentRLError):
+    """The inference engine failed, or cannot be reached. Infrastructure: the trajectory is retried."""
+
+
+class ToolError(AgentRLError):
+    """A tool call failed. The model sees an observation and goes on."""
+
+
+class InteractionError(AgentRLError):
+    """An interaction failed."""
+
+
+class RewardError(AgentRLError):
+    """A reward function or manager raised, or returned what is not a finite number."""
+
+
+class DeadlineError(AgentRLError):
+    """An await passed its deadline."""
+
+
+class RolloutError(AgentRLError):
+    """More trajectories failed than ``rollout.max_failed_fraction`` allows."""
+
+
+class WorkerError(AgentRLError):
+    """A worker raised, or its process died."""
+
+
+class ProtocolError(AgentRLError, ValueError):
+    """A DataProto operation on unsuitable data."""
+
+
+class CheckpointError(AgentRLError):
+    """A checkpoint that cannot be written or read."""

@@ -1,0 +1,58 @@
+"""The seam of interactions: who answers the policy when it is not calling a tool (a user, a tutor, an environment).
+
+Per trajectory: ``start_interaction`` once, ``generate_response`` after each assistant turn without a tool call,
+``calculate_score`` once at the end, ``finalize_interaction`` always. One object serves many trajectories and tells
+them apart by ``instance_id``; everything runs on one event loop.
+
+    class Echo(Interaction):
+        async def generate_response(self, instance_id, messages, **kwargs):
+            return InteractionTurn(terminate=True, text="", reward=1.0)
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class InteractionTurn(NamedTuple):
+    """The answer: whether the conversation ends here, the user's text, a reward for the turn, metrics."""
+
+    terminate: bool
+    text: str
+    reward: float | None = None
+    metrics: dict[str, float] = {}
+
+
+@dataclass(frozen=True)
+class InteractionContext:
+    """What an interaction gets when it is built: the name under which the run knows it, and the run's seed."""
+
+    name: str
+    seed: int = 0
+
+
+class Interaction(ABC):
+    """Answers the policy. May raise ordinary exceptions: the trajectory then ends with ``env_error``."""
+
+    def __init__(self, config: Any, context: InteractionContext) -> None:
+        self.config = config
+        self.context = context
+
+    async def start_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """A trajectory begins. ``kwargs`` are the row's ``extra_info.interaction_kwargs`` without ``name``."""
+        return None
+
+    @abstractmethod
+    async def generate_response(
+        self, instance_id: str, messages: Sequence[dict[str, Any]], **kwargs: Any
+    ) -> InteractionTurn:
+        """Answer the conversation so far, whose last message is the assistant's."""
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float | None:
+        """A score for the whole conversation, or None."""
+        return None
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """The trajectory has ended, in whatever way."""
+        return None

@@ -1,0 +1,118 @@
+"""What an entry point names: a light description of a plugin, whose heavy class stays an unimported string.
+
+    PLUGIN = PluginSpec(
+        kind="tool", name="calculator", api_version=1, summary="evaluates arithmetic",
+        config=CalculatorConfig, factory="agentrl_tools_basic.calculator:Calculator",
+    )
+
+and ``pyproject.toml`` names it:
+
+    [project.entry-points."agentrl.tools"]
+    calculator = "agentrl_tools_basic.plugin:PLUGIN"
+
+The factory is called ``factory(config, context)``: ``config`` is an instance of ``PluginSpec.config``, ``context`` the
+frozen dataclass of the kind (``ToolContext``, ``EngineContext``, …). A module that holds specs must import nothing
+heavy: listing plugins imports it.
+"""
+
+from dataclasses import dataclass, field
+
+from agentrl_core.api.config import NoConfig
+
+
+@dataclass(frozen=True)
+class PluginKind:
+    """One pluggable slot of agentrl.
+
+    ``api_version`` is raised only when a plugin written for the old one would break. ``capabilities`` are the names
+    that a plugin of this kind may declare, each with its meaning.
+    """
+
+    kind: str
+    group: str
+    api_version: int
+    title: str
+    capabilities: dict[str, str] = field(default_factory=dict)
+
+
+KINDS: dict[str, PluginKind] = {
+    kind.kind: kind
+    for kind in (
+        PluginKind("agent_loop", "agentrl.agent_loops", 1, "agent loop", {
+            "tools": "drives the configured tools",
+            "interactions": "drives the configured interactions",
+        }),
+        PluginKind("engine", "agentrl.engines", 1, "inference engine", {
+            "logprobs": "returns the log-probability of every sampled token",
+            "abort": "a request can be ended early and returns what it has",
+            "pause": "generation can be halted and resumed",
+            "sleep": "memory can be released and taken back",
+            "weight_update": "takes new weights without a restart",
+            "shared_module": "can generate with the actor's own torch module, in the actor's process",
+            "deterministic": "can repeat a rollout exactly (rollout.deterministic)",
+        }),
+        PluginKind("tool", "agentrl.tools", 1, "tool"),
+        PluginKind("tool_parser", "agentrl.tool_parsers", 1, "tool-call parser"),
+        PluginKind("interaction", "agentrl.interactions", 1, "interaction"),
+        PluginKind("reward_manager", "agentrl.reward_managers", 1, "reward manager", {
+            "group": "scores all samples of a prompt together",
+            "tool_rewards": "uses the rewards that tools return",
+            "turn_scores": "uses the scores that interactions return",
+        }),
+        PluginKind("reward_function", "agentrl.reward_functions", 1, "reward function"),
+        PluginKind("advantage_estimator", "agentrl.advantage_estimators", 1, "advantage estimator", {
+            "values": "needs a critic's values",
+            "groups": "compares the samples of one prompt: needs rollout.n >= 2",
+        }),
+        PluginKind("policy_loss", "agentrl.policy_losses", 1, "policy loss"),
+        PluginKind("dataset", "agentrl.datasets", 1, "prompt dataset"),
+        PluginKind("tracker", "agentrl.trackers", 1, "tracker"),
+        PluginKind("hook", "agentrl.hooks", 1, "lifecycle hook"),
+    )
+}  # fmt: skip
+
+CLI_GROUP = "agentrl.cli"
+"""Entry-point group of lazy subcommands: ``name = "package.module:typer_app"``, loaded only when typed."""
+
+RESERVED_GROUPS = ("agentrl.training_backends",)
+
+
+@dataclass(frozen=True)
+class PluginSpec:
+    """The light description that an entry point names.
+
+    Args:
+        kind: a key of :data:`KINDS`.
+        name: how a config names it; lower case, digits, ``_`` and ``-``.
+        api_version: the version of the kind's contract that the plugin was written for.
+        summary: one line for ``agentrl plugins list``.
+        factory: ``"package.module:attribute"``, imported only when the plugin is chosen.
+        config: a dataclass with the plugin's options (see :func:`agentrl_core.api.option`).
+        requires: PEP 508 strings, checked in the interpreter that runs the factory.
+        capabilities: names from ``KINDS[kind].capabilities``.
+    """
+
+    kind: str
+    name: str
+    api_version: int
+    summary: str
+    factory: str
+    config: type = NoConfig
+    requires: tuple[str, ...] = ()
+    capabilities: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class PluginRef:
+    """Names one resolved plugin across processes.
+
+    The driver resolves a name once; workers get the reference, resolve it again and refuse a difference. For an
+    unpackaged plugin ``dist`` is ``"file"``, ``version`` the sha256 of the file, ``source`` its text and ``name``
+    ``"<file name>:<object>"``.
+    """
+
+    kind: str
+    name: str
+    dist: str
+    version: str
+    source: str = field(default="", repr=False)

@@ -1,0 +1,110 @@
+"""The seams of reward functions and reward managers.
+
+A reward function scores one trajectory; a reward manager combines functions, tool rewards and turn scores into the
+one number that is trained. Both see the typed :class:`RewardTrajectory`. An exception, a deadline or a value that is
+not a finite number is a ``reward_error`` of that trajectory, never a silent zero.
+
+    def exact(trajectory: RewardTrajectory) -> float:
+        return float(trajectory.model_text.strip() == trajectory.ground_truth)
+
+A plain function like this one is a reward function as it stands (``name: ./reward.py:exact``); a packaged one has a
+factory ``(config, RewardFunctionContext) -> RewardFunction``.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True)
+class RewardTrajectory:
+    """A finished trajectory as a reward sees it.
+
+    Args:
+        messages: the conversation, system prompt and tool messages included.
+        model_text: what the policy wrote, all turns, nothing else.
+        last_text: what the policy wrote in its last turn.
+        full_text: everything after the prompt: tool and user text too.
+        ground_truth: ``reward_model.ground_truth`` of the row, None if it has none.
+        data_source: of the row.
+        extra_info: of the row.
+        tool_rewards, turn_scores: as collected by the session, in order.
+        num_turns: as in ``AgentLoopOutput``.
+        termination: a value of ``Termination``.
+        row: all other fields of the dataset row.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    model_text: str
+    last_text: str
+    full_text: str
+    ground_truth: Any = None
+    data_source: str = ""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    tool_rewards: Sequence[float] = ()
+    turn_scores: Sequence[float] = ()
+    num_turns: int = 0
+    termination: str = "completed"
+    row: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """A score, with details: ``metrics`` are averaged and logged under ``reward/``."""
+
+    score: float
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardFunctionContext:
+    """What a reward function gets when it is built: the name under which the run knows it."""
+
+    name: str
+
+
+class RewardFunction(Protocol):
+    """Scores one trajectory. May be a coroutine function. Attribute ``isolation``: see ``Tool.isolation``."""
+
+    def __call__(self, trajectory: RewardTrajectory) -> Any:
+        """A number, a bool or a :class:`RewardResult` (or an awaitable of one)."""
+
+
+class BoundRewardFunction(Protocol):
+    """A configured function as a manager sees it: deadline, isolation and checks are already around it."""
+
+    name: str
+    weight: float
+
+    async def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
+        """Score one trajectory.
+
+        Raises:
+            RewardError: the function raised, passed its deadline, or returned what is not a finite number.
+        """
+
+
+@dataclass(frozen=True)
+class RewardManagerContext:
+    """What a reward manager gets when it is built: the configured functions, in order."""
+
+    functions: Sequence[BoundRewardFunction]
+
+
+class RewardManager(ABC):
+    """Turns a trajectory into its reward. Built once per reward worker."""
+
+    def __init__(self, config: Any, context: RewardManagerContext) -> None:
+        self.config = config
+        self.context = context
+
+    @abstractmethod
+    async def score(self, trajectory: RewardTrajectory) -> RewardResult:
+        """Score one trajectory, as soon as it has ended."""
+
+    async def score_group(
+        self, trajectories: Sequence[RewardTrajectory], results: Sequence[RewardResult]
+    ) -> Sequence[RewardResult]:
+        """Revise the scores of all samples of one prompt; called only with the capability ``group``."""
+        return results

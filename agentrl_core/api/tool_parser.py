@@ -1,0 +1,55 @@
+"""The seam of tool parsers: from the model's text to tool calls.
+
+A parser is pure: no state, no I/O. It never raises on what a model wrote: a call that is cut off or malformed becomes
+an entry of ``errors``, which the model reads as an observation. Nothing is dropped in silence.
+
+    class MyParser(ToolParser):
+        def parse(self, text):
+            return ParsedText(content=text, calls=[], errors=[])
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call. ``arguments`` is what the model wrote, decoded; ``id`` is unique within the trajectory."""
+
+    name: str
+    arguments: dict[str, Any]
+    id: str = ""
+
+    def as_message(self) -> dict[str, Any]:
+        """The entry of an assistant message's ``tool_calls``; arguments stay an object, as chat templates expect."""
+        call: dict[str, Any] = {"type": "function", "function": {"name": self.name, "arguments": self.arguments}}
+        if self.id:
+            call["id"] = self.id
+        return call
+
+
+@dataclass(frozen=True)
+class ParsedText:
+    """What a text holds: ``content`` outside calls, the ``calls`` in order, and one message per bad call."""
+
+    content: str
+    calls: list[ToolCall] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+class ToolParser(ABC):
+    """Finds tool calls in text. Built ``factory(config, context)`` with :class:`ToolParserContext`."""
+
+    def __init__(self, config: Any, context: "ToolParserContext") -> None:
+        self.config = config
+        self.context = context
+
+    @abstractmethod
+    def parse(self, text: str) -> ParsedText:
+        """Parse one assistant turn, decoded without its stop token."""
+
+
+@dataclass(frozen=True)
+class ToolParserContext:
+    """Nothing yet: the field a parser would need most, the tokenizer, is deliberately absent."""

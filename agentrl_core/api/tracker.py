@@ -1,0 +1,47 @@
+"""The seam of trackers: where metrics go. Called in the trainer's process, from one thread.
+
+class Memory(Tracker):
+    def log(self, metrics, step):
+        self.rows.append((step, dict(metrics)))
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class TrackerContext:
+    """What a tracker gets when it is built.
+
+    Args:
+        run_name: ``trainer.name``.
+        run_dir: the run's directory, which exists.
+        total_steps: of the whole run.
+        config: the resolved configuration as plain containers.
+        first_step: the first step that this process will log; greater than 1 on resume.
+    """
+
+    run_name: str
+    run_dir: Path
+    total_steps: int
+    config: Mapping[str, Any]
+    first_step: int = 1
+
+
+class Tracker(ABC):
+    """Takes one flat dict of floats per step. An exception ends the run: records are not lost in silence."""
+
+    def __init__(self, config: Any, context: TrackerContext) -> None:
+        self.config = config
+        self.context = context
+
+    @abstractmethod
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Metrics of one step. Step 0 is the validation before training."""
+
+    def finish(self, status: str) -> None:
+        """The run has ended: ``completed``, ``stopped`` or ``failed``. Called once."""
+        return None

@@ -1,0 +1,289 @@
+"""Every key of a configuration: types, defaults, help and units. Defaults live here and nowhere else.
+
+A pluggable slot is ``{name: …, config: {…}}`` plus keys that the core owns. ``config`` is checked against the
+plugin's own dataclass, and is an instance of it once the file is loaded.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from agentrl_core.api.config import option
+from agentrl_core.api.plugin import PluginRef
+
+Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+
+
+@dataclass
+class Slot:
+    """A plugin, chosen by name."""
+
+    kind: ClassVar[str]
+    name: str = option(help="a registered name, 'package:name', or './file.py:object' relative to the config file")
+    config: Any = option(default_factory=dict, help="the plugin's own options: `agentrl plugins show NAME`")
+
+    ref: PluginRef | None = field(default=None, repr=False, compare=False, metadata={"internal": True})
+    """The resolved plugin; not a key of the file but set when it is loaded."""
+
+
+@dataclass
+class EngineSlot(Slot):
+    kind: ClassVar[str] = "engine"
+    name: str = option("hf", help="a registered name, 'package:name', or './file.py:object'")
+    python: str | None = option(None, help="interpreter of the engine's own environment (cluster.runtime=ray only)")
+    replicas: int = option(1, ge=1, help="engine servers")
+
+
+@dataclass
+class AgentLoopSlot(Slot):
+    kind: ClassVar[str] = "agent_loop"
+
+
+@dataclass
+class ToolParserSlot(Slot):
+    kind: ClassVar[str] = "tool_parser"
+    name: str = option("hermes", help="a registered name, 'package:name', or './file.py:object'")
+
+
+@dataclass
+class ToolSlot(Slot):
+    kind: ClassVar[str] = "tool"
+    timeout: float = option(30.0, gt=0, unit="seconds", help="deadline of one call")
+    isolation: Literal["inline", "process"] | None = option(None, help="where it runs; null: as the tool declares")
+    processes: int = option(2, ge=1, help="child processes per agent-loop worker, for isolation=process")
+
+
+@dataclass
+class InteractionSlot(Slot):
+    kind: ClassVar[str] = "interaction"
+    timeout: float = option(30.0, gt=0, unit="seconds", help="deadline of one answer")
+
+
+@dataclass
+class RewardManagerSlot(Slot):
+    kind: ClassVar[str] = "reward_manager"
+    name: str = option("naive", help="a registered name, 'package:name', or './file.py:object'")
+
+
+@dataclass
+class RewardFunctionSlot(Slot):
+    kind: ClassVar[str] = "reward_function"
+    weight: float = option(1.0, help="factor in the manager's sum")
+    timeout: float = option(30.0, gt=0, unit="seconds", help="deadline of one call")
+    isolation: Literal["inline", "process"] | None = option(None, help="where it runs; null: as the function declares")
+    processes: int = option(1, ge=1, help="child processes per reward worker, for isolation=process")
+
+
+@dataclass
+class AdvantageSlot(Slot):
+    kind: ClassVar[str] = "advantage_estimator"
+    name: str = option("grpo", help="a registered name, 'package:name', or './file.py:object'")
+
+
+@dataclass
+class PolicyLossSlot(Slot):
+    kind: ClassVar[str] = "policy_loss"
+    name: str = option("ppo", help="a registered name, 'package:name', or './file.py:object'")
+
+
+@dataclass
+class DatasetSlot(Slot):
+    kind: ClassVar[str] = "dataset"
+    name: str = option("prompts", help="a registered name, 'package:name', or './file.py:object'")
+
+
+@dataclass
+class TrackerSlot(Slot):
+    kind: ClassVar[str] = "tracker"
+
+
+@dataclass
+class HookSlot(Slot):
+    kind: ClassVar[str] = "hook"
+
+
+@dataclass
+class ModelConfig:
+    path: str = option(path=True, help="directory with weights, config and tokenizer, relative to the config file")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", help="of the weights")
+    trust_remote_code: bool = option(False, help="run Python code that comes with the model")
+    gradient_checkpointing: bool = option(False, help="recompute activations in the backward pass to save memory")
+    attn_implementation: str = option("sdpa", help="attention of transformers")
+    chat_template: str | None = option(None, path=True, help="file with a Jinja chat template instead of the model's")
+    chat_template_kwargs: dict[str, Any] = option(default_factory=dict, help="passed to every rendering")
+
+
+@dataclass
+class DataConfig:
+    train_files: list[str] = option(path=True, help="parquet or JSON lines, relative to the config file")
+    validation_files: list[str] = option(default_factory=list, path=True, help="parquet or JSON lines")
+    prompt_key: str = option("prompt", help="column that holds the messages")
+    batch_size: int = option(32, ge=1, unit="prompts", help="prompts of one step")
+    max_prompt_length: int = option(512, ge=1, unit="tokens", help="longest rendered prompt, tool schemas included")
+    overlong_prompts: Literal["filter", "error", "left", "right", "middle"] = option(
+        "filter", help="drop such rows, refuse to start, or cut the last user message at that side"
+    )
+    shuffle: bool = option(True, help="a new order every epoch, from the run's seed")
+    dataset: DatasetSlot = option(default_factory=DatasetSlot)
+
+
+@dataclass
+class SamplingConfig:
+    temperature: float = option(1.0, ge=0, help="0 is greedy")
+    top_p: float = option(1.0, gt=0, le=1, help="nucleus truncation; 1 is off")
+    top_k: int = option(0, ge=0, help="0 is off")
+    max_tokens: int | None = option(None, ge=1, unit="tokens", help="of one turn; null: what the budget leaves")
+
+
+@dataclass
+class AgentConfig:
+    loops: list[AgentLoopSlot] = option(help="loops that a row's agent_name may choose")
+    default_loop: str | None = option(None, help="for rows without agent_name; null: the first of loops")
+    num_workers: int = option(1, ge=1, help="agent-loop workers")
+    max_concurrent: int = option(1024, ge=1, help="trajectories in flight per worker")
+
+
+@dataclass
+class RolloutConfig:
+    agent: AgentConfig = option()
+    engine: EngineSlot = option(default_factory=EngineSlot)
+    tool_parser: ToolParserSlot = option(default_factory=ToolParserSlot)
+    n: int = option(8, ge=1, help="samples per prompt")
+    sampling: SamplingConfig = option(default_factory=SamplingConfig)
+    max_response_length: int = option(512, ge=1, unit="tokens", help="everything after the prompt, all turns")
+    template_break: Literal["fork", "mask", "error"] = option(
+        "fork",
+        help="when the chat template rewrites history: new row, one row whose earlier tokens are context, or error",
+    )
+    deterministic: bool = option(False, help="repeat rollouts exactly; one worker, one replica, slower")
+    retries: int = option(2, ge=0, help="fresh starts of a trajectory whose infrastructure failed")
+    max_failed_fraction: float = option(0.1, ge=0, le=1, help="of a step's trajectories; above it the run stops")
+    turn_timeout: float = option(300.0, gt=0, unit="seconds", help="deadline of one generation")
+    trajectory_timeout: float = option(1800.0, gt=0, unit="seconds", help="deadline of a whole trajectory")
+    watchdog_interval: float = option(60.0, gt=0, unit="seconds", help="how often slow trajectories are reported")
+
+
+@dataclass
+class RewardConfig:
+    functions: list[RewardFunctionSlot] = option(default_factory=list, help="scored per trajectory, summed by weight")
+    manager: RewardManagerSlot = option(default_factory=RewardManagerSlot)
+    num_workers: int = option(1, ge=1, help="reward workers")
+    timeout: float = option(60.0, gt=0, unit="seconds", help="deadline of one trajectory's reward")
+
+
+@dataclass
+class AlgorithmConfig:
+    advantage: AdvantageSlot = option(default_factory=AdvantageSlot)
+    loss: PolicyLossSlot = option(default_factory=PolicyLossSlot)
+    aggregation: Aggregation = option("token-mean", help="how per-token losses become one number")
+    kl_coef: float = option(0.0, ge=0, help="weight of the KL to the reference in the loss; 0: no reference at all")
+    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", help="Schulman's estimators of the KL")
+    entropy_coef: float = option(0.0, ge=0, help="weight of the entropy bonus")
+    drop_zero_advantage: bool = option(True, help="leave rows without any advantage out of the update")
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = option(1e-6, gt=0, help="peak learning rate")
+    betas: list[float] = option(default_factory=lambda: [0.9, 0.999], help="of AdamW")
+    eps: float = option(1e-8, gt=0, help="of AdamW")
+    weight_decay: float = option(0.0, ge=0, help="of AdamW")
+    schedule: Literal["constant", "linear", "cosine"] = option("constant", help="after the warm-up")
+    warmup_steps: int = option(0, ge=0, unit="optimizer steps", help="linear from 0")
+    min_lr_ratio: float = option(0.0, ge=0, le=1, help="of the peak, where the schedule ends")
+
+
+@dataclass
+class UpdateConfig:
+    optimizer: OptimizerConfig = option(default_factory=OptimizerConfig)
+    epochs: int = option(1, ge=1, help="passes over a step's batch")
+    mini_batches: int = option(1, ge=1, help="optimizer steps per pass")
+    micro_batch_tokens: int = option(16384, ge=1, unit="tokens", help="padded tokens of one forward and backward")
+    grad_clip: float = option(1.0, gt=0, help="largest gradient norm")
+
+
+@dataclass
+class ActorConfig(UpdateConfig):
+    pass
+
+
+@dataclass
+class CriticConfig(UpdateConfig):
+    path: str | None = option(None, path=True, help="model to start from; null: model.path with a new value head")
+    value_clip: float | None = option(0.2, gt=0, help="range of the clipped value loss; null: plain squared error")
+    warmup_steps: int = option(0, ge=0, unit="steps", help="steps in which only the critic learns")
+
+
+@dataclass
+class ReferenceConfig:
+    path: str | None = option(None, path=True, help="model of the reference; null: model.path")
+    micro_batch_tokens: int = option(32768, ge=1, unit="tokens", help="padded tokens of one forward")
+
+
+@dataclass
+class ValidationConfig:
+    interval: int = option(0, ge=0, unit="steps", help="0: only before and after training")
+    before: bool = option(True, help="validate before the first step")
+    after: bool = option(True, help="validate after the last step")
+    greedy: bool = option(True, help="one greedy sample per prompt")
+    n: int = option(1, ge=0, help="sampled answers per prompt; 0: none")
+    sampling: SamplingConfig = option(default_factory=SamplingConfig)
+    correct_above: float = option(0.5, help="a score above it counts as correct")
+    max_prompts: int | None = option(None, ge=1, unit="prompts", help="the first so many; null: all")
+
+
+@dataclass
+class CheckpointConfig:
+    interval: int = option(10, ge=0, unit="steps", help="0: only at the end")
+    keep: int = option(3, ge=1, help="newest checkpoints kept, besides the best")
+    best_metric: str | None = option(None, help="validation metric whose best checkpoint is kept; null: none")
+
+
+@dataclass
+class TrainerConfig:
+    name: str = option("run", help="of the run and its directory")
+    output_dir: str = option("runs", help="holds the run's directory, relative to the working directory")
+    steps: int | None = option(None, ge=1, help="null: from epochs")
+    epochs: int = option(1, ge=1, help="passes over the training data, where steps is null")
+    seed: int = option(0, ge=0, help="of everything")
+    resume: str = option("never", help="never, auto (newest checkpoint, if any), or a checkpoint's path")
+    trackers: list[TrackerSlot] = option(
+        default_factory=lambda: [TrackerSlot("console"), TrackerSlot("jsonl"), TrackerSlot("tensorboard")]
+    )
+    validation: ValidationConfig = option(default_factory=ValidationConfig)
+    checkpoint: CheckpointConfig = option(default_factory=CheckpointConfig)
+    save_rollouts: bool = option(True, help="write rollouts/step-*.jsonl")
+
+
+@dataclass
+class ClusterConfig:
+    runtime: Literal["local", "ray"] = option("local", help="this process, or a Ray cluster")
+    address: str | None = option(None, help="of a running Ray cluster; null: start one here")
+    num_cpus: int | None = option(None, ge=1, help="of a Ray cluster started here; null: as many as it needs")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", help="of model workers and engines")
+    start_timeout: float = option(120.0, gt=0, unit="seconds", help="wait for resources of the cluster")
+
+
+@dataclass
+class PluginsConfig:
+    block: list[str] = option(default_factory=list, help="names or packages that must not be used")
+    allow_drift: bool = option(False, help="resume although plugin versions have changed")
+
+
+@dataclass
+class Config:
+    """The whole tree."""
+
+    model: ModelConfig = option()
+    data: DataConfig = option()
+    rollout: RolloutConfig = option()
+    tools: list[ToolSlot] = option(default_factory=list)
+    interactions: list[InteractionSlot] = option(default_factory=list)
+    reward: RewardConfig = option(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = option(default_factory=AlgorithmConfig)
+    actor: ActorConfig = option(default_factory=ActorConfig)
+    critic: CriticConfig = option(default_factory=CriticConfig)
+    reference: ReferenceConfig = option(default_factory=ReferenceConfig)
+    trainer: TrainerConfig = option(default_factory=TrainerConfig)
+    cluster: ClusterConfig = option(default_factory=ClusterConfig)
+    hooks: list[HookSlot] = option(default_factory=list)
+    plugins: PluginsConfig = option(default_factory=PluginsConfig)

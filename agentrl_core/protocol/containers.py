@@ -1,0 +1,105 @@
+"""Python values beside the tensors: object columns, private copies of containers, and equality."""
+
+import copy
+import dataclasses
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentrl_core.api.errors import ProtocolError
+
+ObjectArray = np.ndarray[Any, np.dtype[np.object_]]
+
+
+def object_array(key: str, values: Iterable[Any]) -> ObjectArray:
+    """A new array of dtype object with one entry per row.
+
+    A list of equally long lists stays a column of lists (numpy would make it two-dimensional). An array keeps its
+    shape, its first axis being the rows.
+    """
+    if isinstance(values, np.ndarray):
+        if values.ndim == 0:
+            raise ProtocolError(f"non_tensor_batch[{key!r}] is an array without rows (shape ()): give one entry per row")
+        return values.astype(object)
+    if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
+        raise ProtocolError(
+            f"non_tensor_batch[{key!r}] is a {type(values).__name__}: give a list or array with one entry per row"
+        )
+    rows = list(values)
+    return np.fromiter(rows, dtype=object, count=len(rows))
+
+
+def copy_containers(value: Any) -> Any:
+    """A copy in which no container is shared with ``value``.
+
+    Dictionaries, lists, tuples, sets, arrays and mutable dataclasses are copied all the way down; other objects, and
+    the storage of tensors, are shared.
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: copy_containers(item) for key, item in value.items()}
+    if kind is list:
+        return [copy_containers(item) for item in value]
+    if kind is tuple:
+        return tuple(copy_containers(item) for item in value)
+    if isinstance(value, np.ndarray):
+        return copy_array(value) if value.dtype == object else value.copy()
+    if isinstance(value, dict | list | tuple | set | bytearray):
+        return copy.deepcopy(value)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return copy.deepcopy(value)
+    return value
+
+
+def copy_array(array: ObjectArray) -> ObjectArray:
+    """A copy of an object array whose rows' containers are copied too."""
+    result = np.empty(array.shape, dtype=object)
+    for index, item in np.ndenumerate(array):
+        result[index] = copy_containers(item)
+    return result
+
+
+def equal(left: Any, right: Any) -> bool:
+    """Whether two values are the same all the way down; NaN equals NaN."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and _equal_tensors(left, right)
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and _equal_arrays(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+    if isinstance(left, list | tuple) and isinstance(right, list | tuple):
+        return type(left) is type(right) and len(left) == len(right) and all(map(equal, left, right))
+    if isinstance(left, float | np.floating) and isinstance(right, float | np.floating):
+        return bool(left == right or (left != left and right != right))
+    try:
+        return bool(left == right)
+    except (TypeError, ValueError, RuntimeError):
+        # A foreign __eq__ that cannot answer with one bool: what cannot be shown equal counts as different.
+        return False
+
+
+def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
+    if left.is_nested or right.is_nested:
+        if not (left.is_nested and right.is_nested) or left.size(0) != right.size(0):
+            return False
+        return all(map(_equal_tensors, left.unbind(), right.unbind()))
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    right = right.to(left.device)
+    if torch.equal(left, right):
+        return True
+    if not (left.is_floating_point() or left.is_complex()):
+        return False
+    return bool(((left == right) | (left.isnan() & right.isnan())).all())
+
+
+def _equal_arrays(left: ObjectArray, right: ObjectArray) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.dtype == object:
+        return all(map(equal, left.reshape(-1), right.reshape(-1)))
+    return np.array_equal(left, right, equal_nan=left.dtype.kind in "fc")

@@ -1,0 +1,127 @@
+"""Row operations on the columns of a TensorDict: dense, jagged and nested tensors, and TensorDicts inside.
+
+Jagged columns that share their offsets (and so can be added or multiplied) still share them afterwards.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+from agentrl_core.api.errors import ProtocolError
+
+RowIndex = slice | torch.Tensor
+OffsetsCache = dict[tuple[int, ...], torch.Tensor]
+
+
+def map_columns(td: Any, function: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Any:
+    """A new TensorDict of ``rows`` rows: ``function`` of every column, also in TensorDicts inside."""
+    columns = {
+        key: map_columns(value, function, rows) if isinstance(value, TensorDictBase) else function(value)
+        for key, value in td.items()
+    }
+    return TensorDict(columns, batch_size=[rows, *td.batch_size[1:]], device=td.device)
+
+
+def take_rows(td: Any, index: RowIndex) -> Any:
+    """The rows that ``index`` names (a slice: dense columns are views; an int64 tensor [rows]: copies)."""
+    total = td.batch_size[0]
+    rows = len(range(*index.indices(total))) if isinstance(index, slice) else index.numel()
+    cache: OffsetsCache = {}
+    return map_columns(td, lambda column: _take(column, index, cache), rows)
+
+
+def _take(column: torch.Tensor, index: RowIndex, cache: OffsetsCache) -> torch.Tensor:
+    if not column.is_nested:
+        if isinstance(index, slice):
+            return column[index] if (index.step or 1) > 0 else _take(column, _as_tensor(index, len(column)), cache)
+        return column.index_select(0, index.to(column.device))
+    index = _as_tensor(index, column.size(0)).to(column.device)
+    if column.layout != torch.jagged:
+        rows = column.unbind()
+        return torch.nested.nested_tensor([rows[row] for row in index.tolist()], dtype=column.dtype)
+    values, offsets = jagged_parts(column)
+    lengths = offsets.diff()[index]
+    new_offsets = cache.setdefault((id(offsets),), offsets_of(lengths))
+    shift = torch.repeat_interleave(offsets[:-1][index] - new_offsets[:-1], lengths)
+    return jagged(values[shift + torch.arange(shift.numel(), device=shift.device)], new_offsets)
+
+
+def _as_tensor(index: RowIndex, rows: int) -> torch.Tensor:
+    return torch.arange(rows)[torch.tensor(range(*index.indices(rows)), dtype=torch.long)] if isinstance(
+        index, slice
+    ) else index
+
+
+def cat_rows(parts: Sequence[Any], where: str = "") -> Any:
+    """One TensorDict with the rows of all ``parts`` in order. Raises ProtocolError where the columns do not fit."""
+    first = parts[0]
+    for number, part in enumerate(parts[1:], start=1):
+        missing = set(first.keys()) ^ set(part.keys())
+        if missing:
+            names = ", ".join(repr(where + key) for key in sorted(missing))
+            raise ProtocolError(f"concat: part {number} and part 0 do not have the same tensors: {names} in one only")
+    cache: OffsetsCache = {}
+    columns = {}
+    for key, value in first.items():
+        pieces = [part[key] for part in parts]
+        if isinstance(value, TensorDictBase):
+            columns[key] = cat_rows(pieces, f"{where}{key}.")
+        else:
+            columns[key] = _cat(where + key, pieces, cache)
+    rows = sum(part.batch_size[0] for part in parts)
+    return TensorDict(columns, batch_size=[rows, *first.batch_size[1:]], device=first.device)
+
+
+def _cat(key: str, pieces: list[torch.Tensor], cache: OffsetsCache) -> torch.Tensor:
+    first = pieces[0]
+    for number, piece in enumerate(pieces[1:], start=1):
+        if piece.dtype != first.dtype or piece.layout != first.layout or piece.is_nested != first.is_nested:
+            raise ProtocolError(
+                f"concat: {key!r} is {first.dtype} ({first.layout}) in part 0 "
+                f"and {piece.dtype} ({piece.layout}) in part {number}"
+            )
+        if not first.is_nested and piece.shape[1:] != first.shape[1:]:
+            raise ProtocolError(
+                f"concat: {key!r} has shape {list(first.shape)} in part 0 and {list(piece.shape)} in part {number}: "
+                "all but the first dimension must be equal (pad to one length first)"
+            )
+    if not first.is_nested:
+        return torch.cat(pieces)
+    if first.layout != torch.jagged:
+        return torch.nested.nested_tensor([row for piece in pieces for row in piece.unbind()], dtype=first.dtype)
+    parts = [jagged_parts(piece) for piece in pieces]
+    lengths = torch.cat([offsets.diff() for _, offsets in parts])
+    offsets = cache.setdefault(tuple(id(offsets) for _, offsets in parts), offsets_of(lengths))
+    return jagged(torch.cat([values for values, _ in parts]), offsets)
+
+
+def clone_rows(td: Any) -> Any:
+    """A TensorDict that shares no storage with ``td``."""
+    cache: OffsetsCache = {}
+
+    def clone(column: torch.Tensor) -> torch.Tensor:
+        if column.layout != torch.jagged:
+            return column.clone(memory_format=torch.preserve_format)
+        values, offsets = jagged_parts(column)
+        return jagged(values.clone(), cache.setdefault((id(offsets),), offsets.clone()))
+
+    return map_columns(td, clone, td.batch_size[0])
+
+
+def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Values [total, …] and offsets [rows + 1] of a jagged tensor without holes."""
+    if column.lengths() is not None:
+        column = column.contiguous()
+    return column.values(), column.offsets()
+
+
+def jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+    """The jagged tensor of these values and offsets."""
+    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+
+
+def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
+    """Offsets [rows + 1] of rows with these lengths."""
+    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

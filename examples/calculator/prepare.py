@@ -1,0 +1,463 @@
+# ruff: noqa: T201 - an example script that people run by hand: its output is its progress
+"""Makes the calculator example: a tiny model that is unreliable at calling a calculator, and problems to train it on.
+
+Everything is built here, offline and repeatably (same seed, same machine: same bytes): a byte-level BPE tokenizer with
+a ChatML template, a 0.5 M-parameter Qwen3 with a supervised warm start, and two parquet files in the layout that
+agentrl reads. The warm start has two phases, because reinforcement learning changes *which behaviour* the model chooses
+within a few steps but hardly teaches it to copy digits:
+
+1. correct demonstrations only, until the model copies the expression and the result almost without error;
+2. a short mixture of good calls, broken calls and bare guesses, which leaves it choosing the good call about one time
+   in five.
+
+Usage: python examples/calculator/prepare.py [--output DIR] [--seed N] [--force]
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import itertools
+import json
+import operator
+import os
+import random
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch.nn import functional as F
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+Message = dict[str, Any]
+
+RECIPE_VERSION = 1
+DATA_SOURCE = "calculator"
+AGENT_NAME = "tool_agent"
+TRAIN_PROMPTS = 4096
+VALIDATION_PROMPTS = 200
+
+# The prompt contains this schema as JSON, in this key order. It must equal the schema of the `calculator` tool of
+# agentrl-tools-basic: the warm start sees the prompt that the rollout will show, to the token.
+CALCULATOR_SCHEMA: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluates an arithmetic expression and returns the result.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {"type": "string", "description": "the expression, for example 37 * 45"},
+            },
+            "required": ["expression"],
+        },
+    },
+}
+
+QUESTIONS = ("What is {}?", "Calculate {}.", "How much is {}?", "Please work out {}.")
+# Random guesses would teach noise in every digit and destroy the copying of phase 1.
+GUESSES = ("0", "1", "10", "100")
+
+END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
+CALL_START, CALL_END = "<tool_call>", "</tool_call>"
+VOCABULARY_SIZE = 512
+
+# Append-only: rendering more messages only ever adds text to what was rendered before.
+CHAT_TEMPLATE = """\
+{%- if tools %}
+{{- '<|im_start|>system\\n' }}
+{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
+{{- 'You can call these functions:\\n<tools>' }}
+{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{% endfor %}
+{{- '\\n</tools>\\nTo call one, write its name and arguments as JSON:\\n<tool_call>\\n' }}
+{{- '{"name": ..., "arguments": ...}\\n</tool_call><|im_end|>\\n' }}
+{%- elif messages[0].role == 'system' %}
+{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+{%- if message.role == 'tool' %}
+{%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
+{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
+{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
+{%- elif message.role == 'assistant' %}
+{{- '<|im_start|>assistant\\n' + (message.content or '') }}
+{%- for tool_call in message.tool_calls or [] %}
+{%- set call = tool_call.function or tool_call %}
+{%- if message.content or not loop.first %}{{- '\\n' }}{% endif %}
+{{- '<tool_call>\\n{"name": ' + call.name | tojson + ', "arguments": ' }}
+{{- call.arguments if call.arguments is string else call.arguments | tojson }}
+{{- '}\\n</tool_call>' }}
+{%- endfor %}
+{{- '<|im_end|>\\n' }}
+{%- elif message.role == 'user' or not loop.first %}
+{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
+"""
+
+ASSISTANT_TURN = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
+ADDED_TOKENS = re.compile(r"<\|im_start\|>|<\|im_end\|>|</?tool_call>")
+TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+}
+
+
+# --- problems -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One question, the expression in it, and the result."""
+
+    question: str
+    expression: str
+    result: str
+
+
+def evaluate(expression: str) -> int:
+    """The value of an expression of integers, +, - and *; ValueError for anything else. Never calls `eval`."""
+
+    def value(node: ast.expr) -> int:
+        if isinstance(node, ast.Constant) and type(node.value) is int:
+            return node.value
+        if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+            return OPERATORS[type(node.op)](value(node.left), value(node.right))
+        raise ValueError(f"{expression!r} holds {type(node).__name__}; allowed are integers, +, - and *")
+
+    try:
+        return value(ast.parse(expression, mode="eval").body)
+    except SyntaxError as error:
+        raise ValueError(f"{expression!r} is not an expression: {error.msg}") from error
+
+
+def is_held_out(expression: str) -> bool:
+    """Whether the expression belongs to validation: one in ten, by its hash, so for every seed the same ones."""
+    return hashlib.sha256(expression.encode()).digest()[0] % 10 == 0
+
+
+def problems(rng: random.Random, *, held_out: bool) -> Iterator[Problem]:
+    """An endless stream of problems of one split."""
+    while True:
+        expression = f"{rng.randint(1, 99)} {rng.choice('+-*')} {rng.randint(1, 99)}"
+        if is_held_out(expression) == held_out:
+            yield Problem(rng.choice(QUESTIONS).format(expression), expression, str(evaluate(expression)))
+
+
+def distinct_problems(rng: random.Random, count: int, *, held_out: bool) -> list[Problem]:
+    """`count` problems of one split, no expression twice."""
+    chosen: dict[str, Problem] = {}
+    for problem in problems(rng, held_out=held_out):
+        chosen.setdefault(problem.expression, problem)
+        if len(chosen) == count:
+            break
+    return list(chosen.values())
+
+
+# --- demonstrations -------------------------------------------------------------------------------------------------
+
+
+def conversation(problem: Problem, *turns: Message) -> list[Message]:
+    return [{"role": "user", "content": problem.question}, *turns]
+
+
+def good_call(problem: Problem) -> list[Message]:
+    call = {"name": "calculator", "arguments": {"expression": problem.expression}}
+    return conversation(
+        problem,
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": call}]},
+        {"role": "tool", "content": problem.result},
+        {"role": "assistant", "content": f"#### {problem.result}"},
+    )
+
+
+def bad_call(problem: Problem, rng: random.Random) -> list[Message]:
+    """A call that lacks a brace or names a tool that does not exist, the error, and a guess."""
+    if rng.random() < 0.5:
+        call = f'{{"name": "calculator", "arguments": {{"expression": "{problem.expression}"}}'
+    else:
+        call = f'{{"name": "compute", "arguments": {{"expression": "{problem.expression}"}}}}'
+    return conversation(
+        problem,
+        {"role": "assistant", "content": f"{CALL_START}\n{call}\n{CALL_END}"},
+        {"role": "tool", "content": "Error: this call cannot be answered."},
+        {"role": "assistant", "content": f"#### {rng.choice(GUESSES)}"},
+    )
+
+
+def guess(problem: Problem, rng: random.Random) -> list[Message]:
+    return conversation(problem, {"role": "assistant", "content": f"#### {rng.choice(GUESSES)}"})
+
+
+def unreliable(problem: Problem, rng: random.Random) -> list[Message]:
+    """The mixture of phase 2: 20% good calls, 20% bad calls, 60% guesses without a call."""
+    kind = rng.random()
+    if kind < 0.2:
+        return good_call(problem)
+    return bad_call(problem, rng) if kind < 0.4 else guess(problem, rng)
+
+
+# --- tokenizer ------------------------------------------------------------------------------------------------------
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A byte-level BPE of `VOCABULARY_SIZE` tokens with single digits, trained on this example's own conversations.
+
+    It does not split at words, so that each fixed piece of the prompt and of a tool call becomes few tokens.
+    """
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Digits(individual_digits=True),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY_SIZE,
+        special_tokens=[END_OF_TEXT, MESSAGE_START, MESSAGE_END],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    bpe.add_special_tokens([END_OF_TEXT, MESSAGE_START, MESSAGE_END])
+    # Not "special": decoding with skip_special_tokens must keep the tags that a tool parser looks for.
+    bpe.add_tokens([CALL_START, CALL_END])
+    tokenizer = wrap_tokenizer(bpe)
+    rng = random.Random("tokenizer")
+    # The system message, always the same, comes rarely: the pieces that are sampled or that vary must merge first.
+    stream = problems(rng, held_out=False)
+    conversations = [render(tokenizer, good_call(next(stream))) for _ in range(20)]
+    for problem in itertools.islice(stream, 500):
+        for messages in (good_call(problem), unreliable(problem, rng)):
+            conversations.append(render(tokenizer, messages, tools=False))
+    # The trainer must see the text cut where a rollout cuts it, or it learns merges across the added tokens and across
+    # the border between the generation prompt and what the model samples.
+    turns = [turn for text in conversations for turn in ASSISTANT_TURN.split(text)]
+    bpe.train_from_iterator([piece for turn in turns for piece in ADDED_TOKENS.split(turn) if piece], trainer)
+    bpe.add_tokens([CALL_START, CALL_END])
+    return wrap_tokenizer(bpe)
+
+
+def wrap_tokenizer(bpe: Tokenizer) -> PreTrainedTokenizerFast:
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token=MESSAGE_END,
+        pad_token=END_OF_TEXT,
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def render(
+    tokenizer: PreTrainedTokenizerFast, messages: list[Message], *, tools: bool = True, generation_prompt: bool = False
+) -> str:
+    """The text of a conversation, with the calculator's schema in front if `tools`."""
+    text: str = tokenizer.apply_chat_template(
+        messages,
+        tools=[CALCULATOR_SCHEMA] if tools else None,
+        add_generation_prompt=generation_prompt,
+        tokenize=False,
+    )
+    return text
+
+
+def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
+    ids: list[int] = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def encode_demonstration(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> tuple[list[int], list[int]]:
+    """Token ids and a mask that is 1 on what the assistant says, `<|im_end|>` included, and 0 on all else."""
+    # Encoded turn by turn, as a rollout does: the sampled ids never share a token with the text around them.
+    pieces = [encode(tokenizer, text) for text in ASSISTANT_TURN.split(render(tokenizer, messages))]
+    mask = [i % 2 for i, piece in enumerate(pieces) for _ in piece]
+    return [token for piece in pieces for token in piece], mask
+
+
+# --- model ----------------------------------------------------------------------------------------------------------
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
+    """A randomly initialised Qwen3 of half a million parameters (reads torch's global generator)."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=32,
+        max_position_embeddings=2048,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
+    return model
+
+
+def supervised_loss(model: Qwen3ForCausalLM, demonstrations: Sequence[tuple[list[int], list[int]]]) -> torch.Tensor:
+    """Mean cross-entropy over the tokens with mask 1."""
+    length = max(len(ids) for ids, _ in demonstrations)
+    # Right-padded and causal: no token with mask 1 can see the padding, so no attention mask is needed.
+    ids = torch.tensor([ids + [0] * (length - len(ids)) for ids, _ in demonstrations])
+    mask = torch.tensor([mask + [0] * (length - len(mask)) for _, mask in demonstrations]).bool()
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    trained = mask[:, 1:]
+    return F.cross_entropy(model.lm_head(hidden[:, :-1][trained]), ids[:, 1:][trained])
+
+
+@dataclass
+class Rollout:
+    """A sampled conversation: ids with mask 1 where the model sampled, its text, and whether the answer is right."""
+
+    ids: list[int]
+    mask: list[int]
+    text: str
+    correct: bool
+
+
+def run_calls(text: str) -> list[Message]:
+    """The tool messages that answer the calls in an assistant's turn."""
+    answers = []
+    for call in TOOL_CALL.findall(text):
+        try:
+            request = json.loads(call)
+            if request["name"] != "calculator":
+                raise ValueError(f"no tool is named {request['name']!r}")
+            answers.append(str(evaluate(request["arguments"]["expression"])))
+        except (ValueError, KeyError, TypeError):
+            answers.append("Error: this call cannot be answered.")
+    return [{"role": "tool", "content": answer} for answer in answers]
+
+
+@torch.no_grad()
+def rollout(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, tasks: Sequence[Problem], *, turns: int = 2
+) -> list[Rollout]:
+    """One conversation per task with the real calculator, sampled at temperature 1 (torch's global generator)."""
+    texts = [render(tokenizer, conversation(task), generation_prompt=True) for task in tasks]
+    rows = [Rollout(ids, [0] * len(ids), "", False) for ids in (encode(tokenizer, text) for text in texts)]
+    live = list(range(len(rows)))
+    for _ in range(turns):
+        spoken = generate(model, tokenizer, [rows[i].ids for i in live])
+        going_on = []
+        for i, new in zip(live, spoken, strict=True):
+            row, said = rows[i], tokenizer.decode(new)
+            row.ids, row.mask, row.text = row.ids + new, row.mask + [1] * len(new), row.text + said
+            answer = re.search(r"#### (-?\d+)<\|im_end\|>$", said)
+            row.correct = answer is not None and answer.group(1) == tasks[i].result
+            if new[-1] == tokenizer.eos_token_id and (answers := run_calls(said)):
+                before = render(tokenizer, conversation(tasks[i]))
+                added = render(tokenizer, [*conversation(tasks[i]), *answers], generation_prompt=True)[len(before) :]
+                observation = encode(tokenizer, "\n" + added)
+                row.ids, row.mask = row.ids + observation, row.mask + [0] * len(observation)
+                row.text += "\n" + added
+                going_on.append(i)
+        live = going_on
+        if not live:
+            break
+    return rows
+
+
+def generate(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, prompts: Sequence[list[int]], max_new_tokens: int = 32
+) -> list[list[int]]:
+    """A sampled continuation of each prompt, up to and including `<|im_end|>`."""
+    length = max(len(ids) for ids in prompts)
+    padding = [length - len(ids) for ids in prompts]
+    output = model.generate(
+        input_ids=torch.tensor([[tokenizer.pad_token_id] * n + ids for n, ids in zip(padding, prompts, strict=True)]),
+        attention_mask=torch.tensor([[0] * n + [1] * (length - n) for n in padding]),
+        do_sample=True,
+        temperature=1.0,
+        top_k=0,
+        top_p=1.0,
+        max_new_tokens=max_new_tokens,
+    )
+    spoken: list[list[int]] = output[:, length:].tolist()
+    eos = tokenizer.eos_token_id
+    return [ids[: ids.index(eos) + 1] if eos in ids else ids for ids in spoken]
+
+
+def accuracy(rows: Sequence[Rollout]) -> float:
+    return sum(row.correct for row in rows) / len(rows)
+
+
+# --- warm start -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class WarmStart:
+    """The recipe. Phase 1 ends when sampled accuracy reaches `copy_accuracy`, phase 2 when it is in `unreliable`."""
+
+    batch_size: int = 16
+    copy_steps: int = 800
+    copy_decay_steps: int = 450
+    copy_learning_rate: float = 2e-3
+    copy_accuracy: float = 0.975
+    warmup_steps: int = 50
+    check_every: int = 50
+    check_problems: int = 200
+    unreliable_steps: int = 60
+    unreliable_learning_rate: float = 1e-3
+
+
+RECIPE = WarmStart()
+
+
+def optimizer_for(model: Qwen3ForCausalLM, learning_rate: float) -> torch.optim.AdamW:
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+
+
+def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
+    optimizer.zero_grad(set_to_none=True)
+    loss.backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def learn_to_copy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> float:
+    """Phase 1; returns the sampled accuracy it reached."""
+    stream = problems(rng, held_out=False)
+    optimizer = optimizer_for(model, RECIPE.copy_learning_rate)
+    reached = 0.0
+    for step in range(1, RECIPE.copy_steps + 1):
+        decay = 1 - 0.8 * min(1.0, step / RECIPE.copy_decay_steps)
+        optimizer.param_groups[0]["lr"] = RECIPE.copy_learning_rate * min(step / RECIPE.warmup_steps, decay)
+        batch = [encode_demonstration(tokenizer, good_call(next(stream))) for _ in range(RECIPE.batch_size)]
+        loss = supervised_loss(model, batch)
+        train_step(model, optimizer, loss)
+        if step % RECIPE.check_every == 0:
+            reached = accuracy(rollout(model, tokenizer, [next(stream) for _ in range(RECIPE.check_problems)]))
+            print(f"  phase 1, step {step}: loss {loss.item():.4f}, sampled accuracy {reached:.3f}", flush=True)
+            if reached >= RECIPE.copy_accuracy:
+                break
+    return reached
+
+
+def make_unreliable(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> float:
+    """Phase 2; returns the sampled accuracy it left."""
+    stream = problems(rng, held_out=False)
+    optimizer = optimizer_for(model, RECIPE.unreliable_learning_rate)
+    for _ in range(RECIPE.unreliable_steps):
+        batch = [encode_demonstration(tokenizer, unreliable(next(stream), rng)) for _ in range(RECIPE.batch_size)]
+        train_step(model, optimizer, supervised_loss(model, batch))
+    return accuracy(rollout(model, tokenizer, [next(stream) for _ in range(RECIPE.check_problems)]))
