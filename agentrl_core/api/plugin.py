@@ -50,6 +50,7 @@ KINDS: dict[str, PluginKind] = {
             "weight_update": "takes new weights without a restart",
             "shared_module": "can generate with the actor's own torch module, in the actor's process",
             "deterministic": "can repeat a rollout exactly (rollout.deterministic)",
+            "sessions": "keeps something between the turns of a trajectory: open_session and close_session are called",
         }),
         PluginKind("tool", "agentrl.tools", 1, "tool"),
         PluginKind("tool_parser", "agentrl.tool_parsers", 1, "tool-call parser"),

@@ -24,6 +24,11 @@ class Slot:
     ref: PluginRef | None = field(default=None, repr=False, compare=False, metadata={"internal": True})
     """The resolved plugin; not a key of the file but set when it is loaded."""
 
+    @property
+    def registered_name(self) -> str:
+        """The name by which rows and other keys choose this plugin: without package or file."""
+        return self.name.rpartition(":")[2]
+
 
 @dataclass
 class EngineSlot(Slot):
@@ -116,7 +121,6 @@ class ModelConfig:
 class DataConfig:
     train_files: list[str] = option(path=True, help="parquet or JSON lines, relative to the config file")
     validation_files: list[str] = option(default_factory=list, path=True, help="parquet or JSON lines")
-    prompt_key: str = option("prompt", help="column that holds the messages")
     batch_size: int = option(32, ge=1, unit="prompts", help="prompts of one step")
     max_prompt_length: int = option(512, ge=1, unit="tokens", help="longest rendered prompt, tool schemas included")
     overlong_prompts: Literal["filter", "error", "left", "right", "middle"] = option(
@@ -184,7 +188,7 @@ class AlgorithmConfig:
 @dataclass
 class OptimizerConfig:
     lr: float = option(1e-6, gt=0, help="peak learning rate")
-    betas: list[float] = option(default_factory=lambda: [0.9, 0.999], help="of AdamW")
+    betas: list[float] = option(default_factory=lambda: [0.9, 0.999], ge=0, lt=1, help="of AdamW")
     eps: float = option(1e-8, gt=0, help="of AdamW")
     weight_decay: float = option(0.0, ge=0, help="of AdamW")
     schedule: Literal["constant", "linear", "cosine"] = option("constant", help="after the warm-up")
@@ -247,7 +251,8 @@ class TrainerConfig:
     seed: int = option(0, ge=0, help="of everything")
     resume: str = option("never", help="never, auto (newest checkpoint, if any), or a checkpoint's path")
     trackers: list[TrackerSlot] = option(
-        default_factory=lambda: [TrackerSlot("console"), TrackerSlot("jsonl"), TrackerSlot("tensorboard")]
+        default_factory=lambda: [TrackerSlot("console"), TrackerSlot("jsonl"), TrackerSlot("tensorboard")],
+        help="where metrics go",
     )
     validation: ValidationConfig = option(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = option(default_factory=CheckpointConfig)
@@ -276,8 +281,8 @@ class Config:
     model: ModelConfig = option()
     data: DataConfig = option()
     rollout: RolloutConfig = option()
-    tools: list[ToolSlot] = option(default_factory=list)
-    interactions: list[InteractionSlot] = option(default_factory=list)
+    tools: list[ToolSlot] = option(default_factory=list, help="what the policy may call")
+    interactions: list[InteractionSlot] = option(default_factory=list, help="what may answer in the user's place")
     reward: RewardConfig = option(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = option(default_factory=AlgorithmConfig)
     actor: ActorConfig = option(default_factory=ActorConfig)
@@ -285,5 +290,5 @@ class Config:
     reference: ReferenceConfig = option(default_factory=ReferenceConfig)
     trainer: TrainerConfig = option(default_factory=TrainerConfig)
     cluster: ClusterConfig = option(default_factory=ClusterConfig)
-    hooks: list[HookSlot] = option(default_factory=list)
+    hooks: list[HookSlot] = option(default_factory=list, help="listeners to the run's events, in order")
     plugins: PluginsConfig = option(default_factory=PluginsConfig)

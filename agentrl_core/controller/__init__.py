@@ -1,0 +1,44 @@
+"""Worker groups: a distributed step that reads as if it were one process."""
+
+from agentrl_core.controller.decorator import (
+    Dispatch,
+    Execute,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
+from agentrl_core.controller.dispatch import DispatchMode, make_nd_compute_dataproto_dispatch_fn
+from agentrl_core.controller.local import LocalWorkerGroup
+from agentrl_core.controller.resource_pool import (
+    RayResourcePool,
+    ResourcePool,
+    ResourcePoolManager,
+    merge_resource_pool,
+    split_resource_pool,
+)
+from agentrl_core.controller.runtime import ActorHandle, LocalRuntime, Runtime, make_runtime
+from agentrl_core.controller.worker import Worker
+from agentrl_core.controller.worker_group import ClassWithInitArgs, WorkerGroup
+
+__all__ = [
+    "ActorHandle",
+    "ClassWithInitArgs",
+    "Dispatch",
+    "DispatchMode",
+    "Execute",
+    "LocalRuntime",
+    "LocalWorkerGroup",
+    "RayResourcePool",
+    "ResourcePool",
+    "ResourcePoolManager",
+    "Runtime",
+    "Worker",
+    "WorkerGroup",
+    "make_nd_compute_dataproto_dispatch_fn",
+    "make_runtime",
+    "merge_resource_pool",
+    "register",
+    "register_dispatch_mode",
+    "split_resource_pool",
+    "update_dispatch_mode",
+]

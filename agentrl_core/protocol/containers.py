@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tensordict import TensorDictBase
 
 from agentrl_core.api.errors import ProtocolError
 
@@ -21,7 +22,7 @@ def object_array(key: str, values: Iterable[Any]) -> ObjectArray:
     """
     if isinstance(values, np.ndarray):
         if values.ndim == 0:
-            raise ProtocolError(f"non_tensor_batch[{key!r}] is an array without rows (shape ()): give one entry per row")
+            raise ProtocolError(f"non_tensor_batch[{key!r}] has shape (): give one entry per row")
         return values.astype(object)
     if isinstance(values, str | bytes | Mapping) or not isinstance(values, Iterable):
         raise ProtocolError(
@@ -69,6 +70,9 @@ def equal(left: Any, right: Any) -> bool:
         return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and _equal_tensors(left, right)
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
         return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and _equal_arrays(left, right)
+    if isinstance(left, TensorDictBase) and isinstance(right, TensorDictBase):
+        # A TensorDict is a Mapping that iterates over its rows.
+        return equal(dict(left.items()), dict(right.items()))
     if isinstance(left, Mapping) and isinstance(right, Mapping):
         return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):

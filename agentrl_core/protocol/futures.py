@@ -34,8 +34,25 @@ class GroupFuture(Generic[T]):
 
 
 class DataProtoFuture(GroupFuture[DataProto]):
-    """A batch that is still being made: rank i's part goes straight to rank i of the next group of the same size."""
+    """A batch that is still being made: rank i's part goes straight to rank i of the next group of the same size.
+
+    ``exact`` says that the parts hold the rows of the batch and no padding.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[Any],
+        fetch: Callable[[Sequence[Any]], list[Any]],
+        collect: Callable[[list[Any]], DataProto],
+        exact: bool = True,
+    ) -> None:
+        super().__init__(parts, fetch, collect)
+        self._exact = exact
+
+    def passes_through(self, chunks: int) -> bool:
+        """Whether ``chunks`` workers can take the parts as they are, so that nobody fetches them in between."""
+        return self._exact and chunks == len(self.parts)
 
     def chunk(self, chunks: int) -> list[Any]:
-        """One handle per rank where the sizes agree (nothing is fetched), otherwise chunks of the fetched batch."""
-        return list(self.parts) if chunks == len(self.parts) else list(self.get().chunk(chunks))
+        """One handle per rank where the parts pass through, otherwise chunks of the fetched batch."""
+        return list(self.parts) if self.passes_through(chunks) else list(self.get().chunk(chunks))

@@ -13,11 +13,11 @@ def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataPr
         raise ProtocolError(f"pad_dataproto_to_divisor: size_divisor is {size_divisor}, it must be at least 1")
     rows = len(data)
     pad_size = -rows % size_divisor
-    return data.select_idxs([row % rows for row in range(rows + pad_size)]) if pad_size else data[:], pad_size
+    return data.select_idxs([row % rows for row in range(rows + pad_size)]) if pad_size else data.slice(), pad_size
 
 
 def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     """The batch without its last ``pad_size`` rows. ``data`` is not modified."""
     if not 0 <= pad_size <= len(data):
         raise ProtocolError(f"unpad_dataproto: cannot remove {pad_size} rows from a batch of {len(data)}")
-    return data[: len(data) - pad_size]
+    return data.slice(0, len(data) - pad_size)

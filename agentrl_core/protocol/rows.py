@@ -12,7 +12,20 @@ from tensordict import TensorDict, TensorDictBase
 from agentrl_core.api.errors import ProtocolError
 
 RowIndex = slice | torch.Tensor
-OffsetsCache = dict[tuple[int, ...], torch.Tensor]
+
+
+class _SharedOffsets:
+    """New offsets by the old ones that they come from."""
+
+    def __init__(self) -> None:
+        # The old tensors are kept too: a freed one could pass its id on.
+        self._known: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
+
+    def get(self, old: list[torch.Tensor], make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        key = tuple(map(id, old))
+        if key not in self._known:
+            self._known[key] = (old, make())
+        return self._known[key][1]
 
 
 def map_columns(td: Any, function: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Any:
@@ -28,11 +41,11 @@ def take_rows(td: Any, index: RowIndex) -> Any:
     """The rows that ``index`` names (a slice: dense columns are views; an int64 tensor [rows]: copies)."""
     total = td.batch_size[0]
     rows = len(range(*index.indices(total))) if isinstance(index, slice) else index.numel()
-    cache: OffsetsCache = {}
+    cache = _SharedOffsets()
     return map_columns(td, lambda column: _take(column, index, cache), rows)
 
 
-def _take(column: torch.Tensor, index: RowIndex, cache: OffsetsCache) -> torch.Tensor:
+def _take(column: torch.Tensor, index: RowIndex, cache: _SharedOffsets) -> torch.Tensor:
     if not column.is_nested:
         if isinstance(index, slice):
             return column[index] if (index.step or 1) > 0 else _take(column, _as_tensor(index, len(column)), cache)
@@ -43,15 +56,13 @@ def _take(column: torch.Tensor, index: RowIndex, cache: OffsetsCache) -> torch.T
         return torch.nested.nested_tensor([rows[row] for row in index.tolist()], dtype=column.dtype)
     values, offsets = jagged_parts(column)
     lengths = offsets.diff()[index]
-    new_offsets = cache.setdefault((id(offsets),), offsets_of(lengths))
+    new_offsets = cache.get([offsets], lambda: offsets_of(lengths))
     shift = torch.repeat_interleave(offsets[:-1][index] - new_offsets[:-1], lengths)
     return jagged(values[shift + torch.arange(shift.numel(), device=shift.device)], new_offsets)
 
 
 def _as_tensor(index: RowIndex, rows: int) -> torch.Tensor:
-    return torch.arange(rows)[torch.tensor(range(*index.indices(rows)), dtype=torch.long)] if isinstance(
-        index, slice
-    ) else index
+    return torch.tensor(range(*index.indices(rows)), dtype=torch.int64) if isinstance(index, slice) else index
 
 
 def cat_rows(parts: Sequence[Any], where: str = "") -> Any:
@@ -62,7 +73,7 @@ def cat_rows(parts: Sequence[Any], where: str = "") -> Any:
         if missing:
             names = ", ".join(repr(where + key) for key in sorted(missing))
             raise ProtocolError(f"concat: part {number} and part 0 do not have the same tensors: {names} in one only")
-    cache: OffsetsCache = {}
+    cache = _SharedOffsets()
     columns = {}
     for key, value in first.items():
         pieces = [part[key] for part in parts]
@@ -74,7 +85,7 @@ def cat_rows(parts: Sequence[Any], where: str = "") -> Any:
     return TensorDict(columns, batch_size=[rows, *first.batch_size[1:]], device=first.device)
 
 
-def _cat(key: str, pieces: list[torch.Tensor], cache: OffsetsCache) -> torch.Tensor:
+def _cat(key: str, pieces: list[torch.Tensor], cache: _SharedOffsets) -> torch.Tensor:
     first = pieces[0]
     for number, piece in enumerate(pieces[1:], start=1):
         if piece.dtype != first.dtype or piece.layout != first.layout or piece.is_nested != first.is_nested:
@@ -93,24 +104,24 @@ def _cat(key: str, pieces: list[torch.Tensor], cache: OffsetsCache) -> torch.Ten
         return torch.nested.nested_tensor([row for piece in pieces for row in piece.unbind()], dtype=first.dtype)
     parts = [jagged_parts(piece) for piece in pieces]
     lengths = torch.cat([offsets.diff() for _, offsets in parts])
-    offsets = cache.setdefault(tuple(id(offsets) for _, offsets in parts), offsets_of(lengths))
+    offsets = cache.get([old for _, old in parts], lambda: offsets_of(lengths))
     return jagged(torch.cat([values for values, _ in parts]), offsets)
 
 
 def clone_rows(td: Any) -> Any:
     """A TensorDict that shares no storage with ``td``."""
-    cache: OffsetsCache = {}
+    cache = _SharedOffsets()
 
     def clone(column: torch.Tensor) -> torch.Tensor:
         if column.layout != torch.jagged:
             return column.clone(memory_format=torch.preserve_format)
         values, offsets = jagged_parts(column)
-        return jagged(values.clone(), cache.setdefault((id(offsets),), offsets.clone()))
+        return jagged(values.clone(), cache.get([offsets], offsets.clone))
 
     return map_columns(td, clone, td.batch_size[0])
 
 
-def jagged_parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def jagged_parts(column: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Values [total, …] and offsets [rows + 1] of a jagged tensor without holes."""
     if column.lengths() is not None:
         column = column.contiguous()

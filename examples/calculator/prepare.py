@@ -70,7 +70,10 @@ GUESSES = ("0", "1", "10", "100")
 
 END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im_end|>"
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
-VOCABULARY_SIZE = 512
+VOCABULARY_SIZE = 640
+MLP=384
+STD=0.05
+THETA=10000.0
 
 # Append-only: rendering more messages only ever adds text to what was rendered before.
 CHAT_TEMPLATE = """\
@@ -138,6 +141,8 @@ def evaluate(expression: str) -> int:
             return OPERATORS[type(node.op)](value(node.left), value(node.right))
         raise ValueError(f"{expression!r} holds {type(node).__name__}; allowed are integers, +, - and *")
 
+    if not re.fullmatch(r"[\d\s+*()-]+", expression):
+        raise ValueError(f"{expression!r} is not arithmetic; allowed are integers, +, -, * and parentheses")
     try:
         return value(ast.parse(expression, mode="eval").body)
     except SyntaxError as error:
@@ -279,12 +284,19 @@ def encode(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int]:
     return ids
 
 
-def encode_demonstration(tokenizer: PreTrainedTokenizerFast, messages: list[Message]) -> tuple[list[int], list[int]]:
-    """Token ids and a mask that is 1 on what the assistant says, `<|im_end|>` included, and 0 on all else."""
+def encode_demonstrations(
+    tokenizer: PreTrainedTokenizerFast, demonstrations: Sequence[list[Message]]
+) -> list[tuple[list[int], list[int]]]:
+    """Token ids and, in step, a mask that is 1 on what the assistant says, `<|im_end|>` included, and 0 on all else."""
     # Encoded turn by turn, as a rollout does: the sampled ids never share a token with the text around them.
-    pieces = [encode(tokenizer, text) for text in ASSISTANT_TURN.split(render(tokenizer, messages))]
-    mask = [i % 2 for i, piece in enumerate(pieces) for _ in piece]
-    return [token for piece in pieces for token in piece], mask
+    turns = [ASSISTANT_TURN.split(render(tokenizer, messages)) for messages in demonstrations]
+    encoded = iter(tokenizer([turn for row in turns for turn in row], add_special_tokens=False)["input_ids"])
+    rows = []
+    for row in turns:
+        pieces = [next(encoded) for _ in row]
+        mask = [i % 2 for i, piece in enumerate(pieces) for _ in piece]
+        rows.append(([token for piece in pieces for token in piece], mask))
+    return rows
 
 
 # --- model ----------------------------------------------------------------------------------------------------------
@@ -295,11 +307,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=384,
+        intermediate_size=MLP,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=4,
         head_dim=32,
+        rope_parameters={'rope_type':'default','rope_theta':THETA},
+        initializer_range=STD,
         max_position_embeddings=2048,
         tie_word_embeddings=True,
         bos_token_id=None,
@@ -424,7 +438,7 @@ RECIPE = WarmStart()
 
 
 def optimizer_for(model: Qwen3ForCausalLM, learning_rate: float) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+    return torch.optim.AdamW(model.parameters(), lr=learning_rate, betas=(0.9, 0.95), weight_decay=0.0, fused=True)
 
 
 def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, loss: torch.Tensor) -> None:
@@ -442,11 +456,11 @@ def learn_to_copy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, r
     for step in range(1, RECIPE.copy_steps + 1):
         decay = 1 - 0.8 * min(1.0, step / RECIPE.copy_decay_steps)
         optimizer.param_groups[0]["lr"] = RECIPE.copy_learning_rate * min(step / RECIPE.warmup_steps, decay)
-        batch = [encode_demonstration(tokenizer, good_call(next(stream))) for _ in range(RECIPE.batch_size)]
-        loss = supervised_loss(model, batch)
+        batch = [good_call(problem) for problem in itertools.islice(stream, RECIPE.batch_size)]
+        loss = supervised_loss(model, encode_demonstrations(tokenizer, batch))
         train_step(model, optimizer, loss)
-        if step % RECIPE.check_every == 0:
-            reached = accuracy(rollout(model, tokenizer, [next(stream) for _ in range(RECIPE.check_problems)]))
+        if step >= 200 and step % RECIPE.check_every == 0:
+            reached = accuracy(rollout(model, tokenizer, list(itertools.islice(stream, RECIPE.check_problems))))
             print(f"  phase 1, step {step}: loss {loss.item():.4f}, sampled accuracy {reached:.3f}", flush=True)
             if reached >= RECIPE.copy_accuracy:
                 break
@@ -458,6 +472,6 @@ def make_unreliable(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
     stream = problems(rng, held_out=False)
     optimizer = optimizer_for(model, RECIPE.unreliable_learning_rate)
     for _ in range(RECIPE.unreliable_steps):
-        batch = [encode_demonstration(tokenizer, unreliable(next(stream), rng)) for _ in range(RECIPE.batch_size)]
-        train_step(model, optimizer, supervised_loss(model, batch))
-    return accuracy(rollout(model, tokenizer, [next(stream) for _ in range(RECIPE.check_problems)]))
+        batch = [unreliable(problem, rng) for problem in itertools.islice(stream, RECIPE.batch_size)]
+        train_step(model, optimizer, supervised_loss(model, encode_demonstrations(tokenizer, batch)))
+    return accuracy(rollout(model, tokenizer, list(itertools.islice(stream, RECIPE.check_problems))))

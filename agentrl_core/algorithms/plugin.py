@@ -1,0 +1,33 @@
+"""Entry points of the core's own advantage estimators and policy losses."""
+
+from agentrl_core.algorithms.config import GAEConfig, GRPOConfig, PPOConfig
+from agentrl_core.api.plugin import PluginSpec
+
+GRPO = PluginSpec(
+    kind="advantage_estimator",
+    name="grpo",
+    api_version=1,
+    summary="reward relative to the other samples of the same prompt; no critic",
+    factory="agentrl_core.algorithms.grpo:GRPO",
+    config=GRPOConfig,
+    capabilities=frozenset({"groups"}),
+)
+
+GAE = PluginSpec(
+    kind="advantage_estimator",
+    name="gae",
+    api_version=1,
+    summary="generalised advantage estimation per token, from a critic's values",
+    factory="agentrl_core.algorithms.gae:GAE",
+    config=GAEConfig,
+    capabilities=frozenset({"values"}),
+)
+
+PPO = PluginSpec(
+    kind="policy_loss",
+    name="ppo",
+    api_version=1,
+    summary="clipped surrogate with asymmetric and dual clip",
+    factory="agentrl_core.algorithms.ppo:PPO",
+    config=PPOConfig,
+)

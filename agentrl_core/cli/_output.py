@@ -1,0 +1,51 @@
+"""How the command line speaks of errors: one red head, the message, no traceback unless asked for."""
+
+import sys
+import traceback
+
+from rich.console import Console
+from rich.text import Text
+
+from agentrl_core.api.errors import ConfigError, PluginError
+
+_EXTRA_OF_MODULE = {
+    "datasets": "train",
+    "matplotlib": "train",
+    "psutil": "train",
+    "ray": "ray",
+    "safetensors": "train",
+    "tensorboard": "train",
+    "tensordict": "train",
+    "torch": "train",
+    "torchdata": "train",
+    "transformers": "train",
+}
+
+
+def exit_code(error: Exception) -> int:
+    """2 where the user's input is at fault (configuration, choice of plugins), else 1."""
+    return 2 if isinstance(error, ConfigError | PluginError) else 1
+
+
+def print_error(error: Exception, verbose: bool) -> None:
+    """The message on stderr, after the traceback if ``verbose``."""
+    if verbose:
+        traceback.print_exception(error, file=sys.stderr)
+    console = Console(stderr=True, highlight=False)
+    console.print(Text.assemble(("error: ", "bold red"), _message(error)), soft_wrap=True)
+
+
+def is_missing_extra(error: ModuleNotFoundError) -> bool:
+    """Whether the module comes with an extra of agentrl-core that is not installed."""
+    return _root(error) in _EXTRA_OF_MODULE
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, ModuleNotFoundError):
+        extra = _EXTRA_OF_MODULE[_root(error)]
+        return f"this needs {_root(error)}, which is not installed: pip install 'agentrl-core[{extra}]'"
+    return str(error)
+
+
+def _root(error: ModuleNotFoundError) -> str:
+    return (error.name or "").partition(".")[0]

@@ -1,0 +1,287 @@
+"""``agentrl plugins list`` and ``agentrl plugins show``."""
+
+import json
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from rich.console import Console
+
+    from agentrl_core.api.plugin import PluginSpec
+    from agentrl_core.config.describe import OptionDoc
+    from agentrl_core.config.schema import Slot
+    from agentrl_core.plugins.discovery import PluginRow
+
+SCHEMA_VERSION = 1
+_STYLES = {"ok": "green", "external": "cyan", "missing-extra": "yellow", "blocked": "yellow"}
+_WIDTH_OF_A_PIPE = 250
+
+app = typer.Typer(help="What is installed.", no_args_is_help=True)
+
+Kind = Annotated[str | None, typer.Option("--kind", help="Only this kind, such as tool or engine.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+
+@app.command("list")
+def list_plugins(
+    kind: Kind = None,
+    as_json: Json = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Also requirements, capabilities, location.")] = False,
+) -> None:
+    """List the installed plugins. Imports no implementation."""
+    from agentrl_core.plugins.discovery import discover
+
+    rows = discover(_kinds(kind))
+    if as_json:
+        _print_json({"schema_version": SCHEMA_VERSION, "plugins": [_row_as_json(row) for row in rows]})
+    else:
+        _print_table(rows, verbose)
+
+
+@app.command("show")
+def show_plugin(
+    name: Annotated[str, typer.Argument(help="A name, or package:name.", show_default=False)],
+    kind: Kind = None,
+    as_json: Json = False,
+) -> None:
+    """Show one plugin: its options, requirements and capabilities, and YAML to start from."""
+    row = _find(name, _kinds(kind))
+    spec = _spec_of(row) if row.factory else None
+    if as_json:
+        _print_json(_shown_as_json(row, spec))
+    else:
+        _print_plugin(row, spec)
+
+
+def _kinds(kind: str | None) -> list[str] | None:
+    from agentrl_core.api.plugin import KINDS
+
+    if kind is not None and kind not in KINDS:
+        raise typer.BadParameter(f"{kind!r}; allowed are {', '.join(KINDS)}", param_hint="--kind")
+    return None if kind is None else [kind]
+
+
+def _find(name: str, kinds: list[str] | None) -> "PluginRow":
+    import difflib
+
+    from agentrl_core.api.errors import PluginConflictError, PluginNotFoundError
+    from agentrl_core.plugins.discovery import discover
+    from agentrl_core.plugins.registration import same_package
+
+    package, _, plain = name.rpartition(":")
+    rows = discover(kinds)
+    found = [row for row in rows if row.name == plain and (not package or same_package(row.dist, package))]
+    if not found:
+        close = difflib.get_close_matches(plain, sorted({row.name for row in rows}), 1)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise PluginNotFoundError(f"no installed plugin is named {name!r}. {hint}See: agentrl plugins list")
+    if len({row.kind for row in found}) > 1:
+        choices = " or ".join(f"--kind {row.kind}" for row in found)
+        raise PluginConflictError(f"{name!r} names plugins of several kinds: add {choices}")
+    if len(found) > 1:
+        choices = " or ".join(f"{row.dist}:{row.name}" for row in found)
+        raise PluginConflictError(f"{name!r} is registered by several packages: write {choices}")
+    return found[0]
+
+
+def _spec_of(row: "PluginRow") -> "PluginSpec | None":
+    from agentrl_core.api.errors import PluginError
+    from agentrl_core.plugins.registration import registrations
+    from agentrl_core.plugins.spec import load_spec
+
+    for each in registrations():
+        if (each.kind, each.name, each.dist) == (row.kind, row.name, row.dist):
+            try:
+                return load_spec(each)
+            except PluginError:
+                # The row carries the reason.
+                return None
+    return None
+
+
+def _row_as_json(row: "PluginRow") -> dict[str, Any]:
+    return {
+        "kind": row.kind,
+        "name": row.name,
+        "package": row.dist,
+        "version": row.version,
+        "api_version": row.api_version,
+        "status": row.status,
+        "summary": row.summary,
+        "error": row.error,
+        "requires": list(row.requires),
+        "capabilities": list(row.capabilities),
+        "factory": row.factory,
+        "location": row.location,
+    }
+
+
+def _shown_as_json(row: "PluginRow", spec: "PluginSpec | None") -> dict[str, Any]:
+    from agentrl_core.cli._json_schema import json_schema
+    from agentrl_core.plugins.requirements import requirement_states
+
+    shown: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "plugin": _row_as_json(row)}
+    if spec is not None:
+        shown["requirements"] = [
+            {"requirement": state.requirement, "found": state.found, "met": state.met}
+            for state in requirement_states(spec.requires)
+        ]
+        shown["config"] = json_schema(spec.config)
+        shown["yaml"] = _yaml_fragment(row, spec)
+    return shown
+
+
+def _print_json(content: dict[str, Any]) -> None:
+    typer.echo(json.dumps(content, indent=2))
+
+
+def _print_table(rows: list["PluginRow"], verbose: bool) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in ("KIND", "NAME", "PACKAGE", "VERSION", "API", "STATUS"):
+        table.add_column(column, no_wrap=True)
+    table.add_column("SUMMARY", overflow="fold")
+    for row in rows:
+        api = "" if row.api_version is None else str(row.api_version)
+        status = Text(row.status, style=_STYLES.get(row.status, "bold red"))
+        cells = map(Text, (row.kind, row.name, row.dist, row.version, api))
+        table.add_row(*cells, status, Text("\n".join(_summary(row, verbose))))
+    _console().print(table)
+
+
+def _summary(row: "PluginRow", verbose: bool) -> list[str]:
+    lines = [row.error or row.summary]
+    if verbose:
+        lines += [row.summary] if row.error and row.summary else []
+        details = {
+            "requires": ", ".join(row.requires),
+            "capabilities": ", ".join(row.capabilities),
+            "factory": row.factory,
+            "location": row.location,
+        }
+        lines += [f"{name}: {value}" for name, value in details.items() if value]
+    return lines
+
+
+def _print_plugin(row: "PluginRow", spec: "PluginSpec | None") -> None:
+    from rich.text import Text
+
+    from agentrl_core.api.plugin import KINDS
+
+    console = _console()
+    title = KINDS[row.kind].title if row.kind in KINDS else row.kind
+    console.print(Text.assemble((f"{title} {row.name}", "bold"), f"  {row.summary}"))
+    status = Text.assemble((row.status, _STYLES.get(row.status, "bold red")), f"  {row.error}" if row.error else "")
+    _print_pairs(console, {"package": Text(f"{row.dist} {row.version}"), "status": status})
+    if spec is None:
+        return
+    pairs = {"factory": row.factory, "location": row.location}
+    meanings = KINDS[row.kind].capabilities
+    pairs["capabilities"] = "\n".join(f"{name}: {meanings.get(name, '')}" for name in row.capabilities) or "none"
+    pairs["requires"] = _requirements(spec) or "nothing"
+    _print_pairs(console, {key: Text(value) for key, value in pairs.items()})
+    _print_options(console, spec)
+    console.print(Text("\nin a configuration", style="bold"))
+    console.print(Text(_yaml_fragment(row, spec)), soft_wrap=True)
+
+
+def _requirements(spec: "PluginSpec") -> str:
+    from agentrl_core.plugins.requirements import requirement_states
+
+    states = requirement_states(spec.requires)
+    return "\n".join(f"{state}: {'ok' if state.met else 'not met here'}" for state in states)
+
+
+def _print_pairs(console: "Console", pairs: dict[str, Any]) -> None:
+    from rich.table import Table
+
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(width=12)
+    table.add_column(overflow="fold")
+    for key, value in pairs.items():
+        table.add_row(key, value)
+    console.print(table)
+
+
+def _print_options(console: "Console", spec: "PluginSpec") -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from agentrl_core.config.describe import describe
+
+    options = describe(spec.config)
+    if not options:
+        console.print(Text("\nno options", style="bold"))
+        return
+    console.print(Text("\noptions", style="bold"))
+    table = Table(box=None, pad_edge=False)
+    for column in ("OPTION", "TYPE", "DEFAULT", "HELP"):
+        table.add_column(column, overflow="fold")
+    for option in options:
+        limits = " ".join(part for part in (option.type, option.bounds, option.unit) if part)
+        table.add_row(Text(option.path), Text(limits), Text(option.default), Text(option.help))
+    console.print(table)
+
+
+def _yaml_fragment(row: "PluginRow", spec: "PluginSpec") -> str:
+    from agentrl_core.config.describe import describe
+
+    name = f"{row.dist}:{row.name}" if row.status == "duplicate" else row.name
+    body = [f"name: {name}", *_option_lines(describe(spec.config))]
+    path, is_list = _slot_path(row.kind)
+    if is_list:
+        body = [("- " if index == 0 else "  ") + line for index, line in enumerate(body)]
+    keys = path.split(".")
+    lines = ["  " * depth + f"{key}:" for depth, key in enumerate(keys)]
+    return "\n".join([*lines, *("  " * len(keys) + line for line in body)])
+
+
+def _option_lines(options: list["OptionDoc"]) -> list[str]:
+    """The options as nested YAML; those inside of lists have no place of their own."""
+    lines: list[str] = []
+    above: list[str] = []
+    for option in options:
+        *sections, key = option.path.split(".")
+        if any(section.endswith("[]") for section in sections):
+            continue
+        for depth, section in enumerate(sections):
+            if above[: depth + 1] != sections[: depth + 1]:
+                lines.append("  " * (depth + 1) + f"{section}:")
+        above = sections
+        value = "???" if option.default == "required" else option.default
+        lines.append("  " * (len(sections) + 1) + f"{key}: {value}" + (f"  # {option.help}" if option.help else ""))
+    return ["config:", *lines] if lines else []
+
+
+def _slot_path(kind: str) -> tuple[str, bool]:
+    """Where a configuration names a plugin of this kind, and whether it is a list."""
+    from agentrl_core.config.schema import Config
+
+    for path, slot, is_list in _slots(Config, ""):
+        if slot.kind == kind:
+            return path, is_list
+    raise LookupError(f"the configuration has no slot for {kind}")
+
+
+def _slots(section: type, prefix: str) -> "Iterator[tuple[str, type[Slot], bool]]":
+    from agentrl_core.config.introspect import element_type, is_section, is_slot, members
+
+    for member in members(section).values():
+        path = f"{prefix}{member.name}"
+        element = element_type(member.type)
+        if is_slot(member.type) or is_slot(element):
+            yield path, member.type if is_slot(member.type) else element, is_slot(element)
+        elif is_section(member.type):
+            yield from _slots(member.type, f"{path}.")
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)

@@ -1,0 +1,233 @@
+"""What keys must agree on with each other, the plugins' capabilities and the file system.
+
+Each check is a generator of ``(key path, message)``. They run only on a tree that is sound in itself.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from agentrl_core.api.plugin import PluginSpec
+from agentrl_core.config.schema import Config, Slot
+
+_MOST_PARENTS = 3
+
+
+@dataclass(frozen=True)
+class Sound:
+    """A configuration whose every key is right by itself, and the plugin of each slot by key path."""
+
+    config: Config
+    specs: Mapping[str, PluginSpec]
+
+    def has(self, slot: str, capability: str) -> bool:
+        return capability in self.specs[slot].capabilities
+
+    def any_loop_has(self, capability: str) -> bool:
+        return any(
+            self.has(f"rollout.agent.loops.{i}", capability) for i in range(len(self.config.rollout.agent.loops))
+        )
+
+
+Problems = Iterator[tuple[str, str]]
+Check = Callable[[Sound], Problems]
+
+
+def nothing_empty(sound: Sound) -> Problems:
+    if not sound.config.rollout.agent.loops:
+        yield "rollout.agent.loops", "expected at least one agent loop, found none; see `agentrl plugins list`"
+    if not sound.config.data.train_files:
+        yield "data.train_files", "expected at least one file, found none"
+
+
+def group_size(sound: Sound) -> Problems:
+    n = sound.config.rollout.n
+    if n < 2 and sound.has("algorithm.advantage", "groups"):
+        name = sound.config.algorithm.advantage.name
+        yield (
+            "rollout.n",
+            f"group size {n} with advantage estimator '{name}', which compares the samples of one prompt: every "
+            "advantage would be 0; expected rollout.n >= 2, or an estimator without groups in algorithm.advantage",
+        )
+
+
+def engine_environment(sound: Sound) -> Problems:
+    if sound.config.rollout.engine.python is not None and sound.config.cluster.runtime == "local":
+        yield (
+            "rollout.engine.python",
+            "an engine in its own environment needs cluster.runtime=ray, found local; set cluster.runtime=ray or "
+            "rollout.engine.python=null",
+        )
+
+
+def deterministic_rollouts(sound: Sound) -> Problems:
+    rollout = sound.config.rollout
+    if not rollout.deterministic:
+        return
+    if not sound.has("rollout.engine", "deterministic"):
+        yield "rollout.engine.name", f"rollout.deterministic needs an engine that can; '{rollout.engine.name}' cannot"
+    if rollout.engine.replicas != 1:
+        yield "rollout.engine.replicas", f"rollout.deterministic needs 1 replica, found {rollout.engine.replicas}"
+    if rollout.agent.num_workers != 1:
+        yield "rollout.agent.num_workers", f"rollout.deterministic needs 1 worker, found {rollout.agent.num_workers}"
+    trajectories = sound.config.data.batch_size * rollout.n
+    if rollout.agent.max_concurrent < trajectories:
+        yield (
+            "rollout.agent.max_concurrent",
+            f"rollout.deterministic needs a whole step at once, data.batch_size x rollout.n = {trajectories}, "
+            f"found {rollout.agent.max_concurrent}",
+        )
+
+
+def reference_is_used(sound: Sound) -> Problems:
+    if sound.config.reference.path is not None and sound.config.algorithm.kl_coef == 0:
+        yield (
+            "reference.path",
+            "no reference is used because algorithm.kl_coef is 0; set algorithm.kl_coef > 0 or reference.path=null",
+        )
+
+
+def critic_is_used(sound: Sound) -> Problems:
+    if sound.has("algorithm.advantage", "values"):
+        return
+    critic, name = sound.config.critic, sound.config.algorithm.advantage.name
+    reason = f"no critic is used because advantage estimator '{name}' needs no values"
+    if critic.path is not None:
+        yield "critic.path", f"{reason}; choose another algorithm.advantage or set critic.path=null"
+    if critic.warmup_steps > 0:
+        yield "critic.warmup_steps", f"{reason}; choose another algorithm.advantage or set critic.warmup_steps=0"
+
+
+def optimizer_betas(sound: Sound) -> Problems:
+    for role, section in (("actor", sound.config.actor), ("critic", sound.config.critic)):
+        if len(section.optimizer.betas) != 2:
+            yield f"{role}.optimizer.betas", f"expected two numbers, found {len(section.optimizer.betas)}"
+
+
+def unique_names(sound: Sound) -> Problems:
+    lists: dict[str, Sequence[Slot]] = {
+        "rollout.agent.loops": sound.config.rollout.agent.loops,
+        "tools": sound.config.tools,
+        "interactions": sound.config.interactions,
+    }
+    for path, slots in lists.items():
+        first: dict[str, int] = {}
+        for index, slot in enumerate(slots):
+            name = slot.registered_name
+            if first.setdefault(name, index) != index:
+                yield (
+                    f"{path}.{index}.name",
+                    f"'{name}' stands twice, first as {path}.{first[name]}; rows choose by name, so each name may "
+                    "stand once",
+                )
+
+
+def default_loop(sound: Sound) -> Problems:
+    agent = sound.config.rollout.agent
+    names = [slot.registered_name for slot in agent.loops]
+    if agent.default_loop is not None and agent.default_loop not in names:
+        allowed = ", ".join(names)
+        yield (
+            "rollout.agent.default_loop",
+            f"'{agent.default_loop}' is not in rollout.agent.loops; allowed: {allowed}",
+        )
+
+
+def everything_reachable(sound: Sound) -> Problems:
+    lists: dict[str, Sequence[Slot]] = {"tools": sound.config.tools, "interactions": sound.config.interactions}
+    for capability, slots in lists.items():
+        if slots and not sound.any_loop_has(capability):
+            loops = ", ".join(slot.registered_name for slot in sound.config.rollout.agent.loops)
+            configured = ", ".join(slot.registered_name for slot in slots)
+            yield (
+                capability,
+                f"nothing can reach {configured}: no agent loop of this run drives {capability} (loops: {loops}); add "
+                f"one with the capability '{capability}' to rollout.agent.loops (see `agentrl plugins list`) or set "
+                f"{capability}=[]",
+            )
+
+
+def something_rewards(sound: Sound) -> Problems:
+    scores_itself = any(sound.has("reward.manager", capability) for capability in ("tool_rewards", "turn_scores"))
+    if not sound.config.reward.functions and not scores_itself:
+        yield (
+            "reward.functions",
+            "nothing gives a reward: no function is configured, and reward manager "
+            f"'{sound.config.reward.manager.name}' uses neither the rewards of tools nor the scores of interactions; "
+            "add a function (see `agentrl plugins list`, or ./file.py:function)",
+        )
+
+
+def validation_files(sound: Sound) -> Problems:
+    trainer = sound.config.trainer
+    if not sound.config.data.validation_files:
+        if trainer.checkpoint.best_metric is not None:
+            yield (
+                "trainer.checkpoint.best_metric",
+                f"'{trainer.checkpoint.best_metric}' is never measured without data.validation_files",
+            )
+    elif not trainer.validation.greedy and trainer.validation.n == 0:
+        yield (
+            "trainer.validation.n",
+            "validation would measure nothing: set trainer.validation.greedy=true or trainer.validation.n >= 1",
+        )
+
+
+def models_exist(sound: Sound) -> Problems:
+    config = sound.config
+    paths = {
+        "model.path": config.model.path,
+        "critic.path": config.critic.path,
+        "reference.path": config.reference.path,
+    }
+    for key, path in paths.items():
+        if path is None:
+            continue
+        if not os.path.isdir(path):
+            yield key, f"no such directory: {path}; expected a model that transformers can load{_remedy(path)}"
+        elif not os.path.isfile(os.path.join(path, "config.json")):
+            yield key, f"{path} has no config.json; expected a model that transformers can load{_remedy(path)}"
+
+
+def files_exist(sound: Sound) -> Problems:
+    config = sound.config
+    paths = {f"data.train_files.{i}": path for i, path in enumerate(config.data.train_files)}
+    paths |= {f"data.validation_files.{i}": path for i, path in enumerate(config.data.validation_files)}
+    if config.model.chat_template is not None:
+        paths["model.chat_template"] = config.model.chat_template
+    for key, path in paths.items():
+        if not os.path.isfile(path):
+            yield key, f"no such file: {path}{_remedy(path)}"
+
+
+def _remedy(path: str) -> str:
+    """The command that makes what is missing, where a prepare.py stands close above it."""
+    for parent in list(Path(path).parents)[:_MOST_PARENTS]:
+        script = parent / "prepare.py"
+        if script.is_file():
+            return f"; make it with: python {os.path.relpath(script)}"
+    return ""
+
+
+CHECKS: tuple[Check, ...] = (
+    nothing_empty,
+    group_size,
+    engine_environment,
+    deterministic_rollouts,
+    reference_is_used,
+    critic_is_used,
+    optimizer_betas,
+    unique_names,
+    default_loop,
+    everything_reachable,
+    something_rewards,
+    validation_files,
+)
+FILE_CHECKS: tuple[Check, ...] = (models_exist, files_exist)
+
+
+def check(sound: Sound, check_files: bool) -> Problems:
+    """Every problem of every check; those of the file system only on request."""
+    for each in (*CHECKS, *(FILE_CHECKS if check_files else ())):
+        yield from each(sound)

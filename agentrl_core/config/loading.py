@@ -1,0 +1,113 @@
+"""From a YAML file, or from dataclasses built in Python, to a checked configuration."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.config.cross_checks import Sound, check
+from agentrl_core.config.interpolation import interpolated
+from agentrl_core.config.introspect import found
+from agentrl_core.config.merging import absolute, merged, normalised, with_overrides
+from agentrl_core.config.nodes import Node, Origin, from_plain, problem, read_file
+from agentrl_core.config.schema import Config
+from agentrl_core.config.validation import Resolver, Walker
+from agentrl_core.config.writing import to_dict
+
+_EXTENDS = "extends"
+
+
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> Config:
+    """Reads, resolves and checks a configuration.
+
+    Args:
+        path: a YAML file. ``extends: other.yaml`` at its top lays it over another file.
+        overrides: ``key.path=value`` with the value in YAML; list elements by index (``tools.0.config.x=1``).
+        check_files: also require that the model and the data files exist.
+
+    Returns:
+        The whole tree. The ``config`` of each slot is an instance of the plugin's own dataclass and ``ref`` is set;
+        paths in the file are absolute, seen from the file, those in overrides seen from the working directory.
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    return load_with(_installed(), path, overrides, check_files=check_files)
+
+
+def bind(config: Config, *, check_files: bool = True) -> Config:
+    """A checked copy of a tree that was built in Python, as :func:`load_config` returns it.
+
+    The ``config`` of a slot may be an instance of the plugin's dataclass or a dict. Relative paths are seen from the
+    working directory.
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    return bind_with(_installed(), config, check_files=check_files)
+
+
+def load_with(
+    resolver: Resolver, path: str | Path, overrides: Sequence[str] = (), *, check_files: bool = True
+) -> Config:
+    """:func:`load_config` with another source of plugins."""
+    file = Path(path)
+    tree = _read(file, Path(os.path.abspath(file)).parent, ())
+    tree, problems = with_overrides(tree, overrides, Path.cwd())
+    tree, failed = interpolated(tree)
+    return _checked(resolver, normalised(Config, tree), [*problems, *failed], str(path), check_files)
+
+
+def bind_with(resolver: Resolver, config: Config, *, check_files: bool = True) -> Config:
+    """:func:`bind` with another source of plugins."""
+    tree = normalised(Config, from_plain(to_dict(config), Origin("", Path.cwd())))
+    return _checked(resolver, tree, [], "", check_files)
+
+
+def _installed() -> Resolver:
+    from agentrl_core.plugins import resolve
+
+    return resolve
+
+
+def _read(file: Path, home: Path, below: tuple[str, ...]) -> Node:
+    """The tree of a file over that of the file it extends. ``home``: files are named as seen from there."""
+    full = os.path.abspath(file)
+    label = os.path.relpath(full, home)
+    if full in below:
+        chain = " -> ".join(os.path.relpath(name, home) for name in (*below, full))
+        raise ConfigError(f"{_EXTENDS}: files extend each other in a circle: {chain}", source=below[0])
+    tree = read_file(file, label)
+    base = tree.value.get(_EXTENDS)
+    own = {key: child for key, child in tree.value.items() if key != _EXTENDS}
+    tree = normalised(Config, replace(tree, value=own))
+    if base is None:
+        return tree
+    if not isinstance(base.value, str):
+        raise ConfigError(problem(_EXTENDS, base.origin, f"expected a file name, found {found(base.value)}"), full)
+    parent = Path(absolute(base.value, base.origin))
+    if not parent.is_file():
+        raise ConfigError(problem(_EXTENDS, base.origin, f"no such file: {parent}"), source=str(file))
+    return merged(Config, _read(parent, home, (*below, full)), tree)
+
+
+def _checked(resolver: Resolver, tree: Node, problems: list[str], source: str, check_files: bool) -> Config:
+    walker = Walker(resolver, _blocked(tree))
+    config = walker.section(Config, tree, ())
+    problems = [*problems, *walker.problems]
+    if not problems:
+        sound = Sound(config, walker.specs)
+        problems = [problem(key, walker.origins.get(key), message) for key, message in check(sound, check_files)]
+    if problems:
+        raise ConfigError(problems, source)
+    checked: Config = config
+    return checked
+
+
+def _blocked(tree: Node) -> list[str]:
+    """``plugins.block``, needed before the tree is checked."""
+    plugins: Any = tree.plain().get("plugins")
+    block = plugins.get("block") if isinstance(plugins, dict) else None
+    return [name for name in block if isinstance(name, str)] if isinstance(block, list) else []

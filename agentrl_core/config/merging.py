@@ -1,0 +1,132 @@
+"""Lays one tree over another: a file over the one it extends, an override over the file.
+
+Mappings are merged, everything else is replaced. A slot that gets another name loses its old ``config``, because
+those options belong to another plugin.
+"""
+
+import os
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentrl_core.api.config import OptionInfo
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.config.introspect import (
+    NO_INFO,
+    element_type,
+    found,
+    is_section,
+    is_slot,
+    member_of,
+    members,
+    union_arms,
+)
+from agentrl_core.config.nodes import Node, Origin, dotted, from_plain, problem, read_value
+from agentrl_core.config.schema import Config
+from agentrl_core.config.writing import plain
+
+
+def normalised(tp: Any, node: Node, info: OptionInfo = NO_INFO) -> Node:
+    """The same tree with every slot as a mapping and every path absolute."""
+    (arm, *others) = union_arms(tp)
+    if others:
+        return node
+    if isinstance(node.value, str):
+        if is_slot(arm):
+            return Node({"name": node}, node.origin)
+        return replace(node, value=absolute(node.value, node.origin)) if info.path else node
+    if isinstance(node.value, list):
+        return replace(node, value=[normalised(element_type(arm), child, info) for child in node.value])
+    if isinstance(node.value, dict) and is_section(arm):
+        entries = {key: (member_of(arm, key), child) for key, child in node.value.items()}
+        return replace(node, value={k: normalised(member.type, c, member.info) for k, (member, c) in entries.items()})
+    return node
+
+
+def absolute(path: str, origin: Origin) -> str:
+    """A relative path seen from where it was written; interpolations and URLs are left alone."""
+    if not path or "${" in path or "://" in path:
+        return path
+    return os.path.abspath(origin.base_dir / Path(path).expanduser())
+
+
+def merged(tp: Any, base: Node | None, own: Node) -> Node:
+    """``own`` over ``base``; both normalised."""
+    if base is None or not isinstance(base.value, dict) or not isinstance(own.value, dict):
+        return own
+    if is_slot(tp) and "name" in own.value:
+        base = _for_name(tp, base, own.value["name"])
+    entries = dict(base.value)
+    for key, child in own.value.items():
+        entries[key] = merged(member_of(tp, key).type, entries.get(key), child)
+    return Node(entries, own.origin)
+
+
+def _for_name(tp: Any, slot: Node, name: Node) -> Node:
+    """The slot without the options that were written for a plugin of another name."""
+    default = members(tp)["name"].default
+    old = slot.value["name"].value if "name" in slot.value else default and default()
+    if old == name.value or "config" not in slot.value:
+        return slot
+    entries = {key: child for key, child in slot.value.items() if key != "config"}
+    kept = _overridden(slot.value["config"])
+    return replace(slot, value=entries if kept is None else {**entries, "config": kept})
+
+
+def _overridden(node: Node) -> Node | None:
+    """What overrides wrote into the tree: `x.config.a=1 x.name=new` must not depend on its order."""
+    if not isinstance(node.value, dict):
+        return node if node.origin.is_override else None
+    kept = {key: child for key in node.value if (child := _overridden(node.value[key])) is not None}
+    return replace(node, value=kept) if kept else None
+
+
+def with_overrides(tree: Node, overrides: Sequence[str], base_dir: Path) -> tuple[Node, list[str]]:
+    """The tree after ``path=value`` overrides, in order, and the problems of those that could not be applied."""
+    problems: list[str] = []
+    for text in overrides:
+        origin = Origin(f"override '{text}'", base_dir, is_override=True)
+        key, equals, value = text.partition("=")
+        keys = tuple(key.strip().split("."))
+        if not equals or not all(keys):
+            problems.append(f"{origin.label}: expected key.path=value")
+            continue
+        try:
+            tree = _overlaid(Config, NO_INFO, tree, keys, 0, read_value(value, origin))
+        except ConfigError as error:
+            problems.extend(error.problems)
+    return tree, problems
+
+
+def _overlaid(tp: Any, info: OptionInfo, node: Node | None, keys: tuple[str, ...], depth: int, value: Node) -> Node:
+    if depth == len(keys):
+        return merged(tp, node, normalised(tp, value, info))
+    node = node if node is not None else Node({}, value.origin)
+    key = keys[depth]
+    if isinstance(node.value, list):
+        index = _index(node, keys, depth, value.origin)
+        children = list(node.value)
+        children[index] = _overlaid(element_type(tp), info, children[index], keys, depth + 1, value)
+        return replace(node, value=children)
+    if not isinstance(node.value, dict):
+        message = f"{dotted(keys[:depth])} is {found(node.value)}, which has no keys of its own"
+        raise ConfigError(problem(keys, value.origin, message))
+    member = member_of(tp, key)
+    child = node.value.get(key)
+    if child is None and member.default is not None and isinstance(default := member.default(), list):
+        child = normalised(member.type, from_plain(plain(default), value.origin), member.info)
+    child = _overlaid(member.type, member.info, child, keys, depth + 1, value)
+    if is_slot(tp) and keys[depth:] == ("name",):
+        node = _for_name(tp, node, child)
+    return replace(node, value={**node.value, key: child})
+
+
+def _index(node: Node, keys: tuple[str, ...], depth: int, origin: Origin) -> int:
+    size = len(node.value)
+    if not keys[depth].isdecimal() or int(keys[depth]) >= size:
+        allowed = f"0 to {size - 1}" if size else "none, the list is empty"
+        where = dotted(keys[:depth])
+        message = f"'{keys[depth]}' is no index of {where}; allowed: {allowed} (or set the whole list: {where}=[…])"
+        raise ConfigError(problem(keys, origin, message))
+    return int(keys[depth])

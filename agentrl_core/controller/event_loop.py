@@ -1,0 +1,60 @@
+"""Running coroutines from synchronous code."""
+
+import asyncio
+import threading
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+
+class EventLoop:
+    """One persistent event loop, run in the thread that calls `run`.
+
+    Where that is impossible, because a loop runs in this thread already (a notebook) or this one is busy, coroutines
+    run on a second loop in a thread of its own.
+    """
+
+    def __init__(self) -> None:
+        self._runner = asyncio.Runner()
+        self._helper: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs the coroutine to its end and returns what it returns."""
+        if _is_loop_running_here() or self._runner.get_loop().is_running():
+            return asyncio.run_coroutine_threadsafe(coroutine, self._helper_loop()).result()
+        return self._runner.run(coroutine)
+
+    def close(self) -> None:
+        """Cancels what is left on the loops and closes them."""
+        if self._helper is not None and self._thread is not None:
+            asyncio.run_coroutine_threadsafe(_cancel_all(), self._helper).result()
+            self._helper.call_soon_threadsafe(self._helper.stop)
+            self._thread.join()
+            self._helper.close()
+            self._helper = self._thread = None
+        if not _is_loop_running_here():
+            self._runner.close()
+
+    def _helper_loop(self) -> asyncio.AbstractEventLoop:
+        if self._helper is None:
+            self._helper = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._helper.run_forever, name="agentrl-event-loop", daemon=True)
+            self._thread.start()
+        return self._helper
+
+
+def _is_loop_running_here() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
+
+
+async def _cancel_all() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

@@ -1,0 +1,397 @@
+"""Worker groups and actors on Ray. The one module that imports Ray; its untyped edges stay in here."""
+
+import asyncio
+import dataclasses
+import functools
+import inspect
+import logging
+import os
+import socket
+import time
+from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from typing import Any, Self, TypeVar
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
+from agentrl_core.controller.dispatch import Call
+from agentrl_core.controller.event_loop import EventLoop
+from agentrl_core.controller.resource_pool import RayResourcePool
+from agentrl_core.controller.worker import WorkerContext, worker_context
+from agentrl_core.controller.worker_group import ClassWithInitArgs, Fetch, WorkerGroup
+from agentrl_core.protocol import DataProto
+
+T = TypeVar("T")
+
+# After one rank has failed, the others get this long to fail too, so that the message can name them.
+OTHERS_GRACE_SECONDS = 1.0
+
+
+class RayClassWithInitArgs(ClassWithInitArgs):
+    """A worker class with its arguments, and the Ray options of its actors."""
+
+    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
+        super().__init__(cls, *args, **kwargs)
+        self.options: dict[str, Any] = {}
+
+    def update_options(self, **options: Any) -> None:
+        """Sets options of ``ray.remote`` for the actors, such as ``runtime_env`` or ``num_cpus``."""
+        self.options.update(options)
+
+
+class _Host:
+    """The Ray actor of one rank: makes its workers and passes calls on to them."""
+
+    def __init__(self, rank: int, world_size: int, local_rank: int, local_world_size: int, use_gpu: bool) -> None:
+        self._context = WorkerContext(rank, world_size, local_rank, local_world_size, use_gpu=use_gpu)
+        self._workers: dict[str, Any] = {}
+
+    def place(self) -> tuple[str, int]:
+        """This node's address and a port that is free on it."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return ray.util.get_node_ip_address(), probe.getsockname()[1]
+
+    def build(self, role: str, cls_with_init: ClassWithInitArgs, master_addr: str, master_port: int) -> None:
+        """Makes the worker of a role."""
+        context = dataclasses.replace(self._context, master_addr=master_addr, master_port=master_port)
+        # What torch.distributed's env:// initialisation reads.
+        os.environ.update(
+            RANK=str(context.rank),
+            WORLD_SIZE=str(context.world_size),
+            LOCAL_RANK=str(context.local_rank),
+            MASTER_ADDR=master_addr,
+            MASTER_PORT=str(master_port),
+        )
+        with worker_context(context):
+            self._workers[role] = cls_with_init()
+
+    def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs a method of a role's worker."""
+        return getattr(self._workers[role], method)(*args, **kwargs)
+
+
+class _AsyncHost(_Host):
+    """The host of workers with async methods: calls of those may overlap."""
+
+    async def call(self, role: str, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs a method of a role's worker, and awaits what it returns where that can be awaited."""
+        result = getattr(self._workers[role], method)(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+
+class ColocatedClasses(RayClassWithInitArgs):
+    """Several worker classes by role, for one process per rank."""
+
+    def __init__(self, class_dict: Mapping[str, ClassWithInitArgs]) -> None:
+        super().__init__(object)
+        self.class_dict = dict(class_dict)
+
+
+def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> ColocatedClasses:
+    """What a `RayWorkerGroup` makes one process per rank of, with a worker of every role; `RayWorkerGroup.spawn`
+    gives the groups of the roles.
+    """
+    return ColocatedClasses(class_dict)
+
+
+class RayWorkerGroup(WorkerGroup):
+    """One Ray actor per rank of a resource pool, with one worker of the class in it, or several colocated ones.
+
+    An exception of a rank is raised as WorkerError with the first root traceback, its cause being the original
+    exception; a dead worker as WorkerError that names role, rank, node, exit cause and the method that it was in.
+    """
+
+    def __init__(
+        self,
+        resource_pool: RayResourcePool,
+        ray_cls_with_init: ClassWithInitArgs,
+        role: str = "",
+        timeout: float = 60.0,
+    ) -> None:
+        role = role or ray_cls_with_init.cls.__name__
+        super().__init__(ray_cls_with_init.cls, role, resource_pool.world_size)
+        self._classes = {role: ray_cls_with_init}
+        if isinstance(ray_cls_with_init, ColocatedClasses):
+            self._classes = ray_cls_with_init.class_dict
+        self.nodes: list[str] = []
+        self._owns_actors = True
+        self._actors = _start_hosts(resource_pool, list(self._classes.values()), timeout)
+        ranks = range(self.world_size)
+        try:
+            places = self._fetcher("place", ranks)([actor.place.remote() for actor in self._actors])
+            self.nodes = [address for address, _ in places]
+            for name, item in self._classes.items():
+                plain = ray.put(ClassWithInitArgs(item.cls, *item.args, **item.kwargs))
+                built = [actor.build.remote(name, plain, *places[0]) for actor in self._actors]
+                self._fetcher(f"{name}.__init__", ranks)(built)
+        except WorkerError:
+            self.close()
+            raise
+
+    def spawn(self, prefix_set: Iterable[str]) -> "dict[str, RayWorkerGroup]":
+        """A group for each of these roles of a colocated group, over the same processes.
+
+        Closing one of them ends nothing; this group owns the processes.
+        """
+        groups = {}
+        for role in prefix_set:
+            if role not in self._classes:
+                raise WorkerError(f"{self.role!r} has no role {role!r}; it has {sorted(self._classes)}")
+            group = RayWorkerGroup.__new__(RayWorkerGroup)
+            WorkerGroup.__init__(group, self._classes[role].cls, role, self.world_size)
+            group._classes, group._actors, group.nodes = {role: self._classes[role]}, self._actors, self.nodes
+            group._owns_actors = False
+            groups[role] = group
+        return groups
+
+    def _submit(self, method: str, calls: Sequence[Call | None]) -> list[Any]:
+        if not self._actors:
+            raise WorkerError(f"{self.role}.{method}: the worker group is closed")
+        put = _PutOnce(calls)
+        handles = []
+        for actor, call in zip(self._actors, calls, strict=True):
+            if call is not None:
+                args, kwargs = map(put, call[0]), {name: put(value) for name, value in call[1].items()}
+                handles.append(actor.call.remote(self.role, method, *args, **kwargs))
+        return handles
+
+    def _fetcher(self, method: str, ranks: Sequence[int]) -> Fetch:
+        labels = [
+            f"rank {rank} of {self.world_size} of {self.role!r}"
+            + (f" on node {self.nodes[rank]}" if self.nodes else "")
+            for rank in ranks
+        ]
+        return functools.partial(_fetch, method, labels)
+
+    def close(self) -> None:
+        """Kills the actors that this group started."""
+        actors, self._actors = self._actors, []
+        for actor in actors if self._owns_actors else []:
+            ray.kill(actor)
+
+
+def _start_hosts(pool: RayResourcePool, classes: Sequence[ClassWithInitArgs], timeout: float) -> list[Any]:
+    host = ray.remote(_AsyncHost if any(_has_async_methods(item.cls) for item in classes) else _Host)
+    options: dict[str, Any] = {"runtime_env": _runtime_env()}
+    for item in classes:
+        options.update(getattr(item, "options", {}))
+    actors = []
+    for rank, (group, bundle) in enumerate(pool.bundles(timeout)):
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
+        # Groups that share a pool share its processes' resources.
+        share = {key: value / pool.max_colocate_count for key, value in pool.bundle.items()}
+        sized = {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0), "scheduling_strategy": strategy, **options}
+        actors.append(
+            host.options(**sized).remote(
+                rank, pool.world_size, pool.local_rank_list[rank], pool.local_world_size_list[rank], pool.use_gpu
+            )
+        )
+    return actors
+
+
+class _PutOnce:
+    """Puts a batch that several ranks get into the object store once."""
+
+    def __init__(self, calls: Sequence[Call | None]) -> None:
+        self._refs: dict[int, Any] = {}
+        self._counts: dict[int, int] = {}
+        for args, kwargs in filter(None, calls):
+            for value in (*args, *kwargs.values()):
+                self._counts[id(value)] = self._counts.get(id(value), 0) + 1
+
+    def __call__(self, value: Any) -> Any:
+        if not isinstance(value, DataProto) or self._counts[id(value)] < 2:
+            return value
+        if id(value) not in self._refs:
+            self._refs[id(value)] = ray.put(value)
+        return self._refs[id(value)]
+
+
+def _fetch(method: str, labels: Sequence[str], handles: Sequence[Any]) -> list[Any]:
+    """The values of all handles; raises the first failure as soon as there is one."""
+    try:
+        return list(ray.get(list(handles)))
+    except Exception as error:  # noqa: BLE001 - Ray raises the task's own exception class
+        raise _group_error(method, labels, handles, error) from _root(error)
+
+
+def _group_error(method: str, labels: Sequence[str], handles: Sequence[Any], error: BaseException) -> WorkerError:
+    done, _ = ray.wait(list(handles), num_returns=len(handles), timeout=OTHERS_GRACE_SECONDS, fetch_local=False)
+    failures = {}
+    for label, handle in zip(labels, handles, strict=True):
+        if handle in done:
+            try:
+                ray.get(handle, timeout=0)
+            except GetTimeoutError:
+                continue
+            except Exception as failure:  # noqa: BLE001 - Ray raises the task's own exception class
+                failures[label] = failure
+    same = [label for label, failure in failures.items() if repr(failure) == repr(error)]
+    first = next(iter(same or failures), labels[0])
+    others = [label for label in failures if label != first]
+    also = f"\nAlso failed: {', '.join(others)}" if others else ""
+    return WorkerError(_told(f"{first}, in {method!r}", error) + also)
+
+
+def _told(who: str, error: BaseException) -> str:
+    if isinstance(error, RayActorError):
+        return f"{who}: the worker process died or cannot be reached. {str(error).strip()}"
+    if isinstance(error, RayTaskError):
+        return f"{who}: {type(_root(error)).__name__} raised\n{error.traceback_str}"
+    return f"{who}: {type(error).__name__}: {error}"
+
+
+def _root(error: BaseException) -> BaseException:
+    """The exception that the remote code raised."""
+    while isinstance(error, RayTaskError) and isinstance(error.cause, BaseException) and error.cause is not error:
+        error = error.cause
+    return error
+
+
+class RayActorHandle:
+    """An actor of a plain class on Ray. Handles can be pickled and passed to other actors."""
+
+    def __init__(self, name: str, actor: Any) -> None:
+        self._name = name
+        self._actor = actor
+
+    @property
+    def name(self) -> str:
+        """The actor's name."""
+        return self._name
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method from any event loop; cancelling the call cancels an async method over there."""
+        reference = getattr(self._actor, method).remote(*args, **kwargs)
+        try:
+            return await reference
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
+        except Exception as error:  # noqa: BLE001 - Ray raises the task's own exception class
+            raise self._translated(method, error) from _root(error)
+
+    def _translated(self, method: str, error: Exception) -> Exception:
+        root = _root(error)
+        if isinstance(root, AgentRLError):
+            return root
+        return WorkerError(_told(f"actor {self._name!r}, in {method!r}", error))
+
+    def kill(self) -> None:
+        """Ends the actor's process."""
+        ray.kill(self._actor)
+
+
+class RayRuntime:
+    """Worker groups and actors on a Ray cluster.
+
+    Uses the Ray that is initialised in this process, and then leaves it running; otherwise joins the cluster at
+    ``address``, or starts one here.
+    """
+
+    def __init__(self, num_cpus: float | None = None, address: str | None = None) -> None:
+        self._loop = EventLoop()
+        self._groups: list[RayWorkerGroup] = []
+        self._pools: list[RayResourcePool] = []
+        self._actors: list[RayActorHandle] = []
+        self._is_open = True
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            start = {"address": address} if address else {"num_cpus": num_cpus, "include_dashboard": False}
+            try:
+                ray.init(**start, logging_level=logging.ERROR, log_to_driver=False)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                aim = f"reached at {address}" if address else "started"
+                raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
+
+    def worker_group(self, cls: ClassWithInitArgs, name: str, world_size: int = 1) -> RayWorkerGroup:
+        """One actor with one CPU for every rank."""
+        pool = RayResourcePool([world_size], strategy="PACK", name_prefix=name)
+        self._pools.append(pool)
+        group = RayWorkerGroup(pool, cls, role=name)
+        self._groups.append(group)
+        return group
+
+    def actor(
+        self,
+        cls: type,
+        *args: Any,
+        name: str,
+        num_cpus: float = 1,
+        python: str | None = None,
+        max_concurrency: int = 1000,
+        **kwargs: Any,
+    ) -> RayActorHandle:
+        """An actor, under ``python`` where given: an environment with this Ray and this Python's minor version."""
+        options: dict[str, Any] = {"num_cpus": num_cpus, "runtime_env": _runtime_env(python)}
+        if _has_async_methods(cls):
+            options["max_concurrency"] = max_concurrency
+        handle = RayActorHandle(name, ray.remote(cls).options(**options).remote(*args, **kwargs))
+        self._actors.append(handle)
+        return handle
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on this process's event loop."""
+        return self._loop.run(coroutine)
+
+    def shutdown(self) -> None:
+        """Ends groups and actors, and Ray too if this runtime started or joined it."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.close()
+        if ray.is_initialized():
+            for closing in (*self._groups, *self._pools):
+                closing.close()
+            for actor in self._actors:
+                actor.kill()
+            if self._owns_ray:
+                ray.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+
+def available_resources() -> dict[str, float]:
+    """What the cluster's nodes have free now."""
+    return dict(ray.available_resources())
+
+
+def create_placement_groups(
+    bundles_by_node: Sequence[list[dict[str, float]]], strategy: str, name: str, timeout: float
+) -> list[Any]:
+    """One placement group per node. Raises WorkerError with what is missing if they are not ready in ``timeout``."""
+    groups = [placement_group(bundles, strategy=strategy) for bundles in bundles_by_node]
+    deadline = time.monotonic() + timeout
+    for group in groups:
+        if not group.wait(max(deadline - time.monotonic(), 0.0)):
+            remove_placement_groups(groups)
+            raise WorkerError(
+                f"Ray could not place the pool {name!r} within {timeout:g} s: needed {bundles_by_node} ({strategy} on "
+                f"each node), free {available_resources()}, in all {dict(ray.cluster_resources())}"
+            )
+    return groups
+
+
+def remove_placement_groups(groups: Sequence[Any]) -> None:
+    """Gives placement groups back."""
+    for group in groups:
+        remove_placement_group(group)
+
+
+def _has_async_methods(cls: type) -> bool:
+    members = (inspect.getattr_static(cls, name) for name in dir(cls))
+    return any(inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member) for member in members)
+
+
+def _runtime_env(python: str | None = None) -> dict[str, Any]:
+    """One OpenMP thread per actor, as many actors share a node, unless the user's environment says otherwise."""
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    return {"env_vars": {"OMP_NUM_THREADS": threads}, **({"py_executable": python} if python else {})}

@@ -1,0 +1,179 @@
+"""Resource pools: on how many processes of which nodes a role runs. Nothing here imports Ray before it is needed."""
+
+import itertools
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl_core.api.errors import ConfigError, WorkerError
+
+POLL_SECONDS = 0.5
+
+
+class ResourcePool:
+    """A number of processes on each of some nodes: ``[8, 8]`` is two nodes with eight each.
+
+    Up to ``max_colocate_count`` worker groups may share the pool's processes' resources.
+    """
+
+    def __init__(self, process_on_nodes: Sequence[int], max_colocate_count: int = 1) -> None:
+        if not process_on_nodes or min(process_on_nodes) < 1 or max_colocate_count < 1:
+            raise ConfigError(
+                f"a resource pool needs at least one process on every node and max_colocate_count of at least 1, "
+                f"found {list(process_on_nodes)} and {max_colocate_count}"
+            )
+        self.process_on_nodes = list(process_on_nodes)
+        self.max_colocate_count = max_colocate_count
+
+    @property
+    def world_size(self) -> int:
+        """The number of processes."""
+        return sum(self.process_on_nodes)
+
+    @property
+    def local_world_size_list(self) -> list[int]:
+        """For every rank the number of ranks on its node."""
+        return [count for count in self.process_on_nodes for _ in range(count)]
+
+    @property
+    def local_rank_list(self) -> list[int]:
+        """For every rank its number on its node."""
+        return [local for count in self.process_on_nodes for local in range(count)]
+
+
+class RayResourcePool(ResourcePool):
+    """A pool of placement groups, one per node, with one bundle per process; they are made when first needed.
+
+    ``strategy`` is Ray's, for the bundles of one node. ``num_cpus`` and, with ``use_gpu``, one GPU belong to each
+    process, shared by the groups that are colocated in it.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        use_gpu: bool = False,
+        num_cpus: float = 1,
+        max_colocate_count: int = 1,
+        strategy: str = "STRICT_PACK",
+        name_prefix: str = "",
+    ) -> None:
+        super().__init__(process_on_nodes, max_colocate_count)
+        self.use_gpu = use_gpu
+        self.num_cpus = num_cpus
+        self.strategy = strategy
+        self.name_prefix = name_prefix
+        self._bundles: list[tuple[Any, int]] | None = None
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources of one process."""
+        return {"CPU": self.num_cpus, **({"GPU": 1.0} if self.use_gpu else {})}
+
+    def bundles(self, timeout: float = 60.0) -> list[tuple[Any, int]]:
+        """For every rank its placement group and bundle. Raises WorkerError if Ray cannot place them in ``timeout``."""
+        if self._bundles is None:
+            from agentrl_core.controller import ray_backend
+
+            groups = ray_backend.create_placement_groups(
+                [[self.bundle] * count for count in self.process_on_nodes], self.strategy, self.name_prefix, timeout
+            )
+            numbered = zip(groups, self.process_on_nodes, strict=True)
+            self._bundles = [(group, bundle) for group, count in numbered for bundle in range(count)]
+        return self._bundles
+
+    def close(self) -> None:
+        """Gives the placement groups back."""
+        if self._bundles is not None:
+            from agentrl_core.controller import ray_backend
+
+            ray_backend.remove_placement_groups(list(dict.fromkeys(group for group, _ in self._bundles)))
+            self._bundles = None
+
+    @classmethod
+    def _sharing(cls, pool: "RayResourcePool", bundles: list[tuple[Any, int]]) -> "RayResourcePool":
+        counts = [len(list(same)) for _, same in itertools.groupby(bundles, key=lambda bundle: bundle[0])]
+        shared = cls(counts, pool.use_gpu, pool.num_cpus, pool.max_colocate_count, pool.strategy, pool.name_prefix)
+        shared._bundles = bundles
+        return shared
+
+
+def split_resource_pool(pool: RayResourcePool, split_size: int | Sequence[int]) -> list[RayResourcePool]:
+    """Pools over parts of one pool's processes: of ``split_size`` each, or of the sizes listed."""
+    sizes = [split_size] * (pool.world_size // split_size) if isinstance(split_size, int) else list(split_size)
+    if sum(sizes) != pool.world_size or min(sizes, default=0) < 1:
+        raise ConfigError(f"a pool of {pool.world_size} processes cannot be split into {split_size}")
+    bundles = iter(pool.bundles())
+    return [RayResourcePool._sharing(pool, list(itertools.islice(bundles, size))) for size in sizes]
+
+
+def merge_resource_pool(first: RayResourcePool, second: RayResourcePool) -> RayResourcePool:
+    """One pool over the processes of two."""
+    if first.bundle != second.bundle:
+        raise ConfigError(f"pools with {first.bundle} and {second.bundle} per process cannot be merged")
+    return RayResourcePool._sharing(first, first.bundles() + second.bundles())
+
+
+class ResourcePoolManager:
+    """Named pools, and the pool of every role.
+
+    ``resource_pool_spec`` maps pool names to processes per node, ``mapping`` maps roles to pool names.
+    """
+
+    def __init__(
+        self,
+        resource_pool_spec: Mapping[str, Sequence[int]],
+        mapping: Mapping[str, str],
+        use_gpu: bool = False,
+        num_cpus: float = 1,
+    ) -> None:
+        unknown = {role: pool for role, pool in mapping.items() if pool not in resource_pool_spec}
+        if unknown:
+            raise ConfigError(
+                [
+                    f"role {role!r} is mapped to the pool {pool!r}; pools are {sorted(resource_pool_spec)}"
+                    for role, pool in unknown.items()
+                ],
+                "the resource pools",
+            )
+        sharing = {name: sum(pool == name for pool in mapping.values()) for name in resource_pool_spec}
+        self.mapping = dict(mapping)
+        self.resource_pools = {
+            name: RayResourcePool(counts, use_gpu, num_cpus, max(sharing[name], 1), name_prefix=name)
+            for name, counts in resource_pool_spec.items()
+        }
+
+    def get_resource_pool(self, role: str) -> RayResourcePool:
+        """The pool of a role. Raises ConfigError that names the roles there are."""
+        if role not in self.mapping:
+            raise ConfigError(f"role {role!r} has no resource pool; roles are {sorted(self.mapping)}")
+        return self.resource_pools[self.mapping[role]]
+
+    def needed(self) -> dict[str, float]:
+        """The resources of all pools together."""
+        total: dict[str, float] = {}
+        for pool in self.resource_pools.values():
+            for resource, amount in pool.bundle.items():
+                total[resource] = total.get(resource, 0.0) + amount * pool.world_size
+        return total
+
+    def check_resource_available(self, timeout: float = 30.0) -> None:
+        """Waits until the cluster has what all pools need together.
+
+        Raises WorkerError with what was seen and what is needed after ``timeout`` seconds.
+        """
+        from agentrl_core.controller import ray_backend
+
+        needed = self.needed()
+        deadline = time.monotonic() + timeout
+        while True:
+            seen = ray_backend.available_resources()
+            missing = {name: amount for name, amount in needed.items() if seen.get(name, 0.0) < amount}
+            if not missing:
+                return
+            if time.monotonic() >= deadline:
+                parts = [f"{name}: {seen.get(name, 0.0):g} seen, {amount:g} needed" for name, amount in missing.items()]
+                raise WorkerError(
+                    f"the Ray cluster lacks resources after {timeout:g} s ({'; '.join(parts)}): "
+                    "make the pools smaller, add nodes, or start Ray with more (ray start --num-cpus=… --num-gpus=…)"
+                )
+            time.sleep(POLL_SECONDS)

@@ -1,0 +1,168 @@
+"""Where workers and actors live: in this process, or on Ray. The code that uses them is the same."""
+
+import inspect
+from collections.abc import Coroutine
+from typing import Any, Protocol, Self, TypeVar, runtime_checkable
+
+from agentrl_core.api.errors import ConfigError, WorkerError
+from agentrl_core.controller.event_loop import EventLoop
+from agentrl_core.controller.local import LocalWorkerGroup
+from agentrl_core.controller.worker_group import ClassWithInitArgs, WorkerGroup
+
+T = TypeVar("T")
+
+
+@runtime_checkable
+class ActorHandle(Protocol):
+    """A plain object that lives somewhere else, or here."""
+
+    @property
+    def name(self) -> str: ...
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method, async or not, from any event loop.
+
+        Errors of agentrl keep their class; on Ray others, and the actor's death, surface as WorkerError.
+        """
+        ...
+
+    def kill(self) -> None:
+        """Ends the actor. Later calls raise WorkerError."""
+        ...
+
+
+class Runtime(Protocol):
+    """Makes worker groups and actors. A context manager that shuts down at its end."""
+
+    def worker_group(self, cls: ClassWithInitArgs, name: str, world_size: int = 1) -> WorkerGroup:
+        """Workers of one class on ``world_size`` ranks; ``name`` is their role in messages."""
+        ...
+
+    def actor(
+        self,
+        cls: type,
+        *args: Any,
+        name: str,
+        num_cpus: float = 1,
+        python: str | None = None,
+        max_concurrency: int = 1000,
+        **kwargs: Any,
+    ) -> ActorHandle:
+        """An actor of a plain class.
+
+        ``python`` is the interpreter of another environment, ``max_concurrency`` the number of calls that may be in
+        flight where the class has async methods; other classes run one call at a time.
+        """
+        ...
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine to its end from synchronous code, always on the same event loop."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends every group and actor that this runtime made. A second call does nothing."""
+        ...
+
+    def __enter__(self) -> Self: ...
+
+    def __exit__(self, *error: object) -> None: ...
+
+
+def make_runtime(name: str, *, num_cpus: float | None = None, address: str | None = None) -> Runtime:
+    """The runtime ``local`` or ``ray``.
+
+    On Ray: ``address`` joins a cluster, otherwise one is started here with ``num_cpus`` logical CPUs (default: the
+    machine's). Raises ConfigError on another name, or where Ray is not installed.
+    """
+    if name == "local":
+        return LocalRuntime()
+    if name != "ray":
+        raise ConfigError(f"cluster.runtime: found {name!r}, allowed are 'local' and 'ray'")
+    try:
+        from agentrl_core.controller.ray_backend import RayRuntime
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError("cluster.runtime: ray is not installed: pip install 'agentrl-core[ray]'") from error
+    return RayRuntime(num_cpus=num_cpus, address=address)
+
+
+class LocalActorHandle:
+    """An object of this process; methods run in the caller's thread and event loop."""
+
+    def __init__(self, name: str, instance: Any) -> None:
+        self._name = name
+        self._instance = instance
+
+    @property
+    def name(self) -> str:
+        """The actor's name."""
+        return self._name
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs the method, and awaits what it returns where that can be awaited. Exceptions are not changed."""
+        if self._instance is None:
+            raise WorkerError(f"actor {self._name!r}: {method!r} was called after the actor was killed")
+        result = getattr(self._instance, method)(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    def kill(self) -> None:
+        """Forgets the object."""
+        self._instance = None
+
+
+class LocalRuntime:
+    """Everything in this process."""
+
+    def __init__(self) -> None:
+        self._loop = EventLoop()
+        self._groups: list[WorkerGroup] = []
+        self._actors: list[LocalActorHandle] = []
+        self._is_open = True
+
+    def worker_group(self, cls: ClassWithInitArgs, name: str, world_size: int = 1) -> LocalWorkerGroup:
+        """A group whose ``workers`` are plain objects."""
+        group = LocalWorkerGroup(cls, world_size, role=name, loop=self._loop)
+        self._groups.append(group)
+        return group
+
+    def actor(
+        self,
+        cls: type,
+        *args: Any,
+        name: str,
+        num_cpus: float = 1,
+        python: str | None = None,
+        max_concurrency: int = 1000,
+        **kwargs: Any,
+    ) -> LocalActorHandle:
+        """An object of this process. Raises ConfigError if another interpreter is asked for."""
+        if python is not None:
+            raise ConfigError(
+                f"actor {name!r} is to run under {python}, but the local runtime has one process: "
+                "set cluster.runtime=ray, or remove the interpreter"
+            )
+        handle = LocalActorHandle(name, cls(*args, **kwargs))
+        self._actors.append(handle)
+        return handle
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs in the calling thread, so that ``breakpoint()`` works in what it runs."""
+        return self._loop.run(coroutine)
+
+    def shutdown(self) -> None:
+        """Closes the groups, forgets the actors, closes the event loop."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        for group in self._groups:
+            group.close()
+        for actor in self._actors:
+            actor.kill()
+        self._loop.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()

@@ -1,0 +1,153 @@
+"""Prompts from parquet or JSON-lines files, through Hugging Face ``datasets``.
+
+Columns: ``prompt`` (messages), ``data_source``, ``agent_name``, ``reward_model.ground_truth``, ``extra_info`` with
+``index``, ``tools_kwargs``, ``interaction_kwargs``; others are passed on as they are.
+"""
+
+import json
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from agentrl_core.api import DataError, DatasetContext, PromptDataset
+from agentrl_core.data.config import PromptsConfig
+
+_READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+logger = logging.getLogger(__name__)
+
+
+class PromptsFromFiles(PromptDataset):
+    """Random access to the rows of several files, in their order.
+
+    Raises:
+        DataError: a file that cannot be read, lacks the prompt column, or holds a row that cannot be used; the
+            message names file and row.
+    """
+
+    def __init__(self, config: PromptsConfig, context: DatasetContext) -> None:
+        self._rows: list[dict[str, Any]] = []
+        for file in context.files:
+            rows = _read(file)
+            if config.prompt_key not in rows.column_names:
+                raise DataError(
+                    f"{file}: no column {config.prompt_key!r}; it has {', '.join(rows.column_names)}. "
+                    "Set data.dataset.config.prompt_key to the column that holds the messages"
+                )
+            self._rows += [_normalise(dict(row), config, f"{file}, row {number}") for number, row in enumerate(rows)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return dict(self._rows[index])
+
+
+def _read(file: str) -> datasets.Dataset:
+    reader = _READERS.get(Path(file).suffix)
+    if reader is None:
+        raise DataError(f"{file}: unknown file type; allowed are {', '.join(_READERS)}")
+    if not Path(file).is_file():
+        raise DataError(f"{file}: no such file")
+    try:
+        return datasets.load_dataset(reader, data_files=file, split="train", cache_dir=None)
+    except Exception as error:  # noqa: BLE001 - the readers raise many types; the file is named for all of them
+        raise DataError(f"{file}: cannot be read as {reader}: {error}") from error
+
+
+def _normalise(row: dict[str, Any], config: PromptsConfig, where: str) -> dict[str, Any]:
+    prompt = row.pop(config.prompt_key)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and "role" in m for m in prompt):
+        raise DataError(
+            f"{where}: {config.prompt_key!r} must be a text or a list of messages with role and content, "
+            f"found {json.dumps(prompt, default=str)[:80]}"
+        )
+    row = {key: drop_none(value) for key, value in row.items() if value is not None}
+    reward_model = row.get("reward_model")
+    if config.require_ground_truth and (not isinstance(reward_model, dict) or "ground_truth" not in reward_model):
+        raise DataError(
+            f"{where}: no reward_model.ground_truth; add it, or set data.dataset.config.require_ground_truth=false "
+            "if the reward does not need it"
+        )
+    row["raw_prompt"] = [drop_none(message) for message in prompt]
+    return row
+
+
+def drop_none(value: Any) -> Any:
+    """The value without None entries of dicts: parquet gives every row the union of all rows' keys."""
+    if isinstance(value, dict):
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [drop_none(item) for item in value]
+    return value
+
+
+def fit_prompts(
+    dataset: PromptDataset, context: DatasetContext, overlong: str, render_length: Callable[[dict[str, Any]], int]
+) -> list[dict[str, Any]]:
+    """The rows whose rendered prompt fits ``max_prompt_length``.
+
+    Args:
+        overlong: ``filter`` drops the others, ``error`` refuses them, ``left``/``right``/``middle`` cut their last
+            user message at that side.
+        render_length: tokens of a row's prompt as the agent loop will render it, tool schemas included.
+
+    Raises:
+        DataError: a prompt is too long under ``error``, cannot be cut enough, or nothing is left.
+    """
+    kept: list[dict[str, Any]] = []
+    for index in range(len(dataset)):
+        row = dataset[index]
+        length = render_length(row)
+        if length <= context.max_prompt_length:
+            kept.append(row)
+        elif overlong == "error":
+            raise DataError(
+                f"data: {context.split} row {index} has a prompt of {length} tokens (tool schemas included), more than "
+                f"data.max_prompt_length={context.max_prompt_length}; raise it, or set data.overlong_prompts to "
+                "filter, left, right or middle"
+            )
+        elif overlong != "filter":
+            kept.append(_cut(row, index, length, context, overlong, render_length))
+    dropped = len(dataset) - len(kept)
+    if dropped:
+        logger.warning(
+            "data: %d of %d %s prompts are longer than data.max_prompt_length=%d tokens and were dropped",
+            dropped, len(dataset), context.split, context.max_prompt_length,
+        )  # fmt: skip
+    if not kept:
+        raise DataError(
+            f"data: no {context.split} prompt is left: {len(dataset)} rows in {', '.join(context.files)}, all longer "
+            f"than data.max_prompt_length={context.max_prompt_length} tokens (tool schemas included)"
+        )
+    return kept
+
+
+def _cut(
+    row: dict[str, Any],
+    index: int,
+    length: int,
+    context: DatasetContext,
+    side: str,
+    render_length: Callable[[dict[str, Any]], int],
+) -> dict[str, Any]:
+    messages: Sequence[dict[str, Any]] = row["raw_prompt"]
+    at = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    text = str(messages[at].get("content", ""))
+    budget = len(context.renderer.encode(text))
+    # Cutting can change how the rest is tokenised, so a cut that is still too long is repeated.
+    while at >= 0 and budget > 0 and length > context.max_prompt_length:
+        budget -= length - context.max_prompt_length
+        cut = {**messages[at], "content": context.renderer.truncate(text, max(budget, 0), side)}  # type: ignore[arg-type]
+        row = {**row, "raw_prompt": [*messages[:at], cut, *messages[at + 1 :]]}
+        length = render_length(row)
+    if length > context.max_prompt_length:
+        raise DataError(
+            f"data: {context.split} row {index}: even with an empty last user message the prompt has {length} tokens, "
+            f"more than data.max_prompt_length={context.max_prompt_length}"
+        )
+    return row

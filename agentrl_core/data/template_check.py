@@ -1,0 +1,108 @@
+"""Can a chat template serve a multi-turn run? Answered by probing it, before anything starts.
+
+A template is append-only when rendering a longer conversation starts with the rendering of the shorter one. Only then
+does the prompt of turn N+1 start with the exact tokens of turn N; otherwise ``rollout.template_break`` decides.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl_core.api import ChatRenderer, Message, TemplateError, function_schema
+
+_SCHEMA = function_schema("probe_tool", "A probe.", {"value": {"type": "string", "description": "any text"}})
+_USER: Message = {"role": "user", "content": "first question"}
+_CALL: Message = {
+    "role": "assistant",
+    "content": "let me look",
+    "tool_calls": [
+        {"type": "function", "id": "call00001", "function": {"name": "probe_tool", "arguments": {"value": "v"}}}
+    ],
+}
+_TOOL: Message = {"role": "tool", "name": "probe_tool", "tool_call_id": "call00001", "content": "tool result"}
+_THINK: Message = {"role": "assistant", "content": "<think>\nsome thought\n</think>\n\nan answer"}
+_PLAIN: Message = {"role": "assistant", "content": "an answer"}
+_NEXT: Message = {"role": "user", "content": "second question"}
+
+
+@dataclass(frozen=True)
+class TemplateReport:
+    """What a chat template can do.
+
+    Args:
+        system: takes a system message.
+        tools: renders tool schemas.
+        tool_role: takes tool messages.
+        breaks: transitions at which history is rewritten, each with the text where it first differs.
+    """
+
+    system: bool
+    tools: bool
+    tool_role: bool
+    breaks: tuple[str, ...]
+    errors: tuple[str, ...] = ()
+
+    @property
+    def append_only(self) -> bool:
+        return not self.breaks
+
+
+def check_template(renderer: ChatRenderer) -> TemplateReport:
+    """Probe the template of a renderer.
+
+    Raises:
+        TemplateError: it cannot even render one user message.
+    """
+    plain = renderer.render([_USER], generation_prompt=True)
+    errors: list[str] = []
+
+    def renders(messages: list[Message], tools: list[dict[str, Any]]) -> str | None:
+        try:
+            return renderer.render(messages, tools)
+        except TemplateError as error:
+            errors.append(str(error))
+            return None
+
+    system = renders([{"role": "system", "content": "be brief"}, _USER], [])
+    with_tools = renders([_USER], [_SCHEMA])
+    with_role = renders([_USER, _CALL, _TOOL], [_SCHEMA])
+    shows_tools = with_tools is not None and "probe_tool" in with_tools and "probe_tool" not in plain
+    tool_role = with_role is not None and "tool result" in with_role
+    transitions: list[tuple[str, list[Message], list[Message], list[dict[str, Any]]]] = []
+    transitions.append(("a user message after an answer", [_USER, _PLAIN], [_NEXT], []))
+    transitions.append(("a user message after an answer with reasoning", [_USER, _THINK], [_NEXT], []))
+    if tool_role:
+        transitions.append(("a tool message after a call", [_USER, _CALL], [_TOOL], [_SCHEMA]))
+        later = [_USER, _CALL, _TOOL, _PLAIN]
+        transitions.append(("a user message after a tool was used", later, [_NEXT], [_SCHEMA]))
+    breaks = [
+        found for name, before, added, tools in transitions if (found := _break(renderer, name, before, added, tools))
+    ]
+    return TemplateReport(system is not None, shows_tools, tool_role, tuple(breaks), tuple(errors))
+
+
+def _break(
+    renderer: ChatRenderer, name: str, before: list[Message], added: list[Message], tools: list[dict[str, Any]]
+) -> str:
+    try:
+        short, long = renderer.render(before, tools), renderer.render([*before, *added], tools)
+    except TemplateError as error:
+        return f"{name}: {error}"
+    if long.startswith(short):
+        return ""
+    at = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), min(len(short), len(long)))
+    return f"{name}: history changes from {short[at : at + 40]!r} to {long[at : at + 40]!r}"
+
+
+def require_tool_role(renderer: ChatRenderer) -> None:
+    """Refuse a template that cannot carry tool messages.
+
+    Raises:
+        TemplateError: with what the template said, and what to do.
+    """
+    report = check_template(renderer)
+    if not report.tool_role:
+        reason = report.errors[-1] if report.errors else "the content of tool messages does not appear in its output"
+        raise TemplateError(
+            f"the run has tools, but the model's chat template rejects the tool role: {reason}; "
+            "set model.chat_template to a file with a template that renders role 'tool'"
+        )

@@ -1,0 +1,120 @@
+"""Lists what is installed. One broken plugin is a row with its reason, never a crash.
+
+Only the modules that hold specs are imported, never an implementation, and what they print goes to stderr.
+"""
+
+import sys
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from agentrl_core.api.errors import PluginBrokenError, PluginIncompatibleError
+from agentrl_core.api.plugin import PluginSpec
+from agentrl_core.plugins.registration import BLOCK_VARIABLE, Registration, block_list, is_blocked, registrations
+from agentrl_core.plugins.requirements import pip_command, unmet
+from agentrl_core.plugins.spec import check_spec, import_spec
+
+Status = Literal["ok", "external", "missing-extra", "broken", "incompatible", "duplicate", "blocked"]
+
+
+@dataclass(frozen=True)
+class PluginRow:
+    """One installed plugin.
+
+    Args:
+        status: ``ok``; ``external``: its requirements are not met here, but it may run in an interpreter of its own;
+            ``missing-extra``: they are not met; ``broken``: its spec does not load or is wrong; ``incompatible``:
+            written for another api_version; ``duplicate``: two packages register this kind and name; ``blocked``: by
+            the configuration or ``AGENTRL_PLUGINS_BLOCK``, and not imported at all.
+        error: the reason of any status but ``ok``, else empty.
+        location: file of the spec's module, empty if it was not imported.
+    """
+
+    kind: str
+    name: str
+    dist: str
+    version: str
+    api_version: int | None
+    status: Status
+    summary: str = ""
+    error: str = ""
+    requires: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
+    factory: str = ""
+    location: str = ""
+
+
+def discover(kinds: Iterable[str] | None = None, block: Sequence[str] = ()) -> list[PluginRow]:
+    """All installed plugins of the given kinds (all kinds by default), in a stable order.
+
+    Args:
+        kinds: keys of ``KINDS``.
+        block: names, packages or ``package:name`` that must not be used, besides those of ``AGENTRL_PLUGINS_BLOCK``.
+    """
+    wanted = None if kinds is None else set(kinds)
+    blocked = block_list(block)
+    found = [each for each in registrations() if wanted is None or each.kind in wanted]
+    usable = [each for each in found if not is_blocked(each, blocked)]
+    return [_row(each, usable) for each in found]
+
+
+def is_external(spec: PluginSpec) -> bool:
+    """Whether the plugin can run in another interpreter: an engine that does not share the actor's module."""
+    return spec.kind == "engine" and "shared_module" not in spec.capabilities
+
+
+def _row(registration: Registration, usable: list[Registration]) -> PluginRow:
+    bare = PluginRow(registration.kind, registration.name, registration.dist, registration.version, None, "ok")
+    if registration not in usable:
+        return replace(bare, status="blocked", error=f"blocked by plugins.block or {BLOCK_VARIABLE}")
+    try:
+        spec = import_spec(registration)
+    except PluginBrokenError as error:
+        return replace(bare, status="broken", error=str(error))
+    status, reason = _status(registration, spec, usable)
+    return replace(
+        bare,
+        api_version=spec.api_version,
+        status=status,
+        summary=_first_line(spec.summary),
+        error=reason,
+        requires=tuple(map(str, spec.requires)),
+        capabilities=tuple(sorted(map(str, spec.capabilities))),
+        factory=str(spec.factory),
+        location=_location(registration),
+    )
+
+
+def _status(registration: Registration, spec: PluginSpec, usable: list[Registration]) -> tuple[Status, str]:
+    try:
+        check_spec(spec, registration)
+    except PluginIncompatibleError as error:
+        return "incompatible", str(error)
+    except PluginBrokenError as error:
+        return "broken", str(error)
+    same = [each for each in usable if (each.kind, each.name) == (registration.kind, registration.name)]
+    if len(same) > 1:
+        return "duplicate", conflict_text(same)
+    missing = unmet(spec.requires)
+    if not missing:
+        return "ok", ""
+    needs = "needs " + ", ".join(map(str, missing))
+    if is_external(spec):
+        return "external", f"{needs}: runs in an environment that has it, see rollout.engine.python"
+    return "missing-extra", f"{needs}: {pip_command(missing)}"
+
+
+def conflict_text(same: Sequence[Registration]) -> str:
+    """Names the packages that register one kind and name, and how to select one."""
+    packages = " and ".join(each.package for each in same)
+    selections = " or ".join(f"'{name}'" for name in dict.fromkeys(f"{each.dist}:{each.name}" for each in same))
+    return f"{same[0].title} is registered by {packages}: write {selections}, or uninstall one"
+
+
+def _first_line(text: str) -> str:
+    return next(iter(str(text).strip().splitlines()), "")
+
+
+def _location(registration: Registration) -> str:
+    module = sys.modules.get(registration.entry_point.module)
+    return getattr(module, "__file__", None) or ""

@@ -1,0 +1,112 @@
+"""Calls lifecycle hooks in the order of the configuration.
+
+pluggy checks names and arguments; the calls are made here, because pluggy calls the last registered first, does not
+thread values, and does not say whose implementation raised.
+"""
+
+import difflib
+import inspect
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pluggy
+
+from agentrl_core.api.errors import PluginBrokenError
+from agentrl_core.api.hooks import PROJECT, HookSpecs
+from agentrl_core.plugins.spec import describe_exception
+
+_HOOKS = tuple(name for name in vars(HookSpecs) if name.startswith("on_"))
+
+
+class HookCaller:
+    """The configured hooks of a run.
+
+    Args:
+        hook_objects: name and object of each hook, in the order of the configuration.
+
+    Raises:
+        PluginBrokenError: an object marks a method that is no hook, does not mark one that is, has wrong arguments,
+            or asks for another place in the order.
+    """
+
+    def __init__(self, hook_objects: Sequence[tuple[str, object]]) -> None:
+        self._manager = pluggy.PluginManager(PROJECT)
+        self._manager.add_hookspecs(HookSpecs)
+        self._names: dict[str, str] = {}
+        for index, (name, hooks) in enumerate(hook_objects):
+            self._check(name, hooks)
+            registered = f"{name}#{index}"
+            try:
+                self._manager.register(hooks, name=registered)
+            except (pluggy.PluginValidationError, ValueError) as error:
+                raise PluginBrokenError(f"hook {name!r}: {error}") from error
+            self._names[registered] = name
+
+    def on_run_start(self, config: Mapping[str, Any], run_dir: Path) -> None:
+        self._notify("on_run_start", config=config, run_dir=run_dir)
+
+    def on_rollout_start(self, step: int) -> None:
+        self._notify("on_rollout_start", step=step)
+
+    def on_rollout_end(self, step: int, batch: Any) -> None:
+        self._notify("on_rollout_end", step=step, batch=batch)
+
+    def on_batch_ready(self, step: int, batch: Any) -> Any:
+        """The batch after all hooks: each sees what the one before it returned; None keeps the batch."""
+        for implementation in self._implementations("on_batch_ready"):
+            replaced = self._call(implementation, "on_batch_ready", {"step": step, "batch": batch})
+            batch = batch if replaced is None else replaced
+        return batch
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._notify("on_step_end", step=step, metrics=metrics)
+
+    def on_validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._notify("on_validation_end", step=step, metrics=metrics)
+
+    def on_checkpoint_saved(self, step: int, path: Path) -> None:
+        self._notify("on_checkpoint_saved", step=step, path=path)
+
+    def on_run_end(self, status: str) -> None:
+        self._notify("on_run_end", status=status)
+
+    def _notify(self, hook: str, **arguments: Any) -> None:
+        for implementation in self._implementations(hook):
+            self._call(implementation, hook, arguments)
+
+    def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
+        caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
+        return caller.get_hookimpls()
+
+    def _call(self, implementation: pluggy.HookImpl, hook: str, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return implementation.function(*(arguments[name] for name in implementation.argnames))
+        except Exception as error:
+            name = self._names[implementation.plugin_name]
+            raise PluginBrokenError(f"hook {name!r} raised in {hook}: {describe_exception(error)}") from error
+
+    def _check(self, name: str, hooks: object) -> None:
+        marked = {
+            method: options
+            for method, function in inspect.getmembers(hooks, inspect.isroutine)
+            if (options := getattr(function, f"{PROJECT}_impl", None)) is not None
+        }
+        for method, options in marked.items():
+            if method not in _HOOKS:
+                raise PluginBrokenError(f"hook {name!r} implements {method!r}, which is no hook: {_suggestion(method)}")
+            if any(options.get(key) for key in ("tryfirst", "trylast", "wrapper", "hookwrapper", "specname")):
+                raise PluginBrokenError(
+                    f"hook {name!r}: {method} asks for a place in the order or a wrapper; hooks run in the order of "
+                    "the config, mark it with a plain @hookimpl"
+                )
+        forgotten = [method for method in _HOOKS if hasattr(hooks, method) and method not in marked]
+        if forgotten:
+            raise PluginBrokenError(f"hook {name!r}: mark {', '.join(forgotten)} with @hookimpl, or it is never called")
+        if not marked:
+            raise PluginBrokenError(f"hook {name!r} implements no hook; allowed are {', '.join(_HOOKS)}")
+
+
+def _suggestion(method: str) -> str:
+    close = difflib.get_close_matches(method, _HOOKS, 1)
+    return f"did you mean {close[0]!r}?" if close else f"allowed are {', '.join(_HOOKS)}"

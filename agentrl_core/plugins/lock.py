@@ -1,0 +1,91 @@
+"""``plugins.lock.json``: what a run was made with."""
+
+import json
+import os
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import agentrl_core
+from agentrl_core.api.errors import PluginError
+from agentrl_core.api.plugin import KINDS, PluginRef
+
+SCHEMA_VERSION = 1
+
+
+@dataclass(frozen=True, order=True)
+class LockedPlugin:
+    """One plugin; ``version`` is the sha256 of the text where ``dist`` is ``file``."""
+
+    kind: str
+    name: str
+    dist: str
+    version: str
+
+
+@dataclass(frozen=True)
+class Lock:
+    """The versions of agentrl-core, of Python, and of every plugin of a run, in a stable order."""
+
+    agentrl_core: str
+    python: str
+    plugins: tuple[LockedPlugin, ...]
+
+
+def lock_of(refs: Iterable[PluginRef]) -> Lock:
+    """The lock of these plugins in this interpreter."""
+    plugins = {LockedPlugin(ref.kind, ref.name, ref.dist, ref.version) for ref in refs}
+    return Lock(agentrl_core.__version__, platform.python_version(), tuple(sorted(plugins)))
+
+
+def write_lock(path: Path, refs: Iterable[PluginRef]) -> Lock:
+    """Write the lock of these plugins; the file is either the old or the new one, never half of it."""
+    lock = lock_of(refs)
+    text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(lock)}, indent=2) + "\n"
+    unfinished = path.with_name(f"{path.name}.tmp")
+    unfinished.write_text(text, encoding="utf-8")
+    os.replace(unfinished, path)
+    return lock
+
+
+def read_lock(path: Path) -> Lock:
+    """Read what :func:`write_lock` wrote.
+
+    Raises:
+        PluginError: there is no such file, or it is not a lock file of this version.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["schema_version"] != SCHEMA_VERSION:
+            raise PluginError(
+                f"{path} has schema_version {content['schema_version']}, this agentrl-core reads {SCHEMA_VERSION}"
+            )
+        plugins = tuple(LockedPlugin(**entry) for entry in content["plugins"])
+        return Lock(content["agentrl_core"], content["python"], plugins)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise PluginError(f"cannot read the lock file {path}: {type(error).__name__}: {error}") from error
+
+
+def diff_lock(old: Lock, new: Lock) -> list[str]:
+    """One line per difference, empty if there is none. A patch release of Python is no difference."""
+    lines = []
+    if old.agentrl_core != new.agentrl_core:
+        lines.append(f"agentrl-core: {old.agentrl_core} -> {new.agentrl_core}")
+    if _minor(old.python) != _minor(new.python):
+        lines.append(f"python: {old.python} -> {new.python}")
+    for kind, name in sorted({(plugin.kind, plugin.name) for plugin in (*old.plugins, *new.plugins)}):
+        before, after = _versions(old, kind, name), _versions(new, kind, name)
+        if before != after:
+            title = KINDS[kind].title if kind in KINDS else kind
+            lines.append(f"{title} {name!r}: {before or 'absent'} -> {after or 'absent'}")
+    return lines
+
+
+def _minor(version: str) -> list[str]:
+    return version.split(".")[:2]
+
+
+def _versions(lock: Lock, kind: str, name: str) -> str:
+    found = [plugin for plugin in lock.plugins if (plugin.kind, plugin.name) == (kind, name)]
+    return " and ".join(f"{plugin.dist} {plugin.version}" for plugin in found)

@@ -1,0 +1,20 @@
+"""Which distribution brings which of agentrl's own plugins, for the `pip install` line of an error."""
+
+OFFICIAL: dict[tuple[str, str], str] = {
+    ("agent_loop", "single_turn"): "agentrl-loop-single-turn",
+    ("agent_loop", "tool_agent"): "agentrl-loop-tool-agent",
+    ("engine", "hf"): "agentrl-engine-hf",
+    ("engine", "sglang"): "agentrl-engine-sglang",
+    ("engine", "vllm"): "agentrl-engine-vllm",
+    ("interaction", "tutor"): "agentrl-interactions-basic",
+    ("reward_function", "exact_number"): "agentrl-rewards-basic",
+    ("reward_function", "hash_answer"): "agentrl-rewards-basic",
+    ("reward_manager", "naive"): "agentrl-rewards-basic",
+    ("tool", "calculator"): "agentrl-tools-basic",
+    ("tool_parser", "hermes"): "agentrl-tool-parsers",
+}
+
+
+def official_names(kind: str) -> list[str]:
+    """Names of one kind that some distribution of ours brings."""
+    return [name for of_kind, name in OFFICIAL if of_kind == kind]

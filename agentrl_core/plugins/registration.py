@@ -1,0 +1,126 @@
+"""Which plugins the installed distributions register, read from their metadata without importing anything.
+
+The metadata is read anew at every call: a plugin installed a moment ago is visible, where a cache may hide it.
+"""
+
+import importlib.metadata
+import logging
+import os
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from agentrl_core.api.plugin import CLI_GROUP, KINDS, RESERVED_GROUPS
+
+logger = logging.getLogger(__name__)
+
+BLOCK_VARIABLE = "AGENTRL_PLUGINS_BLOCK"
+"""Environment variable with names or packages that must not be used, separated by commas."""
+
+_KIND_OF_GROUP = {kind.group: kind.kind for kind in KINDS.values()}
+
+
+@dataclass(frozen=True)
+class Registration:
+    """One entry point of one distribution. ``kind`` is the group's name where no kind has that group."""
+
+    kind: str
+    name: str
+    dist: str
+    version: str
+    entry_point: importlib.metadata.EntryPoint
+
+    @property
+    def title(self) -> str:
+        """For messages: ``tool 'calculator'``."""
+        return f"{KINDS[self.kind].title if self.kind in KINDS else self.kind} {self.name!r}"
+
+    @property
+    def package(self) -> str:
+        """For messages: ``agentrl-tools-basic 0.1.0``."""
+        return f"{self.dist} {self.version}".rstrip()
+
+
+def registrations() -> list[Registration]:
+    """All entry points in groups of ours, ordered by kind (as in ``KINDS``), name and distribution."""
+    found = []
+    for entry_point in _entry_points():
+        if entry_point.group in _KIND_OF_GROUP or _is_stray(entry_point.group):
+            dist, version = _owner(entry_point)
+            kind = _KIND_OF_GROUP.get(entry_point.group, entry_point.group)
+            found.append(Registration(kind, entry_point.name, dist, version, entry_point))
+    order = {kind: index for index, kind in enumerate(KINDS)}
+    return sorted(found, key=lambda each: (order.get(each.kind, len(order)), each.kind, each.name, each.dist))
+
+
+def cli_registrations(block: Sequence[str] = ()) -> list[Registration]:
+    """Subcommands that distributions add to ``agentrl``, blocked ones left out."""
+    found = [
+        Registration(CLI_GROUP, entry_point.name, *_owner(entry_point), entry_point)
+        for entry_point in _entry_points()
+        if entry_point.group == CLI_GROUP
+    ]
+    blocked = block_list(block)
+    return sorted((each for each in found if not is_blocked(each, blocked)), key=lambda each: (each.name, each.dist))
+
+
+def block_list(block: Sequence[str] = ()) -> frozenset[str]:
+    """Blocked names and packages: those given and those of ``AGENTRL_PLUGINS_BLOCK``."""
+    from_environment = os.environ.get(BLOCK_VARIABLE, "").split(",")
+    return frozenset(item.strip() for item in (*block, *from_environment) if item.strip())
+
+
+def is_blocked(registration: Registration, blocked: Iterable[str]) -> bool:
+    """True where an item is the plugin's name, its package, or ``package:name``."""
+    for item in blocked:
+        package, _, name = item.rpartition(":")
+        if package:
+            if name == registration.name and same_package(package, registration.dist):
+                return True
+        elif item == registration.name or same_package(item, registration.dist):
+            return True
+    return False
+
+
+def same_package(one: str, other: str) -> bool:
+    """Whether two distribution names are the same by the rules of packaging (case, ``-``, ``_``, ``.``)."""
+    return _normalised(one) == _normalised(other)
+
+
+def _normalised(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def _is_stray(group: str) -> bool:
+    return group.startswith("agentrl.") and group != CLI_GROUP and group not in RESERVED_GROUPS
+
+
+def _entry_points() -> list[importlib.metadata.EntryPoint]:
+    try:
+        found = importlib.metadata.entry_points()
+        return [each for group in found.groups if group.startswith("agentrl.") for each in found.select(group=group)]
+    except Exception:  # noqa: BLE001 - one malformed entry_points.txt makes the call above fail for all
+        return _entry_points_of_readable_distributions()
+
+
+def _entry_points_of_readable_distributions() -> list[importlib.metadata.EntryPoint]:
+    found: list[importlib.metadata.EntryPoint] = []
+    seen = set()
+    for dist in importlib.metadata.distributions():
+        try:
+            name = _normalised(dist.name)
+            if name not in seen:
+                seen.add(name)
+                found.extend(dist.entry_points)
+        except Exception as error:  # noqa: BLE001 - damaged metadata may raise anything; the others must stay usable
+            logger.warning("cannot read the entry points of %s: %r", getattr(dist, "_path", dist), error)
+    return found
+
+
+def _owner(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
+    try:
+        if entry_point.dist is not None:
+            return entry_point.dist.name or "unknown", entry_point.dist.version or ""
+    except Exception:  # noqa: BLE001 - a distribution without METADATA raises TypeError, a half-removed one OSError
+        pass
+    return "unknown", ""

@@ -1,0 +1,182 @@
+"""A batch in one safetensors file: tensors as they are, everything else as JSON. Loading executes nothing.
+
+JSON holds None, bool, int, float, str, list and dict; tuples, numpy values and tensors inside rows or meta_info are
+written as one-entry objects with a tag (``{"$tuple": […]}``) and come back as what they were.
+"""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from tensordict import TensorDict, TensorDictBase
+
+from agentrl_core.api.errors import ProtocolError
+from agentrl_core.protocol.containers import ObjectArray, object_array
+from agentrl_core.protocol.rows import jagged, jagged_parts
+
+FORMAT = "agentrl.dataproto/1"
+# The JSON is a tensor of bytes, since the header of a safetensors file is limited to 100 MB.
+DOCUMENT = "document"
+NUMERIC = [np.dtype(name) for name in "? b h i l q B H I L Q e f d F".split()]
+
+
+def save(path: Path, td: Any, columns: dict[str, ObjectArray], meta: dict[str, Any]) -> None:
+    """Writes the file beside its place and moves it there when it is complete."""
+    writer = _Writer()
+    document = {
+        "batch": None if td is None else writer.tensordict(td),
+        "non_tensor_batch": {
+            key: {
+                "shape": column.shape,
+                "rows": [writer.value(f"non_tensor_batch[{key!r}][{i}]", item) for i, item in enumerate(column.flat)],
+            }
+            for key, column in columns.items()
+        },
+        "meta_info": writer.value("meta_info", meta),
+    }
+    text = json.dumps(document).encode("ascii")
+    tensors = {**writer.tensors, DOCUMENT: torch.frombuffer(bytearray(text), dtype=torch.uint8)}
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        save_file(tensors, partial, metadata={"format": FORMAT})
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+def load(path: Path) -> tuple[Any, dict[str, ObjectArray], dict[str, Any]]:
+    """Tensors, object columns and meta_info of a file. Raises ProtocolError if it is not one of ours."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = (file.metadata() or {}).get("format")
+            if found != FORMAT:
+                raise ProtocolError(f"{path} has the format {found!r}, not {FORMAT!r}: save_to_disk did not write it")
+            tensors = {name: file.get_tensor(name) for name in file.keys()}
+        document = json.loads(tensors.pop(DOCUMENT).numpy().tobytes())
+        reader = _Reader(tensors)
+        columns = {
+            key: object_array(key, map(reader.value, column["rows"])).reshape(column["shape"])
+            for key, column in document["non_tensor_batch"].items()
+        }
+        td = None if document["batch"] is None else reader.tensordict(document["batch"])
+        return td, columns, reader.value(document["meta_info"])
+    except FileNotFoundError as error:
+        raise ProtocolError(f"{path}: there is no such file") from error
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        if isinstance(error, ProtocolError):
+            raise
+        raise ProtocolError(f"{path} is not a readable batch ({type(error).__name__}: {error})") from error
+
+
+class _Writer:
+    """Turns values into JSON and collects the tensors that they refer to by name."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, torch.Tensor] = {}
+        self._storages: set[int] = set()
+        # Columns that share their offsets share them in the file; the tensor is kept so that its id stays its own.
+        self._offsets: dict[int, tuple[torch.Tensor, str]] = {}
+
+    def tensordict(self, td: Any) -> dict[str, Any]:
+        columns = {
+            key: self.tensordict(value) if isinstance(value, TensorDictBase) else self.column(value)
+            for key, value in td.items()
+        }
+        return {"batch_size": list(td.batch_size), "columns": columns}
+
+    def column(self, column: torch.Tensor) -> dict[str, Any]:
+        if not column.is_nested:
+            return {"tensor": self._add(column)}
+        if column.layout == torch.jagged:
+            values, offsets = jagged_parts(column)
+            if id(offsets) not in self._offsets:
+                self._offsets[id(offsets)] = (offsets, self._add(offsets))
+            return {"values": self._add(values), "offsets": self._offsets[id(offsets)][1]}
+        dtype = str(column.dtype).removeprefix("torch.")
+        return {"rows": [self._add(row) for row in column.unbind()], "dtype": dtype}
+
+    def value(self, where: str, value: Any) -> Any:
+        if value is None or type(value) in (bool, int, float, str):
+            return value
+        if type(value) in (list, tuple):
+            items = [self.value(f"{where}[{number}]", item) for number, item in enumerate(value)]
+            return items if type(value) is list else {"$tuple": items}
+        if type(value) is dict:
+            return self._dict(where, value)
+        if isinstance(value, torch.Tensor) and not value.is_nested:
+            return {"$tensor": self._add(value)}
+        if isinstance(value, np.ndarray) and value.dtype == object:
+            return {"$objects": [value.shape, self.value(where, list(value.flat))]}
+        if isinstance(value, np.ndarray | np.generic) and value.dtype in NUMERIC:
+            tag = "$array" if isinstance(value, np.ndarray) else "$scalar"
+            return {tag: self._add(torch.from_numpy(np.array(value)))}
+        if isinstance(value, np.str_):
+            return str(value)
+        raise ProtocolError(
+            f"{where}: a {type(value).__module__}.{type(value).__qualname__} cannot be saved; allowed are JSON values, "
+            "tuples, numeric arrays and tensors: convert it or drop the column before save_to_disk"
+        )
+
+    def _dict(self, where: str, value: dict[Any, Any]) -> Any:
+        if all(type(key) is str and not key.startswith("$") for key in value):
+            return {key: self.value(f"{where}[{key!r}]", item) for key, item in value.items()}
+        pairs = [[self.value(f"a key of {where}", key), self.value(f"{where}[{key!r}]", v)] for key, v in value.items()]
+        return {"$dict": pairs}
+
+    def _add(self, tensor: torch.Tensor) -> str:
+        name = str(len(self.tensors))
+        tensor = tensor.detach().cpu().contiguous()
+        storage = tensor.untyped_storage().data_ptr()
+        # safetensors refuses two tensors on one storage.
+        self.tensors[name] = tensor.clone() if storage in self._storages else tensor
+        self._storages.add(storage)
+        return name
+
+
+class _Reader:
+    """The inverse of `_Writer`."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self._tensors = tensors
+
+    def tensordict(self, document: dict[str, Any]) -> Any:
+        columns = {
+            key: self.tensordict(value) if "columns" in value else self.column(value)
+            for key, value in document["columns"].items()
+        }
+        return TensorDict(columns, batch_size=document["batch_size"])
+
+    def column(self, document: dict[str, Any]) -> torch.Tensor:
+        if "tensor" in document:
+            return self._tensors[document["tensor"]]
+        if "offsets" in document:
+            return jagged(self._tensors[document["values"]], self._tensors[document["offsets"]])
+        rows = [self._tensors[name] for name in document["rows"]]
+        return torch.nested.nested_tensor(rows, dtype=getattr(torch, document["dtype"]))
+
+    def value(self, value: Any) -> Any:
+        content: Any
+        if isinstance(value, list):
+            return [self.value(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        tag, content = next(iter(value.items())) if len(value) == 1 else ("", None)
+        match tag:
+            case "$tuple":
+                return tuple(map(self.value, content))
+            case "$dict":
+                return {self.value(key): self.value(item) for key, item in content}
+            case "$tensor":
+                return self._tensors[content]
+            case "$array":
+                return self._tensors[content].numpy()
+            case "$scalar":
+                return self._tensors[content].numpy()[()]
+            case "$objects":
+                return object_array("", map(self.value, content[1])).reshape(content[0])
+        return {key: self.value(item) for key, item in value.items()}

@@ -1,0 +1,71 @@
+"""What a worker returns for one trajectory: everything that happened, tokens unpadded."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl_core.api import AgentLoopOutput, RewardResult, RewardTrajectory, Termination
+
+
+@dataclass
+class TrajectoryResult:
+    """One trajectory, finished or failed.
+
+    Args:
+        row: the dataset row, with ``uid``, ``prompt_index`` and ``sample_index``.
+        trajectory_id: unique within the run.
+        termination: of the last attempt.
+        outputs: its rows; empty if it failed before there was one.
+        reward: None where there was nothing to score, or scoring failed.
+        reward_input: what the reward manager saw, for managers that look at whole groups.
+        error: traceback of the last failure.
+        attempts: how often it was started.
+        timings: seconds by kind: generate, tools, interaction, reward, total.
+        metrics: counters of the session.
+    """
+
+    row: dict[str, Any]
+    trajectory_id: str
+    termination: Termination
+    outputs: list[AgentLoopOutput] = field(default_factory=list)
+    reward: RewardResult | None = None
+    reward_input: RewardTrajectory | None = None
+    error: str | None = None
+    attempts: int = 1
+    timings: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_schemas: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        """Infrastructure failed, and the retries did too."""
+        return self.termination.retried
+
+    @property
+    def sampled_tokens(self) -> int:
+        return sum(sum(output.response_mask) for output in self.outputs)
+
+
+def reward_trajectory(
+    row: dict[str, Any], outputs: list[AgentLoopOutput], termination: Termination
+) -> RewardTrajectory:
+    """The view of a trajectory that rewards get; the last output is the end of the conversation."""
+    last = outputs[-1]
+    texts = last.extra_fields.get("turn_texts") or [""]
+    segments = [piece for output in outputs for piece in output.extra_fields.get("segments", ())]
+    reward_model = row.get("reward_model") or {}
+    named = {"raw_prompt", "reward_model", "data_source", "extra_info", "uid"}
+    return RewardTrajectory(
+        messages=last.messages,
+        model_text="\n".join(texts),
+        last_text=texts[-1],
+        full_text="".join(text for _, text in segments),
+        ground_truth=reward_model.get("ground_truth"),
+        data_source=row.get("data_source", ""),
+        extra_info=row.get("extra_info") or {},
+        tool_rewards=last.tool_rewards,
+        turn_scores=last.turn_scores,
+        num_turns=last.num_turns,
+        termination=termination.value,
+        row={key: value for key, value in row.items() if key not in named},
+    )

@@ -1,0 +1,156 @@
+"""Rewards: functions with their deadlines, the manager above them, and the worker that holds both."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl_core.api import (
+    DeadlineError,
+    PluginRef,
+    RewardError,
+    RewardFunctionContext,
+    RewardManager,
+    RewardManagerContext,
+    RewardResult,
+    RewardTrajectory,
+    ToolError,
+)
+from agentrl_core.config.schema import RewardConfig, RewardFunctionSlot
+from agentrl_core.plugins import resolve_ref
+from agentrl_core.rollout.process_host import ProcessHost, ProcessPool
+
+
+def build_reward_function(ref: PluginRef, config: Any, name: str) -> Any:
+    """The callable of a resolved plugin; a plain function is one as it stands."""
+    plugin = resolve_ref(ref)
+    factory = plugin.load()
+    return factory if inspect.isfunction(factory) else plugin.build(config, RewardFunctionContext(name))
+
+
+class HostedRewardFunction:
+    """One configured function: named, weighted, bounded in time, its result checked.
+
+    A function from a file runs in a process of its own unless the slot says otherwise, because nothing is known
+    about it; a packaged one where it declares (``isolation``), inline by default.
+    """
+
+    def __init__(self, slot: RewardFunctionSlot) -> None:
+        assert slot.ref is not None, "load the configuration with load_config"
+        self.name = slot.registered_name
+        self.weight = slot.weight
+        self._timeout = slot.timeout
+        args = (slot.ref, slot.config, self.name)
+        function = build_reward_function(*args)
+        declared = getattr(function, "isolation", "process" if inspect.isfunction(function) else "inline")
+        self._function = function
+        self._pool: ProcessPool | None = None
+        if (slot.isolation or declared) == "process":
+            title = f"reward function {self.name!r}"
+            self._pool = ProcessPool(lambda: ProcessHost(build_reward_function, args, title), slot.processes)
+
+    async def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
+        try:
+            value = await self._call(trajectory)
+        except DeadlineError as error:
+            raise RewardError(str(error)) from error
+        except ToolError as error:
+            raise RewardError(f"reward function {self.name!r}: {error}\n{getattr(error, 'trace', '')}") from error
+        except Exception as error:
+            raise RewardError(f"reward function {self.name!r} raised {type(error).__name__}: {error}") from error
+        return check_score(f"reward function {self.name!r}", value)
+
+    async def _call(self, trajectory: RewardTrajectory) -> Any:
+        if self._pool is not None:
+            async with self._pool.borrow() as free:
+                return await free.call("", (trajectory,), {}, self._timeout)
+        value = self._function(trajectory)
+        if not inspect.isawaitable(value):
+            return value
+        try:
+            async with asyncio.timeout(self._timeout) as deadline:
+                return await value
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise DeadlineError(f"reward function {self.name!r}: no answer within {self._timeout:g} s") from None
+
+    def close(self) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+def check_score(who: str, value: Any) -> RewardResult:
+    """A finite score as a :class:`RewardResult`.
+
+    Raises:
+        RewardError: ``value`` is something else; nothing is ever coerced to 0.
+    """
+    result = value if isinstance(value, RewardResult) else None
+    score = result.score if result is not None else value
+    try:
+        number = float(score)
+    except (TypeError, ValueError):
+        raise RewardError(f"{who} returned {score!r}; allowed are a number, a bool or a RewardResult") from None
+    if isinstance(score, str) or not math.isfinite(number):
+        raise RewardError(f"{who} returned {score!r}, which is not a finite number")
+    return RewardResult(number, result.metrics if result is not None else {})
+
+
+class RewardWorker:
+    """Scores trajectories one by one as they end; built once, in this process or as an actor.
+
+    Args:
+        config: the section ``reward``, its slots resolved.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        assert config.manager.ref is not None, "load the configuration with load_config"
+        self._functions = [HostedRewardFunction(slot) for slot in config.functions]
+        context = RewardManagerContext(functions=self._functions)
+        self._manager: RewardManager = resolve_ref(config.manager.ref).build(config.manager.config, context)
+        self._timeout = config.timeout
+        self._name = config.manager.name
+
+    async def score(self, trajectory: RewardTrajectory) -> RewardResult:
+        """The reward of one trajectory.
+
+        Raises:
+            RewardError: a function or the manager failed, or ``reward.timeout`` passed.
+        """
+        result = await self._bounded(self._manager.score(trajectory))
+        return check_score(f"reward manager {self._name!r}", result)
+
+    async def score_group(
+        self, trajectories: Sequence[RewardTrajectory], results: Sequence[RewardResult]
+    ) -> list[RewardResult]:
+        """The revised rewards of all samples of one prompt.
+
+        Raises:
+            RewardError: as :meth:`score`, or another number of results.
+        """
+        revised = await self._bounded(self._manager.score_group(trajectories, results))
+        if len(revised) != len(trajectories):
+            raise RewardError(
+                f"reward manager {self._name!r} returned {len(revised)} results for {len(trajectories)} trajectories"
+            )
+        return [check_score(f"reward manager {self._name!r}", result) for result in revised]
+
+    async def _bounded(self, call: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout) as deadline:
+                return await call
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise RewardError(f"reward manager {self._name!r} raised TimeoutError: {error}") from error
+            raise RewardError(f"reward manager {self._name!r}: no answer within {self._timeout:g} s") from None
+        except RewardError:
+            raise
+        except Exception as error:
+            raise RewardError(f"reward manager {self._name!r} raised {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        """End all child processes."""
+        for function in self._functions:
+            function.close()

@@ -1,0 +1,270 @@
+"""One trajectory's handle on the world: its tools, interaction and engine session, opened once, always released."""
+
+import asyncio
+import logging
+import time
+from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from agentrl_core.api import (
+    DeadlineError,
+    Interaction,
+    InteractionError,
+    InteractionTurn,
+    Message,
+    SamplingParams,
+    TokenOutput,
+    ToolCall,
+    ToolError,
+    ToolOutcome,
+    ToolParser,
+    ToolResponse,
+    TrajectorySession,
+)
+from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.rollout.identity import TrajectoryKey
+from agentrl_core.rollout.tools import HostedTool, check_result, select_tools
+from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
+
+logger = logging.getLogger(__name__)
+
+
+class Servers(Protocol):
+    """The road to the engines, as a session sees it."""
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput: ...
+
+    async def open_session(self, session_id: str) -> None: ...
+
+    async def close_session(self, session_id: str) -> None: ...
+
+
+@dataclass(frozen=True)
+class HostedInteraction:
+    """A configured interaction with its deadline."""
+
+    interaction: Interaction
+    timeout: float
+
+
+@dataclass(frozen=True)
+class SessionEnvironment:
+    """What all sessions of a worker share."""
+
+    renderer: HFChatRenderer
+    parser: ToolParser | None
+    limits: TrajectoryLimits
+    servers: Servers
+    tools: Mapping[str, HostedTool]
+    interactions: Mapping[str, HostedInteraction]
+
+
+@dataclass
+class SessionReport:
+    """What a trajectory did besides tokens."""
+
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_rewards: list[float] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)
+    timings: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    tool_schemas: list[dict[str, Any]] = field(default_factory=list)
+
+    def count(self, name: str, value: float = 1.0) -> None:
+        self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+
+class RolloutSession(TrajectorySession):
+    """The session of one attempt at one trajectory.
+
+    Args:
+        key: identity; its attempt number makes the engine session a fresh one.
+        row: the dataset row.
+        environment: what the worker shares.
+    """
+
+    def __init__(self, key: TrajectoryKey, row: Mapping[str, Any], environment: SessionEnvironment) -> None:
+        self.trajectory_id = key.trajectory_id
+        self.report = SessionReport()
+        self.state = "starting"
+        self.state_since = time.monotonic()
+        self._key = key
+        self._extra: Mapping[str, Any] = row.get("extra_info") or {}
+        self._env = environment
+        self._open_tools: dict[str, HostedTool] | None = None
+        self._interaction: HostedInteraction | None = None
+        self._interaction_asked = False
+        self._engine_sessions: set[str] = set()
+        self.builder: TrajectoryBuilder | None = None
+
+    def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> TrajectoryBuilder:
+        self.builder = TrajectoryBuilder(
+            self._key,
+            messages,
+            tools,
+            self._env.renderer,
+            self._env.parser if tools else None,
+            self._env.limits,
+            self._sample,
+        )
+        return self.builder
+
+    @contextmanager
+    def timed(self, what: str, state: str) -> Iterator[None]:
+        """Add the time of a block to ``timings`` and show its state to the watchdog."""
+        self.state, self.state_since = state, time.monotonic()
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.report.timings[what] = self.report.timings.get(what, 0.0) + time.perf_counter() - start
+            self.state, self.state_since = "in its loop", time.monotonic()
+
+    async def open_engine(self) -> None:
+        """Announce the trajectory to the engine, before its first request; once."""
+        await self._announce(self._key.request_id)
+
+    async def _announce(self, request_id: str) -> None:
+        if request_id not in self._engine_sessions:
+            self._engine_sessions.add(request_id)
+            await self._env.servers.open_session(request_id)
+
+    async def _sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> TokenOutput:
+        await self._announce(request_id)
+        with self.timed("generate", "generating"):
+            return await self._env.servers.generate(request_id, prompt_ids, params)
+
+    # Tools ------------------------------------------------------------------------------------------------------
+
+    def _tool_kwargs(self, name: str, which: str) -> dict[str, Any]:
+        return dict(((self._extra.get("tools_kwargs") or {}).get(name) or {}).get(which) or {})
+
+    async def open_tools(self) -> list[dict[str, Any]]:
+        if self._open_tools is None:
+            self._open_tools = {}
+            for name in select_tools(self._extra, list(self._env.tools)):
+                tool = self._env.tools[name]
+                # Before create: a create that fails half-way is released too.
+                self._open_tools[name] = tool
+                with self.timed("tools", f"creating tool {name!r}"):
+                    await tool.call("create", self._key.request_id, kwargs=self._tool_kwargs(name, "create_kwargs"))
+            self.report.tool_schemas = [tool.schema for tool in self._open_tools.values()]
+        return self.report.tool_schemas
+
+    async def call_tool(self, call: ToolCall) -> ToolOutcome:
+        with self.timed("tools", f"calling tool {call.name!r}"):
+            try:
+                text, failed = await self._execute(call), False
+            except (ToolError, DeadlineError) as error:
+                text, failed = f"Error: {error}", True
+            except Exception as error:  # noqa: BLE001 - whatever a tool raises is an observation for the model
+                text, failed = f"Error: {type(error).__name__}: {error}", True
+        self.report.count("tool_calls")
+        self.report.count("tool_failures", float(failed))
+        self.report.tool_calls.append(
+            {"name": call.name, "arguments": call.arguments, "response": text[:2000], "failed": failed}
+        )
+        message: Message = {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+        return ToolOutcome(message, ToolResponse(text), failed)
+
+    async def _execute(self, call: ToolCall) -> str:
+        tools = self._open_tools or {}
+        tool = tools.get(call.name)
+        if tool is None:
+            raise ToolError(f"there is no tool {call.name!r}; available: {', '.join(tools) or 'none'}")
+        missing = [name for name in tool.required if name not in call.arguments]
+        unknown = [name for name in call.arguments if tool.properties and name not in tool.properties]
+        if missing or unknown:
+            raise ToolError(
+                f"tool {call.name!r} takes the arguments {', '.join(tool.properties) or 'none'}; "
+                f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
+            )
+        kwargs = self._tool_kwargs(call.name, "execute_kwargs")
+        result = check_result(
+            call.name, await tool.call("execute", self._key.request_id, call.arguments, kwargs=kwargs)
+        )
+        if result.reward is not None:
+            self.report.tool_rewards.append(float(result.reward))
+        for name, value in result.metrics.items():
+            self.report.count(f"tool/{call.name}/{name}", float(value))
+        return result.response.text
+
+    # Interaction ------------------------------------------------------------------------------------------------
+
+    async def open_interaction(self) -> bool:
+        if not self._interaction_asked:
+            self._interaction_asked = True
+            kwargs = dict(self._extra.get("interaction_kwargs") or {})
+            name = kwargs.pop("name", None)
+            if name is not None:
+                hosted = self._env.interactions.get(name)
+                if hosted is None:
+                    raise InteractionError(
+                        f"the row names the interaction {name!r}; configured: "
+                        f"{', '.join(self._env.interactions) or 'none'}"
+                    )
+                self._interaction = hosted
+                start = hosted.interaction.start_interaction(self._key.request_id, **kwargs)
+                await self._interact(hosted, start, "starting")
+        return self._interaction is not None
+
+    async def interact(self, messages: Sequence[Message]) -> InteractionTurn:
+        if not await self.open_interaction() or self._interaction is None:
+            raise InteractionError(f"trajectory {self.trajectory_id} has no interaction")
+        answer = self._interaction.interaction.generate_response(self._key.request_id, messages)
+        turn: InteractionTurn = await self._interact(self._interaction, answer, "waiting for")
+        if turn.reward is not None:
+            self.report.turn_scores.append(float(turn.reward))
+        for name, value in turn.metrics.items():
+            self.report.count(f"interaction/{name}", float(value))
+        return turn
+
+    async def _interact(self, hosted: HostedInteraction, call: Awaitable[Any], what: str) -> Any:
+        with self.timed("interaction", f"{what} interaction {hosted.interaction.context.name!r}"):
+            try:
+                async with asyncio.timeout(hosted.timeout) as deadline:
+                    return await call
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                name = hosted.interaction.context.name
+                raise InteractionError(f"interaction {name!r}: no answer within {hosted.timeout:g} s") from None
+
+    # The end ----------------------------------------------------------------------------------------------------
+
+    async def collect_rewards(self) -> None:
+        """Ask every open tool for the reward of its final state, and the interaction for its score."""
+        for name, tool in (self._open_tools or {}).items():
+            kwargs = self._tool_kwargs(name, "calc_reward_kwargs")
+            with self.timed("tools", f"calc_reward of tool {name!r}"):
+                reward = await tool.call("calc_reward", self._key.request_id, kwargs=kwargs)
+            if reward is not None:
+                self.report.tool_rewards.append(float(reward))
+        if self._interaction is not None:
+            score = self._interaction.interaction.calculate_score(self._key.request_id)
+            value = await self._interact(self._interaction, score, "scoring")
+            if value is not None:
+                self.report.turn_scores.append(float(value))
+
+    async def close(self) -> None:
+        """Release everything that was opened. Never raises: a failure is logged and counted."""
+        for name, tool in (self._open_tools or {}).items():
+            kwargs = self._tool_kwargs(name, "release_kwargs")
+            await self._quietly(tool.release(self._key.request_id, kwargs), f"release of tool {name!r}")
+        if self._interaction is not None:
+            end = self._interaction.interaction.finalize_interaction(self._key.request_id)
+            await self._quietly(self._interact(self._interaction, end, "ending"), "finalize_interaction")
+        for session in sorted(self._engine_sessions):
+            await self._quietly(self._env.servers.close_session(session), "close_session of the engine")
+        self._open_tools = {}
+        self._interaction = None
+        self._engine_sessions.clear()
+
+    async def _quietly(self, call: Awaitable[Any], what: str) -> None:
+        try:
+            await call
+        except Exception:  # noqa: BLE001 - the other releases must still run
+            self.report.count("release_failures")
+            logger.warning("trajectory %s: %s failed", self.trajectory_id, what, exc_info=True)

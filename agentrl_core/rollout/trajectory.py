@@ -1,0 +1,284 @@
+"""The token record of a trajectory.
+
+Token in, token out: what the policy sampled is appended as it came, and the prompt of the next turn starts with the
+exact ids of the turn before. New messages are rendered as text, compared with the text so far, and only the new text
+is encoded. Where the chat template rewrites history, ``rollout.template_break`` decides.
+"""
+
+import math
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from agentrl_core.api import (
+    AgentLoopOutput,
+    EngineError,
+    Message,
+    SamplingParams,
+    TemplateError,
+    Termination,
+    TokenOutput,
+    ToolCall,
+    ToolParser,
+    Trajectory,
+    Turn,
+)
+from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.rollout.identity import TrajectoryKey
+
+Sample = Callable[[list[int], SamplingParams, str], Awaitable[TokenOutput]]
+
+
+@dataclass(frozen=True)
+class TrajectoryLimits:
+    """Budgets in tokens, and what to do when the template rewrites history."""
+
+    max_response_length: int
+    max_model_len: int
+    template_break: Literal["fork", "mask", "error"] = "fork"
+
+
+@dataclass
+class TokenRow:
+    """One row: the parallel lists of the response grow together or not at all."""
+
+    prompt_ids: list[int]
+    prompt_text: str
+    response_ids: list[int] = field(default_factory=list)
+    mask: list[int] = field(default_factory=list)
+    log_probs: list[float] | None = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    pieces: list[tuple[int, str]] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    def append_context(self, ids: Sequence[int], text: str) -> None:
+        """Tokens that the policy did not sample."""
+        self.response_ids += ids
+        self.mask += [0] * len(ids)
+        self.versions += [-1] * len(ids)
+        if self.log_probs is not None:
+            self.log_probs += [0.0] * len(ids)
+        self.pieces.append((0, text))
+
+    def append_sampled(self, output: TokenOutput, text: str) -> None:
+        """Tokens that the policy sampled."""
+        self.response_ids += output.token_ids
+        self.mask += [1] * len(output.token_ids)
+        for span in output.spans:
+            self.versions += [span.version] * (span.end - span.start)
+        if output.log_probs is None:
+            self.log_probs = None
+        elif self.log_probs is not None:
+            self.log_probs += output.log_probs
+        self.pieces.append((1, text))
+
+
+class TrajectoryBuilder(Trajectory):
+    """Builds the rows of one trajectory.
+
+    Args:
+        key: its identity, for seeds and the request id.
+        messages: the conversation so far.
+        tools: schemas that the template shows.
+        renderer: tokenizer and template.
+        parser: finds tool calls; None where the row has no tools.
+        limits: budgets.
+        sample: the road to the engine.
+    """
+
+    def __init__(
+        self,
+        key: TrajectoryKey,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]],
+        renderer: HFChatRenderer,
+        parser: ToolParser | None,
+        limits: TrajectoryLimits,
+        sample: Sample,
+    ) -> None:
+        self.messages = list(messages)
+        self.template_breaks = 0
+        self._key = key
+        self._tools = tools
+        self._renderer = renderer
+        self._parser = parser
+        self._limits = limits
+        self._sample = sample
+        self._turns = 0
+        self._calls = 0
+        self._used = 0
+        self._branch = 0
+        self._branches = [0]
+        self._texts: list[str] = []
+        self._stop_text = ""
+        self._text = renderer.render(self.messages, tools, generation_prompt=True)
+        self._rows = [TokenRow(renderer.encode_prompt(self._text), self._text)]
+
+    @property
+    def row(self) -> TokenRow:
+        """The row that grows."""
+        return self._rows[-1]
+
+    @property
+    def turn_texts(self) -> Sequence[str]:
+        """What the policy wrote, turn by turn, stop tokens left out."""
+        return self._texts
+
+    @property
+    def request_id(self) -> str:
+        """Names the engine session of this branch."""
+        return f"{self._key.request_id}/{self._branch}" if self._branch else self._key.request_id
+
+    @property
+    def remaining(self) -> int:
+        return min(self._limits.max_response_length - self._used, self._limits.max_model_len - len(self.row))
+
+    async def generate(self, sampling_params: Mapping[str, Any]) -> Turn:
+        limit = sampling_params.get("max_tokens")
+        max_tokens = self.remaining if limit is None else min(limit, self.remaining)
+        if max_tokens <= 0:
+            return Turn((), "", "length", "")
+        stop_ids = self._renderer.stop_token_ids
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=sampling_params.get("temperature", 1.0),
+            top_p=sampling_params.get("top_p", 1.0),
+            top_k=sampling_params.get("top_k", 0),
+            seed=self._key.seed(self._turns, self._branch),
+            stop_token_ids=stop_ids,
+        )
+        row = self.row
+        output = await self._sample(row.prompt_ids + row.response_ids, params, self.request_id)
+        check_output(output, max_tokens)
+        self._turns += 1
+        return self._record_turn(output, stop_ids)
+
+    def _record_turn(self, output: TokenOutput, stop_ids: tuple[int, ...]) -> Turn:
+        ids = output.token_ids
+        stopped = bool(ids) and ids[-1] in stop_ids
+        text = self._renderer.decode(ids[:-1] if stopped else ids)
+        self._stop_text = self._renderer.decode(ids[-1:]) if stopped else ""
+        self.row.append_sampled(output, text + self._stop_text)
+        self._used += len(ids)
+        self._text += text + self._stop_text
+        self._texts.append(text)
+        content, calls, errors = text, [], []
+        if self._parser is not None:
+            parsed = self._parser.parse(text)
+            calls = [self._number(call) for call in parsed.calls]
+            errors = parsed.errors
+            # Without a readable call the text stays whole, so that the history still shows what was written.
+            content = parsed.content if calls else text
+        message: Message = {"role": "assistant", "content": content}
+        if calls:
+            message["tool_calls"] = [call.as_message() for call in calls]
+        self.messages.append(message)
+        return Turn(ids, text, output.finish_reason, content, calls, errors)
+
+    def _number(self, call: ToolCall) -> ToolCall:
+        # Nine characters: some chat templates accept no other length.
+        self._calls += 1
+        return ToolCall(call.name, call.arguments, f"call{self._calls:05d}")
+
+    def add_messages(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> bool:
+        full = self._renderer.render([*self.messages, *messages], self._tools, generation_prompt=generation_prompt)
+        suffix = self._suffix(full)
+        if suffix is None:
+            return self._start_new_row(full, messages)
+        ids = self._renderer.encode(suffix)
+        if len(ids) > self.remaining:
+            return False
+        self.row.append_context(ids, suffix)
+        self._used += len(ids)
+        self._text += suffix
+        self.messages += messages
+        return True
+
+    def _suffix(self, full: str) -> str | None:
+        """The text that ``full`` adds to what is there; None where the template has rewritten history."""
+        if full.startswith(self._text):
+            return full[len(self._text) :]
+        # The template writes the last turn in its own words (spacing of a call, say). What follows the turn is the
+        # same in both renderings, and what the policy wrote stays as sampled.
+        before = self._renderer.render(self.messages, self._tools)
+        if not full.startswith(before):
+            return None
+        stop = self._stop_text or self._renderer.decode(self._renderer.stop_token_ids[:1])
+        at = before.rfind(stop) if stop else -1
+        if at < 0:
+            return full[len(before) :]
+        return full[at + (len(stop) if self._stop_text else 0) :]
+
+    def _start_new_row(self, full: str, messages: Sequence[Message]) -> bool:
+        if self._limits.template_break == "error":
+            raise TemplateError(
+                f"trajectory {self._key.trajectory_id}: the chat template rewrites the history when a message of role "
+                f"{messages[0].get('role')!r} follows; `agentrl doctor --model PATH` shows where. Set "
+                "rollout.template_break to fork or mask, or model.chat_template to an append-only template"
+            )
+        ids = self._renderer.encode(full)
+        if len(ids) >= self._limits.max_model_len or self._limits.max_response_length <= self._used:
+            return False
+        self.template_breaks += 1
+        if self._limits.template_break == "mask":
+            self._rows.clear()
+        self._rows.append(TokenRow(ids, full))
+        self._text = full
+        self.messages += messages
+        return True
+
+    def fork(self) -> "TrajectoryBuilder":
+        twin = object.__new__(type(self))
+        twin.__dict__.update(self.__dict__)
+        self._branches[0] += 1
+        twin._branch = self._branches[0]
+        twin.messages = list(self.messages)
+        twin._texts = list(self._texts)
+        twin._rows = [TokenRow(self.row.prompt_ids + self.row.response_ids, self._text)]
+        return twin
+
+    def finish(self, termination: Termination) -> AgentLoopOutput | list[AgentLoopOutput]:
+        rows = [row for row in self._rows if any(row.mask)] or self._rows[-1:]
+        outputs = [self._output(row, termination) for row in rows]
+        return outputs if len(outputs) > 1 else outputs[0]
+
+    def _output(self, row: TokenRow, termination: Termination) -> AgentLoopOutput:
+        return AgentLoopOutput(
+            prompt_ids=row.prompt_ids,
+            response_ids=row.response_ids,
+            response_mask=row.mask,
+            response_logprobs=row.log_probs,
+            termination=termination,
+            trajectory_id=self._key.trajectory_id,
+            num_turns=sum(message.get("role") != "system" for message in self.messages),
+            policy_versions=row.versions,
+            messages=self.messages,
+            extra_fields={"prompt_text": row.prompt_text, "segments": row.pieces, "turn_texts": self._texts},
+        )
+
+
+def check_output(output: TokenOutput, max_tokens: int) -> None:
+    """Refuse an engine's output whose parts do not fit together.
+
+    Raises:
+        EngineError: naming the lengths.
+    """
+    count = len(output.token_ids)
+    if count > max_tokens:
+        raise EngineError(f"the engine returned {count} tokens where {max_tokens} were allowed")
+    if output.log_probs is not None:
+        if len(output.log_probs) != count:
+            raise EngineError(f"the engine returned {len(output.log_probs)} log-probs for {count} tokens")
+        if not all(map(math.isfinite, output.log_probs)):
+            raise EngineError(f"the engine returned a log-prob that is not finite among {count} tokens")
+    end = 0
+    for span in output.spans:
+        if span.start != end or span.end < span.start:
+            break
+        end = span.end
+    if end != count:
+        raise EngineError(f"the engine's policy-version spans do not cover its {count} tokens: {output.spans}")
+    if count == 0 and output.finish_reason != "abort":
+        raise EngineError(f"the engine returned no token with finish_reason {output.finish_reason!r}")

@@ -1,0 +1,265 @@
+"""Runs trajectories: one coroutine each, loops and tools built once, failures classified, rewards at once."""
+
+import asyncio
+import time
+import traceback
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl_core.api import (
+    AgentLoopBase,
+    AgentLoopContext,
+    AgentLoopOutput,
+    ConfigError,
+    DeadlineError,
+    EngineError,
+    InteractionContext,
+    PluginError,
+    RewardError,
+    RewardResult,
+    TemplateError,
+    Termination,
+    ToolParserContext,
+    WorkerError,
+)
+from agentrl_core.config.schema import Config, Slot
+from agentrl_core.controller.runtime import ActorHandle
+from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.data.rows import rows_of
+from agentrl_core.plugins import resolve_ref
+from agentrl_core.protocol import DataProto
+from agentrl_core.rollout.identity import TrajectoryKey
+from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
+from agentrl_core.rollout.server_manager import AsyncLLMServerManager
+from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
+from agentrl_core.rollout.tools import HostedTool
+from agentrl_core.rollout.trajectory import TrajectoryLimits
+from agentrl_core.rollout.watchdog import Watchdog
+
+FATAL = (ConfigError, TemplateError, PluginError)
+"""What is wrong with these is wrong for every trajectory: the run stops."""
+
+
+def build(slot: Slot, context: Any) -> Any:
+    """The object of a resolved slot."""
+    assert slot.ref is not None, "load the configuration with load_config"
+    return resolve_ref(slot.ref).build(slot.config, context)
+
+
+class AgentLoopWorker:
+    """Builds everything once and runs one coroutine per trajectory.
+
+    Args:
+        config: resolved.
+        servers: engine servers.
+        rewarders: reward workers.
+        index: number of this worker.
+        max_model_len: tokens of prompt and response together.
+        vocab_size: of the model's embedding.
+        engine_sessions: the engine has the capability ``sessions``.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        servers: Sequence[ActorHandle],
+        rewarders: Sequence[ActorHandle],
+        *,
+        index: int,
+        max_model_len: int,
+        vocab_size: int,
+        engine_sessions: bool,
+    ) -> None:
+        rollout = config.rollout
+        self._config = config
+        self._rewarders = rewarders
+        self._next_rewarder = index
+        self._live: dict[str, RolloutSession] = {}
+        seed = config.trainer.seed
+        renderer = HFChatRenderer.from_config(config.model)
+        tools = [HostedTool(slot, seed) for slot in config.tools]
+        parser = build(rollout.tool_parser, ToolParserContext()) if config.tools else None
+        self._environment = SessionEnvironment(
+            renderer=renderer,
+            parser=parser,
+            limits=TrajectoryLimits(rollout.max_response_length, max_model_len, rollout.template_break),
+            servers=AsyncLLMServerManager(
+                servers,
+                turn_timeout=rollout.turn_timeout,
+                max_model_len=max_model_len,
+                vocab_size=vocab_size,
+                sessions=engine_sessions,
+            ),
+            tools={tool.name: tool for tool in tools},
+            interactions={
+                slot.registered_name: HostedInteraction(
+                    build(slot, InteractionContext(slot.registered_name, seed)), slot.timeout
+                )
+                for slot in config.interactions
+            },
+        )
+        context = AgentLoopContext(
+            renderer=renderer,
+            tool_parser=parser,
+            tools=tuple(self._environment.tools),
+            interactions=tuple(self._environment.interactions),
+            max_response_length=rollout.max_response_length,
+        )
+        self._loops: dict[str, AgentLoopBase] = {
+            slot.registered_name: build(slot, context) for slot in rollout.agent.loops
+        }
+        self._default_loop = rollout.agent.default_loop or next(iter(self._loops))
+
+    async def generate_sequences(self, prompts: DataProto) -> list[TrajectoryResult]:
+        """Run every row of ``prompts``; the results are in its order.
+
+        ``meta_info``: ``step``, ``split``, and ``sampling`` (temperature, top_p, top_k, max_tokens).
+
+        Raises:
+            ConfigError, TemplateError, PluginError: nothing could succeed.
+        """
+        rows = rows_of(prompts)
+        meta = prompts.meta_info
+        keys = [
+            TrajectoryKey(
+                self._config.trainer.seed, meta["split"], meta["step"], row["prompt_index"], row["sample_index"]
+            )
+            for row in rows
+        ]
+        sessions = [RolloutSession(key, row, self._environment) for key, row in zip(keys, rows, strict=True)]
+        if self._config.rollout.deterministic:
+            # The engine waits for all open sessions; it must know them all before the first one asks.
+            for session in sessions:
+                await session.open_engine()
+        gate = asyncio.Semaphore(self._config.rollout.agent.max_concurrent)
+        try:
+            async with Watchdog(self._live, self._config.rollout.watchdog_interval), asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._run(key, row, session, meta["sampling"], gate))
+                    for key, row, session in zip(keys, rows, sessions, strict=True)
+                ]
+        except BaseExceptionGroup as failures:
+            raise failures.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _run(
+        self,
+        key: TrajectoryKey,
+        row: dict[str, Any],
+        session: RolloutSession,
+        sampling: Mapping[str, Any],
+        gate: asyncio.Semaphore,
+    ) -> TrajectoryResult:
+        """One trajectory; a failure of the infrastructure starts it again from a fresh state."""
+        async with gate:
+            result = await self._attempt(key, row, session, sampling)
+            while result.failed and result.attempts <= self._config.rollout.retries:
+                key = key.next_attempt()
+                attempts = result.attempts
+                result = await self._attempt(key, row, RolloutSession(key, row, self._environment), sampling)
+                result.attempts = attempts + 1
+            return result
+
+    async def _attempt(
+        self, key: TrajectoryKey, row: dict[str, Any], session: RolloutSession, sampling: Mapping[str, Any]
+    ) -> TrajectoryResult:
+        result = TrajectoryResult(row, key.trajectory_id, Termination.ABORTED)
+        self._live[key.request_id] = session
+        start = time.perf_counter()
+        try:
+            async with asyncio.timeout(self._config.rollout.trajectory_timeout) as deadline:
+                await self._trajectory(result, session, sampling)
+        except FATAL:
+            raise
+        except TimeoutError:
+            result.error = traceback.format_exc()
+            if deadline.expired():
+                limit = self._config.rollout.trajectory_timeout
+                result.error = f"rollout.trajectory_timeout of {limit:g} s passed while {session.state}"
+            result.termination = Termination.TIMEOUT
+        except Exception as error:  # noqa: BLE001 - a failed trajectory is data, not a crash
+            result.error = traceback.format_exc()
+            result.termination = classify(error)
+        finally:
+            try:
+                await session.close()
+            finally:
+                del self._live[key.request_id]
+        report = session.report
+        result.timings = {**report.timings, "total": time.perf_counter() - start}
+        result.metrics = report.metrics
+        if session.builder is not None:
+            result.metrics["template_breaks"] = float(session.builder.template_breaks)
+        result.tool_calls = report.tool_calls
+        result.tool_schemas = report.tool_schemas
+        return result
+
+    async def _trajectory(self, result: TrajectoryResult, session: RolloutSession, sampling: Mapping[str, Any]) -> None:
+        """Run the loop and score what it returns."""
+        row = result.row
+        await session.open_engine()
+        name = row.get("agent_name") or self._default_loop
+        returned = await self._loops[name].run(dict(sampling), session=session, **row)
+        outputs = check_outputs(name, returned)
+        result.outputs, result.termination = outputs, outputs[-1].termination
+        if not result.termination.trained:
+            result.error = f"the agent loop {name!r} ended with {result.termination.value}"
+            return
+        await session.collect_rewards()
+        for output in outputs:
+            output.trajectory_id = result.trajectory_id
+            output.tool_rewards = output.tool_rewards or list(session.report.tool_rewards)
+            output.turn_scores = output.turn_scores or list(session.report.turn_scores)
+        if result.sampled_tokens:
+            result.reward_input = reward_trajectory(row, outputs, result.termination)
+            result.reward = await self._score(result, session)
+
+    async def _score(self, result: TrajectoryResult, session: RolloutSession) -> RewardResult:
+        own = result.outputs[-1].reward_score
+        if own is not None:
+            return RewardResult(own)
+        self._next_rewarder += 1
+        rewarder = self._rewarders[self._next_rewarder % len(self._rewarders)]
+        with session.timed("reward", "being scored"):
+            reward: RewardResult = await rewarder.call("score", result.reward_input)
+        return reward
+
+    def close(self) -> None:
+        """End all child processes."""
+        for tool in self._environment.tools.values():
+            tool.close()
+
+
+def classify(error: Exception) -> Termination:
+    """At which boundary a trajectory failed."""
+    if isinstance(error, RewardError):
+        return Termination.REWARD_ERROR
+    if isinstance(error, (EngineError, WorkerError)):
+        return Termination.ENGINE_ERROR
+    if isinstance(error, (DeadlineError, TimeoutError)):
+        return Termination.TIMEOUT
+    return Termination.ABORTED
+
+
+def check_outputs(loop: str, returned: Any) -> list[AgentLoopOutput]:
+    """The rows that a loop returned, lists within lists flattened.
+
+    Raises:
+        PluginError: it returned something else, or lists whose lengths differ.
+    """
+    flat = returned if isinstance(returned, list) else [returned]
+    outputs = [output for item in flat for output in (item if isinstance(item, list) else [item])]
+    if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
+        kinds = sorted({type(output).__name__ for output in outputs}) or ["an empty list"]
+        raise PluginError(f"agent loop {loop!r} returned {', '.join(kinds)}; allowed are one AgentLoopOutput or a list")
+    for output in outputs:
+        lengths = {"response_ids": len(output.response_ids), "response_mask": len(output.response_mask)}
+        if output.response_logprobs is not None:
+            lengths["response_logprobs"] = len(output.response_logprobs)
+        if output.policy_versions:
+            lengths["policy_versions"] = len(output.policy_versions)
+        if len(set(lengths.values())) > 1:
+            raise PluginError(f"agent loop {loop!r} returned lists of different lengths: {lengths}")
+        if not output.prompt_ids:
+            raise PluginError(f"agent loop {loop!r} returned a row without prompt_ids")
+    return outputs

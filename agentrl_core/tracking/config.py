@@ -1,0 +1,10 @@
+"""Options of the built-in trackers."""
+
+from dataclasses import dataclass
+
+from agentrl_core.api.config import option
+
+
+@dataclass
+class ConsoleConfig:
+    live: bool | None = option(None, help="redraw one panel in place; null: where standard output is a terminal")

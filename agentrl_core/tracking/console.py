@@ -1,0 +1,116 @@
+"""What a person sees of a run: a panel that is redrawn in a terminal, one line per step everywhere else.
+
+Both go through rich's one console, ``rich.get_console()``. Log lines that take the same road (``RichHandler`` with
+that console) appear above the panel instead of tearing it.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timedelta
+
+import rich
+from rich.console import Console
+from rich.live import Live
+
+from agentrl_core.api.tracker import Tracker, TrackerContext
+from agentrl_core.tracking.config import ConsoleConfig
+from agentrl_core.tracking.formatting import compact, duration, figure, percent
+from agentrl_core.tracking.live_view import live_view
+from agentrl_core.tracking.metrics import mean_accuracies, time_shares
+from agentrl_core.tracking.progress import Progress
+from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.tracking.trajectory_view import show_trajectory
+
+__all__ = ["ConsoleTracker", "plain_line", "show_trajectory"]
+
+_SMALLEST_SHARE = 0.02
+
+
+class ConsoleTracker(Tracker):
+    """Shows every step; a resumed run shows the curves from its first step on.
+
+    Args:
+        config: whether to redraw in place.
+        context: of the run.
+        console: where to write; None: ``rich.get_console()``.
+        clock: seconds that only grow.
+    """
+
+    config: ConsoleConfig
+
+    def __init__(
+        self,
+        config: ConsoleConfig,
+        context: TrackerContext,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(config, context)
+        self._console = console or rich.get_console()
+        self._clock = clock
+        self._progress = Progress(context.run_name, context.total_steps, started=clock())
+        if context.first_step > 1:
+            for row in RunDir(context.run_dir).read_metrics():
+                self._progress.remember(row["step"], row)
+        in_terminal = self._console.is_interactive and self._console.file.isatty()
+        live = in_terminal if config.live is None else config.live
+        # Redrawn when there is something new and not by a timer, which would write over a debugger's prompt.
+        self._live = Live(console=self._console, auto_refresh=False) if live else None
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        values = {name: float(value) for name, value in metrics.items()}
+        self._progress.add(step, values, self._clock())
+        if self._live is None:
+            self._write(plain_line(values, step, self._progress.total_steps, self._progress.remaining))
+            return
+        if not self._live.is_started:
+            self._live.start()
+        self._redraw()
+
+    def finish(self, status: str) -> None:
+        if self._live is None:
+            self._write(self._last_line(status))
+        elif self._live.is_started:
+            self._redraw(status)
+            self._live.stop()
+
+    def _redraw(self, status: str = "") -> None:
+        assert self._live is not None, "only a live view is redrawn"
+        remaining = self._progress.remaining
+        done_at = "" if remaining is None else f"{datetime.now() + timedelta(seconds=remaining):%H:%M}"
+        self._live.update(live_view(self._progress, self._console.width, done_at, status), refresh=True)
+
+    def _write(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    def _last_line(self, status: str) -> str:
+        progress = self._progress
+        parts = [f"run {progress.run_name} {status} at step {progress.step} after {duration(progress.elapsed)}"]
+        for accuracy, points in sorted(progress.accuracies.items()):
+            parts.append(f"{accuracy.source} acc {points[0][1]:.2f} -> {points[-1][1]:.2f} ({accuracy.mode})")
+        return "  ".join(parts)
+
+
+def plain_line(metrics: Mapping[str, float], step: int, total_steps: int, remaining: float | None) -> str:
+    """One step as one line of ASCII: ``step 3/20  reward 0.41  acc 0.22 (greedy)  len 34  tools 61%  …``.
+
+    What was not measured is left out. ``remaining`` is in seconds.
+    """
+    parts = [f"step {step}/{total_steps}"]
+    if "reward/mean" in metrics:
+        parts.append(f"reward {figure(metrics['reward/mean'])}")
+    parts += [f"acc {value:.2f} ({mode})" for mode, value in mean_accuracies(metrics).items()]
+    if "response_length/mean" in metrics:
+        parts.append(f"len {metrics['response_length/mean']:.0f}")
+    if "rollout/tool_call_share" in metrics:
+        parts.append(f"tools {percent(metrics['rollout/tool_call_share'])}")
+    if metrics.get("rollout/failed_fraction", 0) > 0:
+        parts.append(f"failed {percent(metrics['rollout/failed_fraction'])}")
+    if "perf/tokens_per_second" in metrics:
+        parts.append(f"{compact(metrics['perf/tokens_per_second'])} tok/s")
+    shares = [item for item in time_shares(metrics).items() if item[1] >= _SMALLEST_SHARE]
+    if shares:
+        parts.append(" ".join(f"{label} {percent(share)}" for label, share in shares))
+    if remaining:
+        parts.append(f"eta {duration(remaining)}")
+    return "  ".join(parts)

@@ -1,0 +1,31 @@
+"""The built-in trackers."""
+
+from agentrl_core.api.config import NoConfig
+from agentrl_core.api.plugin import PluginSpec
+from agentrl_core.tracking.config import ConsoleConfig
+
+CONSOLE = PluginSpec(
+    kind="tracker",
+    name="console",
+    api_version=1,
+    summary="a live panel in a terminal, one line per step elsewhere",
+    config=ConsoleConfig,
+    factory="agentrl_core.tracking.console:ConsoleTracker",
+)
+JSONL = PluginSpec(
+    kind="tracker",
+    name="jsonl",
+    api_version=1,
+    summary="metrics.jsonl in the run's directory, one object a step",
+    config=NoConfig,
+    factory="agentrl_core.tracking.jsonl:JsonlTracker",
+)
+TENSORBOARD = PluginSpec(
+    kind="tracker",
+    name="tensorboard",
+    api_version=1,
+    summary="event files for TensorBoard in the run's directory",
+    config=NoConfig,
+    factory="agentrl_core.tracking.tensorboard:TensorboardTracker",
+    requires=("tensorboard>=2.18", "torch>=2.11"),
+)

@@ -1,0 +1,72 @@
+"""What a run has shown so far, as far as a person watching it needs it."""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl_core.tracking.metrics import Accuracy, is_number, validation_accuracies
+
+REWARD = "reward/mean"
+LENGTH = "response_length/mean"
+TOOL_SHARE = "rollout/tool_call_share"
+SPEED = "perf/tokens_per_second"
+_SERIES = (REWARD, LENGTH, TOOL_SHARE, SPEED)
+
+
+@dataclass
+class Progress:
+    """Series for the curves, the newest value of every metric, and the time that is left.
+
+    Args:
+        run_name: shown in the title.
+        total_steps: of the whole run.
+        started: seconds of the clock whose readings :meth:`add` gets.
+    """
+
+    run_name: str
+    total_steps: int
+    started: float
+    step: int = 0
+    now: float = 0.0
+    latest: dict[str, float] = field(default_factory=dict)
+    """The metrics of the newest step."""
+    series: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _SERIES})
+    accuracies: dict[Accuracy, list[tuple[int, float]]] = field(default_factory=dict)
+    """``(step, accuracy)`` of every validation."""
+    _durations: deque[float] = field(default_factory=lambda: deque(maxlen=10))
+
+    def __post_init__(self) -> None:
+        self.now = self.started
+
+    def remember(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """Take a step into the series, without a reading of the clock: history of a resumed run."""
+        self.step = step
+        for name in _SERIES:
+            value = metrics.get(name)
+            if is_number(value):
+                self.series[name].append(float(value))
+        for accuracy, value in validation_accuracies(metrics).items():
+            self.accuracies.setdefault(accuracy, []).append((step, value))
+
+    def add(self, step: int, metrics: Mapping[str, float], now: float) -> None:
+        """Take a step that has just ended."""
+        self.remember(step, metrics)
+        self.latest = {name: float(value) for name, value in metrics.items() if is_number(value)}
+        if step > 0:
+            # What came before the first step of this process is start-up, not a step.
+            own = self.latest.get("timing/step")
+            self._durations.append(now - self.now if self._durations or own is None else own)
+        self.now = now
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds from the start to the newest step."""
+        return self.now - self.started
+
+    @property
+    def remaining(self) -> float | None:
+        """Seconds that the steps to come will take, at the pace of the last ten; None before the first step."""
+        if not self._durations:
+            return None
+        return sum(self._durations) / len(self._durations) * max(0, self.total_steps - self.step)

@@ -1,0 +1,152 @@
+"""Checkpoints: written aside and renamed, so that one on disk is always whole.
+
+checkpoints/step-000010/
+  actor/            weights in Hugging Face layout, tokenizer, optimizer, schedule, random generators
+  critic/           the same, where there is a critic
+  trainer.json      step, weights version, best value so far, fingerprint of the data
+  config.yaml       resolved configuration
+  plugins.lock.json the plugins that ran
+checkpoints/latest  link to the newest
+checkpoints/best    link to the best by trainer.checkpoint.best_metric
+"""
+
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from agentrl_core.api import CheckpointError
+
+_NAME = re.compile(r"step-(\d{6,})")
+STATE_FILE = "trainer.json"
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TrainerState:
+    """What the trainer itself must remember; prompts and seeds follow from the step.
+
+    Args:
+        step: finished steps.
+        best: best value of ``trainer.checkpoint.best_metric`` so far, None before the first.
+        best_step: where it was reached.
+        data_fingerprint: of the training prompts in their order.
+    """
+
+    step: int
+    best: float | None
+    best_step: int | None
+    data_fingerprint: str
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        directory: ``checkpoints`` of the run directory.
+        keep: newest checkpoints kept; the best is kept besides.
+    """
+
+    def __init__(self, directory: Path, keep: int) -> None:
+        self.directory = directory
+        self._keep = keep
+
+    def steps(self) -> list[int]:
+        """Steps that have a whole checkpoint, ascending."""
+        if not self.directory.is_dir():
+            return []
+        found = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir())
+        return sorted(int(match[1]) for match in found if match)
+
+    def path(self, step: int) -> Path:
+        return self.directory / f"step-{step:06d}"
+
+    def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
+        """Write a checkpoint with ``write(directory)`` and make it the latest; older ones go.
+
+        Raises:
+            CheckpointError: it could not be written, a full disk for example; nothing half-written is left.
+        """
+        path = self.path(state.step)
+        aside = path.with_name(f".{path.name}.writing")
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            aside.mkdir(parents=True)
+            write(aside)
+            (aside / STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+            _flush(aside)
+            shutil.rmtree(path, ignore_errors=True)
+            aside.rename(path)
+        except OSError as error:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise CheckpointError(f"{path} cannot be written: {error}; check space and rights there") from error
+        self._link("latest", path)
+        if state.best_step == state.step:
+            self._link("best", path)
+        self._prune(state.best_step)
+        return path
+
+    def _link(self, name: str, target: Path) -> None:
+        aside = self.directory / f".{name}.link"
+        aside.unlink(missing_ok=True)
+        aside.symlink_to(target.name)
+        aside.replace(self.directory / name)
+
+    def _prune(self, best_step: int | None) -> None:
+        for step in self.steps()[: -self._keep]:
+            if step != best_step:
+                shutil.rmtree(self.path(step))
+
+    def find(self, resume: str) -> Path | None:
+        """The checkpoint that ``trainer.resume`` asks for; None for a fresh start.
+
+        Raises:
+            CheckpointError: a path that is no checkpoint.
+        """
+        if resume == "never":
+            return None
+        if resume == "auto":
+            steps = self.steps()
+            return self.path(steps[-1]) if steps else None
+        return checkpoint_path(Path(resume))
+
+
+def checkpoint_path(path: Path) -> Path:
+    """A checkpoint's directory, links resolved; a run directory means its latest.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    for candidate in (path, path / "checkpoints" / "latest"):
+        if (candidate / STATE_FILE).is_file():
+            return candidate.resolve()
+    raise CheckpointError(
+        f"{path} is no checkpoint: it has no {STATE_FILE}. Expected a directory such as runs/NAME/checkpoints/latest"
+    )
+
+
+def read_state(path: Path) -> TrainerState:
+    """The trainer's state of a checkpoint.
+
+    Raises:
+        CheckpointError: the file is damaged.
+    """
+    file = path / STATE_FILE
+    try:
+        return TrainerState(**json.loads(file.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{file} is damaged: {error}. Resume from another checkpoint: trainer.resume=PATH"
+        ) from error
+
+
+def _flush(directory: Path) -> None:
+    """Bring files to the disk before the rename makes them the checkpoint."""
+    for file in directory.rglob("*"):
+        if file.is_file():
+            with file.open("rb") as handle:
+                os.fsync(handle.fileno())

@@ -1,0 +1,64 @@
+"""Everything that can be known, and refused, before a worker or a GPU is touched. A dry run ends here."""
+
+from dataclasses import dataclass
+
+from agentrl_core.api import ConfigError
+from agentrl_core.config import Config
+from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.data.sampler import fingerprint
+from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
+from agentrl_core.trainer.plan import RunPlan, describe, memory_lines
+from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
+from agentrl_core.trainer.roles import ModelFacts, needs_critic
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A run that is ready to start.
+
+    Args:
+        renderer: tokenizer and template, able to render what the run needs.
+        data: prompts that fit.
+        plan: its arithmetic.
+        facts: of the model.
+        template: what the chat template can do.
+        fingerprint: of the training prompts.
+    """
+
+    renderer: HFChatRenderer
+    data: PromptData
+    plan: RunPlan
+    facts: ModelFacts
+    template: TemplateReport
+    fingerprint: str
+
+    @classmethod
+    def of(cls, config: Config) -> "Preparation":
+        """Load tokenizer and data and check them against each other.
+
+        Raises:
+            ConfigError, TemplateError, DataError, PluginError: with what to do.
+        """
+        if config.rollout.engine.ref is None:
+            raise ConfigError("this Config is not resolved: make it with load_config(path), or pass it through bind()")
+        facts = ModelFacts.read(config)
+        renderer = HFChatRenderer.from_config(config.model)
+        if config.tools:
+            require_tool_role(renderer)
+        template = check_template(renderer)
+        data = PromptLoader(config, renderer).load()
+        plan = RunPlan.of(config, len(data.train))
+        plan.check_context(facts.max_position_embeddings)
+        return cls(renderer, data, plan, facts, template, fingerprint(data.train))
+
+    def lines(self, config: Config) -> list[str]:
+        """Batch arithmetic, memory and template in lines for a person."""
+        lines = describe(config, self.plan, len(self.data.train), len(self.data.validation), self.data.longest_prompt)
+        lines += memory_lines(config, self.plan, needs_critic(config))
+        if self.template.append_only:
+            return [
+                *lines,
+                "template    append-only: every turn's prompt starts with the exact tokens of the turn before",
+            ]
+        policy = config.rollout.template_break
+        return [*lines, *(f"template    rewrites history ({policy}): {found}" for found in self.template.breaks)]

@@ -1,0 +1,129 @@
+"""The prompts of a run, checked against everything that they name before anything starts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from agentrl_core.api import ConfigError, DataError, DatasetContext, PromptDataset
+from agentrl_core.config.schema import Config
+from agentrl_core.data.prompts import fit_prompts
+from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.data.sampler import PromptSampler
+from agentrl_core.plugins import resolve_ref
+from agentrl_core.rollout.tools import select_tools, tool_schemas
+
+Row = dict[str, Any]
+_RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}
+
+
+@dataclass(frozen=True)
+class PromptData:
+    """Rows that fit, and the sampler over those for training."""
+
+    train: Sequence[Row]
+    validation: Sequence[Row]
+    sampler: PromptSampler
+    longest_prompt: int
+
+
+class PromptLoader:
+    """Loads both splits of a run.
+
+    Args:
+        config: resolved.
+        renderer: the loop's own, so that lengths are those of the rollout.
+    """
+
+    def __init__(self, config: Config, renderer: HFChatRenderer) -> None:
+        self._config = config
+        self._renderer = renderer
+        self._schemas = tool_schemas(config.tools, config.trainer.seed)
+        self._loops = {
+            slot.registered_name: resolve_ref(slot.ref).spec.capabilities
+            for slot in config.rollout.agent.loops
+            if slot.ref is not None
+        }
+        self._default_loop = config.rollout.agent.default_loop or next(iter(self._loops))
+        self._used_tools: set[str] = set()
+        self._used_interactions: set[str] = set()
+        self._longest = 0
+
+    def load(self) -> PromptData:
+        """Both splits, filtered or cut to ``data.max_prompt_length``.
+
+        Raises:
+            DataError: a file or row that cannot be used.
+            ConfigError: a tool or interaction that no row can reach.
+        """
+        data = self._config.data
+        train = self._split("train", data.train_files)
+        validation = self._split("validation", data.validation_files) if data.validation_files else []
+        self._check_reached()
+        sampler = PromptSampler(len(train), data.batch_size, self._config.trainer.seed, data.shuffle)
+        return PromptData(train, validation, sampler, self._longest)
+
+    def _split(self, split: Literal["train", "validation"], files: Sequence[str]) -> list[Row]:
+        slot = self._config.data.dataset
+        assert slot.ref is not None, "load the configuration with load_config"
+        context = DatasetContext(files, split, self._renderer, self._row_schemas, self._config.data.max_prompt_length)
+        dataset: PromptDataset = resolve_ref(slot.ref).build(slot.config, context)
+        for index in range(len(dataset)):
+            self._check_row(dataset[index], f"data: {split} row {index}")
+        rows = fit_prompts(dataset, context, self._config.data.overlong_prompts, self._prompt_length)
+        self._longest = max(self._longest, *(self._prompt_length(row) for row in rows))
+        return rows
+
+    def _prompt_length(self, row: Row) -> int:
+        text = self._renderer.render(row["raw_prompt"], self._row_schemas(row), generation_prompt=True)
+        return len(self._renderer.encode_prompt(text))
+
+    def _row_schemas(self, row: Row) -> list[dict[str, Any]]:
+        if "tools" not in self._loops[row.get("agent_name") or self._default_loop]:
+            return []
+        return [self._schemas[name] for name in select_tools(row.get("extra_info") or {}, list(self._schemas))]
+
+    def _check_row(self, row: Row, where: str) -> None:
+        if not isinstance(row.get("raw_prompt"), list):
+            raise DataError(f"{where}: the dataset gave no raw_prompt, a list of messages")
+        if reserved := sorted(_RESERVED & row.keys()):
+            raise DataError(f"{where}: the columns {', '.join(reserved)} are reserved; rename them in the data")
+        name = row.get("agent_name") or self._default_loop
+        if name not in self._loops:
+            raise DataError(
+                f"{where}: agent_name is {name!r}, which rollout.agent.loops does not list; "
+                f"listed: {', '.join(self._loops)}"
+            )
+        extra: Mapping[str, Any] = row.get("extra_info") or {}
+        unknown = sorted(set(extra.get("tools_kwargs") or {}) - self._schemas.keys())
+        if unknown and "tools" in self._loops[name]:
+            raise DataError(
+                f"{where}: extra_info.tools_kwargs names {', '.join(unknown)}; "
+                f"configured tools: {', '.join(self._schemas) or 'none'}"
+            )
+        if "tools" in self._loops[name]:
+            self._used_tools.update(select_tools(extra, list(self._schemas)))
+        wanted = (extra.get("interaction_kwargs") or {}).get("name")
+        configured = [slot.registered_name for slot in self._config.interactions]
+        if wanted is not None and wanted not in configured:
+            raise DataError(
+                f"{where}: extra_info.interaction_kwargs names {wanted!r}; "
+                f"configured interactions: {', '.join(configured) or 'none'}"
+            )
+        if wanted is not None and "interactions" in self._loops[name]:
+            self._used_interactions.add(wanted)
+
+    def _check_reached(self) -> None:
+        problems = [
+            f"tools: nothing can reach {name!r}: no row of the data runs a loop that uses tools and selects it; "
+            "remove it, or check agent_name and extra_info.tools_kwargs of the rows"
+            for name in self._schemas
+            if name not in self._used_tools
+        ]
+        problems += [
+            f"interactions: nothing can reach {slot.registered_name!r}: no row names it in "
+            "extra_info.interaction_kwargs.name; remove it, or name it in the data"
+            for slot in self._config.interactions
+            if slot.registered_name not in self._used_interactions
+        ]
+        if problems:
+            raise ConfigError(problems)

@@ -1,0 +1,114 @@
+"""The model workers and the rollout of a run, built where the runtime puts them."""
+
+import logging
+from dataclasses import dataclass
+from typing import Any, cast
+
+from transformers import AutoConfig
+
+from agentrl_core.api import ConfigError, EngineContext
+from agentrl_core.config.schema import Config
+from agentrl_core.controller import ClassWithInitArgs
+from agentrl_core.controller.runtime import Runtime
+from agentrl_core.plugins import resolve_ref
+from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.trainer.plan import RunPlan
+from agentrl_core.workers.actor import ActorWorker
+from agentrl_core.workers.critic import CriticWorker
+from agentrl_core.workers.models import resolve_device
+from agentrl_core.workers.protocols import Actor, Critic, Reference
+from agentrl_core.workers.reference import ReferenceWorker
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """What the model's config says."""
+
+    vocab_size: int
+    max_position_embeddings: int | None
+
+    @classmethod
+    def read(cls, config: Config) -> "ModelFacts":
+        """Read ``config.json`` of ``model.path``.
+
+        Raises:
+            ConfigError: transformers cannot make sense of it.
+        """
+        try:
+            found = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
+        except Exception as error:  # noqa: BLE001 - transformers raises many types here
+            raise ConfigError(
+                f"model.path: {config.model.path} is not a model transformers can load: {error}"
+            ) from error
+        text = found.get_text_config()
+        return cls(int(text.vocab_size), getattr(text, "max_position_embeddings", None))
+
+
+@dataclass(frozen=True)
+class Roles:
+    """Everything that computes. ``critic`` and ``reference`` are None where the run needs none."""
+
+    actor: Actor
+    critic: Critic | None
+    reference: Reference | None
+    rollout: AgentLoopManager
+
+
+def needs_critic(config: Config) -> bool:
+    """The advantage estimator has the capability ``values``."""
+    ref = config.algorithm.advantage.ref
+    return ref is not None and "values" in resolve_ref(ref).spec.capabilities
+
+
+def build_roles(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFacts) -> Roles:
+    """Build the worker groups, load their models, start the engines."""
+    actor = runtime.worker_group(ClassWithInitArgs(ActorWorker, config, plan.optimizer_steps), "actor")
+    actor.init_model()
+    critic = reference = None
+    if needs_critic(config):
+        update = config.critic
+        steps = plan.steps * update.epochs * update.mini_batches
+        critic = runtime.worker_group(ClassWithInitArgs(CriticWorker, config, steps), "critic")
+        critic.init_model()
+    if config.algorithm.kl_coef > 0:
+        reference = runtime.worker_group(ClassWithInitArgs(ReferenceWorker, config), "reference")
+        reference.init_model()
+    return Roles(
+        actor=cast(Actor, actor),
+        critic=cast("Critic | None", critic),
+        reference=cast("Reference | None", reference),
+        rollout=_build_rollout(config, runtime, plan, facts, actor),
+    )
+
+
+def _build_rollout(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFacts, actor: Any) -> AgentLoopManager:
+    ref = config.rollout.engine.ref
+    assert ref is not None, "load the configuration with load_config"
+    # In one process with the actor an engine that can generates with the actor's own module: no copy, no transport.
+    capabilities = resolve_ref(ref).spec.capabilities
+    if "weight_update" not in capabilities:
+        raise ConfigError(
+            f"rollout.engine.name: {ref.name!r} lacks the capability 'weight_update', so it would go on sampling from "
+            "the old policy; choose an engine that has it: `agentrl plugins list --kind engine --json`"
+        )
+    can_share = "shared_module" in capabilities
+    workers = getattr(actor, "workers", None)
+    module = workers[0].module if can_share and workers else None
+    manager = AgentLoopManager(
+        config,
+        runtime,
+        EngineContext(
+            model_path=config.model.path,
+            dtype=config.model.dtype,
+            max_model_len=plan.max_model_len,
+            device=str(resolve_device(config.cluster.device)),
+            seed=config.trainer.seed,
+            deterministic=config.rollout.deterministic,
+            vocab_size=facts.vocab_size,
+            shared_module=module,
+        ),
+    )
+    manager.start()
+    return manager

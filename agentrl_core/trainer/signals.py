@@ -1,0 +1,42 @@
+"""SIGINT and SIGTERM finish the step; a second one stops at once."""
+
+import logging
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+
+class StopRequest:
+    """Whether somebody asked the run to stop after this step."""
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take signals while the block runs. Python allows that in the main thread only; elsewhere nothing happens."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous: dict[int, Any] = {}
+        for number in (signal.SIGINT, signal.SIGTERM):
+            previous[number] = signal.signal(number, self._handle)
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+        logger.warning(
+            "%s: the run stops after this step and saves a checkpoint; again to stop at once",
+            signal.Signals(number).name,
+        )

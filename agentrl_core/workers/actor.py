@@ -1,0 +1,150 @@
+"""The policy and its updates.
+
+Shapes: b rows and r response tokens of a micro-batch.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl_core.algorithms.aggregation import aggregate
+from agentrl_core.algorithms.kl import kl_estimate
+from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
+from agentrl_core.api.engine import ArrayBucket
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.config.schema import Config
+from agentrl_core.controller import Dispatch, Worker, register
+from agentrl_core.plugins.resolution import resolve_ref
+from agentrl_core.protocol import DataProto
+from agentrl_core.workers.log_probs import Entropies, response_log_probs, temperature_of
+from agentrl_core.workers.micro_batching import MicroBatch, columns_of, map_micro_batches
+from agentrl_core.workers.models import enable_gradient_checkpointing, load_causal_lm, resolve_device
+from agentrl_core.workers.optimizer import ScheduledAdamW
+from agentrl_core.workers.update import MicroLoss, Update, check_single_rank, seed_of
+from agentrl_core.workers.weights import (
+    copy_weights,
+    load_training_state,
+    save_model,
+    save_training_state,
+    unreadable,
+    weight_buckets,
+)
+
+
+class ActorWorker(Worker):
+    """Implements :class:`agentrl_core.workers.protocols.Actor` on ``AutoModelForCausalLM``.
+
+        loss = policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy
+
+    each term aggregated as ``algorithm.aggregation`` says.
+
+    Args:
+        config: the loaded configuration; ``algorithm.loss.ref`` names the policy loss.
+        total_optimizer_steps: of the whole run, for the learning-rate schedule.
+    """
+
+    def __init__(self, config: Config, total_optimizer_steps: int) -> None:
+        super().__init__()
+        check_single_rank(self, "actor")
+        self.config = config
+        self._total_optimizer_steps = total_optimizer_steps
+        self._device = resolve_device(config.cluster.device)
+        self._model: Any = None
+
+    @property
+    def module(self) -> Any:
+        """The model itself, for an engine in this process that generates with it. In eval mode between updates."""
+        return self._model
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        config = self.config
+        self._policy_loss = _build_policy_loss(config)
+        self._model = load_causal_lm(config.model.path, config.model, "model.path").to(self._device)
+        if config.model.gradient_checkpointing:
+            enable_gradient_checkpointing(self._model)
+        self._optimizer = ScheduledAdamW(
+            self._model.parameters(), config.actor.optimizer, config.actor.grad_clip, self._total_optimizer_steps
+        )
+        self._update = Update(
+            "actor",
+            self._model,
+            self._optimizer,
+            config.actor,
+            config.algorithm.aggregation,
+            config.rollout.max_response_length,
+            self._device,
+        )
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        temperature = temperature_of(batch, "compute_log_prob")
+        with_entropy = bool(batch.meta_info.get("calculate_entropy", False))
+        entropies: Entropies = "value" if with_entropy else "none"
+        with torch.no_grad():
+            results = map_micro_batches(
+                columns_of(batch, (), "compute_log_prob"),
+                self.config.actor.micro_batch_tokens,
+                self._device,
+                lambda micro: response_log_probs(self._model, micro, temperature, entropies),
+                ("old_log_probs", "entropys") if with_entropy else ("old_log_probs",),
+                "actor.micro_batch_tokens",
+            )
+        return DataProto.from_dict(tensors=results)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update(self, batch: DataProto) -> dict[str, float]:
+        temperature = temperature_of(batch, "update")
+        reference = ("ref_log_prob",) if self.config.algorithm.kl_coef else ()
+        columns = columns_of(batch, ("old_log_probs", "advantages", *reference), "update")
+        return self._update.run(columns, seed_of(batch), lambda micro, divisor: self._loss(micro, divisor, temperature))
+
+    def _loss(self, micro: MicroBatch, divisor: float, temperature: float) -> MicroLoss:
+        algorithm, mask_br = self.config.algorithm, micro["response_mask"]
+        log_probs_br, entropies_br = response_log_probs(
+            self._model, micro, temperature, "gradient" if algorithm.entropy_coef else "value"
+        )
+        policy = self._policy_loss(PolicyLossInput(log_probs_br, micro["old_log_probs"], micro["advantages"], mask_br))
+
+        def total(losses_br: Tensor) -> Tensor:
+            return aggregate(losses_br, mask_br, algorithm.aggregation, divisor)
+
+        loss = pg_loss = total(policy.losses)
+        token_values = {**policy.metrics, "entropy": entropies_br}
+        if algorithm.kl_coef:
+            token_values["kl"] = kl_estimate(log_probs_br, micro["ref_log_prob"], algorithm.kl_estimator)
+            loss = loss + algorithm.kl_coef * total(token_values["kl"])
+        if algorithm.entropy_coef:
+            loss = loss - algorithm.entropy_coef * total(entropies_br)
+        return MicroLoss(loss, {"pg_loss": pg_loss}, token_values)
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def weight_buckets(self, bucket_bytes: int) -> list[ArrayBucket]:
+        return weight_buckets(self._model, bucket_bytes)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        save_model(self._model, path)
+        save_training_state(path, self._optimizer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        try:
+            source = load_causal_lm(path, self.config.model, path)
+        except ConfigError as error:
+            raise unreadable(path, error) from error
+        copy_weights(self._model, source, path)
+        load_training_state(path, self._optimizer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export(self, path: str) -> None:
+        save_model(self._model, path)
+
+
+def _build_policy_loss(config: Config) -> PolicyLoss:
+    slot = config.algorithm.loss
+    if slot.ref is None:
+        raise ConfigError("algorithm.loss: the plugin is not resolved; load the configuration with load_config()")
+    loss: PolicyLoss = resolve_ref(slot.ref).build(slot.config, AlgorithmContext(group_size=config.rollout.n))
+    return loss

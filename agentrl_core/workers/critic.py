@@ -1,0 +1,150 @@
+"""The value function and its updates.
+
+Shapes: b rows, r response tokens and l = p + r tokens of a micro-batch, H hidden size.
+"""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from agentrl_core.algorithms.aggregation import aggregate
+from agentrl_core.algorithms.value import explained_variance, value_losses
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.config.schema import Config
+from agentrl_core.controller import Dispatch, Worker, register
+from agentrl_core.protocol import DataProto
+from agentrl_core.workers.micro_batching import MicroBatch, columns_of, map_micro_batches
+from agentrl_core.workers.models import enable_gradient_checkpointing, load_backbone, resolve_device
+from agentrl_core.workers.optimizer import ScheduledAdamW
+from agentrl_core.workers.update import MicroLoss, Update, check_single_rank, seed_of
+from agentrl_core.workers.weights import (
+    copy_weights,
+    load_training_state,
+    save_model,
+    save_training_state,
+    unreadable,
+)
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+class ValueModel(nn.Module):
+    """A language model's backbone with a linear value head, which starts at 0: a new critic has no opinion."""
+
+    def __init__(self, backbone: Any) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.value_head = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.value_head.weight)
+        nn.init.zeros_(self.value_head.bias)
+
+    def forward(self, micro: MicroBatch) -> Tensor:
+        """Values [b, r] float32. The one at token t is read where t is predicted, before it is sampled."""
+        width_r, width_l = micro["responses"].shape[1], micro["input_ids"].shape[1]
+        hidden_blH = self.backbone(
+            input_ids=micro["input_ids"],
+            attention_mask=micro["attention_mask"],
+            position_ids=micro["position_ids"],
+            use_cache=False,
+        ).last_hidden_state
+        values_br1: Tensor = self.value_head(hidden_blH[:, width_l - width_r - 1 : width_l - 1].float())
+        return values_br1.squeeze(-1)
+
+
+class CriticWorker(Worker):
+    """Implements :class:`agentrl_core.workers.protocols.Critic`.
+
+    Starts from ``critic.path`` (with its value head, if it is a critic's checkpoint), or from ``model.path``.
+    The loss is aggregated as token-mean.
+
+    Args:
+        config: the loaded configuration.
+        total_optimizer_steps: of the whole run, for the learning-rate schedule.
+    """
+
+    def __init__(self, config: Config, total_optimizer_steps: int) -> None:
+        super().__init__()
+        check_single_rank(self, "critic")
+        self.config = config
+        self._total_optimizer_steps = total_optimizer_steps
+        self._device = resolve_device(config.cluster.device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        own = self.config.critic.path
+        path, key = (own, "critic.path") if own else (self.config.model.path, "model.path")
+        self._model = self._load(path, key).to(self._device).eval()
+        if self.config.model.gradient_checkpointing:
+            enable_gradient_checkpointing(self._model.backbone)
+        critic = self.config.critic
+        self._optimizer = ScheduledAdamW(
+            self._model.parameters(), critic.optimizer, critic.grad_clip, self._total_optimizer_steps
+        )
+        self._update = Update(
+            "critic",
+            self._model,
+            self._optimizer,
+            critic,
+            "token-mean",
+            self.config.rollout.max_response_length,
+            self._device,
+        )
+
+    def _load(self, path: str, key: str) -> ValueModel:
+        model = ValueModel(load_backbone(path, self.config.model, key))
+        head = Path(path) / VALUE_HEAD_FILE
+        if head.exists():
+            try:
+                model.value_head.load_state_dict(load_file(head))
+            except (OSError, RuntimeError, SafetensorError) as error:
+                raise ConfigError(f"{key}: {head} is not the value head of this model: {error}") from error
+        return model
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, batch: DataProto) -> DataProto:
+        with torch.no_grad():
+            columns = map_micro_batches(
+                columns_of(batch, (), "compute_values"),
+                self.config.critic.micro_batch_tokens,
+                self._device,
+                lambda micro: (self._model(micro),),
+                ("values",),
+                "critic.micro_batch_tokens",
+            )
+        return DataProto.from_dict(tensors=columns)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update(self, batch: DataProto) -> dict[str, float]:
+        columns = columns_of(batch, ("values", "returns"), "update")
+        metrics = self._update.run(columns, seed_of(batch), self._loss)
+        metrics["critic/explained_variance"] = explained_variance(
+            columns["values"], columns["returns"], columns["response_mask"]
+        )
+        return metrics
+
+    def _loss(self, micro: MicroBatch, divisor: float) -> MicroLoss:
+        values_br, clip = self._model(micro), self.config.critic.value_clip
+        losses_br = value_losses(values_br, micro["values"], micro["returns"], clip)
+        loss = aggregate(losses_br, micro["response_mask"], "token-mean", divisor)
+        return MicroLoss(loss, token_values={"value_mean": values_br})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        save_model(self._model.backbone, path)
+        save_file(self._model.value_head.state_dict(), Path(path) / VALUE_HEAD_FILE)
+        save_training_state(path, self._optimizer)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        if not (Path(path) / VALUE_HEAD_FILE).exists():
+            raise unreadable(path, FileNotFoundError(f"no {VALUE_HEAD_FILE}"))
+        try:
+            source = self._load(path, path)
+        except ConfigError as error:
+            raise unreadable(path, error) from error
+        copy_weights(self._model, source, path)
+        load_training_state(path, self._optimizer)

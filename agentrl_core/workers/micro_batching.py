@@ -1,0 +1,145 @@
+"""Cutting a batch into micro-batches of similar rows, without their common padding.
+
+Shapes: B rows of a batch, b of a micro-batch; P prompt tokens, R response tokens.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from agentrl_core.api.errors import ProtocolError, WorkerError
+from agentrl_core.protocol import DataProto
+
+SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids")
+RESPONSE_COLUMNS = ("responses", "response_mask")
+
+Columns = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """Rows of a batch, cropped to their own longest prompt and response.
+
+    Args:
+        rows: [b] int64, their places in the batch.
+        columns: ``SEQUENCE_COLUMNS`` [b, p+r] and response columns [b, r]; ``response_mask`` is bool.
+    """
+
+    rows: Tensor
+    columns: Columns
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.columns[name]
+
+    @property
+    def tokens(self) -> int:
+        """Padded tokens of its forward pass."""
+        return self.columns["input_ids"].numel()
+
+    def to(self, device: torch.device) -> "MicroBatch":
+        return MicroBatch(self.rows, {name: column.to(device) for name, column in self.columns.items()})
+
+    def __str__(self) -> str:
+        rows = ", ".join(str(row) for row in self.rows[:8].tolist()) + (", …" if len(self.rows) > 8 else "")
+        return f"micro-batch of {len(self.rows)} rows and {self.tokens} padded tokens (rows {rows} of the batch)"
+
+
+def columns_of(batch: DataProto, names: tuple[str, ...], method: str) -> Columns:
+    """The sequence and response columns of a batch, and ``names`` [B, R] as float32 with 0 under mask 0.
+
+    Raises ProtocolError that names what is missing.
+    """
+    wanted = (*SEQUENCE_COLUMNS, *RESPONSE_COLUMNS, *names)
+    present = set(batch.batch.keys()) if batch.batch is not None else set()
+    missing = [name for name in wanted if name not in present]
+    if missing:
+        raise ProtocolError(f"{method} needs the columns {missing}, the batch has {sorted(present)}")
+    columns: Columns = {name: batch.batch[name] for name in wanted}
+    mask_BR = columns["response_mask"] = columns["response_mask"].bool()
+    # Fillers under mask 0 may be anything, and 0 * NaN in a backward pass is NaN.
+    return columns | {name: torch.where(mask_BR, columns[name].float(), 0.0) for name in names}
+
+
+def take(columns: Columns, rows: Tensor) -> Columns:
+    """The columns of these rows ([n] int64)."""
+    return {name: column[rows.to(column.device)] for name, column in columns.items()}
+
+
+def micro_batches(columns: Columns, max_tokens: int) -> list[MicroBatch]:
+    """Cut a batch: rows sorted by length, packed so that b * (p + r) <= ``max_tokens``.
+
+    A row that alone is longer is a micro-batch of its own. Every row is in exactly one micro-batch, and none is empty.
+    """
+    attention_BL, width_R = columns["attention_mask"].bool(), columns["responses"].shape[1]
+    width_P = attention_BL.shape[1] - width_R
+    prompts = _extent(attention_BL[:, :width_P].flip(-1))
+    responses = _extent(attention_BL[:, width_P:])
+    # Longest first: a batch that does not fit into memory fails at once, not after all of its short rows.
+    order = sorted(range(len(prompts)), key=lambda row: (prompts[row] + responses[row], prompts[row]), reverse=True)
+
+    packs: list[list[int]] = []
+    longest_p = longest_r = 0
+    for row in order:
+        p, r = max(longest_p, prompts[row]), max(longest_r, responses[row])
+        if not packs or (len(packs[-1]) + 1) * (p + r) > max_tokens:
+            packs.append([])
+            p, r = prompts[row], responses[row]
+        packs[-1].append(row)
+        longest_p, longest_r = p, r
+    return [_cropped(columns, pack, width_P, prompts, responses) for pack in packs]
+
+
+def _extent(mask_BW: Tensor) -> list[int]:
+    """1 + the last position with mask 1 of each row, at least 1: a forward pass needs something to run on."""
+    positions_W = torch.arange(1, mask_BW.shape[1] + 1, device=mask_BW.device)
+    extents: list[int] = (mask_BW * positions_W).amax(-1).clamp(min=1).tolist() if mask_BW.numel() else []
+    return extents
+
+
+def _cropped(columns: Columns, pack: list[int], width_P: int, prompts: list[int], responses: list[int]) -> MicroBatch:
+    p, r = max(prompts[row] for row in pack), max(responses[row] for row in pack)
+    rows = torch.tensor(pack, dtype=torch.long)
+    cropped = {
+        name: column[..., width_P - p : width_P + r] if name in SEQUENCE_COLUMNS else column[..., :r]
+        for name, column in take(columns, rows).items()
+    }
+    return MicroBatch(rows, cropped)
+
+
+def map_micro_batches(
+    columns: Columns,
+    max_tokens: int,
+    device: torch.device,
+    function: Callable[[MicroBatch], tuple[Tensor, ...]],
+    names: tuple[str, ...],
+    setting: str,
+) -> Columns:
+    """Results [b, r] of ``function`` for every micro-batch as columns ``names`` [B, R] on the CPU, in batch order.
+
+    They are float32, and 0 under mask 0. ``setting`` is the config key of ``max_tokens``. Raises WorkerError where
+    memory runs out.
+    """
+    mask_BR = columns["response_mask"].cpu()
+    results = {name: torch.zeros(mask_BR.shape, dtype=torch.float32) for name in names}
+    for micro in micro_batches(columns, max_tokens):
+        with memory_errors(micro, setting):
+            outputs = function(micro.to(device))
+        for name, output_br in zip(names, outputs, strict=True):
+            results[name][micro.rows, : output_br.shape[1]] = output_br.float().cpu()
+    return {name: torch.where(mask_BR, result_BR, 0.0) for name, result_BR in results.items()}
+
+
+@contextmanager
+def memory_errors(micro: MicroBatch, setting: str) -> Iterator[None]:
+    """Raises WorkerError that names the micro-batch where the device's memory runs out."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
+            raise
+        raise WorkerError(
+            f"out of memory in a {micro}: lower {setting}, or set model.gradient_checkpointing=true ({error})"
+        ) from error

@@ -1,0 +1,112 @@
+"""Loading Hugging Face models from a directory, with errors that name the config key."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers.utils import logging as transformers_logging
+
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.config.schema import ModelConfig
+
+DEVICES = Literal["auto", "cpu", "cuda"]
+
+
+def resolve_device(device: DEVICES) -> torch.device:
+    """The device that ``cluster.device`` means on this machine. Raises ConfigError where CUDA is asked for in vain."""
+    available = torch.cuda.is_available()
+    if device == "cuda" and not available:
+        raise ConfigError(
+            "cluster.device is 'cuda', and torch sees no CUDA device here: set cluster.device=cpu, or see "
+            "`agentrl doctor` for what is installed"
+        )
+    return torch.device("cuda" if available and device != "cpu" else "cpu")
+
+
+def load_causal_lm(path: str, config: ModelConfig, key: str) -> Any:
+    """The causal language model of a directory, on the CPU, in eval mode and without dropout.
+
+    Args:
+        path: directory with config and weights.
+        config: dtype, attention and the rest.
+        key: the config key that ``path`` comes from, for messages.
+
+    Raises ConfigError where the path does not exist, is no model, or lacks weights.
+    """
+    return _load(AutoModelForCausalLM, path, config, key)
+
+
+def load_backbone(path: str, config: ModelConfig, key: str) -> Any:
+    """The same model without its language-model head."""
+    return _load(AutoModel, path, config, key)
+
+
+def _load(auto_class: Any, path: str, config: ModelConfig, key: str) -> Any:
+    if not Path(path).is_dir():
+        raise ConfigError(
+            f"{key}: {path!r} is not a directory; give one with config.json and weights "
+            f"(`hf download NAME --local-dir {path}` fetches a model from the Hugging Face hub)"
+        )
+    try:
+        with quiet_progress():
+            # Dropout would make the ratio compare two random functions instead of two policies.
+            model_config = AutoConfig.from_pretrained(
+                path, trust_remote_code=config.trust_remote_code, local_files_only=True
+            )
+            _switch_off_dropout(model_config)
+            model, info = auto_class.from_pretrained(
+                path,
+                config=model_config,
+                dtype=getattr(torch, config.dtype),
+                attn_implementation=config.attn_implementation,
+                trust_remote_code=config.trust_remote_code,
+                local_files_only=True,
+                output_loading_info=True,
+            )
+    except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
+        raise ConfigError(f"{key}: transformers cannot load a model from {path!r}: {error}") from error
+    if info["missing_keys"]:
+        missing = sorted(info["missing_keys"])
+        raise ConfigError(
+            f"{key}: the weights in {path!r} lack {len(missing)} tensors of {type(model).__name__}, "
+            f"{missing[0]!r} for one; they would be random"
+        )
+    return model.eval()
+
+
+def _switch_off_dropout(model_config: Any) -> None:
+    for part in (model_config, *(value for value in vars(model_config).values() if hasattr(value, "model_type"))):
+        for name, value in vars(part).items():
+            if name.endswith(("dropout", "pdrop", "layerdrop")) and isinstance(value, float):
+                setattr(part, name, 0.0)
+
+
+def enable_gradient_checkpointing(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+@contextmanager
+def training_mode(module: nn.Module) -> Iterator[None]:
+    """Training mode (which gradient checkpointing needs) inside, eval mode afterwards."""
+    module.train()
+    try:
+        yield
+    finally:
+        module.eval()
+
+
+@contextmanager
+def quiet_progress() -> Iterator[None]:
+    """No progress bars of transformers inside: they would tear the live view apart at every checkpoint."""
+    enabled = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if enabled:
+            transformers_logging.enable_progress_bar()

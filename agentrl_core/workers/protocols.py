@@ -1,0 +1,75 @@
+"""The roles as the trainer sees them: groups of workers are typed as these.
+
+``batch`` has the columns ``prompts`` [B, P] (left-padded), ``responses`` [B, R] (right-padded), ``response_mask``
+[B, R], ``input_ids``, ``attention_mask`` and ``position_ids`` [B, P+R]; each method names what else it reads. Paths
+are directories.
+"""
+
+from typing import Protocol
+
+from agentrl_core.api.engine import ArrayBucket
+from agentrl_core.protocol import DataProto
+
+
+class Reference(Protocol):
+    """A frozen policy that the KL term measures the distance to."""
+
+    def init_model(self) -> object:
+        """Load the model. Called once, before anything else."""
+
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """``ref_log_prob`` [B, R] float32, 0 under mask 0. Reads ``meta_info["temperature"]``."""
+
+
+class Actor(Protocol):
+    """The policy that is trained."""
+
+    def init_model(self) -> object:
+        """Load the model, make the optimizer and the policy loss. Called once, before anything else."""
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        """``old_log_probs`` [B, R] float32, and ``entropys`` where ``meta_info["calculate_entropy"]`` is true.
+
+        Both are 0 under mask 0. Reads ``meta_info["temperature"]``, that of the rollout (0: greedy, counts as 1).
+        """
+
+    def update(self, batch: DataProto) -> list[dict[str, float]]:
+        """All optimizer steps of one batch; each rank's metrics under ``actor/``.
+
+        Reads also ``old_log_probs``, ``advantages``, with a KL term ``ref_log_prob``, and ``meta_info`` ``temperature``
+        and ``seed`` (the order of the mini-batches follows from it).
+        """
+
+    def save_checkpoint(self, path: str) -> object:
+        """Write weights in Hugging Face layout, optimizer, schedule and generators. The caller makes it atomic."""
+
+    def load_checkpoint(self, path: str) -> object:
+        """Go on exactly where :meth:`save_checkpoint` was called. Raises CheckpointError."""
+
+    def export(self, path: str) -> object:
+        """Write weights and config as transformers loads them; tokenizer files are the caller's."""
+
+    def weight_buckets(self, bucket_bytes: int) -> list[ArrayBucket]:
+        """All weights under their Hugging Face names, tied ones once, in buckets of about ``bucket_bytes``."""
+
+
+class Critic(Protocol):
+    """The value function of estimators that need one."""
+
+    def init_model(self) -> object:
+        """Load the backbone, make the value head and the optimizer. Called once, before anything else."""
+
+    def compute_values(self, batch: DataProto) -> DataProto:
+        """``values`` [B, R] float32, each from before its token is sampled; 0 under mask 0."""
+
+    def update(self, batch: DataProto) -> list[dict[str, float]]:
+        """All optimizer steps of one batch; each rank's metrics under ``critic/``.
+
+        Reads also ``values``, ``returns`` and ``meta_info["seed"]``.
+        """
+
+    def save_checkpoint(self, path: str) -> object:
+        """Write backbone, value head, optimizer, schedule and generators. The caller makes it atomic."""
+
+    def load_checkpoint(self, path: str) -> object:
+        """Go on exactly where :meth:`save_checkpoint` was called. Raises CheckpointError."""

@@ -1,0 +1,162 @@
+"""The optimizer steps of one batch: epochs, mini-batches, micro-batches.
+
+The gradient of a mini-batch does not depend on how it is cut: each micro-batch's loss is a sum divided by the
+denominator of the mini-batch (see :mod:`agentrl_core.algorithms.aggregation`).
+
+Shapes: M rows with a sampled token, b and r rows and response tokens of a micro-batch.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from agentrl_core.algorithms.aggregation import Aggregation, denominator
+from agentrl_core.api.errors import ProtocolError, WorkerError
+from agentrl_core.config.schema import UpdateConfig
+from agentrl_core.controller import Worker
+from agentrl_core.protocol import DataProto
+from agentrl_core.workers.micro_batching import Columns, MicroBatch, memory_errors, micro_batches, take
+from agentrl_core.workers.models import training_mode
+from agentrl_core.workers.optimizer import ScheduledAdamW, StepReport
+
+
+@dataclass(frozen=True)
+class MicroLoss:
+    """What one micro-batch contributes.
+
+    Args:
+        loss: [] with a gradient; already divided by the mini-batch's denominator.
+        parts: [] each, terms of the loss; added up like the loss and averaged over mini-batches.
+        token_values: [b, r] each; averaged over all sampled tokens.
+    """
+
+    loss: Tensor
+    parts: dict[str, Tensor] = field(default_factory=dict)
+    token_values: dict[str, Tensor] = field(default_factory=dict)
+
+
+LossFunction = Callable[[MicroBatch, float], MicroLoss]
+"""Loss of a micro-batch, given the denominator of the mini-batch that it belongs to."""
+
+
+class Update:
+    """Runs the optimizer steps of batches for one module.
+
+    ``name`` is the config section of ``config`` and the prefix of the metrics.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        module: nn.Module,
+        optimizer: ScheduledAdamW,
+        config: UpdateConfig,
+        aggregation: Aggregation,
+        max_response_length: int,
+        device: torch.device,
+    ) -> None:
+        self._name = name
+        self._module = module
+        self._optimizer = optimizer
+        self._config = config
+        self._aggregation = aggregation
+        self._max_response_length = max_response_length
+        self._device = device
+
+    def run(self, columns: Columns, seed: int, loss_function: LossFunction) -> dict[str, float]:
+        """All steps of a batch: ``epochs`` passes of ``mini_batches`` steps each, fewer where rows are fewer.
+
+        Rows without a sampled token are left out; without any row there is no step. ``seed`` decides the order of
+        rows. Returns ``loss``, ``grad_norm`` (before clipping, over the steps that were made), ``lr`` (of the last
+        step), ``skipped_steps`` and all parts and token values of ``loss_function``, under ``name/``.
+
+        Raises WorkerError where a loss is not finite or memory runs out, naming the micro-batch.
+        """
+        totals = _Totals()
+        trained = columns["response_mask"].any(-1).nonzero().squeeze(-1)
+        generator = torch.Generator().manual_seed(seed)
+        with training_mode(self._module):
+            for _ in range(self._config.epochs):
+                for rows in _mini_batches(trained, self._config.mini_batches, generator):
+                    self._step(take(columns, rows), rows, loss_function, totals)
+        return {f"{self._name}/{key}": value for key, value in totals.metrics(self._optimizer.lr).items()}
+
+    def _step(self, mini_batch: Columns, rows: Tensor, loss_function: LossFunction, totals: "_Totals") -> None:
+        divisor = denominator(mini_batch["response_mask"], self._aggregation, self._max_response_length)
+        self._optimizer.zero_grad()
+        for micro in micro_batches(mini_batch, self._config.micro_batch_tokens):
+            micro = MicroBatch(rows[micro.rows], micro.columns)
+            with memory_errors(micro, f"{self._name}.micro_batch_tokens"):
+                result = loss_function(micro.to(self._device), divisor)
+                self._check_finite(result, micro)
+                result.loss.backward()  # type: ignore[no-untyped-call]
+            totals.add_micro_batch(result, micro["response_mask"])
+        totals.add_step(self._optimizer.step())
+
+    def _check_finite(self, result: MicroLoss, micro: MicroBatch) -> None:
+        if math.isfinite(result.loss.item()):
+            return
+        self._optimizer.zero_grad()
+        values = {"loss": result.loss, **result.parts}
+        shown = ", ".join(f"{key} {value.item()}" for key, value in values.items())
+        raise WorkerError(
+            f"the {self._name}'s loss is not finite ({shown}) in a {micro}: look for NaN or infinite rewards, "
+            f"advantages or log-probabilities in these rows, or lower {self._name}.optimizer.lr"
+        )
+
+
+def check_single_rank(worker: Worker, name: str) -> None:
+    """Raises WorkerError in a group of several ranks: without gradient synchronisation they would drift apart."""
+    if worker.world_size > 1:
+        raise WorkerError(
+            f"the {name}'s group has {worker.world_size} ranks, and updates run in one process: give its resource "
+            "pool one process"
+        )
+
+
+def seed_of(batch: DataProto) -> int:
+    """``meta_info["seed"]``, from which the order of an update's rows follows."""
+    if "seed" not in batch.meta_info:
+        raise ProtocolError("update needs meta_info['seed'], which decides the order of the rows; the batch has none")
+    return int(batch.meta_info["seed"])
+
+
+def _mini_batches(rows_M: Tensor, count: int, generator: torch.Generator) -> Iterator[Tensor]:
+    """A new random order of ``rows_M``, cut into at most ``count`` parts of nearly equal size, none of them empty."""
+    if len(rows_M):
+        yield from rows_M.cpu()[torch.randperm(len(rows_M), generator=generator)].tensor_split(min(count, len(rows_M)))
+
+
+class _Totals:
+    """Sums over an update, from which its metrics follow."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, float] = defaultdict(float)
+        self._token_sums: dict[str, float] = defaultdict(float)
+        self._tokens = 0
+        self._steps: list[StepReport] = []
+
+    def add_micro_batch(self, result: MicroLoss, mask_br: Tensor) -> None:
+        for key, part in {"loss": result.loss, **result.parts}.items():
+            self._parts[key] += part.item()
+        for key, values_br in result.token_values.items():
+            self._token_sums[key] += torch.where(mask_br.to(values_br.device), values_br.detach(), 0.0).sum().item()
+        self._tokens += int(mask_br.sum())
+
+    def add_step(self, report: StepReport) -> None:
+        self._steps.append(report)
+
+    def metrics(self, lr: float) -> dict[str, float]:
+        made = [step.grad_norm for step in self._steps if not step.skipped]
+        return {
+            "loss": 0.0,
+            **{key: total / max(len(self._steps), 1) for key, total in self._parts.items()},
+            **{key: total / max(self._tokens, 1) for key, total in self._token_sums.items()},
+            "grad_norm": sum(made) / max(len(made), 1),
+            "lr": self._steps[-1].lr if self._steps else lr,
+            "skipped_steps": float(len(self._steps) - len(made)),
+        }

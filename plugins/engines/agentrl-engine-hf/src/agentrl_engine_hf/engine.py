@@ -1,0 +1,193 @@
+"""The embedded engine: a transformers model that samples in a thread of the process that holds it."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from agentrl_core.api.engine import (
+    EngineContext,
+    InferenceEngine,
+    PauseMode,
+    SamplingParams,
+    TokenOutput,
+    WeightUpdate,
+)
+from agentrl_core.api.errors import EngineError
+from agentrl_engine_hf.config import HFEngineConfig
+from agentrl_engine_hf.counters import Counters
+from agentrl_engine_hf.executor import Executor
+from agentrl_engine_hf.model import Model
+from agentrl_engine_hf.sampler import mix
+from agentrl_engine_hf.sequence import Sequence
+from agentrl_engine_hf.thread import EngineThread
+
+T = TypeVar("T")
+
+
+class HFEngine(InferenceEngine):
+    """Continuous batching over a transformers model with full attention, on CPU or GPU.
+
+    Requests join the running batch and leave it one by one. Between the turns of a session its keys and values stay,
+    so that the next turn computes only what is new; the sessions idle longest make room. Requests may come from any
+    event loop.
+
+    With ``context.shared_module`` the engine generates with the actor's module itself: it copies nothing, and while
+    nothing runs, or during a pause, the module is in the training mode that the actor left it in.
+
+    With ``context.deterministic`` a step is made only when every open session has a request here, in a fixed order:
+    the same requests give the same bits. All sessions of a rollout must be opened before its first request.
+    """
+
+    def __init__(self, config: HFEngineConfig, context: EngineContext) -> None:
+        self._config = config
+        self._context = context
+        self._counters = Counters()
+        self._thread: EngineThread | None = None
+        self._vocab_size = 0
+        self._unseeded = 0
+
+    # Life ---------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Raises EngineError where the model cannot be loaded or served."""
+        self._thread = EngineThread(self._make_executor, f"agentrl-engine-hf-{self._context.replica}")
+        await asyncio.wrap_future(self._thread.started)
+
+    def _make_executor(self) -> Executor:
+        model = Model(self._context, self._config.attn_implementation)
+        self._vocab_size = min(model.vocab_size, self._context.vocab_size or model.vocab_size)
+        return Executor(model, self._config, self._context, self._counters)
+
+    async def close(self) -> None:
+        if self._thread is not None:
+            self._thread.stop()
+            await asyncio.to_thread(self._thread.join)
+
+    async def health(self) -> None:
+        """Raises EngineError when the engine's thread has ended."""
+        await self._call(lambda executor: None)
+
+    def metrics(self) -> dict[str, float]:
+        """``prompt_tokens`` (``cached_tokens`` of them not computed again), ``generated_tokens``, ``steps``,
+        ``busy_seconds``, ``max_running``."""
+        return self._counters.take()
+
+    # Generation ---------------------------------------------------------------------------------------------------
+
+    async def generate(
+        self,
+        prompt_ids: SequenceOf[int],
+        sampling_params: SamplingParams,
+        request_id: str,
+        multi_modal: dict[str, Any] | None = None,
+    ) -> TokenOutput:
+        """Raises ValueError for a request that cannot be served; others are not affected."""
+        thread = self._running_thread()
+        sequence = self._sequence(prompt_ids, sampling_params, request_id, multi_modal)
+        thread.post(lambda executor: executor.submit(sequence))
+        try:
+            return await asyncio.wrap_future(sequence.future)
+        except asyncio.CancelledError:
+            with contextlib.suppress(EngineError):
+                thread.post(lambda executor: executor.drop(sequence))
+            raise
+
+    def _sequence(
+        self,
+        prompt_ids: SequenceOf[int],
+        params: SamplingParams,
+        request_id: str,
+        multi_modal: dict[str, Any] | None,
+    ) -> Sequence:
+        ids = [int(token) for token in prompt_ids]
+        self._check(ids, params, request_id, multi_modal)
+        future: Future[TokenOutput] = Future()
+        # From here on only the engine's thread ends the future, so that cancelling it cannot race with a result.
+        future.set_running_or_notify_cancel()
+        return Sequence(
+            request_id=request_id,
+            ids=ids,
+            prompt_length=len(ids),
+            max_length=min(len(ids) + params.max_tokens, self._context.max_model_len),
+            params=params,
+            seed=self._next_seed() if params.seed is None else params.seed,
+            future=future,
+            stop_ids=frozenset(params.stop_token_ids),
+        )
+
+    def _check(
+        self, ids: list[int], params: SamplingParams, request_id: str, multi_modal: dict[str, Any] | None
+    ) -> None:
+        where = f"request {request_id!r}:"
+        if not ids:
+            raise ValueError(f"{where} the prompt is empty; it needs at least 1 token")
+        if len(ids) >= self._context.max_model_len:
+            raise ValueError(
+                f"{where} the prompt has {len(ids)} tokens, which leaves no room to sample with max_model_len "
+                f"{self._context.max_model_len}"
+            )
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            bad = min(ids) if min(ids) < 0 else max(ids)
+            raise ValueError(f"{where} token id {bad} is outside the vocabulary 0..{self._vocab_size - 1}")
+        if params.max_tokens < 1:
+            raise ValueError(f"{where} max_tokens is {params.max_tokens}; it must be at least 1")
+        if not (params.temperature >= 0 and 0 < params.top_p <= 1 and params.top_k >= 0):
+            raise ValueError(
+                f"{where} temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}; allowed are "
+                f"temperature >= 0, 0 < top_p <= 1, top_k >= 0"
+            )
+        if multi_modal:
+            raise ValueError(f"{where} the hf engine takes text only, found {', '.join(sorted(multi_modal))}")
+
+    def _next_seed(self) -> int:
+        self._unseeded += 1
+        return mix(self._context.seed, self._context.replica, self._unseeded)
+
+    # Between steps ------------------------------------------------------------------------------------------------
+
+    async def open_session(self, session_id: str) -> None:
+        await self._call(lambda executor: executor.open_session(session_id))
+
+    async def close_session(self, session_id: str) -> None:
+        await self._call(lambda executor: executor.close_session(session_id))
+
+    async def abort(self, request_id: str) -> TokenOutput | None:
+        return await self._call(lambda executor: executor.abort(request_id))
+
+    async def update_weights(self, update: WeightUpdate, version: int) -> None:
+        """Raises EngineError, and changes nothing, where the tensors are not the model's.
+
+        Requests that are paused with ``keep`` go on from their ids with the new weights.
+        """
+        await self._call(lambda executor: executor.update_weights(update, version))
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        done: Future[None] = Future()
+        done.set_running_or_notify_cancel()
+        await self._call(lambda executor: executor.pause(mode, done))
+        await asyncio.wrap_future(done)
+
+    async def resume(self) -> None:
+        await self._call(lambda executor: executor.resume())
+
+    async def sleep(self, level: int = 1) -> None:
+        """Level 2 moves the engine's own weights to the host's memory; a shared module stays where it is.
+
+        Requests wait until :meth:`wake_up`.
+        """
+        await self._call(lambda executor: executor.sleep(level))
+
+    async def wake_up(self, tags: SequenceOf[str] | None = None) -> None:
+        names = {"weights", "kv_cache"} if tags is None else set(tags)
+        await self._call(lambda executor: executor.wake_up(names))
+
+    def _running_thread(self) -> EngineThread:
+        if self._thread is None:
+            raise EngineError("the hf engine has not been started: call start() first")
+        return self._thread
+
+    async def _call(self, command: Callable[[Executor], T]) -> T:
+        return await asyncio.wrap_future(self._running_thread().call(command))

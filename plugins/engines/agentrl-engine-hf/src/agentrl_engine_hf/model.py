@@ -1,0 +1,175 @@
+"""The transformers model: loading, checks, and the two forwards of a step.
+
+Shapes: B rows, T new tokens of a row, L tokens attended to, N new tokens in all, V vocabulary.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentrl_core.api.engine import EngineContext
+from agentrl_core.api.errors import EngineError
+from agentrl_engine_hf.kv_cache import ForwardCache, KVCache, ProbeCache, round_up
+from agentrl_engine_hf.sequence import Sequence
+
+_ATTENTIONS = ("sdpa", "eager")
+"""The implementations that take the 4-D additive masks which rows of different lengths need."""
+
+
+class Model:
+    """A causal language model that is the engine's own, or the actor's.
+
+    Raises:
+        EngineError: the model cannot be loaded, or its architecture keeps more than keys and values per token.
+    """
+
+    def __init__(self, context: EngineContext, attn_implementation: str) -> None:
+        self.owned = context.shared_module is None
+        self.device = torch.device(context.device)
+        self.module: Any = _load(context, attn_implementation) if self.owned else context.shared_module
+        if not self.owned:
+            self.device = next(self.module.parameters()).device
+        self._training: list[torch.nn.Module] | None = None
+        _check(self.module, context)
+        self.vocab_size = int(self.module.get_input_embeddings().weight.shape[0])
+
+    def begin(self) -> None:
+        """Put the module into eval mode, remembering which parts were in training mode."""
+        if self._training is None:
+            self._training = [part for part in self.module.modules() if part.training]
+            for part in self._training:
+                part.training = False
+
+    def end(self) -> None:
+        """Give the module back as :meth:`begin` found it."""
+        for part in self._training or ():
+            part.training = True
+        self._training = None
+
+    def move(self, device: torch.device | str) -> None:
+        self.module.to(device)
+
+    @torch.no_grad()
+    def new_cache(self) -> KVCache:
+        """An empty cache of the right shape, learned from the forward of one token."""
+        self.begin()
+        try:
+            probe = ProbeCache()
+            zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
+            mask = torch.zeros(1, 1, 1, 1, dtype=self._mask_dtype, device=self.device)
+            self._forward(zero, zero, mask, probe)
+        finally:
+            self.end()
+        if probe.dtype is None:
+            raise EngineError(f"{_describe(self.module)} keeps no keys and values: the hf engine cannot serve it")
+        return KVCache(list(probe.layers_in_order()), probe.dtype, self.device)
+
+    @torch.no_grad()
+    def decode(self, store: KVCache, sequences: SequenceOf[Sequence]) -> torch.Tensor:
+        """Feed the last id of the sequences in rows 0..B-1; returns logits ``[B, V]``."""
+        ids_B1 = torch.tensor([sequence.ids[-1] for sequence in sequences], device=self.device).unsqueeze(1)
+        positions_B1 = torch.tensor([sequence.cached for sequence in sequences], device=self.device).unsqueeze(1)
+        length = min(round_up_decode(max(sequence.cached for sequence in sequences) + 1), store.capacity)
+        rows_B = torch.arange(len(sequences), device=self.device)
+        cache = ForwardCache(store, 0, len(sequences), length, rows_B, positions_B1.squeeze(1), None)
+        return self._forward(ids_B1, positions_B1, self._mask(positions_B1, length), cache)
+
+    @torch.no_grad()
+    def prefill(self, store: KVCache, first_row: int, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
+        """Compute keys and values of the next ``counts[i]`` ids of the sequences in rows ``first_row + i``."""
+        width = max(counts)
+        starts = [sequence.cached for sequence in sequences]
+        padded = [
+            sequence.ids[start : start + count] + [0] * (width - count)
+            for sequence, start, count in zip(sequences, starts, counts, strict=True)
+        ]
+        ids_BT = torch.tensor(padded, device=self.device)
+        offsets_T = torch.arange(width, device=self.device)
+        starts_B1 = torch.tensor(starts, device=self.device).unsqueeze(1)
+        counts_B1 = torch.tensor(counts, device=self.device).unsqueeze(1)
+        # Padding repeats the position of the last token, so that no model sees a position beyond its table.
+        positions_BT = starts_B1 + torch.minimum(offsets_T, counts_B1 - 1)
+        tokens_N = None if min(counts) == width else (offsets_T < counts_B1).flatten().nonzero().squeeze(1)
+        rows_BT = torch.arange(first_row, first_row + len(counts), device=self.device).unsqueeze(1).expand(-1, width)
+        rows_N, positions_N = rows_BT.flatten(), positions_BT.flatten()
+        if tokens_N is not None:
+            rows_N, positions_N = rows_N[tokens_N], positions_N[tokens_N]
+        longest = max(start + count for start, count in zip(starts, counts, strict=True))
+        length = min(round_up(longest), store.capacity)
+        cache = ForwardCache(store, first_row, len(counts), length, rows_N, positions_N, tokens_N)
+        self._forward(ids_BT, positions_BT, self._mask(positions_BT, length), cache)
+
+    def _mask(self, positions_BT: torch.Tensor, length: int) -> torch.Tensor:
+        """Additive ``[B, 1, T, L]``: a token sees what is at its own position and before."""
+        hidden = torch.arange(length, device=self.device) > positions_BT[:, None, :, None]
+        mask = torch.zeros(hidden.shape, dtype=self._mask_dtype, device=self.device)
+        return mask.masked_fill_(hidden, torch.finfo(self._mask_dtype).min)
+
+    @property
+    def _mask_dtype(self) -> torch.dtype:
+        return self.module.dtype  # type: ignore[no-any-return]
+
+    def _forward(
+        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor, cache: Any
+    ) -> torch.Tensor:
+        output = self.module(
+            input_ids=ids_BT,
+            position_ids=positions_BT,
+            attention_mask=mask,
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits_BV: torch.Tensor = output.logits[:, -1]
+        return logits_BV
+
+
+def round_up_decode(length: int) -> int:
+    """Decoding reads all it attends to at every step, so its window follows the longest row closely."""
+    return -(-length // 8) * 8
+
+
+def _load(context: EngineContext, attn_implementation: str) -> Any:
+    path = Path(context.model_path)
+    if not (path / "config.json").is_file():
+        raise EngineError(f"model.path: {context.model_path} is not a directory with a config.json")
+    dtype = getattr(torch, context.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise EngineError(f"model.dtype: torch has no dtype {context.dtype!r}; try float32 or bfloat16")
+    module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
+    return module.to(context.device).eval().requires_grad_(False)
+
+
+def _describe(module: Any) -> str:
+    return f"the model type {module.config.model_type!r} ({type(module).__name__})"
+
+
+def _check(module: Any, context: EngineContext) -> None:
+    config = module.config.get_text_config(decoder=True)
+    window = _window(config)
+    layers = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    # A window that no sequence can leave is no window.
+    allowed = {"full_attention", "sliding_attention"} if window >= context.max_model_len else {"full_attention"}
+    if layers - allowed:
+        kinds = ", ".join(sorted(layers - allowed))
+        raise EngineError(
+            f"{_describe(module)} has layers of kind {kinds} (window: {window or 'none'}, max_model_len: "
+            f"{context.max_model_len}); the hf engine serves models with full attention only. Use another engine, "
+            f"for example rollout.engine.name=vllm"
+        )
+    attention = config._attn_implementation
+    if attention not in _ATTENTIONS:
+        raise EngineError(
+            f"{_describe(module)} was loaded with attn_implementation={attention!r}; the hf engine needs one of "
+            f"{', '.join(_ATTENTIONS)}"
+        )
+
+
+def _window(config: Any) -> int:
+    """Tokens of the model's sliding window, 0 without one."""
+    if not getattr(config, "use_sliding_window", True):
+        return 0
+    return int(getattr(config, "sliding_window", None) or 0)

@@ -1,0 +1,100 @@
+"""Sampling, vectorised over the batch.
+
+Shapes: B rows of the batch, V vocabulary, F rows with top-k or top-p.
+"""
+
+from collections.abc import Sequence as SequenceOf
+from typing import Any
+
+import numpy as np
+import torch
+
+from agentrl_engine_hf.sequence import Sequence
+
+_MASK64 = 0xFFFFFFFFFFFFFFFF
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _splitmix64(values: "np.ndarray[Any, np.dtype[np.uint64]]") -> "np.ndarray[Any, np.dtype[np.uint64]]":
+    """The output function of SplitMix64 (Steele, Lea and Flood, 2014)."""
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))
+
+
+def uniforms(seeds: SequenceOf[int], indices: SequenceOf[int]) -> "np.ndarray[Any, np.dtype[np.float64]]":
+    """One number in (0, 1) for each (seed, token index): a hash, so that no state is shared between requests."""
+    keys = np.array([seed & _MASK64 for seed in seeds], dtype=np.uint64)
+    counters = np.array(indices, dtype=np.uint64) + np.uint64(1)
+    bits = _splitmix64(_splitmix64(keys + _GAMMA) + counters * _GAMMA) >> np.uint64(11)
+    return (bits.astype(np.float64) + 0.5) * 2.0**-53
+
+
+class Sampler:
+    """The sampling parameters of one composition of the batch, as tensors."""
+
+    def __init__(self, sequences: SequenceOf[Sequence], device: torch.device) -> None:
+        self.sequences = list(sequences)
+        params = [sequence.params for sequence in sequences]
+        greedy = [param.temperature == 0 for param in params]
+        temperatures = [1.0 if param.temperature == 0 else param.temperature for param in params]
+        filtered = [i for i, param in enumerate(params) if not greedy[i] and (param.top_p < 1.0 or param.top_k > 0)]
+        self._device = device
+        self._seeds = [sequence.seed for sequence in sequences]
+        self._all_greedy = all(greedy)
+        self._greedy_B = torch.tensor(greedy, device=device) if any(greedy) else None
+        self._temperature_B1 = None
+        if any(temperature != 1.0 for temperature in temperatures):
+            self._temperature_B1 = torch.tensor(temperatures, dtype=torch.float32, device=device).unsqueeze(1)
+        self._filtered_F = torch.tensor(filtered, device=device) if filtered else None
+        self._top_p_F1 = torch.tensor([[params[i].top_p] for i in filtered], dtype=torch.float64, device=device)
+        self._top_k_F1 = torch.tensor([[params[i].top_k or 2**31] for i in filtered], device=device)
+
+    def sample(self, logits_BV: torch.Tensor) -> tuple[list[int], list[float]]:
+        """Ids and their log-probabilities under softmax(logits / temperature) before top-k and top-p, each [B]."""
+        logits_BV = logits_BV.float()
+        scaled_BV = logits_BV if self._temperature_B1 is None else logits_BV / self._temperature_B1
+        log_probs_BV = torch.log_softmax(scaled_BV, dim=-1)
+        ids_B = logits_BV.argmax(dim=-1) if self._all_greedy else self._draw(logits_BV, log_probs_BV)
+        chosen_B = log_probs_BV.gather(1, ids_B.unsqueeze(1)).squeeze(1)
+        return ids_B.tolist(), chosen_B.tolist()
+
+    def _draw(self, logits_BV: torch.Tensor, log_probs_BV: torch.Tensor) -> torch.Tensor:
+        indices = [len(sequence.log_probs) for sequence in self.sequences]
+        uniform_B1 = torch.from_numpy(uniforms(self._seeds, indices)).to(self._device).unsqueeze(1)
+        probs_BV = log_probs_BV.exp()
+        ids_B = _inverse_cdf(probs_BV, uniform_B1)
+        if self._filtered_F is not None:
+            ids_B[self._filtered_F] = self._draw_filtered(probs_BV[self._filtered_F], uniform_B1[self._filtered_F])
+        if self._greedy_B is not None:
+            ids_B = torch.where(self._greedy_B, logits_BV.argmax(dim=-1), ids_B)
+        return ids_B
+
+    def _draw_filtered(self, probs_FV: torch.Tensor, uniform_F1: torch.Tensor) -> torch.Tensor:
+        """Top-k, then the smallest set of what is left whose share reaches top-p (Holtzman et al., 2020)."""
+        sorted_FV, order_FV = probs_FV.double().sort(dim=-1, descending=True, stable=True)
+        ranks_V = torch.arange(sorted_FV.shape[1], device=sorted_FV.device)
+        sorted_FV = sorted_FV.masked_fill(ranks_V >= self._top_k_F1, 0.0)
+        before_FV = sorted_FV.cumsum(dim=-1) - sorted_FV
+        nucleus_F1 = self._top_p_F1 * sorted_FV.sum(dim=-1, keepdim=True)
+        outside_FV = (before_FV >= nucleus_F1) & (self._top_p_F1 < 1.0)
+        # The likeliest token is always in: rounding must not empty the set.
+        outside_FV[:, 0] = False
+        ranks_F = _inverse_cdf(sorted_FV.masked_fill(outside_FV, 0.0), uniform_F1)
+        return order_FV.gather(1, ranks_F.unsqueeze(1)).squeeze(1)
+
+
+def _inverse_cdf(weights_BV: torch.Tensor, uniform_B1: torch.Tensor) -> torch.Tensor:
+    """The first index at which the cumulative weight exceeds ``uniform`` x the total; its own weight is positive."""
+    cumulative_BV = weights_BV.cumsum(dim=-1, dtype=torch.float64)
+    target_B1 = uniform_B1 * cumulative_BV[:, -1:]
+    ids_B = torch.searchsorted(cumulative_BV, target_B1, right=True).squeeze(1)
+    return ids_B.clamp_(max=weights_BV.shape[1] - 1)
+
+
+def mix(*numbers: int) -> int:
+    """One 64-bit seed from several numbers."""
+    seed = 0
+    for number in numbers:
+        seed = int(_splitmix64(np.array([(seed + number) & _MASK64], dtype=np.uint64) + _GAMMA)[0])
+    return seed

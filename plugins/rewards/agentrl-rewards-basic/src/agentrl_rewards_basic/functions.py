@@ -1,0 +1,72 @@
+"""Reward functions for answers that are a number or a short text.
+
+Both read only what the policy wrote in its last turn: a number in a tool's or a user's message earns nothing.
+"""
+
+from typing import Any, ClassVar
+
+from agentrl_core.api import NoConfig, RewardFunctionContext, RewardTrajectory
+from agentrl_rewards_basic.config import HashAnswerConfig
+from agentrl_rewards_basic.numbers import last_number, parse_number
+
+MARKER = "####"
+
+
+class HashAnswer:
+    """1.0 if the answer after the last ``####`` of the last turn, up to the line's end, is the ground truth.
+
+    Numbers are compared as numbers, anything else as text without surrounding space. A wrong answer scores
+    ``format_score``, a turn without the marker 0.0.
+
+    Raises:
+        ValueError: the row has no ground truth.
+    """
+
+    isolation: ClassVar[str] = "inline"
+
+    def __init__(self, config: HashAnswerConfig, context: RewardFunctionContext) -> None:
+        self.format_score = config.format_score
+        self.name = context.name
+
+    def __call__(self, trajectory: RewardTrajectory) -> float:
+        truth = _ground_truth(trajectory, self.name)
+        _, marker, tail = trajectory.last_text.rpartition(MARKER)
+        answer = tail.split("\n", 1)[0].strip()
+        if not marker or not answer:
+            return 0.0
+        number, true_number = parse_number(answer), parse_number(truth)
+        right = answer == truth if number is None or true_number is None else number == true_number
+        return 1.0 if right else self.format_score
+
+
+class ExactNumber:
+    """1.0 if the last number of the last turn is the ground truth, else 0.0.
+
+    Raises:
+        ValueError: the row has no ground truth, or one that is not a number.
+    """
+
+    isolation: ClassVar[str] = "inline"
+
+    def __init__(self, config: NoConfig, context: RewardFunctionContext) -> None:
+        self.name = context.name
+
+    def __call__(self, trajectory: RewardTrajectory) -> float:
+        truth = _ground_truth(trajectory, self.name)
+        true_number = parse_number(truth)
+        if true_number is None:
+            raise ValueError(f"{self.name}: the ground truth of {_row(trajectory)} is {truth!r}, which is not a number")
+        return float(last_number(trajectory.last_text) == true_number)
+
+
+def _ground_truth(trajectory: RewardTrajectory, name: str) -> str:
+    truth: Any = trajectory.ground_truth
+    text = "" if truth is None else str(truth).strip()
+    if not text:
+        raise ValueError(f"{name}: {_row(trajectory)} has no reward_model.ground_truth")
+    return text
+
+
+def _row(trajectory: RewardTrajectory) -> str:
+    source = f" of {trajectory.data_source!r}" if trajectory.data_source else ""
+    return f"row {trajectory.extra_info.get('index', '(without extra_info.index)')}{source}"

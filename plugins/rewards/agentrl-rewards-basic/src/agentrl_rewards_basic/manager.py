@@ -1,0 +1,34 @@
+"""The reward manager that adds up."""
+
+import asyncio
+
+from agentrl_core.api import RewardManager, RewardResult, RewardTrajectory
+from agentrl_rewards_basic.config import NaiveConfig
+
+
+class NaiveRewardManager(RewardManager):
+    """sum_i weight_i function_i + tool_reward_weight sum(tool_rewards) + turn_score_weight sum(turn_scores).
+
+    Metrics: the score of each function under its name, its own metrics under ``<name>/<metric>``, and, where they are
+    weighted, the sums ``tool_rewards`` and ``turn_scores``. A function that fails fails the trajectory's reward.
+    """
+
+    config: NaiveConfig
+
+    async def score(self, trajectory: RewardTrajectory) -> RewardResult:
+        functions = self.context.functions
+        results = await asyncio.gather(*(function(trajectory) for function in functions))
+        score = 0.0
+        metrics: dict[str, float] = {}
+        for function, result in zip(functions, results, strict=True):
+            score += function.weight * result.score
+            metrics[function.name] = result.score
+            metrics |= {f"{function.name}/{key}": value for key, value in result.metrics.items()}
+        for name, weight, rewards in (
+            ("tool_rewards", self.config.tool_reward_weight, trajectory.tool_rewards),
+            ("turn_scores", self.config.turn_score_weight, trajectory.turn_scores),
+        ):
+            if weight:
+                metrics[name] = float(sum(rewards))
+                score += weight * metrics[name]
+        return RewardResult(score, metrics)

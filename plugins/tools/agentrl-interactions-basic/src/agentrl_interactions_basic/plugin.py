@@ -1,0 +1,13 @@
+"""What the entry points name."""
+
+from agentrl_core.api import PluginSpec
+from agentrl_interactions_basic.config import TutorConfig
+
+TUTOR = PluginSpec(
+    kind="interaction",
+    name="tutor",
+    api_version=1,
+    summary="says that an answer is wrong and gives another try",
+    config=TutorConfig,
+    factory="agentrl_interactions_basic.tutor:Tutor",
+)

@@ -1,0 +1,79 @@
+"""``rollouts show``: finds the step, prints it, and says what there is where it cannot."""
+
+from pathlib import Path
+
+import pytest
+
+from agentrl_core.api.errors import DataError
+from agentrl_core.cli.rollouts import show
+from agentrl_core.tracking.records import RolloutRecord, RolloutWriter
+
+
+def record(step: int, sample: int) -> RolloutRecord:
+    return RolloutRecord(
+        step=step, split="train", uid=f"p{step}", trajectory_id=f"p{step}-{sample}", sample=sample, prompt_ids=[1],
+        response_ids=[2, 3], response_mask=[1, 0], prompt_text="What is 1 + 1?", segments=[(1, "#### 2"), (0, "\n")],
+        reward=1.0,
+    )  # fmt: skip
+
+
+@pytest.fixture
+def run_dir(tmp_path: Path) -> Path:
+    path = tmp_path / "calculator"
+    writer = RolloutWriter(path / "rollouts")
+    for step in (1, 2, 3, 10):
+        writer.write(step, "train", [record(step, sample) for sample in range(5)])
+    return path
+
+
+def test_shows_the_first_trajectories_of_a_step(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(run_dir, 2, 3, False, None)
+    out = capsys.readouterr().out
+    assert [f"sample {sample} of p2" in out for sample in range(5)] == [True, True, True, False, False]
+    assert "What is 1 + 1?⟦#### 2⟧" in out and "mask 1" in out
+
+
+def test_the_newest_step_is_the_default(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(run_dir, None, 1, False, None)
+    assert "step 10 " in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("color", [True, False])
+def test_colour_can_be_forced(
+    run_dir: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, color: bool
+) -> None:
+    monkeypatch.setenv("NO_COLOR" if color else "FORCE_COLOR", "1")
+    show(run_dir, None, 1, False, color)
+    out = capsys.readouterr().out
+    assert ("\x1b[1;32m#### 2" in out, "\x1b" in out, "⟦#### 2⟧" in out) == (color, color, not color)
+
+
+def test_validation_has_its_own_files(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(DataError, match="no validation rollouts.*leave out --validation"):
+        show(run_dir, None, 1, True, None)
+    RolloutWriter(run_dir / "rollouts").write(0, "validation", [record(0, 0)])
+    show(run_dir, None, 1, True, None)
+    assert "step 0 " in capsys.readouterr().out
+
+
+def test_a_missing_run_names_those_beside_it(run_dir: Path) -> None:
+    with pytest.raises(DataError, match=r"calculatr: no such run directory.*there are .*calculator"):
+        show(run_dir.with_name("calculatr"), None, 1, False, None)
+    with pytest.raises(DataError, match="no run lies beside it"):
+        show(run_dir / "absent" / "deeper", None, 1, False, None)
+
+
+def test_a_missing_step_names_those_that_exist(run_dir: Path) -> None:
+    with pytest.raises(DataError, match="no train rollouts of step 7; there are steps 1-3, 10"):
+        show(run_dir, 7, 1, False, None)
+
+
+def test_a_run_without_rollouts_names_the_option(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="trainer.save_rollouts"):
+        show(tmp_path, None, 1, False, None)
+
+
+def test_an_empty_file_is_named(run_dir: Path) -> None:
+    (run_dir / "rollouts" / "step-000011.jsonl").write_text("")
+    with pytest.raises(DataError, match="step-000011.jsonl: holds no trajectory"):
+        show(run_dir, 11, 1, False, None)

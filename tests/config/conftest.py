@@ -1,0 +1,156 @@
+"""A configuration to break, and plugins to choose that need no installation."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from agentrl_core.api import PluginNotFoundError, PluginRef, PluginSpec, option
+from agentrl_core.api.config import NoConfig
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.config import Config
+from agentrl_core.config.loading import bind_with, load_with
+
+VALID = """\
+model:
+  path: model
+data:
+  train_files: [train.jsonl]
+rollout:
+  agent:
+    loops: [single_turn]
+reward:
+  functions: [exact]
+"""
+
+
+@dataclass
+class Cache:
+    size: int = option(1, ge=1, help="entries")
+
+
+@dataclass
+class EngineOptions:
+    max_num_seqs: int = option(64, ge=1, help="rows of a batch")
+    fraction: float | None = option(None, gt=0, le=1, help="of the memory")
+    mode: str = option("fast", choices=("fast", "small"), help="what to save")
+    stop: int | str = option(0, help="token or text")
+    window: tuple[int, int] = option((0, 1), help="first and last")
+    weights: str | None = option(None, path=True, help="file")
+    limits: dict[str, int] = field(default_factory=dict)
+    cache: Cache = field(default_factory=Cache)
+
+
+@dataclass
+class ToolOptions:
+    secret: str = option(help="password of the tool")
+
+
+@dataclass
+class Fussy:
+    low: int = 0
+    high: int = 1
+
+    def __post_init__(self) -> None:
+        if self.low > self.high:
+            raise ValueError(f"low ({self.low}) must not exceed high ({self.high})")
+
+
+@dataclass
+class Unreadable:
+    x: "NoSuchType" = 0  # type: ignore[name-defined] # noqa: F821 - an annotation that cannot be evaluated
+
+
+def _spec(kind: str, name: str, config: type = NoConfig, *capabilities: str) -> PluginSpec:
+    return PluginSpec(kind, name, 1, name, "module:attribute", config, capabilities=frozenset(capabilities))
+
+
+SPECS = [
+    _spec("engine", "hf", EngineOptions, "deterministic"),
+    _spec("engine", "fussy", Fussy),
+    _spec("engine", "unreadable", Unreadable),
+    _spec("agent_loop", "single_turn"),
+    _spec("agent_loop", "tool_agent", NoConfig, "tools", "interactions"),
+    _spec("tool_parser", "hermes"),
+    _spec("tool", "calculator"),
+    _spec("tool", "search", ToolOptions),
+    _spec("interaction", "tutor"),
+    _spec("reward_manager", "naive"),
+    _spec("reward_manager", "tools_only", NoConfig, "tool_rewards"),
+    _spec("reward_function", "exact"),
+    _spec("advantage_estimator", "grpo", NoConfig, "groups"),
+    _spec("advantage_estimator", "gae", NoConfig, "values"),
+    _spec("policy_loss", "ppo"),
+    _spec("dataset", "prompts"),
+    _spec("tracker", "console"),
+    _spec("tracker", "jsonl"),
+    _spec("tracker", "tensorboard"),
+    _spec("hook", "printer"),
+]
+
+
+def resolve(kind: str, name: str, *, base_dir: Path | None = None, block: Sequence[str] = ()) -> Any:
+    if name in block:
+        raise PluginNotFoundError(f"'{name}' is blocked")
+    if ".py:" in name:
+        file, attribute = name.split(":")
+        path = (base_dir or Path()) / file
+        if not path.is_file():
+            raise PluginNotFoundError(f"no such file: {path}")
+        ref = PluginRef(kind, f"{path.name}:{attribute}", "file", "0")
+        return SimpleNamespace(spec=_spec(kind, "file"), ref=ref)
+    for spec in SPECS:
+        if (spec.kind, spec.name) == (kind, name):
+            return SimpleNamespace(spec=spec, ref=PluginRef(kind, name, "fake", "1.0"))
+    raise PluginNotFoundError(f"'{name}' is not an installed {kind}")
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Callable[..., Path]:
+    def write_file(text: str, name: str = "config.yaml") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return write_file
+
+
+@pytest.fixture
+def load(write: Callable[..., Path]) -> Callable[..., Config]:
+    """``load(text, *overrides)``: the configuration of a file with this text."""
+
+    def load_text(text: str = VALID, *overrides: str, check_files: bool = False) -> Config:
+        return load_with(resolve, write(text), overrides, check_files=check_files)
+
+    return load_text
+
+
+@pytest.fixture
+def problems(load: Callable[..., Config]) -> Callable[..., list[str]]:
+    """``problems(text, *overrides)``: the messages that such a configuration gives."""
+
+    def messages(text: str = VALID, *overrides: str, check_files: bool = False) -> list[str]:
+        try:
+            load(text, *overrides, check_files=check_files)
+        except ConfigError as error:
+            return list(error.problems)
+        return []
+
+    return messages
+
+
+@pytest.fixture
+def bind() -> Callable[..., Config]:
+    def bind_config(config: Config) -> Config:
+        return bind_with(resolve, config, check_files=False)
+
+    return bind_config
+
+
+@pytest.fixture
+def valid() -> str:
+    return VALID

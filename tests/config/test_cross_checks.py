@@ -1,0 +1,168 @@
+"""Keys that contradict each other, the capabilities of the plugins, or the files there are."""
+
+import pytest
+
+TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["rollout.n=1"],
+            "rollout.n (override 'rollout.n=1'): group size 1 with advantage estimator 'grpo', which compares the "
+            "samples of one prompt: every advantage would be 0; expected rollout.n >= 2, or an estimator without "
+            "groups in algorithm.advantage",
+        ),
+        (
+            ["rollout.engine.python=/env/bin/python"],
+            "rollout.engine.python (override 'rollout.engine.python=/env/bin/python'): an engine in its own "
+            "environment needs cluster.runtime=ray, found local; set cluster.runtime=ray or rollout.engine.python=null",
+        ),
+        (
+            ["rollout.deterministic=true", "rollout.engine=fussy"],
+            "rollout.engine.name (override 'rollout.engine=fussy'): rollout.deterministic needs an engine that can; "
+            "'fussy' cannot",
+        ),
+        (
+            ["rollout.deterministic=true", "rollout.engine.replicas=2"],
+            "rollout.engine.replicas (override 'rollout.engine.replicas=2'): rollout.deterministic needs 1 replica, "
+            "found 2",
+        ),
+        (
+            ["rollout.deterministic=true", "rollout.agent.num_workers=2"],
+            "rollout.agent.num_workers (override 'rollout.agent.num_workers=2'): rollout.deterministic needs 1 worker, "
+            "found 2",
+        ),
+        (
+            ["rollout.deterministic=true", "rollout.agent.max_concurrent=255"],
+            "rollout.agent.max_concurrent (override 'rollout.agent.max_concurrent=255'): rollout.deterministic needs a "
+            "whole step at once, data.batch_size x rollout.n = 256, found 255",
+        ),
+        (
+            ["reference.path=/m"],
+            "reference.path (override 'reference.path=/m'): no reference is used because algorithm.kl_coef is 0; set "
+            "algorithm.kl_coef > 0 or reference.path=null",
+        ),
+        (
+            ["critic.path=/m"],
+            "critic.path (override 'critic.path=/m'): no critic is used because advantage estimator 'grpo' needs no "
+            "values; choose another algorithm.advantage or set critic.path=null",
+        ),
+        (
+            ["critic.warmup_steps=3"],
+            "critic.warmup_steps (override 'critic.warmup_steps=3'): no critic is used because advantage estimator "
+            "'grpo' needs no values; choose another algorithm.advantage or set critic.warmup_steps=0",
+        ),
+        (
+            ["actor.optimizer.betas=[0.9]"],
+            "actor.optimizer.betas (override 'actor.optimizer.betas=[0.9]'): expected two numbers, found 1",
+        ),
+        (
+            [TOOL_AGENT, "tools=[calculator, calculator]"],
+            "tools.1.name (override 'tools=[calculator, calculator]'): 'calculator' stands twice, first as tools.0; "
+            "rows choose by name, so each name may stand once",
+        ),
+        (
+            ["rollout.agent.loops=[single_turn, single_turn]"],
+            "rollout.agent.loops.1.name (override 'rollout.agent.loops=[single_turn, single_turn]'): 'single_turn' "
+            "stands twice, first as rollout.agent.loops.0; rows choose by name, so each name may stand once",
+        ),
+        (
+            ["rollout.agent.default_loop=tool_agent"],
+            "rollout.agent.default_loop (override 'rollout.agent.default_loop=tool_agent'): 'tool_agent' is not in "
+            "rollout.agent.loops; allowed: single_turn",
+        ),
+        (
+            ["tools=[calculator]"],
+            "tools (override 'tools=[calculator]'): nothing can reach calculator: no agent loop of this run drives "
+            "tools (loops: single_turn); add one with the capability 'tools' to rollout.agent.loops (see `agentrl "
+            "plugins list`) or set tools=[]",
+        ),
+        (
+            ["interactions=[tutor]"],
+            "interactions (override 'interactions=[tutor]'): nothing can reach tutor: no agent loop of this run drives "
+            "interactions (loops: single_turn); add one with the capability 'interactions' to rollout.agent.loops (see "
+            "`agentrl plugins list`) or set interactions=[]",
+        ),
+        (
+            ["reward.functions=[]"],
+            "reward.functions (override 'reward.functions=[]'): nothing gives a reward: no function is configured, and "
+            "reward manager 'naive' uses neither the rewards of tools nor the scores of interactions; add a function "
+            "(see `agentrl plugins list`, or ./file.py:function)",
+        ),
+        (
+            ["trainer.checkpoint.best_metric=validation/x/accuracy_greedy"],
+            "trainer.checkpoint.best_metric (override "
+            "'trainer.checkpoint.best_metric=validation/x/accuracy_greedy'): 'validation/x/accuracy_greedy' is never "
+            "measured without data.validation_files",
+        ),
+        (
+            ["data.validation_files=[/v]", "trainer.validation={greedy: false, n: 0}"],
+            "trainer.validation.n (override 'trainer.validation={greedy: false, n: 0}'): validation would measure "
+            "nothing: set trainer.validation.greedy=true or trainer.validation.n >= 1",
+        ),
+        (
+            ["rollout.agent.loops=[]"],
+            "rollout.agent.loops (override 'rollout.agent.loops=[]'): expected at least one agent loop, found none; "
+            "see `agentrl plugins list`",
+        ),
+        (
+            ["data.train_files=[]"],
+            "data.train_files (override 'data.train_files=[]'): expected at least one file, found none",
+        ),
+    ],
+)
+def test_message(problems, valid, overrides, message):
+    assert problems(valid, *overrides) == [message]
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.n=1", "algorithm.advantage=gae", "critic={path: /m, warmup_steps: 2}"],
+        ["rollout.engine.python=/env/bin/python", "cluster.runtime=ray"],
+        ["rollout.deterministic=true"],
+        ["reference.path=/m", "algorithm.kl_coef=0.1"],
+        [TOOL_AGENT, "tools=[calculator]", "interactions=[tutor]"],
+        ["rollout.agent.loops=[single_turn, tool_agent]", "rollout.agent.default_loop=tool_agent"],
+        ["reward.functions=[]", "reward.manager=tools_only"],
+        ["data.validation_files=[/v]", "trainer.checkpoint.best_metric=x"],
+        ["trainer.validation.n=0"],
+    ],
+)
+def test_what_agrees_is_accepted(problems, valid, overrides):
+    assert problems(valid, *overrides) == []
+
+
+def test_they_wait_until_the_tree_is_sound(problems, valid):
+    assert len(problems(valid, "rollout.n=1", "trainer.seed=x")) == 1
+
+
+def test_several_at_once(problems, valid):
+    assert len(problems(valid, "rollout.n=1", "tools=[calculator]", "reward.functions=[]")) == 3
+
+
+def test_model_path_missing_says_what_makes_it(problems, write, valid, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("{}", "train.jsonl")
+    found = f"model.path (config.yaml:2): no such directory: {tmp_path / 'model'}"
+    missing = f"{found}; expected a model that transformers can load"
+    assert problems(valid, check_files=True) == [missing]
+    write("", "prepare.py")
+    assert problems(valid, check_files=True) == [f"{missing}; make it with: python prepare.py"]
+    write("", "model/weights")
+    assert problems(valid, check_files=True) == [
+        f"model.path (config.yaml:2): {tmp_path / 'model'} has no config.json; expected a model that transformers can "
+        "load; make it with: python prepare.py"
+    ]
+    write("{}", "model/config.json")
+    assert problems(valid, check_files=True) == []
+
+
+def test_missing_data_files(problems, write, valid, tmp_path):
+    write("{}", "model/config.json")
+    assert problems(valid + "  \n", check_files=True) == [
+        f"data.train_files.0 (config.yaml:4): no such file: {tmp_path / 'train.jsonl'}"
+    ]
+    assert problems(valid, check_files=False) == []

@@ -1,0 +1,258 @@
+"""Worker groups in this process."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from agentrl_core.api.errors import ConfigError, ProtocolError, WorkerError
+from agentrl_core.controller import (
+    ClassWithInitArgs,
+    Dispatch,
+    Execute,
+    LocalWorkerGroup,
+    ResourcePool,
+    ResourcePoolManager,
+    Worker,
+    make_nd_compute_dataproto_dispatch_fn,
+    register,
+    register_dispatch_mode,
+    update_dispatch_mode,
+)
+from agentrl_core.protocol import DataProto, DataProtoFuture
+
+SPREAD = register_dispatch_mode(
+    "SPREAD_FOR_TEST",
+    lambda group, value: ([[value + rank for rank in range(group.world_size)]], {}),
+    lambda group, results: sum(results),
+)
+
+
+class Counting(Worker):
+    def __init__(self, start: int = 0) -> None:
+        self.start = start
+        self.seen: list[list[int]] = []
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def add(self, batch: DataProto, amount: int = 1) -> DataProto:
+        x = batch.batch["x"]
+        self.seen.append(x.tolist())
+        out = {"x": x + amount, "rank": torch.full_like(x, self.rank)}
+        return DataProto.from_dict(out, meta_info={"metrics": {"rows": len(x)}, "timing": {"add": float(self.rank)}})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+    def add_later(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict({"x": batch.batch["x"] + 1})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    async def add_async(self, batch: DataProto) -> DataProto:
+        return DataProto.from_dict({"x": batch.batch["x"] + 10})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO_WITH_FUNC)
+    def apply(self, function, batch: DataProto) -> DataProto:
+        return DataProto.from_dict({"x": function(batch.batch["x"])})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def total(self, batch: DataProto) -> int:
+        return int(batch.batch["x"].sum())
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def place(self, batch: DataProto | None = None) -> tuple[int, int, int]:
+        if batch is not None:
+            batch.pop(["x"])
+        return self.rank, self.world_size, self.start
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def first(self) -> int:
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
+    def only_first(self) -> int:
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def each(self, value: int, *, factor: int) -> int:
+        return value * factor + self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def whole(self, batch: DataProto) -> int:
+        return len(batch)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, materialize_futures=False)
+    def kind(self, batch: object) -> str:
+        return type(batch).__name__
+
+    @register(dispatch_mode=SPREAD)
+    def spread(self, value: int) -> int:
+        return value
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
+    def meshed(self, batch: DataProto) -> DataProto:
+        return self.add(batch)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def wrong(self, batch: DataProto) -> int:
+        return 1
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def fail(self) -> None:
+        raise KeyError("as it was raised")
+
+
+def group_of(world_size: int) -> LocalWorkerGroup:
+    return LocalWorkerGroup(ClassWithInitArgs(Counting, start=7), world_size)
+
+
+def batch_of(rows: int, **options: bool) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(rows)}, **options)
+
+
+@pytest.mark.parametrize("rows", range(8))
+def test_any_number_of_rows_keeps_length_and_order(rows: int) -> None:
+    out = group_of(3).add(batch_of(rows), amount=5)
+    assert out.batch["x"].tolist() == [row + 5 for row in range(rows)]
+    assert sorted(out.batch["rank"].tolist()) == out.batch["rank"].tolist()
+
+
+def test_fewer_rows_than_workers() -> None:
+    group = group_of(3)
+    out = group.add(batch_of(2))
+    assert out.batch["x"].tolist() == [1, 2]
+    # The third rank ran too, so that collectives go on, and its result was dropped.
+    assert [worker.seen for worker in group.workers] == [[[0]], [[1]], [[0]]]
+    assert out.meta_info == {"metrics": {"rows": [1, 1]}, "timing": {"add": 1.0}}
+    assert group.total(batch_of(2)) == [0, 1]
+
+
+def test_auto_padding_makes_equal_chunks_and_removes_the_rows_again() -> None:
+    group = group_of(3)
+    assert group.add(batch_of(4, auto_padding=True)).batch["x"].tolist() == [1, 2, 3, 4]
+    assert [worker.seen for worker in group.workers] == [[[0, 1]], [[2, 3]], [[0, 1]]]
+
+
+def test_futures_of_one_call_are_arguments_of_the_next() -> None:
+    group = group_of(3)
+    for rows in (0, 2, 7):
+        future = group.add_later(batch_of(rows))
+        assert isinstance(future, DataProtoFuture)
+        assert group.add(future).batch["x"].tolist() == [row + 2 for row in range(rows)]
+        assert group.add_later(future).get().batch["x"].tolist() == [row + 2 for row in range(rows)]
+    padded = group.add_later(batch_of(4, auto_padding=True))
+    assert group.add(padded).batch["x"].tolist() == [2, 3, 4, 5]
+    assert group_of(2).add(group.add_later(batch_of(7))).batch["x"].tolist() == [row + 2 for row in range(7)]
+
+
+def test_a_future_that_reaches_the_worker_whole_is_materialized_unless_told_otherwise() -> None:
+    group = group_of(2)
+    future = group.add_later(batch_of(3))
+    assert group.whole(future) == [3, 3]
+    assert group.kind(future) == ["DataProtoFuture"] * 2
+
+
+def test_dispatch_modes() -> None:
+    group = group_of(2)
+    assert group.place() == [(0, 2, 7), (1, 2, 7)]
+    assert group.first() == 0
+    assert group.only_first() == [0]
+    assert group.each([1, 2], factor=[10, 100]) == [10, 201]
+    assert group.total(batch_of(4)) == [1, 5]
+    assert group.apply(lambda x: x * 2, batch_of(3)).batch["x"].tolist() == [0, 2, 4]
+    assert group.spread(5) == 11
+    assert group.add_async(batch_of(3)).batch["x"].tolist() == [10, 11, 12]
+    assert group.execute_rank_zero_sync("first") == 0
+    assert group.execute_all_async("first").get() == [0, 1]
+
+
+def test_mesh_dispatch_splits_over_dp_and_collects_one_rank_of_each_group() -> None:
+    group = group_of(4)
+    for rank, worker in enumerate(group.workers):
+        worker.set_mesh_place("train", dp_rank=rank // 2, collects=rank % 2 == 1)
+    out = group.meshed(batch_of(3))
+    assert out.batch["x"].tolist() == [1, 2, 3] and out.batch["rank"].tolist() == [1, 1, 3]
+    assert [worker.seen for worker in group.workers] == [[[0, 1]], [[0, 1]], [[2]], [[2]]]
+
+
+def test_a_mesh_without_places_is_explained() -> None:
+    with pytest.raises(WorkerError, match="set_mesh_place"):
+        group_of(1).meshed(batch_of(1))
+
+
+def test_a_custom_mode_can_be_replaced_but_not_registered_twice() -> None:
+    mode = register_dispatch_mode("REPLACED_FOR_TEST", lambda group: ([], {}), lambda group, results: "old")
+    with pytest.raises(WorkerError, match="update_dispatch_mode"):
+        register_dispatch_mode("REPLACED_FOR_TEST", lambda group: ([], {}), lambda group, results: "other")
+    new = update_dispatch_mode(mode, lambda group: ([], {}), lambda group, results: "new")
+    assert getattr(Dispatch, "REPLACED_FOR_TEST") is new  # noqa: B009 - the attribute is made at run time
+
+    class Asked(Worker):
+        @register(dispatch_mode=new)
+        def ask(self) -> None:
+            return None
+
+    assert LocalWorkerGroup(ClassWithInitArgs(Asked)).ask() == "new"
+
+
+def test_exceptions_propagate_unchanged() -> None:
+    with pytest.raises(KeyError, match="as it was raised") as caught:
+        group_of(2).fail()
+    frames = [frame.name for frame in caught.traceback]
+    assert "fail" in frames
+
+
+def test_a_worker_cannot_change_the_callers_batch() -> None:
+    batch = batch_of(2)
+    group_of(2).place(batch)
+    assert "x" in batch.batch.keys()
+
+
+def test_wrong_calls_are_explained() -> None:
+    group = group_of(2)
+    with pytest.raises(ProtocolError, match="returned a int.*DP_COMPUTE_METRIC"):
+        group.wrong(batch_of(2))
+    with pytest.raises(ProtocolError, match="'factor' must be a list with an entry for each of 2 ranks, not a int"):
+        group.each([1, 2], factor=1)
+    with pytest.raises(ProtocolError, match="same number of rows"):
+        group.add(batch_of(2), amount=batch_of(3))
+    with pytest.raises(AttributeError, match="@register"):
+        group.unknown()
+    with pytest.raises(WorkerError, match="Dispatch"):
+        register(dispatch_mode="DP_COMPUTE_PROTO")
+    group.close()
+    with pytest.raises(WorkerError, match="closed"):
+        group.first()
+
+
+def test_a_registered_name_must_not_hide_one_of_the_group() -> None:
+    class Hiding(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def close(self) -> None:
+            return None
+
+    with pytest.raises(WorkerError, match="Hiding.close"):
+        LocalWorkerGroup(ClassWithInitArgs(Hiding))
+
+
+def test_a_worker_alone_is_rank_zero_of_one() -> None:
+    worker = Counting()
+    assert (worker.rank, worker.world_size, worker.local_rank) == (0, 1, 0)
+    assert worker.add(batch_of(1)).batch["x"].tolist() == [1]
+
+
+def test_resource_pools_describe_their_ranks() -> None:
+    pool = ResourcePool([2, 1])
+    assert (pool.world_size, pool.local_rank_list, pool.local_world_size_list) == (3, [0, 1, 0], [2, 2, 1])
+    with pytest.raises(ConfigError):
+        ResourcePool([0])
+    with pytest.raises(ConfigError, match="'critic' is mapped to the pool 'b'"):
+        ResourcePoolManager({"a": [1]}, {"critic": "b"})
+    manager = ResourcePoolManager({"a": [2], "b": [1]}, {"actor": "a", "critic": "a"}, num_cpus=2)
+    assert manager.needed() == {"CPU": 6}
+    assert manager.get_resource_pool("critic").max_colocate_count == 2
+    with pytest.raises(ConfigError, match="'reward' has no resource pool"):
+        manager.get_resource_pool("reward")
+
+
+def test_the_local_controller_does_not_import_ray() -> None:
+    code = "import sys, agentrl_core.controller as c; c.make_runtime('local'); assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)

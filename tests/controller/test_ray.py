@@ -1,0 +1,271 @@
+"""Worker groups and actors on Ray: one cluster for the whole module."""
+
+import asyncio
+import os
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+ray = pytest.importorskip("ray")
+
+from agentrl_core.api.errors import ConfigError, EngineError, WorkerError  # noqa: E402 - needs ray
+from agentrl_core.controller import (  # noqa: E402 - needs ray
+    ActorHandle,
+    ClassWithInitArgs,
+    Dispatch,
+    RayResourcePool,
+    ResourcePoolManager,
+    Worker,
+    make_runtime,
+    merge_resource_pool,
+    register,
+    split_resource_pool,
+)
+from agentrl_core.controller.ray_backend import (  # noqa: E402 - needs ray
+    RayClassWithInitArgs,
+    RayRuntime,
+    RayWorkerGroup,
+    create_colocated_worker_cls,
+)
+from agentrl_core.protocol import DataProto  # noqa: E402 - needs ray
+
+pytestmark = pytest.mark.ray
+
+
+def worker_class() -> type:
+    """Made in a function, so that it travels to the actors by value."""
+
+    class Counting(Worker):
+        def __init__(self, start: int = 0) -> None:
+            self.start = start
+
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def add(self, batch: DataProto, amount: int = 1) -> DataProto:
+            x = batch.batch["x"]
+            return DataProto.from_dict({"x": x + amount, "rank": torch.full_like(x, self.rank)})
+
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
+        def add_later(self, batch: DataProto) -> DataProto:
+            return DataProto.from_dict({"x": batch.batch["x"] + 1})
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def scale(self, batch: DataProto) -> float:
+            mine = batch.writable() if self.rank else batch
+            if self.rank:
+                mine.batch["x"].mul_(100)
+            return float(mine.batch["x"].sum())
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def place(self) -> tuple[int, int, int, str, bool]:
+            return self.rank, self.world_size, self.start, os.environ["OMP_NUM_THREADS"], self.master_port > 0
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def pid(self) -> int:
+            return os.getpid()
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def fail_on(self, rank: int) -> None:
+            if self.rank == rank:
+                raise KeyError("only rank one")
+            time.sleep(60)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def fail_everywhere(self) -> None:
+            raise ValueError(f"from rank {self.rank}")
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def die_on(self, rank: int) -> None:
+            if self.rank == rank:
+                os._exit(3)
+            time.sleep(60)
+
+    return Counting
+
+
+def async_worker_class() -> type:
+    class Waiting(Worker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        async def waited(self) -> int:
+            await asyncio.sleep(0)
+            return os.getpid()
+
+    return Waiting
+
+
+def actor_class() -> type:
+    class Echo:
+        def __init__(self) -> None:
+            self.cancelled = False
+
+        async def echo(self, text: str) -> str:
+            await asyncio.sleep(0)
+            return text
+
+        async def through(self, other: ActorHandle, text: str) -> str:
+            return f"through {await other.call('echo', text)}"
+
+        async def engine_error(self) -> None:
+            raise EngineError("out of memory")
+
+        async def foreign_error(self) -> None:
+            raise KeyError("foreign")
+
+        async def forever(self) -> None:
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled = True
+                raise
+
+        async def was_cancelled(self) -> bool:
+            while not self.cancelled:
+                await asyncio.sleep(0.01)
+            return True
+
+        async def die(self) -> None:
+            os._exit(3)
+
+    return Echo
+
+
+def batch_of(rows: int) -> DataProto:
+    return DataProto.from_dict({"x": torch.arange(rows)}, {"o": [str(row) for row in range(rows)]})
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[RayRuntime]:
+    with make_runtime("ray", num_cpus=8) as made:
+        assert isinstance(made, RayRuntime)
+        yield made
+    assert not ray.is_initialized()
+
+
+@pytest.fixture(scope="module")
+def group(runtime: RayRuntime) -> RayWorkerGroup:
+    return runtime.worker_group(ClassWithInitArgs(worker_class(), start=7), "counting", world_size=2)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 5])
+def test_fewer_rows_than_workers_and_uneven_rows_keep_length_and_order(group: RayWorkerGroup, rows: int) -> None:
+    out = group.add(batch_of(rows), amount=3)
+    assert out.batch["x"].tolist() == [row + 3 for row in range(rows)]
+
+
+def test_futures_go_from_worker_to_worker(group: RayWorkerGroup) -> None:
+    first = group.add_later(batch_of(5))
+    second = group.add_later(first)
+    assert group.add(second).batch["x"].tolist() == [row + 3 for row in range(5)]
+
+
+def test_workers_know_their_place(group: RayWorkerGroup) -> None:
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    assert group.place() == [(0, 2, 7, threads, True), (1, 2, 7, threads, True)]
+    assert group.execute_rank_zero_sync("place")[0] == 0
+
+
+def test_no_reader_of_a_shared_batch_sees_the_write_of_another(group: RayWorkerGroup) -> None:
+    batch = DataProto.from_dict({"x": torch.ones(200_000)})
+    for _ in range(2):
+        assert group.scale(batch) == [200_000.0, 20_000_000.0]
+
+
+def test_the_error_of_one_rank_is_raised_at_once_with_its_traceback(group: RayWorkerGroup) -> None:
+    group = RayWorkerGroup(RayResourcePool([2], strategy="PACK"), RayClassWithInitArgs(worker_class()), role="failing")
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 of 'failing' on node .*KeyError(.|\n)*in fail_on") as caught:
+        group.fail_on(1)
+    assert time.monotonic() - start < 30
+    assert isinstance(caught.value.__cause__, KeyError)
+    group.close()
+
+
+def test_ranks_that_failed_too_are_named(group: RayWorkerGroup) -> None:
+    with pytest.raises(WorkerError, match=r"rank 0 of 2(.|\n)*from rank 0(.|\n)*Also failed: rank 1 of 2"):
+        group.fail_everywhere()
+
+
+def test_a_worker_killed_in_mid_call_is_named_with_its_method(runtime: RayRuntime) -> None:
+    group = runtime.worker_group(ClassWithInitArgs(worker_class()), "dying", world_size=2)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"rank 1 of 2 of 'dying' on node .*'die_on'.*died"):
+        group.die_on(1)
+    assert time.monotonic() - start < 30
+    group.close()
+
+
+def test_an_error_in_the_constructor_names_the_rank(runtime: RayRuntime) -> None:
+    with pytest.raises(WorkerError, match=r"'broken'.*__init__(.|\n)*unexpected keyword"):
+        runtime.worker_group(ClassWithInitArgs(worker_class(), wrong=1), "broken")
+
+
+def test_colocated_classes_share_a_process_and_async_methods_work(runtime: RayRuntime) -> None:
+    pool = RayResourcePool([1])
+    classes = create_colocated_worker_cls(
+        {"actor": ClassWithInitArgs(worker_class()), "critic": ClassWithInitArgs(async_worker_class())}
+    )
+    with RayWorkerGroup(pool, classes) as both:
+        groups = both.spawn(["actor", "critic"])
+        assert groups["actor"].pid() == groups["critic"].waited()
+        assert groups["actor"].add(batch_of(3)).batch["x"].tolist() == [1, 2, 3]
+        with pytest.raises(WorkerError, match=r"no role 'reward'; it has \['actor', 'critic'\]"):
+            both.spawn(["reward"])
+    pool.close()
+
+
+def test_pools_split_and_merge() -> None:
+    pool = RayResourcePool([2], num_cpus=0.5, strategy="PACK")
+    halves = split_resource_pool(pool, 1)
+    assert [half.world_size for half in halves] == [1, 1]
+    assert merge_resource_pool(*halves).world_size == 2
+    with pytest.raises(ConfigError, match="2 processes cannot be split into 3"):
+        split_resource_pool(pool, 3)
+    pool.close()
+
+
+def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_needed(runtime: RayRuntime) -> None:
+    manager = ResourcePoolManager({"big": [100]}, {"actor": "big"})
+    with pytest.raises(WorkerError, match=r"CPU: \d+ seen, 100 needed"):
+        manager.check_resource_available(timeout=0)
+    with pytest.raises(WorkerError, match="could not place the pool 'big'"):
+        manager.get_resource_pool("actor").bundles(timeout=0)
+    ResourcePoolManager({"small": [1]}, {"actor": "small"}).check_resource_available(timeout=0)
+
+
+def test_actors_are_called_from_any_loop_and_can_be_passed_on(runtime: RayRuntime) -> None:
+    first = runtime.actor(actor_class(), name="first", num_cpus=0)
+    second = runtime.actor(actor_class(), name="second", num_cpus=0)
+    assert runtime.run(first.call("echo", "a")) == "a"
+    assert asyncio.run(first.call("echo", text="b")) == "b"
+    assert runtime.run(first.call("through", second, "c")) == "through c"
+
+    async def many() -> list[str]:
+        return await asyncio.gather(*(first.call("echo", str(number)) for number in range(50)))
+
+    assert runtime.run(many()) == [str(number) for number in range(50)]
+
+    with pytest.raises(EngineError, match="out of memory"):
+        runtime.run(first.call("engine_error"))
+    with pytest.raises(WorkerError, match=r"actor 'first', in 'foreign_error': KeyError(.|\n)*foreign") as caught:
+        runtime.run(first.call("foreign_error"))
+    assert isinstance(caught.value.__cause__, KeyError)
+
+    async def cancel() -> bool:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(first.call("forever"), timeout=0.2)
+        return await asyncio.wait_for(first.call("was_cancelled"), timeout=20)
+
+    assert runtime.run(cancel())
+
+    with pytest.raises(WorkerError, match="actor 'second', in 'die'.*died"):
+        runtime.run(second.call("die"))
+    first.kill()
+    with pytest.raises(WorkerError, match="'first'"):
+        runtime.run(first.call("echo", "d"))
+
+
+def test_a_runtime_leaves_a_ray_that_it_did_not_start(runtime: RayRuntime) -> None:
+    with make_runtime("ray"):
+        pass
+    assert ray.is_initialized()

@@ -1,0 +1,92 @@
+"""The local runtime: actors, and coroutines run from synchronous code."""
+
+import asyncio
+import threading
+
+import pytest
+
+from agentrl_core.api.errors import ConfigError, WorkerError
+from agentrl_core.controller import ActorHandle, ClassWithInitArgs, Worker, make_runtime
+
+
+class Echo:
+    def __init__(self, prefix: str) -> None:
+        self.prefix = prefix
+
+    def now(self, text: str) -> str:
+        return self.prefix + text
+
+    async def later(self, text: str) -> str:
+        await asyncio.sleep(0)
+        return self.prefix + text
+
+    async def fail(self) -> None:
+        raise KeyError("as it was raised")
+
+
+def test_actor_methods_async_or_not_are_awaited() -> None:
+    with make_runtime("local") as runtime:
+        echo = runtime.actor(Echo, "> ", name="echo")
+        assert isinstance(echo, ActorHandle) and echo.name == "echo"
+        assert runtime.run(echo.call("now", "a")) == "> a"
+        assert runtime.run(echo.call("later", text="b")) == "> b"
+        with pytest.raises(KeyError, match="as it was raised"):
+            runtime.run(echo.call("fail"))
+        echo.kill()
+        with pytest.raises(WorkerError, match="'echo'.*killed"):
+            runtime.run(echo.call("now", "c"))
+
+
+def test_run_uses_the_calling_thread_and_one_loop() -> None:
+    async def here() -> tuple[threading.Thread, asyncio.AbstractEventLoop]:
+        return threading.current_thread(), asyncio.get_running_loop()
+
+    with make_runtime("local") as runtime:
+        first, second = runtime.run(here()), runtime.run(here())
+        assert first == second and first[0] is threading.current_thread()
+
+
+def test_run_works_where_a_loop_already_runs() -> None:
+    async def inner() -> threading.Thread:
+        await asyncio.sleep(0)
+        return threading.current_thread()
+
+    async def notebook() -> tuple[threading.Thread, threading.Thread]:
+        with make_runtime("local") as runtime:
+            return runtime.run(inner()), runtime.run(inner())
+
+    first, second = asyncio.run(notebook())
+    assert first is second and first is not threading.current_thread()
+
+
+def test_run_inside_run_does_not_deadlock() -> None:
+    with make_runtime("local") as runtime:
+
+        async def inner() -> int:
+            return 3
+
+        async def outer() -> int:
+            return runtime.run(inner())
+
+        assert runtime.run(outer()) == 3
+
+
+def test_worker_groups_of_the_runtime_are_closed_with_it() -> None:
+    closed = []
+
+    class Closing(Worker):
+        def close(self) -> None:
+            closed.append(self.rank)
+
+    with make_runtime("local") as runtime:
+        group = runtime.worker_group(ClassWithInitArgs(Closing), "closing", world_size=2)
+        assert (group.role, group.world_size) == ("closing", 2)
+    runtime.shutdown()
+    assert closed == [0, 1]
+
+
+def test_unsuitable_settings_are_config_errors() -> None:
+    with pytest.raises(ConfigError, match="'slurm', allowed are 'local' and 'ray'"):
+        make_runtime("slurm")
+    with make_runtime("local") as runtime, pytest.raises(ConfigError, match="cluster.runtime=ray"):
+        runtime.actor(Echo, "", name="engine", python="/env/bin/python")

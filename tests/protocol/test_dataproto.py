@@ -1,0 +1,250 @@
+"""DataProto: construction, access, columns and combination."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from tensordict import TensorDict
+
+from agentrl_core.api.errors import ProtocolError
+from agentrl_core.protocol import DataProto, merge_meta_info, pad_dataproto_to_divisor, unpad_dataproto
+
+
+def batch_of(rows: int, meta: dict | None = None) -> DataProto:
+    return DataProto.from_dict(
+        {"ids": torch.arange(rows * 2).view(rows, 2), "scores": torch.arange(rows, dtype=torch.float32)},
+        {"uid": [f"row-{row}" for row in range(rows)], "messages": [[{"role": "user"}]] * rows},
+        meta or {},
+    )
+
+
+def uids(data: DataProto) -> list[str]:
+    return data.non_tensor_batch["uid"].tolist()
+
+
+def test_concat_does_not_keep_only_the_first_meta_info() -> None:
+    first = DataProto(meta_info={"step": 3, "metrics": {"loss": 1.0}, "timing": {"update": 0.1}})
+    second = DataProto(meta_info={"step": 3, "metrics": {"loss": [2.0, 3.0], "norm": 9.0}, "temperature": 0.7})
+    merged = DataProto.concat([first, second]).meta_info
+    assert merged == {
+        "step": 3,
+        "metrics": {"loss": [1.0, 2.0, 3.0], "norm": [9.0]},
+        "timing": {"update": 0.1},
+        "temperature": 0.7,
+    }
+
+
+def test_concat_does_not_fail_on_float_timings() -> None:
+    merged = merge_meta_info([{"timing": {"gen": 1.25, "tool": 0.5}}, {"timing": {"gen": 1.26}}])
+    assert merged == {"timing": {"gen": 1.26, "tool": 0.5}}
+
+
+def test_concat_reports_every_entry_that_differs_by_name() -> None:
+    with pytest.raises(ProtocolError, match=r"'temperature' \(0.5 and 1.0\).*'eos'"):
+        DataProto.concat([DataProto(meta_info={"temperature": t, "eos": t, "n": 1}) for t in (0.5, 1.0)])
+
+
+def test_nan_in_meta_info_equals_itself() -> None:
+    assert np.isnan(merge_meta_info([{"x": float("nan")}, {"x": float("nan")}])["x"])
+
+
+def test_chunks_do_not_share_meta_info() -> None:
+    data = batch_of(4, {"nested": {"list": [1]}, "array": np.zeros(2)})
+    first, second = data.chunk(2)
+    first.meta_info["nested"]["list"].append(2)
+    first.meta_info["array"][0] = 5
+    for other in (second, data):
+        assert other.meta_info["nested"] == {"list": [1]}
+        assert other.meta_info["array"].tolist() == [0, 0]
+
+
+def test_constructor_does_not_share_its_arguments() -> None:
+    td, columns, meta = TensorDict({"x": torch.ones(1)}, [1]), {"o": np.array(["a"], dtype=object)}, {"m": [1]}
+    data = DataProto(td, columns, meta)
+    td["y"], columns["o"][0] = torch.ones(1), "changed"
+    meta["m"].append(2)
+    assert list(data.batch.keys()) == ["x"]
+    assert data.non_tensor_batch["o"].tolist() == ["a"]
+    assert data.meta_info == {"m": [1]}
+
+
+def test_lists_of_equal_length_stay_one_object_per_row() -> None:
+    data = DataProto.from_single_dict({"x": torch.zeros(2), "pairs": [[1, 2], [3, 4]]})
+    assert data.non_tensor_batch["pairs"].shape == (2,)
+    assert data[1].non_tensor_batch["pairs"] == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "index, expected",
+    [
+        (slice(1, 4, 2), [1, 3]),
+        (slice(None, None, -1), [4, 3, 2, 1, 0]),
+        ([3, -5, 3], [3, 0, 3]),
+        ([], []),
+        (np.array([2, 0]), [2, 0]),
+        (torch.tensor([4]), [4]),
+        ([True, False, False, True, False], [0, 3]),
+        (np.array([False, True, False, False, False]), [1]),
+        (torch.tensor([False] * 5), []),
+        (range(2), [0, 1]),
+    ],
+)
+def test_indexing_takes_the_same_rows_of_all_columns(index: object, expected: list[int]) -> None:
+    chosen = batch_of(5)[index]
+    assert uids(chosen) == [f"row-{row}" for row in expected]
+    assert chosen.batch["scores"].tolist() == expected
+    assert len(chosen) == len(expected)
+
+
+def test_item_is_one_row() -> None:
+    item = batch_of(3, {"m": 1})[-1]
+    assert item.batch["ids"].tolist() == [4, 5]
+    assert item.non_tensor_batch["uid"] == "row-2"
+    assert item.meta_info == {"m": 1}
+    assert [item.non_tensor_batch["uid"] for item in batch_of(2)] == ["row-0", "row-1"]
+
+
+@pytest.mark.parametrize("index", [5, -6, [5], [0.5], [True], [[0]], "uid", torch.tensor([7])])
+def test_a_wrong_index_is_a_protocol_error(index: object) -> None:
+    with pytest.raises(ProtocolError):
+        batch_of(5)[index]
+
+
+def test_sizes_that_disagree_are_named_with_their_column() -> None:
+    with pytest.raises(ProtocolError, match=r"'b' has batch size \[3\], 'a' has \[2\]"):
+        DataProto.from_dict({"a": torch.zeros(2), "b": torch.zeros(3)})
+    with pytest.raises(ProtocolError, match=r"non_tensor_batch\['o'\] has 3 rows, the batch has 2"):
+        DataProto.from_dict({"a": torch.zeros(2)}, {"o": [1, 2, 3]})
+    with pytest.raises(ProtocolError, match="one entry per row"):
+        DataProto.from_dict(non_tensors={"o": "text"})
+
+
+def test_select_pop_and_rename() -> None:
+    data = batch_of(3, {"a": 1, "b": 2})
+    chosen = data.select(["ids"], ["uid"], ["a"])
+    assert (list(chosen.batch.keys()), list(chosen.non_tensor_batch), chosen.meta_info) == (["ids"], ["uid"], {"a": 1})
+    assert len(data.select([], [])) == 3
+    popped = data.pop(["scores"], ["messages"], ["b"])
+    assert list(popped.batch.keys()) == ["scores"] and popped.meta_info == {"b": 2}
+    assert (list(data.batch.keys()), list(data.non_tensor_batch), data.meta_info) == (["ids"], ["uid"], {"a": 1})
+    assert data.rename(["ids", "uid"], ["input_ids", "id"]) is data
+    assert (list(data.batch.keys()), list(data.non_tensor_batch)) == (["input_ids"], ["id"])
+
+
+def test_pop_of_an_unknown_key_names_it_and_changes_nothing() -> None:
+    data = batch_of(2)
+    with pytest.raises(ProtocolError, match=r"pop: batch has no 'nope'; it has \['ids', 'scores'\]"):
+        data.pop(["ids", "nope"])
+    assert "ids" in data.batch.keys()
+
+
+def test_rename_onto_another_column_is_an_error_and_swapping_is_not() -> None:
+    data = batch_of(2)
+    with pytest.raises(ProtocolError, match="uid"):
+        data.rename("ids", "uid")
+    data.rename(["ids", "scores"], ["scores", "ids"])
+    assert data.batch["ids"].dtype == torch.float32
+
+
+def test_union_takes_new_columns_and_names_those_that_differ() -> None:
+    data = DataProto.from_dict({"x": torch.tensor([1.0, float("nan")])}, {"o": [{"a": np.ones(2)}, None]})
+    same = DataProto.from_dict(
+        {"x": torch.tensor([1.0, float("nan")]), "y": torch.zeros(2)}, {"o": [{"a": np.ones(2)}, None]}
+    )
+    assert data.union(same) is data
+    assert set(data.batch.keys()) == {"x", "y"}
+    with pytest.raises(ProtocolError, match="'y'"):
+        data.union(DataProto.from_dict({"y": torch.ones(2), "z": torch.ones(2)}))
+    with pytest.raises(ProtocolError, match="'o'"):
+        data.union(DataProto.from_dict(non_tensors={"o": [{"a": np.zeros(2)}, None]}))
+    with pytest.raises(ProtocolError, match="2 and 3 rows"):
+        data.union(DataProto.from_dict({"w": torch.ones(3)}))
+    assert set(data.batch.keys()) == {"x", "y"}
+
+
+def test_concat_names_columns_that_do_not_fit() -> None:
+    with pytest.raises(ProtocolError, match=r"'x' has shape \[1, 2\] in part 0 and \[1, 3\] in part 1"):
+        DataProto.concat([DataProto.from_dict({"x": torch.zeros(1, width)}) for width in (2, 3)])
+    with pytest.raises(ProtocolError, match="'b' in one only"):
+        DataProto.concat([DataProto.from_dict(non_tensors=c) for c in ({"a": [1]}, {"a": [1], "b": [2]})])
+    with pytest.raises(ProtocolError, match="no batch"):
+        DataProto.concat([])
+
+
+def test_fewer_rows_than_chunks() -> None:
+    chunks = batch_of(2).chunk(3)
+    assert [len(chunk) for chunk in chunks] == [1, 1, 0]
+    assert chunks[2].batch["ids"].shape == (0, 2)
+
+
+def test_iterator_sees_every_row_once_per_epoch_and_repeats_with_its_seed() -> None:
+    data = batch_of(5)
+    batches = list(data.make_iterator(mini_batch_size=2, epochs=2, seed=7))
+    assert [len(batch) for batch in batches] == [2, 2, 1] * 2
+    epochs = [sum((uids(batch) for batch in batches[start : start + 3]), []) for start in (0, 3)]
+    assert all(sorted(epoch) == uids(data) for epoch in epochs) and epochs[0] != epochs[1]
+    again = list(data.make_iterator(mini_batch_size=2, epochs=2, seed=7))
+    assert list(map(uids, again)) == list(map(uids, batches))
+    assert [uids(batch) for batch in data.make_iterator(4, 1)] == [uids(data)[:4], uids(data)[4:]]
+
+
+def test_padding_repeats_a_row() -> None:
+    assert uids(batch_of(2).padding(2, "first")) == ["row-0", "row-1", "row-0", "row-0"]
+    with pytest.raises(ProtocolError, match="batch of 0 rows"):
+        batch_of(0).padding(1)
+    padded, added = pad_dataproto_to_divisor(batch_of(2), 5)
+    assert (uids(padded), added) == (["row-0", "row-1", "row-0", "row-1", "row-0"], 3)
+    with pytest.raises(ProtocolError):
+        unpad_dataproto(batch_of(1), 2)
+
+
+def test_sample_level_repeat_and_unfold_column_chunks() -> None:
+    assert uids(batch_of(3).sample_level_repeat([2, 0, 1])) == ["row-0", "row-0", "row-2"]
+    unfolded = batch_of(2).unfold_column_chunks(2, ["ids"])
+    assert unfolded.batch["ids"].tolist() == [[0], [1], [2], [3]]
+    assert uids(unfolded) == ["row-0", "row-0", "row-1", "row-1"]
+
+
+def test_fold_and_unfold_batch_dim() -> None:
+    folded = batch_of(4).fold_batch_dim(2)
+    assert folded.batch["ids"].shape == (2, 2, 2) and folded.non_tensor_batch["uid"].shape == (2, 2)
+    assert uids(folded.unfold_batch_dim()) == uids(batch_of(4))
+    with pytest.raises(ProtocolError, match="4 rows cannot be folded into 3"):
+        batch_of(4).fold_batch_dim(3)
+
+
+def test_tensordict_round_trip() -> None:
+    for data in (batch_of(3, {"m": [1]}), batch_of(0)):
+        again = DataProto.from_tensordict(data.to_tensordict())
+        assert (uids(again), again.meta_info) == (uids(data), data.meta_info)
+        assert torch.equal(again.batch["ids"], data.batch["ids"])
+
+
+@pytest.mark.parametrize("data", [DataProto(), DataProto(TensorDict({}, [])), batch_of(0), batch_of(3).select([])])
+def test_batches_without_rows_or_tensors_work_in_every_operation(data: DataProto) -> None:
+    rows = len(data)
+    results = [data[:], data.repeat(1), data.select(), copy.copy(data), copy.deepcopy(data), data.writable()]
+    results += [DataProto.concat(data.chunk(4)), DataProto.concat(data.split(2)), data.slice().to("cpu")]
+    results += [DataProto.concat([data]), data.slice().union(data), data.slice().reorder(list(range(rows)))]
+    assert [len(result) for result in results] == [rows] * len(results)
+    assert pad_dataproto_to_divisor(data, 3)[1] == 0
+    assert data.get_data_info() and data.nbytes() == 0
+
+
+def test_writable_shares_neither_tensors_nor_row_objects() -> None:
+    data = batch_of(2)
+    private = data.writable()
+    private.batch["ids"].zero_()
+    private.non_tensor_batch["messages"][0].append("mine")
+    assert data.batch["ids"].sum() == 6 and data.non_tensor_batch["messages"][0] == [{"role": "user"}]
+
+
+def test_jagged_columns_that_share_offsets_can_still_be_multiplied() -> None:
+    offsets = torch.tensor([0, 2, 2, 5])
+    values = {key: torch.nested.nested_tensor_from_jagged(torch.arange(5.0), offsets=offsets) for key in "ab"}
+    data = DataProto.from_dict(values)
+    for result in (data[[2, 1, 0]], data.repeat(2), DataProto.concat([data, data]), data.writable(), data[1:]):
+        product = result.batch["a"] * result.batch["b"]
+        assert [row.tolist() for row in product.unbind()] == [(row**2).tolist() for row in result.batch["a"].unbind()]
+    assert [row.tolist() for row in data[[2, 0]].batch["a"].unbind()] == [[2, 3, 4], [0, 1]]

@@ -1,0 +1,137 @@
+"""Laws of DataProto over random schemas."""
+
+import pickle
+
+import numpy as np
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tensordict import TensorDict
+
+from agentrl_core.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
+from agentrl_core.protocol.containers import equal
+
+DTYPES = [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.uint8]
+quick = settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> DataProto:
+    rows = draw(st.integers(0, 7))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+
+    def dense() -> torch.Tensor:
+        shape = [rows, *draw(st.lists(st.integers(0, 3), max_size=2))]
+        return (torch.randn(shape, generator=generator) * 9).to(draw(st.sampled_from(DTYPES)))
+
+    def jagged() -> torch.Tensor:
+        lengths = torch.randint(0, 4, [rows], generator=generator)
+        offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+        return torch.nested.nested_tensor_from_jagged(torch.randn(int(lengths.sum()), generator=generator), offsets)
+
+    makers = {"dense": dense, "jagged": jagged, "inside": lambda: TensorDict({"leaf": dense()}, [rows])}
+    kinds = draw(st.none() | st.lists(st.sampled_from(sorted(makers)), max_size=4))
+    td = None if kinds is None else TensorDict({f"{k}{i}": makers[k]() for i, k in enumerate(kinds)}, [rows])
+    names = draw(st.lists(st.sampled_from("opq"), unique=True))
+    columns = {name: draw(st.lists(values, min_size=rows, max_size=rows)) for name in names}
+    return DataProto(td, columns, draw(st.dictionaries(st.sampled_from("mno"), values, max_size=3)))
+
+
+def assert_same(left: DataProto, right: DataProto) -> None:
+    assert len(left) == len(right)
+    assert (left.batch is None) == (right.batch is None)
+    if left.batch is not None:
+        assert left.batch.batch_size == right.batch.batch_size
+        assert equal(dict(left.batch.items()), dict(right.batch.items()))
+    assert equal(left.non_tensor_batch, right.non_tensor_batch)
+    assert equal(left.meta_info, right.meta_info)
+
+
+def rows_of(data: DataProto) -> list[tuple[object, object]]:
+    return [(None if item.batch is None else dict(item.batch.items()), item.non_tensor_batch) for item in data]
+
+
+def assert_rows(data: DataProto, source: DataProto, order: list[int]) -> None:
+    rows = rows_of(source)
+    assert equal(rows_of(data), [rows[row] for row in order])
+
+
+@quick
+@given(batches(), st.integers(1, 9))
+def test_concat_of_chunks_and_of_splits_is_the_batch(data: DataProto, number: int) -> None:
+    chunks = data.chunk(number)
+    assert len(chunks) == number and max(map(len, chunks)) - min(map(len, chunks)) <= 1
+    assert_same(DataProto.concat(chunks), data)
+    assert_same(DataProto.concat(data.split(number)), data)
+
+
+@quick
+@given(batches(), st.integers(1, 9))
+def test_unpad_of_pad_is_the_batch(data: DataProto, divisor: int) -> None:
+    padded, added = pad_dataproto_to_divisor(data, divisor)
+    assert len(padded) % divisor == 0 and len(padded) == len(data) + added
+    assert_same(unpad_dataproto(padded, added), data)
+
+
+@quick
+@given(batches(), st.data())
+def test_rows_are_chosen_as_numpy_chooses_them(data: DataProto, draw: st.DataObject) -> None:
+    size = len(data)
+    numbers = np.arange(size)
+    chosen = draw.draw(st.lists(st.integers(-size, size - 1), max_size=8) if size else st.just([]))
+    mask = draw.draw(st.lists(st.booleans(), min_size=size, max_size=size))
+    cut = draw.draw(st.slices(size))
+    times = draw.draw(st.integers(0, 3))
+    assert_rows(data[chosen], data, numbers[np.array(chosen, dtype=int)].tolist())
+    assert_rows(data[np.array(mask, dtype=bool)], data, numbers[np.array(mask, dtype=bool)].tolist())
+    assert_rows(data[cut], data, numbers[cut].tolist())
+    assert_rows(data.repeat(times), data, numbers.repeat(times).tolist())
+    assert_rows(data.repeat(times, interleave=False), data, np.tile(numbers, times).tolist())
+    order = draw.draw(st.permutations(range(size)))
+    assert_rows(data.slice().reorder(order), data, order)
+
+
+@quick
+@given(batches())
+def test_pickle_and_disk_round_trips(tmp_path, data: DataProto) -> None:
+    buffers: list[pickle.PickleBuffer] = []
+    payload = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    assert_same(pickle.loads(payload, buffers=[bytes(buffer) for buffer in buffers]), data)
+    assert_same(pickle.loads(pickle.dumps(data, protocol=4)), data)
+    data.save_to_disk(tmp_path / "batch")
+    assert_same(DataProto.load_from_disk(tmp_path / "batch"), data)
+
+
+@quick
+@given(batches())
+def test_union_with_itself_and_with_its_parts_is_the_batch(data: DataProto) -> None:
+    assert_same(data.slice().union(data), data)
+    tensors = data.select(non_tensor_batch_keys=[])
+    assert equal(tensors.union(data.select(batch_keys=[])).non_tensor_batch, data.non_tensor_batch)
+
+
+@quick
+@given(batches())
+def test_no_operation_shares_a_container_with_its_input(data: DataProto) -> None:
+    before = data.writable()
+    outputs = [data[:], data.select(), data.repeat(2), data.writable(), *data.chunk(2), DataProto.concat([data])]
+    outputs += [pad_dataproto_to_divisor(data, 3)[0], DataProto(data.batch, data.non_tensor_batch, data.meta_info)]
+    outputs += [DataProto().union(data), *data.make_iterator(3, 1, seed=0), data.slice().pop([], list("opq"[:0]))]
+    for output in outputs:
+        for column in output.non_tensor_batch.values():
+            column[:] = "changed"
+        output.non_tensor_batch.clear()
+        if output.batch is not None:
+            output.batch["new"] = torch.zeros(len(output))
+        for value in output.meta_info.values():
+            if isinstance(value, dict | list):
+                value.clear()
+        output.meta_info.clear()
+    assert_same(data, before)

@@ -1,0 +1,87 @@
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_core.api import ProtocolError, WorkerError
+from agentrl_core.protocol import DataProto
+from agentrl_core.workers.micro_batching import Columns, columns_of, map_micro_batches, micro_batches
+
+CPU = torch.device("cpu")
+
+
+def columns_with(lengths: list[tuple[int, int]], width_p: int = 9, width_r: int = 11) -> Columns:
+    """Columns whose input ids say where they came from: 100 * row + position."""
+    attention = torch.zeros(len(lengths), width_p + width_r, dtype=torch.long)
+    for row, (prompt, response) in enumerate(lengths):
+        attention[row, width_p - prompt : width_p + response] = 1
+    ids = torch.arange(width_p + width_r) + 100 * torch.arange(len(lengths))[:, None]
+    return {
+        "input_ids": ids,
+        "attention_mask": attention,
+        "position_ids": ids,
+        "responses": ids[:, width_p:],
+        "response_mask": attention[:, width_p:].bool(),
+    }
+
+
+lengths_strategy = st.lists(st.tuples(st.integers(1, 9), st.integers(0, 11)), min_size=1, max_size=12)
+
+
+@settings(deadline=None)
+@given(lengths=lengths_strategy, max_tokens=st.integers(1, 80))
+def test_every_row_once_within_the_limit_and_nothing_but_padding_cut_off(lengths, max_tokens):
+    columns = columns_with(lengths)
+    micros = micro_batches(columns, max_tokens)
+    assert sorted(row for micro in micros for row in micro.rows.tolist()) == list(range(len(lengths)))
+    for micro in micros:
+        assert micro.tokens <= max_tokens or len(micro.rows) == 1
+        prompt = max(lengths[row][0] for row in micro.rows.tolist())
+        response = max(max(lengths[row][1] for row in micro.rows.tolist()), 1)
+        assert micro["input_ids"].shape == (len(micro.rows), prompt + response)
+        assert torch.equal(micro["responses"], micro["input_ids"][:, prompt:])
+        for place, row in enumerate(micro.rows.tolist()):
+            kept = micro["input_ids"][place][micro["attention_mask"][place].bool()]
+            assert torch.equal(kept, columns["input_ids"][row][columns["attention_mask"][row].bool()])
+
+
+@settings(deadline=None)
+@given(lengths=lengths_strategy, max_tokens=st.integers(1, 80))
+def test_results_come_back_in_the_order_of_the_batch(lengths, max_tokens):
+    columns = columns_with(lengths)
+    result = map_micro_batches(columns, max_tokens, CPU, lambda micro: (micro["responses"],), ("ids",), "x")
+    expected = torch.where(columns["response_mask"], columns["responses"], 0).float()
+    assert torch.equal(result["ids"], expected)
+
+
+def test_similar_rows_share_a_micro_batch():
+    micros = micro_batches(columns_with([(9, 11), (1, 1), (9, 10), (2, 1)]), max_tokens=40)
+    assert [sorted(micro.rows.tolist()) for micro in micros] == [[0, 2], [1, 3]]
+
+
+def test_a_batch_without_rows_has_no_micro_batches_and_empty_results():
+    columns = columns_with([])
+    assert micro_batches(columns, 10) == []
+    assert map_micro_batches(columns, 10, CPU, lambda micro: (), ("ids",), "x")["ids"].shape == (0, 11)
+
+
+def test_out_of_memory_says_in_which_micro_batch_and_what_to_lower():
+    def fail(micro):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(WorkerError, match=r"2 rows and 40 padded tokens \(rows 0, 2 .*lower actor.micro_batch_tokens"):
+        map_micro_batches(columns_with([(9, 11), (1, 1), (9, 10)]), 40, CPU, fail, ("x",), "actor.micro_batch_tokens")
+
+
+def test_other_errors_pass_unchanged():
+    def fail(micro):
+        raise RuntimeError("shape mismatch")
+
+    with pytest.raises(RuntimeError, match="shape mismatch"):
+        map_micro_batches(columns_with([(1, 1)]), 40, CPU, fail, ("x",), "actor.micro_batch_tokens")
+
+
+def test_missing_columns_are_named():
+    batch = DataProto.from_dict(tensors={"responses": torch.zeros(1, 1)})
+    with pytest.raises(ProtocolError, match=r"update needs the columns .*'advantages'.*has \['responses'\]"):
+        columns_of(batch, ("advantages",), "update")
