@@ -30,7 +30,7 @@ class GRPO(AdvantageEstimator):
     Left out: process supervision (section 4.1.3), because rewards here belong to whole trajectories; the KL term,
     which is part of the loss and not of the advantage.
 
-    ``returns`` are the trajectory's score on every sampled token. Metrics: ``advantage/groups_without_signal``, the
+    ``returns`` are the trajectory's score on every sampled token. Metrics: ``groups_without_signal``, the
     share of groups whose advantage is 0 throughout, among groups with a usable trajectory.
     """
 
@@ -53,7 +53,7 @@ class GRPO(AdvantageEstimator):
         advantages_BR = torch.where(mask_BR, advantages_T[trajectory_B].float()[:, None], zero)
         returns_BR = torch.where(mask_BR, scores_T[trajectory_B].float()[:, None], zero)
         without_signal = (usable_G & ~has_signal_G).sum() / usable_G.sum().clamp(min=1)
-        return AdvantageOutput(advantages_BR, returns_BR, {"advantage/groups_without_signal": float(without_signal)})
+        return AdvantageOutput(advantages_BR, returns_BR, {"groups_without_signal": float(without_signal)})
 
     def _compare(
         self, scores_T: Tensor, usable_T: Tensor, group_T: Tensor, groups: int

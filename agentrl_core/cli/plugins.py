@@ -77,8 +77,8 @@ def _find(name: str, kinds: list[str] | None) -> "PluginRow":
     found = [row for row in rows if row.name == plain and (not package or same_package(row.dist, package))]
     if not found:
         close = difflib.get_close_matches(plain, sorted({row.name for row in rows}), 1)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise PluginNotFoundError(f"no installed plugin is named {name!r}. {hint}See: agentrl plugins list")
+        hint = f"; did you mean {close[0]!r}? " if close else ". "
+        raise PluginNotFoundError(f"no installed plugin is named {name!r}{hint}See: agentrl plugins list")
     if len({row.kind for row in found}) > 1:
         choices = " or ".join(f"--kind {row.kind}" for row in found)
         raise PluginConflictError(f"{name!r} names plugins of several kinds: add {choices}")

@@ -182,7 +182,9 @@ class AlgorithmConfig:
     kl_coef: float = option(0.0, ge=0, help="weight of the KL to the reference in the loss; 0: no reference at all")
     kl_estimator: Literal["k1", "k2", "k3"] = option("k3", help="Schulman's estimators of the KL")
     entropy_coef: float = option(0.0, ge=0, help="weight of the entropy bonus")
-    drop_zero_advantage: bool = option(True, help="leave rows without any advantage out of the update")
+    drop_zero_advantage: bool = option(
+        True, help="leave rows without any advantage out of the update, where no KL or entropy term moves them"
+    )
 
 
 @dataclass
@@ -251,7 +253,12 @@ class TrainerConfig:
     seed: int = option(0, ge=0, help="of everything")
     resume: str = option("never", help="never, auto (newest checkpoint, if any), or a checkpoint's path")
     trackers: list[TrackerSlot] = option(
-        default_factory=lambda: [TrackerSlot("console"), TrackerSlot("jsonl"), TrackerSlot("tensorboard")],
+        default_factory=lambda: [
+            TrackerSlot("console"),
+            TrackerSlot("jsonl"),
+            TrackerSlot("tensorboard"),
+            TrackerSlot("curve"),
+        ],
         help="where metrics go",
     )
     validation: ValidationConfig = option(default_factory=ValidationConfig)

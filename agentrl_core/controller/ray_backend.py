@@ -6,6 +6,7 @@ import functools
 import inspect
 import logging
 import os
+import re
 import socket
 import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
@@ -28,6 +29,7 @@ T = TypeVar("T")
 
 # After one rank has failed, the others get this long to fail too, so that the message can name them.
 OTHERS_GRACE_SECONDS = 1.0
+ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class RayClassWithInitArgs(ClassWithInitArgs):
@@ -103,6 +105,7 @@ class RayWorkerGroup(WorkerGroup):
 
     An exception of a rank is raised as WorkerError with the first root traceback, its cause being the original
     exception; a dead worker as WorkerError that names role, rank, node, exit cause and the method that it was in.
+    With ``owns_pool`` the pool is closed with the group.
     """
 
     def __init__(
@@ -110,7 +113,7 @@ class RayWorkerGroup(WorkerGroup):
         resource_pool: RayResourcePool,
         ray_cls_with_init: ClassWithInitArgs,
         role: str = "",
-        timeout: float = 60.0,
+        owns_pool: bool = False,
     ) -> None:
         role = role or ray_cls_with_init.cls.__name__
         super().__init__(ray_cls_with_init.cls, role, resource_pool.world_size)
@@ -119,7 +122,8 @@ class RayWorkerGroup(WorkerGroup):
             self._classes = ray_cls_with_init.class_dict
         self.nodes: list[str] = []
         self._owns_actors = True
-        self._actors = _start_hosts(resource_pool, list(self._classes.values()), timeout)
+        self._owned_pool = resource_pool if owns_pool else None
+        self._actors = _start_hosts(resource_pool, list(self._classes.values()))
         ranks = range(self.world_size)
         try:
             places = self._fetcher("place", ranks)([actor.place.remote() for actor in self._actors])
@@ -144,7 +148,7 @@ class RayWorkerGroup(WorkerGroup):
             group = RayWorkerGroup.__new__(RayWorkerGroup)
             WorkerGroup.__init__(group, self._classes[role].cls, role, self.world_size)
             group._classes, group._actors, group.nodes = {role: self._classes[role]}, self._actors, self.nodes
-            group._owns_actors = False
+            group._owns_actors, group._owned_pool = False, None
             groups[role] = group
         return groups
 
@@ -160,27 +164,26 @@ class RayWorkerGroup(WorkerGroup):
         return handles
 
     def _fetcher(self, method: str, ranks: Sequence[int]) -> Fetch:
-        labels = [
-            f"rank {rank} of {self.world_size} of {self.role!r}"
-            + (f" on node {self.nodes[rank]}" if self.nodes else "")
-            for rank in ranks
-        ]
+        where = [f" on node {node}" for node in self.nodes] or [""] * self.world_size
+        labels = [f"rank {rank} of {self.world_size} of {self.role!r}{where[rank]}" for rank in ranks]
         return functools.partial(_fetch, method, labels)
 
     def close(self) -> None:
-        """Kills the actors that this group started."""
+        """Kills the actors that this group started, and gives the pool back if it owns it."""
         actors, self._actors = self._actors, []
         for actor in actors if self._owns_actors else []:
             ray.kill(actor)
+        if self._owned_pool is not None:
+            self._owned_pool.close()
 
 
-def _start_hosts(pool: RayResourcePool, classes: Sequence[ClassWithInitArgs], timeout: float) -> list[Any]:
+def _start_hosts(pool: RayResourcePool, classes: Sequence[ClassWithInitArgs]) -> list[Any]:
     host = ray.remote(_AsyncHost if any(_has_async_methods(item.cls) for item in classes) else _Host)
     options: dict[str, Any] = {"runtime_env": _runtime_env()}
     for item in classes:
         options.update(getattr(item, "options", {}))
     actors = []
-    for rank, (group, bundle) in enumerate(pool.bundles(timeout)):
+    for rank, (group, bundle) in enumerate(pool.bundles()):
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         # Groups that share a pool share its processes' resources.
         share = {key: value / pool.max_colocate_count for key, value in pool.bundle.items()}
@@ -241,7 +244,7 @@ def _told(who: str, error: BaseException) -> str:
     if isinstance(error, RayActorError):
         return f"{who}: the worker process died or cannot be reached. {str(error).strip()}"
     if isinstance(error, RayTaskError):
-        return f"{who}: {type(_root(error)).__name__} raised\n{error.traceback_str}"
+        return f"{who}: {type(_root(error)).__name__}\n{ANSI_COLOURS.sub('', str(error)).strip()}"
     return f"{who}: {type(error).__name__}: {error}"
 
 
@@ -273,13 +276,10 @@ class RayActorHandle:
             ray.cancel(reference)
             raise
         except Exception as error:  # noqa: BLE001 - Ray raises the task's own exception class
-            raise self._translated(method, error) from _root(error)
-
-    def _translated(self, method: str, error: Exception) -> Exception:
-        root = _root(error)
-        if isinstance(root, AgentRLError):
-            return root
-        return WorkerError(_told(f"actor {self._name!r}, in {method!r}", error))
+            root = _root(error)
+            if isinstance(root, AgentRLError):
+                raise root from error
+            raise WorkerError(_told(f"actor {self._name!r}, in {method!r}", error)) from root
 
     def kill(self) -> None:
         """Ends the actor's process."""
@@ -296,7 +296,6 @@ class RayRuntime:
     def __init__(self, num_cpus: float | None = None, address: str | None = None) -> None:
         self._loop = EventLoop()
         self._groups: list[RayWorkerGroup] = []
-        self._pools: list[RayResourcePool] = []
         self._actors: list[RayActorHandle] = []
         self._is_open = True
         self._owns_ray = not ray.is_initialized()
@@ -311,8 +310,7 @@ class RayRuntime:
     def worker_group(self, cls: ClassWithInitArgs, name: str, world_size: int = 1) -> RayWorkerGroup:
         """One actor with one CPU for every rank."""
         pool = RayResourcePool([world_size], strategy="PACK", name_prefix=name)
-        self._pools.append(pool)
-        group = RayWorkerGroup(pool, cls, role=name)
+        group = RayWorkerGroup(pool, cls, role=name, owns_pool=True)
         self._groups.append(group)
         return group
 
@@ -328,6 +326,8 @@ class RayRuntime:
     ) -> RayActorHandle:
         """An actor, under ``python`` where given: an environment with this Ray and this Python's minor version."""
         options: dict[str, Any] = {"num_cpus": num_cpus, "runtime_env": _runtime_env(python)}
+        # Over the nodes, where there are several.
+        options["scheduling_strategy"] = "SPREAD"
         if _has_async_methods(cls):
             options["max_concurrency"] = max_concurrency
         handle = RayActorHandle(name, ray.remote(cls).options(**options).remote(*args, **kwargs))
@@ -345,8 +345,8 @@ class RayRuntime:
         self._is_open = False
         self._loop.close()
         if ray.is_initialized():
-            for closing in (*self._groups, *self._pools):
-                closing.close()
+            for group in self._groups:
+                group.close()
             for actor in self._actors:
                 actor.kill()
             if self._owns_ray:

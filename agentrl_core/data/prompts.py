@@ -6,7 +6,8 @@ Columns: ``prompt`` (messages), ``data_source``, ``agent_name``, ``reward_model.
 
 import json
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +53,21 @@ def _read(file: str) -> datasets.Dataset:
     if not Path(file).is_file():
         raise DataError(f"{file}: no such file")
     try:
-        return datasets.load_dataset(reader, data_files=file, split="train", cache_dir=None)
+        with _no_progress_bars():
+            return datasets.load_dataset(reader, data_files=file, split="train")
     except Exception as error:  # noqa: BLE001 - the readers raise many types; the file is named for all of them
         raise DataError(f"{file}: cannot be read as {reader}: {error}") from error
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not disabled:
+            datasets.enable_progress_bars()
 
 
 def _normalise(row: dict[str, Any], config: PromptsConfig, where: str) -> dict[str, Any]:

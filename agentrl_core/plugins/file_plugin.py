@@ -73,7 +73,8 @@ def load_file_object(ref: PluginRef) -> Any:
         raise PluginBrokenError(f"{KINDS[ref.kind].title} {ref.name!r}: {_no_object(ref, path)}") from error
     if not callable(found):
         raise PluginBrokenError(
-            f"{KINDS[ref.kind].title} {ref.name!r} is a {type(found).__name__}, must be a function or a class"
+            f"{KINDS[ref.kind].title} {ref.name!r} is an object of type {type(found).__name__}, "
+            "must be a function or a class"
         )
     return found
 

@@ -55,8 +55,8 @@ def import_spec(registration: Registration, load: Callable[[], Any] | None = Non
         ) from error
     if not isinstance(spec, PluginSpec):
         raise PluginBrokenError(
-            f"package {registration.package} is broken: {target} for {registration.title} is a "
-            f"{type(spec).__name__}, must be a PluginSpec"
+            f"package {registration.package} is broken: {target} for {registration.title} is an object "
+            f"of type {type(spec).__name__}, must be a PluginSpec"
         )
     return spec
 

@@ -23,10 +23,8 @@ from agentrl_core.rollout.process_host import ProcessHost, ProcessPool
 
 
 def build_reward_function(ref: PluginRef, config: Any, name: str) -> Any:
-    """The callable of a resolved plugin; a plain function is one as it stands."""
-    plugin = resolve_ref(ref)
-    factory = plugin.load()
-    return factory if inspect.isfunction(factory) else plugin.build(config, RewardFunctionContext(name))
+    """The callable of a resolved plugin."""
+    return resolve_ref(ref).build(config, RewardFunctionContext(name))
 
 
 class HostedRewardFunction:

@@ -1,7 +1,6 @@
 """The tools of a worker: built once, opened per trajectory, inline or in processes of their own."""
 
 import asyncio
-import inspect
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,7 +8,6 @@ from typing import Any
 from agentrl_core.api import (
     ConfigError,
     DeadlineError,
-    FunctionTool,
     PluginBrokenError,
     PluginRef,
     Tool,
@@ -24,20 +22,12 @@ from agentrl_core.rollout.process_host import ProcessHost, ProcessPool
 
 
 def build_tool(ref: PluginRef, config: Any, context: ToolContext) -> Tool:
-    """The tool object of a resolved plugin; a plain function becomes a :class:`FunctionTool`.
+    """The tool object of a resolved plugin.
 
     Raises:
         PluginBrokenError: the factory made something that is not a tool, or has no valid schema.
     """
-    plugin = resolve_ref(ref)
-    factory = plugin.load()
-    if inspect.isfunction(factory):
-        try:
-            tool: Any = FunctionTool(factory, context)
-        except TypeError as error:
-            raise PluginBrokenError(f"tool {context.name!r}: {error}") from error
-    else:
-        tool = plugin.build(config, context)
+    tool = resolve_ref(ref).build(config, context)
     if not isinstance(tool, Tool):
         raise PluginBrokenError(f"tool {context.name!r}: its factory made a {type(tool).__name__}, not a Tool")
     schema = getattr(tool, "schema", None)

@@ -29,3 +29,12 @@ TENSORBOARD = PluginSpec(
     factory="agentrl_core.tracking.tensorboard:TensorboardTracker",
     requires=("tensorboard>=2.18", "torch>=2.11"),
 )
+CURVE = PluginSpec(
+    kind="tracker",
+    name="curve",
+    api_version=1,
+    summary="curve.png in the run's directory: reward and validation accuracy over steps",
+    config=NoConfig,
+    factory="agentrl_core.tracking.curve_tracker:CurveTracker",
+    requires=("matplotlib>=3.9",),
+)

@@ -44,7 +44,7 @@ class RolloutRecord:
         tool_schemas: OpenAI function schemas that the policy was shown.
         tool_calls: in order.
         reward: None where the trajectory has none.
-        reward_metrics: details of the reward.
+        reward_metrics: details of the reward. What was NaN here or elsewhere reads back as None.
         tool_rewards, turn_scores: as collected by the session, in order.
         termination: a value of ``Termination``.
         num_turns: as in ``AgentLoopOutput``.

@@ -11,6 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl_core.tracking.formatting import duration, figure
+from agentrl_core.tracking.metrics import is_number
 from agentrl_core.tracking.records import RolloutRecord
 
 PROMPT_STYLE = "dim"
@@ -87,10 +88,10 @@ def _reward(record: RolloutRecord) -> Text:
     else:
         text = Text(figure(record.reward), style="bold green" if record.reward > 0 else "bold red")
     for name, value in record.reward_metrics.items():
-        text.append(f"  {name} {figure(value)}", style="not bold default")
+        text.append(f"  {name} {_number(value)}", style="not bold default")
     for name, values in (("tool rewards", record.tool_rewards), ("turn scores", record.turn_scores)):
         if values:
-            text.append(f"  {name} {', '.join(map(figure, values))}", style="not bold default")
+            text.append(f"  {name} {', '.join(map(_number, values))}", style="not bold default")
     if record.advantage is not None:
         text.append(f"  advantage {record.advantage:+.3g}", style="not bold default")
     if record.ground_truth is not None:
@@ -110,9 +111,10 @@ def _ending(record: RolloutRecord) -> Text:
 def _tokens(record: RolloutRecord) -> str:
     sampled = sum(record.response_mask)
     parts = [f"prompt {len(record.prompt_ids)}", f"response {len(record.response_ids)}", f"sampled {sampled}"]
-    if record.response_logprobs is not None and sampled:
-        pairs = zip(record.response_logprobs, record.response_mask, strict=True)
-        parts.append(f"mean log-prob {sum(value for value, mask in pairs if mask) / sampled:.3f}")
+    pairs = zip(record.response_logprobs or [], record.response_mask, strict=False)
+    log_probs = [value for value, mask in pairs if mask and is_number(value)]
+    if log_probs:
+        parts.append(f"mean log-prob {sum(log_probs) / len(log_probs):.3f}")
     versions = sorted({version for version in record.policy_versions if version >= 0})
     if versions:
         parts.append(f"policy version {', '.join(map(str, versions))}")
@@ -129,6 +131,10 @@ def _seconds(value: float) -> str:
     if value >= 60:
         return duration(value)
     return f"{figure(value)} s" if value >= 0.1 else f"{figure(value * 1000)} ms"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else figure(value)
 
 
 def _json(value: Any) -> str:

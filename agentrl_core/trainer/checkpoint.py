@@ -84,11 +84,15 @@ class CheckpointStore:
         except OSError as error:
             shutil.rmtree(aside, ignore_errors=True)
             raise CheckpointError(f"{path} cannot be written: {error}; check space and rights there") from error
-        self._link("latest", path)
+        self.mark_latest(path)
         if state.best_step == state.step:
             self._link("best", path)
         self._prune(state.best_step)
         return path
+
+    def mark_latest(self, path: Path) -> None:
+        """Point ``latest`` to this checkpoint."""
+        self._link("latest", path)
 
     def _link(self, name: str, target: Path) -> None:
         aside = self.directory / f".{name}.link"

@@ -6,8 +6,6 @@ from pathlib import Path
 from agentrl_core.api import ConfigError
 from agentrl_core.config.schema import Config
 
-_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-
 
 @dataclass(frozen=True)
 class RunPlan:
@@ -70,24 +68,22 @@ def describe(config: Config, plan: RunPlan, train_rows: int, validation_rows: in
     return lines
 
 
-def memory_lines(config: Config, plan: RunPlan, has_critic: bool) -> list[str]:
-    """An estimate of the memory that models, optimizers and activations need, in lines for a person."""
-    weights = _weight_bytes(Path(config.model.path))
-    width = _BYTES[config.model.dtype]
-    parameters = weights / width
+def memory_lines(config: Config, has_critic: bool) -> list[str]:
+    """An estimate of the memory that models and optimizers need, in lines for a person."""
     trained = 2 if has_critic else 1
+    return weight_lines(Path(config.model.path), trained, frozen=int(config.algorithm.kl_coef > 0))
+
+
+def weight_lines(model: Path, trained: int = 1, frozen: int = 0) -> list[str]:
+    """Memory of ``trained`` models under AdamW and ``frozen`` ones beside them, from the weights' size on disk."""
+    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
     parts = {
-        "weights": parameters * width * (trained + (config.algorithm.kl_coef > 0)),
-        "gradients": parameters * width * trained,
-        "AdamW states": parameters * width * 2 * trained,
+        "weights": weights * (trained + frozen),
+        "gradients": weights * trained,
+        "AdamW states": weights * 2 * trained,
     }
-    total = sum(parts.values())
     shown = ", ".join(f"{name} {_size(value)}" for name, value in parts.items())
-    return [f"memory      ~{parameters / 1e6:.2f} M parameters: {shown}; together {_size(total)} plus activations"]
-
-
-def _weight_bytes(model: Path) -> int:
-    return sum(file.stat().st_size for file in model.glob("*.safetensors"))
+    return [f"memory      {shown}; together {_size(sum(parts.values()))} plus activations and KV cache"]
 
 
 def _size(count: float) -> str:

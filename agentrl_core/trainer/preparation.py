@@ -54,7 +54,7 @@ class Preparation:
     def lines(self, config: Config) -> list[str]:
         """Batch arithmetic, memory and template in lines for a person."""
         lines = describe(config, self.plan, len(self.data.train), len(self.data.validation), self.data.longest_prompt)
-        lines += memory_lines(config, self.plan, needs_critic(config))
+        lines += memory_lines(config, needs_critic(config))
         if self.template.append_only:
             return [
                 *lines,

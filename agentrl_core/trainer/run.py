@@ -61,6 +61,7 @@ class Run:
             run._make_room()
         else:
             moved = directory.supersede_after(run.first_step - 1)
+            store.mark_latest(checkpoint)
             if moved is not None:
                 logger.info("records after step %d were moved to %s", run.first_step - 1, moved)
         directory.config_file.write_text(to_yaml(config), encoding="utf-8")

@@ -29,8 +29,8 @@ class StopRequest:
         try:
             yield
         finally:
-            for number, handler in previous.items():
-                signal.signal(number, handler)
+            for taken, handler in previous.items():
+                signal.signal(taken, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested:

@@ -6,8 +6,8 @@ estimators that compare samples.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from agentrl_core.algorithms.outcome import advantage_input
 from agentrl_core.api import AdvantageEstimator, AlgorithmContext, ConfigError, WeightUpdate
 from agentrl_core.config import Config, to_dict
 from agentrl_core.controller.runtime import make_runtime
-from agentrl_core.data.rows import collate
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
@@ -29,13 +28,13 @@ from agentrl_core.trainer.metrics import (
     resource_metrics,
     rollout_metrics,
     scalars,
-    validation_metrics,
 )
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.records import make_records, trajectory_advantages
 from agentrl_core.trainer.roles import build_roles
 from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
+from agentrl_core.trainer.validation import Validator, prompt_batch
 
 logger = logging.getLogger(__name__)
 WEIGHT_BUCKET_BYTES = 256 << 20
@@ -82,8 +81,8 @@ class Trainer:
             self._start()
             for step, prompts in self.batches():
                 with self.timer.phase("step"):
-                    batch = self.rollout(prompts)
-                    batch = self.score(batch)
+                    trajectories = self.rollout(prompts)
+                    batch = self.score(trajectories)
                     if len(batch):
                         batch = self.add_log_probs_and_values(batch)
                         batch = self.add_advantages(batch)
@@ -109,6 +108,7 @@ class Trainer:
     def _start(self) -> None:
         """Workers, weights, and the validation before training."""
         self.roles = build_roles(self.config, self.runtime, self.plan, self.preparation.facts)
+        self.validator = Validator(self.config, self.preparation.data.validation, self.roles.rollout)
         self.step = self.run.resume(self.roles.actor, self.roles.critic)
         self.sync_weights(self.step)
         self.run.hooks.on_run_start(config=to_dict(self.config), run_dir=self.run.path)
@@ -130,19 +130,10 @@ class Trainer:
             )
         for step in range(self.step + 1, self.plan.steps + 1):
             rows = [self.preparation.data.train[index] for index in self.preparation.data.sampler.batch(step)]
-            yield step, self._prompts(rows, step, "train", self.config.rollout.n, to_dict(self.config.rollout.sampling))
+            rollout = self.config.rollout
+            yield step, prompt_batch(rows, step, "train", rollout.n, asdict(rollout.sampling))
             if self.stop.requested:
                 return
-
-    def _prompts(
-        self, rows: Sequence[Mapping[str, Any]], step: int, split: str, n: int, sampling: Mapping[str, Any]
-    ) -> DataProto:
-        repeated = [
-            {**row, "uid": f"{split}-{step:06d}-{prompt:05d}", "prompt_index": prompt, "sample_index": sample}
-            for prompt, row in enumerate(rows)
-            for sample in range(n)
-        ]
-        return collate(repeated, {"step": step, "split": split, "sampling": dict(sampling)})
 
     def rollout(self, prompts: DataProto) -> list[TrajectoryResult]:
         """Trajectories of the step's prompts, each scored as it ended."""
@@ -213,8 +204,9 @@ class Trainer:
         return metrics
 
     def _with_advantage(self, batch: DataProto) -> DataProto:
-        """Rows that can move the policy: without an advantage a row has no policy gradient."""
-        if not self.config.algorithm.drop_zero_advantage:
+        """Rows that can move the policy: without an advantage, KL or entropy term a row has no gradient."""
+        algorithm = self.config.algorithm
+        if not algorithm.drop_zero_advantage or algorithm.kl_coef or algorithm.entropy_coef:
             return batch
         moved = (batch.batch["advantages"] * batch.batch["response_mask"] != 0).any(-1)
         return batch if bool(moved.all()) else batch.select_idxs(torch.nonzero(moved).squeeze(-1))
@@ -238,12 +230,13 @@ class Trainer:
         validation = self.config.trainer.validation
         if (last and validation.after) or (validation.interval and step % validation.interval == 0):
             metrics |= self.validate(step)
-        interval = self.config.trainer.checkpoint.interval
         best = self.run.note_best(step, metrics)
+        # Before the checkpoint: a run killed in between must not come back without this step's record.
+        self._log(step, metrics)
+        interval = self.config.trainer.checkpoint.interval
         if last or best or (interval and step % interval == 0):
             with self.timer.phase("checkpoint"):
                 self.run.save_checkpoint(step, self.roles.actor, self.roles.critic)
-        self._log(step, metrics)
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         everything = {**metrics, **resource_metrics(), **self.timer.take()}
@@ -265,23 +258,11 @@ class Trainer:
 
     def validate(self, step: int) -> dict[str, float]:
         """Greedy and sampled answers to the validation prompts; metrics under ``validation/``."""
-        settings = self.config.trainer.validation
-        rows = self.preparation.data.validation[: settings.max_prompts]
-        if not rows:
-            return {}
-        sampling = to_dict(settings.sampling)
-        modes = {"greedy": (int(settings.greedy), {**sampling, "temperature": 0.0}), "sampled": (settings.n, sampling)}
-        results: dict[str, list[TrajectoryResult]] = {}
         with self.timer.phase("validation"):
-            for mode, (n, parameters) in modes.items():
-                if n:
-                    prompts = self._prompts(rows, step, f"validation.{mode}", n, parameters)
-                    results[mode] = self.roles.rollout.generate_sequences(prompts)
-                    self.roles.rollout.score_groups(results[mode])
-        everything = [result for group in results.values() for result in group]
-        self.run.write_records(step, "validation", make_records(step, "validation", everything, {}))
-        metrics = validation_metrics(results, settings.correct_above)
-        self.run.hooks.on_validation_end(step=step, metrics=metrics)
+            metrics, results = self.validator.run(step)
+        if results:
+            self.run.write_records(step, "validation", make_records(step, "validation", results, {}))
+            self.run.hooks.on_validation_end(step=step, metrics=metrics)
         return metrics
 
 

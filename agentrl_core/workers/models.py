@@ -14,10 +14,10 @@ from transformers.utils import logging as transformers_logging
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config.schema import ModelConfig
 
-DEVICES = Literal["auto", "cpu", "cuda"]
+DeviceName = Literal["auto", "cpu", "cuda"]
 
 
-def resolve_device(device: DEVICES) -> torch.device:
+def resolve_device(device: DeviceName) -> torch.device:
     """The device that ``cluster.device`` means on this machine. Raises ConfigError where CUDA is asked for in vain."""
     available = torch.cuda.is_available()
     if device == "cuda" and not available:

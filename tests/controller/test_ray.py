@@ -2,11 +2,13 @@
 
 import asyncio
 import os
-import time
+import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 import torch
+import torch.distributed as dist
 
 ray = pytest.importorskip("ray")
 
@@ -29,7 +31,7 @@ from agentrl_core.controller.ray_backend import (  # noqa: E402 - needs ray
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
-from agentrl_core.protocol import DataProto  # noqa: E402 - needs ray
+from agentrl_core.protocol import DataProto, all_gather_data_proto  # noqa: E402 - needs ray
 
 pytestmark = pytest.mark.ray
 
@@ -57,6 +59,14 @@ def worker_class() -> type:
                 mine.batch["x"].mul_(100)
             return float(mine.batch["x"].sum())
 
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def gather(self, batch: DataProto) -> DataProto:
+            dist.init_process_group("gloo")
+            try:
+                return all_gather_data_proto(batch)
+            finally:
+                dist.destroy_process_group()
+
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def place(self) -> tuple[int, int, int, str, bool]:
             return self.rank, self.world_size, self.start, os.environ["OMP_NUM_THREADS"], self.master_port > 0
@@ -69,7 +79,7 @@ def worker_class() -> type:
         def fail_on(self, rank: int) -> None:
             if self.rank == rank:
                 raise KeyError("only rank one")
-            time.sleep(60)
+            threading.Event().wait()
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def fail_everywhere(self) -> None:
@@ -79,7 +89,7 @@ def worker_class() -> type:
         def die_on(self, rank: int) -> None:
             if self.rank == rank:
                 os._exit(3)
-            time.sleep(60)
+            threading.Event().wait()
 
     return Counting
 
@@ -143,8 +153,20 @@ def runtime() -> Iterator[RayRuntime]:
 
 
 @pytest.fixture(scope="module")
-def group(runtime: RayRuntime) -> RayWorkerGroup:
-    return runtime.worker_group(ClassWithInitArgs(worker_class(), start=7), "counting", world_size=2)
+def colocated(runtime: RayRuntime) -> Iterator[RayWorkerGroup]:
+    classes = create_colocated_worker_cls(
+        {
+            "counting": RayClassWithInitArgs(worker_class(), start=7),
+            "waiting": RayClassWithInitArgs(async_worker_class()),
+        }
+    )
+    with RayWorkerGroup(RayResourcePool([2], strategy="PACK"), classes, owns_pool=True) as both:
+        yield both
+
+
+@pytest.fixture(scope="module")
+def group(colocated: RayWorkerGroup) -> RayWorkerGroup:
+    return colocated.spawn(["counting"])["counting"]
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 5])
@@ -159,6 +181,12 @@ def test_futures_go_from_worker_to_worker(group: RayWorkerGroup) -> None:
     assert group.add(second).batch["x"].tolist() == [row + 3 for row in range(5)]
 
 
+def test_ranks_form_a_process_group_and_gather_uneven_batches(group: RayWorkerGroup) -> None:
+    gathered = group.gather(batch_of(3))
+    assert gathered.batch["x"].tolist() == [0, 1, 2] * 2
+    assert gathered.non_tensor_batch["o"].tolist() == ["0", "1", "2"] * 2
+
+
 def test_workers_know_their_place(group: RayWorkerGroup) -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     assert group.place() == [(0, 2, 7, threads, True), (1, 2, 7, threads, True)]
@@ -171,28 +199,20 @@ def test_no_reader_of_a_shared_batch_sees_the_write_of_another(group: RayWorkerG
         assert group.scale(batch) == [200_000.0, 20_000_000.0]
 
 
-def test_the_error_of_one_rank_is_raised_at_once_with_its_traceback(group: RayWorkerGroup) -> None:
-    group = RayWorkerGroup(RayResourcePool([2], strategy="PACK"), RayClassWithInitArgs(worker_class()), role="failing")
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"rank 1 of 2 of 'failing' on node .*KeyError(.|\n)*in fail_on") as caught:
-        group.fail_on(1)
-    assert time.monotonic() - start < 30
-    assert isinstance(caught.value.__cause__, KeyError)
-    group.close()
-
-
 def test_ranks_that_failed_too_are_named(group: RayWorkerGroup) -> None:
-    with pytest.raises(WorkerError, match=r"rank 0 of 2(.|\n)*from rank 0(.|\n)*Also failed: rank 1 of 2"):
+    with pytest.raises(WorkerError, match=r"rank [01] of 2(.|\n)*from rank [01](.|\n)*Also failed: rank [01] of 2"):
         group.fail_everywhere()
 
 
-def test_a_worker_killed_in_mid_call_is_named_with_its_method(runtime: RayRuntime) -> None:
-    group = runtime.worker_group(ClassWithInitArgs(worker_class()), "dying", world_size=2)
-    start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"rank 1 of 2 of 'dying' on node .*'die_on'.*died"):
-        group.die_on(1)
-    assert time.monotonic() - start < 30
-    group.close()
+def test_a_rank_that_raises_or_dies_is_named_while_another_hangs(runtime: RayRuntime) -> None:
+    with runtime.worker_group(ClassWithInitArgs(worker_class()), "failing", world_size=2) as group:
+        with pytest.raises(
+            WorkerError, match=r"rank 1 of 2 of 'failing' on node .*KeyError(.|\n)*in fail_on"
+        ) as caught:
+            group.fail_on(1)
+        assert isinstance(caught.value.__cause__, KeyError)
+        with pytest.raises(WorkerError, match=r"rank 1 of 2 of 'failing' on node .*'die_on'.*died"):
+            group.die_on(1)
 
 
 def test_an_error_in_the_constructor_names_the_rank(runtime: RayRuntime) -> None:
@@ -200,18 +220,13 @@ def test_an_error_in_the_constructor_names_the_rank(runtime: RayRuntime) -> None
         runtime.worker_group(ClassWithInitArgs(worker_class(), wrong=1), "broken")
 
 
-def test_colocated_classes_share_a_process_and_async_methods_work(runtime: RayRuntime) -> None:
-    pool = RayResourcePool([1])
-    classes = create_colocated_worker_cls(
-        {"actor": ClassWithInitArgs(worker_class()), "critic": ClassWithInitArgs(async_worker_class())}
-    )
-    with RayWorkerGroup(pool, classes) as both:
-        groups = both.spawn(["actor", "critic"])
-        assert groups["actor"].pid() == groups["critic"].waited()
-        assert groups["actor"].add(batch_of(3)).batch["x"].tolist() == [1, 2, 3]
-        with pytest.raises(WorkerError, match=r"no role 'reward'; it has \['actor', 'critic'\]"):
-            both.spawn(["reward"])
-    pool.close()
+def test_colocated_classes_share_processes_and_async_methods_work(colocated: RayWorkerGroup) -> None:
+    groups = colocated.spawn(["counting", "waiting"])
+    assert groups["counting"].pid() == groups["waiting"].waited()
+    groups["counting"].close()
+    assert len(groups["waiting"].waited()) == 2
+    with pytest.raises(WorkerError, match=r"no role 'reward'; it has \['counting', 'waiting'\]"):
+        colocated.spawn(["reward"])
 
 
 def test_pools_split_and_merge() -> None:
@@ -230,12 +245,12 @@ def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_needed(runtime
         manager.check_resource_available(timeout=0)
     with pytest.raises(WorkerError, match="could not place the pool 'big'"):
         manager.get_resource_pool("actor").bundles(timeout=0)
-    ResourcePoolManager({"small": [1]}, {"actor": "small"}).check_resource_available(timeout=0)
+    ResourcePoolManager({"small": [1]}, {"actor": "small"}).check_resource_available(timeout=20)
 
 
 def test_actors_are_called_from_any_loop_and_can_be_passed_on(runtime: RayRuntime) -> None:
     first = runtime.actor(actor_class(), name="first", num_cpus=0)
-    second = runtime.actor(actor_class(), name="second", num_cpus=0)
+    second = runtime.actor(actor_class(), name="second", num_cpus=0, python=sys.executable)
     assert runtime.run(first.call("echo", "a")) == "a"
     assert asyncio.run(first.call("echo", text="b")) == "b"
     assert runtime.run(first.call("through", second, "c")) == "through c"

@@ -120,7 +120,7 @@ def test_entry_point_that_names_the_class_itself(isolated_plugins: IsolatedPlugi
     entries = {"agentrl.tools": {"shout": "acme:Shout"}}
     isolated_plugins.add("acme", entries, modules={"acme.py": "class Shout: pass\n"})
     assert only_row().error == (
-        "package acme 0.1.0 is broken: acme:Shout for tool 'shout' is a type, must be a PluginSpec"
+        "package acme 0.1.0 is broken: acme:Shout for tool 'shout' is an object of type type, must be a PluginSpec"
     )
 
 
@@ -134,8 +134,8 @@ def test_wrong_api_version_says_which_package_to_upgrade(
     row = only_row()
     assert (row.status, row.api_version) == ("incompatible", api_version)
     assert row.error == (
-        f"tool 'shout' of package acme-tools 0.1.0 was written for api_version {api_version} of tool; this agentrl-core "
-        f"has 1. Upgrade {outdated}: pip install --upgrade {outdated}"
+        f"tool 'shout' of package acme-tools 0.1.0 was written for api_version {api_version} of tool; this "
+        f"agentrl-core has 1. Upgrade {outdated}: pip install --upgrade {outdated}"
     )
 
 

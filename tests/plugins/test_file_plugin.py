@@ -191,7 +191,7 @@ def test_import_of_a_file_beside_it(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "problem"),
     [
-        ("score = 3\n", "is a int, must be a function or a class"),
+        ("score = 3\n", "is an object of type int, must be a function or a class"),
         ("def score(t): ...\nscore.capabilities = {'gruop'}\n", "unknown capability 'gruop'"),
         ("def score(t): ...\nscore.config_class = dict\n", "must be a dataclass"),
     ],

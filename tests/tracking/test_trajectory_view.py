@@ -1,6 +1,7 @@
 """One trajectory on the screen: the mask is seen, and the model's text cannot drive the terminal."""
 
 import io
+import json
 from typing import Any
 
 import pytest
@@ -59,6 +60,18 @@ def test_facts_stand_below() -> None:
 def test_a_trajectory_without_tokens_and_reward_is_shown() -> None:
     text = shown(response_ids=[], response_mask=[], response_logprobs=[], segments=[], termination="engine_error")
     assert "engine_error" in text and "reward  none" in text
+
+
+def test_a_record_that_held_nan_is_shown_after_reading() -> None:
+    nan = float("nan")
+    content = json.loads(
+        RolloutRecord(
+            step=1, split="train", uid="p", trajectory_id="p", prompt_ids=[], response_ids=[1, 2], reward=nan,
+            response_mask=[1, 1], response_logprobs=[nan, -0.5], reward_metrics={"a": nan}, turn_scores=[nan],
+        ).to_json()
+    )  # fmt: skip
+    text = shown(**content)
+    assert "none  a none  turn scores none" in text and "mean log-prob -0.500" in text
 
 
 @pytest.mark.parametrize("field", ["prompt_text", "segments", "tool_calls", "uid", "ground_truth", "error"])

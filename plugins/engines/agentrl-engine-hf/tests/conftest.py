@@ -4,19 +4,28 @@ import asyncio
 import contextlib
 import random
 import threading
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from agentrl_engine_hf.config import HFEngineConfig
-from agentrl_engine_hf.engine import HFEngine
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl_core.api.engine import ArrayBucket, EngineContext, SamplingParams, TokenOutput, WeightUpdate
+from agentrl_engine_hf.config import HFEngineConfig
+from agentrl_engine_hf.engine import HFEngine
 
 VOCAB = 200
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """Tiny matrices on two threads wait for each other more than they compute."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def _shape(overrides: dict[str, Any]) -> dict[str, Any]:

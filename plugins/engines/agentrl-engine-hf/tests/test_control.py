@@ -2,11 +2,11 @@ import asyncio
 
 import pytest
 import torch
-from agentrl_engine_hf.config import HFEngineConfig
-from agentrl_engine_hf.engine import HFEngine
 
 from agentrl_core.api.engine import EngineContext, PolicySpan, SamplingParams
 from agentrl_core.api.errors import EngineError
+from agentrl_engine_hf.config import HFEngineConfig
+from agentrl_engine_hf.engine import HFEngine
 
 LONG = SamplingParams(max_tokens=200, seed=5)
 
@@ -302,3 +302,18 @@ def test_requests_come_from_one_event_loop_after_another(model) -> None:
     outputs.append(asyncio.run(engine.generate([1, 2, 3], SamplingParams(6, seed=0), "abandoned")))
     asyncio.run(engine.close())
     assert len({tuple(output.token_ids) for output in outputs}) == 1
+
+
+def test_an_exception_outside_the_forward_fails_what_runs_and_the_engine_survives(qwen3, serve, monkeypatch) -> None:
+    def no_memory(*_, **__):
+        raise MemoryError("no memory for the cache")
+
+    async def main():
+        async with serve(qwen3()) as engine:
+            with monkeypatch.context() as patch:
+                patch.setattr(torch, "zeros", no_memory)
+                with pytest.raises(MemoryError, match="no memory for the cache"):
+                    await engine.generate([1, 2, 3], SamplingParams(5, seed=0), "r")
+            return await engine.generate([1, 2, 3], SamplingParams(5, seed=0), "r")
+
+    assert len(asyncio.run(main()).token_ids) == 5

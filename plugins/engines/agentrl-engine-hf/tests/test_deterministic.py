@@ -1,9 +1,8 @@
 import asyncio
 import random
 
-from agentrl_engine_hf.config import HFEngineConfig
-
 from agentrl_core.api.engine import SamplingParams
+from agentrl_engine_hf.config import HFEngineConfig
 
 
 async def trajectory(engine, session_id, prompt, seed, jitter):

@@ -3,9 +3,9 @@ import statistics
 
 import pytest
 import torch
-from agentrl_engine_hf.config import HFEngineConfig
 
 from agentrl_core.api.engine import PolicySpan, SamplingParams
+from agentrl_engine_hf.config import HFEngineConfig
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])

@@ -1,7 +1,8 @@
 import numpy as np
-from agentrl_engine_hf.sampler import mix, uniforms
 from hypothesis import given
 from hypothesis import strategies as st
+
+from agentrl_engine_hf.sampler import mix, uniforms
 
 
 @given(st.lists(st.tuples(st.integers(-(2**70), 2**70), st.integers(0, 10**6)), min_size=1, max_size=20))

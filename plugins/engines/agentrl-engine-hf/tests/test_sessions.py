@@ -2,11 +2,11 @@ import asyncio
 import random
 
 import pytest
-from agentrl_engine_hf.config import HFEngineConfig
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl_core.api.engine import SamplingParams
+from agentrl_engine_hf.config import HFEngineConfig
 
 
 async def converse(engine, session_id, prompt, turns, seed, tool_tokens=6):

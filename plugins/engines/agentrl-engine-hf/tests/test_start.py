@@ -1,12 +1,12 @@
 import asyncio
 
 import pytest
-from agentrl_engine_hf.plugin import PLUGIN
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl_core.api.engine import SamplingParams
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.plugin import KINDS
+from agentrl_engine_hf.plugin import PLUGIN
 
 SMALL = {
     "vocab_size": 50,

@@ -66,19 +66,23 @@ class Executor:
     def step(self) -> None:
         """One token for every running request; those who wait join first."""
         started = time.perf_counter()
-        self.model.begin()
-        self._admit()
-        self._prefill()
-        generated = self._decode()
-        self._counters.observe_running(self._scheduler.active)
+        generated = 0
+        try:
+            self.model.begin()
+            self._admit()
+            self._prefill()
+            self._counters.observe_running(self._scheduler.active)
+            generated = self._decode()
+        except Exception as error:  # noqa: BLE001 - no request can be trusted any more, but the next ones can
+            self._abandon(error)
         self._counters.add(steps=1, generated_tokens=generated, busy_seconds=time.perf_counter() - started)
         self.settle()
 
     def _admit(self) -> None:
         joined = self._scheduler.admit()
         self._counters.add(
-            prompt_tokens=sum(len(sequence.ids) for sequence in joined),
-            cached_tokens=sum(sequence.cached for sequence in joined),
+            prompt_tokens=sum(sequence.prompt_length for sequence in joined if not sequence.marks),
+            cached_tokens=sum(sequence.cached for sequence in joined if not sequence.marks),
         )
 
     def _prefill(self) -> None:
@@ -108,7 +112,9 @@ class Executor:
     def _copy_prefixes(self) -> None:
         """Promote the first prefilling rows that need no forward: complete ones, and copies of a known prompt."""
         scheduler = self._scheduler
-        sources, targets, length = [], [], 0
+        sources: list[int] = []
+        targets: list[int] = []
+        length = copied = 0
         for sequence in scheduler.running()[scheduler.decoding :]:
             donor = scheduler.donor(sequence)
             if donor is not None and donor.row not in targets:
@@ -117,12 +123,13 @@ class Executor:
                 targets.append(sequence.row)
                 length = max(length, count)
                 sequence.cached = count
-                self._counters.add(cached_tokens=count)
+                copied += count
             if sequence.remaining:
                 break
             self._promote(sequence)
         if targets:
             scheduler.store.copy(sources, targets, length)
+            self._counters.add(cached_tokens=copied)
 
     def _next_chunk(self, budget: int) -> _Chunk:
         """The first prefilling rows of similar length, as many as the budget allows; at least one, in part."""
@@ -217,10 +224,14 @@ class Executor:
 
     def fail_all(self, error: BaseException) -> None:
         """The engine ends: so does every request in it."""
-        self._results += [(sequence, error) for sequence in (*self._scheduler.live.values(), *self._held)]
-        self._scheduler.live.clear()
+        self._results += [(sequence, error) for sequence in self._held]
         self._held.clear()
+        self._abandon(error)
         self.settle()
+
+    def _abandon(self, error: BaseException) -> None:
+        self._results += [(sequence, error) for sequence in self._scheduler.live.values()]
+        self._scheduler.abandon()
 
     # Commands -----------------------------------------------------------------------------------------------------
 
@@ -259,7 +270,7 @@ class Executor:
     def open_session(self, session_id: str) -> None:
         # A rollout that starts from an empty cache repeats exactly, whatever ran before it.
         if self._context.deterministic and not self._open_sessions and not self._scheduler.live:
-            self._scheduler.reset()
+            self._scheduler.abandon()
         self._open_sessions[session_id] = None
 
     def close_session(self, session_id: str) -> None:

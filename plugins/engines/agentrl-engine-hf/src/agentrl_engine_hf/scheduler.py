@@ -70,10 +70,14 @@ class Scheduler:
         self.decoding = 0
         self.store.clear()
 
-    def reset(self) -> None:
-        """Back to the beginning; only while no request is live."""
-        self.invalidate()
+    def abandon(self) -> None:
+        """Forget every request and every session."""
         self.owners = []
+        self.active = self.decoding = 0
+        self.waiting.clear()
+        self.live.clear()
+        self.idle.clear()
+        self.prefixes.clear()
         self.store.release()
 
     # Rows ---------------------------------------------------------------------------------------------------------

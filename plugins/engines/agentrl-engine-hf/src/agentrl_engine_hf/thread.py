@@ -47,8 +47,10 @@ class EngineThread:
         def run(executor: Executor) -> None:
             try:
                 result = command(executor)
-            except Exception as error:  # noqa: BLE001 - it is raised where the caller waits
+            except BaseException as error:  # noqa: BLE001 - it is raised where the caller waits
                 future.set_exception(error)
+                if not isinstance(error, Exception):
+                    raise
                 return
             executor.settle()
             future.set_result(result)

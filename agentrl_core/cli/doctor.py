@@ -1,0 +1,78 @@
+"""``agentrl doctor``: what is installed against what was tested, and whether a model can serve."""
+
+import platform
+from importlib import metadata
+from pathlib import Path
+
+import rich
+from packaging.version import Version
+from rich.table import Table
+
+from agentrl_core.api import ConfigError
+
+TESTED = {"torch": "2.13.0", "transformers": "5.19.0", "tensordict": "0.15.3", "ray": "2.60.0"}
+"""The versions of constraints.txt."""
+OLDEST = {"torch": "2.11", "transformers": "5.16", "tensordict": "0.12", "ray": "2.49"}
+EXTRA = {"ray": "ray"}
+
+
+def run(model: Path | None) -> None:
+    """Print both reports.
+
+    Raises:
+        ConfigError: ``model`` is no directory with a model.
+    """
+    _versions()
+    if model is not None:
+        if not (model / "config.json").is_file():
+            raise ConfigError(f"--model {model}: expected a directory with config.json, weights and tokenizer")
+        _model(model)
+
+
+def _versions() -> None:
+    table = Table(box=None)
+    for column in ("PACKAGE", "FOUND", "TESTED", "VERDICT"):
+        table.add_column(column)
+    python = platform.python_version()
+    supported = (3, 11) <= tuple(map(int, python.split(".")[:2])) <= (3, 13)
+    table.add_row("python", python, "3.11", "ok" if supported else "use Python 3.11, 3.12 or 3.13")
+    for package, tested in TESTED.items():
+        found, verdict = _verdict(package, tested)
+        table.add_row(package, found, tested, verdict)
+    rich.print(table)
+    try:
+        import torch
+    except ModuleNotFoundError:
+        return
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, models run on the CPU"
+    rich.print(f"GPU: {device}; torch uses {torch.get_num_threads()} CPU threads (OMP_NUM_THREADS=1 suits tiny models)")
+
+
+def _verdict(package: str, tested: str) -> tuple[str, str]:
+    try:
+        found = metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "-", f"missing: pip install 'agentrl-core[{EXTRA.get(package, 'train')}]'"
+    if Version(found) < Version(OLDEST[package]):
+        return found, f"too old: pip install '{package}=={tested}'"
+    if Version(found).release[:2] == Version(tested).release[:2]:
+        return found, "ok"
+    return found, "not tested, should work"
+
+
+def _model(model: Path) -> None:
+    from agentrl_core.config import ModelConfig
+    from agentrl_core.data.renderer import HFChatRenderer
+    from agentrl_core.data.template_check import check_template
+    from agentrl_core.trainer.plan import weight_lines
+
+    report = check_template(HFChatRenderer.from_config(ModelConfig(path=str(model))))
+    rich.print(f"\n[bold]{model}[/bold]")
+    rich.print(f"  system message  {'yes' if report.system else 'no'}")
+    rich.print(f"  tool schemas    {'yes' if report.tools else 'no: the template does not show them to the model'}")
+    rich.print(f"  tool role       {'yes' if report.tool_role else 'no: runs with tools are refused'}")
+    rich.print(f"  append-only     {'yes' if report.append_only else 'no: rollout.template_break decides'}")
+    for line in (*report.breaks, *report.errors):
+        rich.get_console().print(f"    {line}", markup=False)
+    for line in weight_lines(model):
+        rich.print(f"  {line}")

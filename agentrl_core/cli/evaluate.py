@@ -1,0 +1,51 @@
+"""``agentrl eval``."""
+
+from pathlib import Path
+
+import rich
+from rich.table import Table
+
+from agentrl_core.api import EngineContext
+from agentrl_core.cli import _logging
+from agentrl_core.config import load_config
+from agentrl_core.controller.runtime import make_runtime
+from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.trainer.checkpoint import checkpoint_path, read_state
+from agentrl_core.trainer.preparation import Preparation
+from agentrl_core.trainer.validation import Validator
+from agentrl_core.workers.models import resolve_device
+
+
+def run(config: Path, overrides: list[str], checkpoint: Path | None) -> None:
+    """Validate the model of the configuration, or that of a checkpoint."""
+    _logging.setup()
+    step = 0
+    if checkpoint is not None:
+        found = checkpoint_path(checkpoint)
+        step = read_state(found).step
+        overrides = [*overrides, f"model.path={found / 'actor'}"]
+    loaded = load_config(config, overrides)
+    preparation = Preparation.of(loaded)
+    cluster = loaded.cluster
+    with make_runtime(cluster.runtime, num_cpus=cluster.num_cpus, address=cluster.address) as runtime:
+        engine = EngineContext(
+            model_path=loaded.model.path,
+            dtype=loaded.model.dtype,
+            max_model_len=preparation.plan.max_model_len,
+            device=str(resolve_device(cluster.device)),
+            seed=loaded.trainer.seed,
+            deterministic=loaded.rollout.deterministic,
+            vocab_size=preparation.facts.vocab_size,
+        )
+        manager = AgentLoopManager(loaded, runtime, engine)
+        manager.start()
+        metrics, results = Validator(loaded, preparation.data.validation, manager).run(step)
+        manager.close()
+    table = Table(
+        title=f"{len(results)} trajectories, {checkpoint or loaded.model.path}", title_justify="left", box=None
+    )
+    table.add_column("METRIC")
+    table.add_column("VALUE", justify="right")
+    for name, value in sorted(metrics.items()):
+        table.add_row(name, f"{value:.3f}")
+    rich.print(table)

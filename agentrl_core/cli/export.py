@@ -1,0 +1,23 @@
+"""``agentrl export``."""
+
+import shutil
+from pathlib import Path
+
+import rich
+
+from agentrl_core.api import CheckpointError
+from agentrl_core.trainer.checkpoint import checkpoint_path
+from agentrl_core.workers.weights import OPTIMIZER_FILE
+
+
+def run(checkpoint: Path, output: Path) -> None:
+    """Copy the actor of a checkpoint without its training state: weights, config, tokenizer.
+
+    Raises:
+        CheckpointError: no checkpoint, or the output directory is not empty.
+    """
+    source = checkpoint_path(checkpoint) / "actor"
+    if output.exists() and any(output.iterdir()):
+        raise CheckpointError(f"{output} is not empty; name a new directory, so that nothing is overwritten")
+    shutil.copytree(source, output, ignore=shutil.ignore_patterns(OPTIMIZER_FILE), dirs_exist_ok=True)
+    rich.print(f"{output}: load it with transformers.AutoModelForCausalLM.from_pretrained({str(output)!r})")

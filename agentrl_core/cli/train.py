@@ -1,0 +1,46 @@
+"""``agentrl train``."""
+
+from pathlib import Path
+
+import rich
+
+from agentrl_core.cli import _logging
+from agentrl_core.config import Config, load_config
+from agentrl_core.config.slots import all_slots
+
+
+def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose: bool) -> None:
+    """Train, or with ``dry_run`` check everything that can be known before a worker starts."""
+    _logging.setup(verbose)
+    loaded = load_config(config, [*overrides, *(["trainer.resume=auto"] if resume else [])])
+    if dry_run:
+        _dry_run(loaded)
+        return
+    # Torch and its friends take seconds; a wrong configuration is told before that.
+    from agentrl_core.trainer import Trainer
+
+    path = Trainer(loaded).fit()
+    shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+    rich.print(f"\n[bold]{shown}[/bold] holds metrics.jsonl, rollouts/, checkpoints/ and curve.png. Next:")
+    rich.print(f"  agentrl rollouts show {shown} -n 3")
+    rich.print(f"  agentrl eval {config} --checkpoint {shown}/checkpoints/latest")
+    rich.print(f"  agentrl export {shown}/checkpoints/latest out/")
+
+
+def _dry_run(config: Config) -> None:
+    from rich.table import Table
+
+    from agentrl_core.trainer.preparation import Preparation
+
+    preparation = Preparation.of(config)
+    table = Table(title="Plugins", title_justify="left", box=None)
+    for column in ("KIND", "NAME", "PACKAGE", "VERSION"):
+        table.add_column(column)
+    for slot in all_slots(config):
+        if slot.ref is not None:
+            table.add_row(slot.kind, slot.registered_name, slot.ref.dist, slot.ref.version[:12])
+    rich.print(table)
+    rich.print()
+    for line in preparation.lines(config):
+        rich.print(line)
+    rich.print("\nEverything fits. Nothing was started.")

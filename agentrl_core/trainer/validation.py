@@ -1,0 +1,58 @@
+"""Greedy and sampled answers to the validation prompts."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from agentrl_core.config import Config
+from agentrl_core.data.rows import collate
+from agentrl_core.protocol import DataProto
+from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.trainer.metrics import validation_metrics
+
+Row = Mapping[str, Any]
+
+
+def prompt_batch(rows: Sequence[Row], step: int, split: str, n: int, sampling: Mapping[str, Any]) -> DataProto:
+    """``n`` rows per prompt, side by side, each with ``uid`` (of the prompt), ``prompt_index``, ``sample_index``.
+
+    ``meta_info``: ``step``, ``split``, ``sampling``.
+    """
+    repeated = [
+        {**row, "uid": f"{split}-{step:06d}-{prompt:05d}", "prompt_index": prompt, "sample_index": sample}
+        for prompt, row in enumerate(rows)
+        for sample in range(n)
+    ]
+    return collate(repeated, {"step": step, "split": split, "sampling": dict(sampling)})
+
+
+class Validator:
+    """Asks the current policy.
+
+    Args:
+        config: ``trainer.validation`` says how.
+        rows: validation prompts.
+        rollout: with the weights to judge.
+    """
+
+    def __init__(self, config: Config, rows: Sequence[Row], rollout: AgentLoopManager) -> None:
+        self._settings = config.trainer.validation
+        self._rows = rows[: self._settings.max_prompts]
+        self._rollout = rollout
+
+    def run(self, step: int) -> tuple[dict[str, float], list[TrajectoryResult]]:
+        """Metrics under ``validation/`` (see ``validation_metrics``), and all trajectories."""
+        sampling = asdict(self._settings.sampling)
+        modes = {
+            "greedy": (int(self._settings.greedy), {**sampling, "temperature": 0.0}),
+            "sampled": (self._settings.n, sampling),
+        }
+        results: dict[str, list[TrajectoryResult]] = {}
+        for mode, (n, parameters) in modes.items():
+            if n and self._rows:
+                prompts = prompt_batch(self._rows, step, f"validation.{mode}", n, parameters)
+                results[mode] = self._rollout.generate_sequences(prompts)
+                self._rollout.score_groups(results[mode])
+        metrics = validation_metrics(results, self._settings.correct_above)
+        return metrics, [result for group in results.values() for result in group]

@@ -1,0 +1,226 @@
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+import agentrl_core
+from agentrl_core.api import CheckpointError, ConfigError, PluginNotFoundError
+from agentrl_core.cli.main import app
+from agentrl_core.testing.plugins import IsolatedPlugins
+
+COMMAND = """
+import typer
+app = typer.Typer()
+
+@app.command()
+def greet(name: str, loud: bool = False) -> None:
+    typer.echo(f"hello {name}{'!' if loud else ''}")
+"""
+
+
+def agentrl(*arguments: str) -> Result:
+    return CliRunner().invoke(app, list(arguments))
+
+
+class Calls(dict[str, Any]):
+    """Stands for the module of a subcommand; remembers the arguments of its function, or raises ``error``."""
+
+    error: Exception | None = None
+
+    def replace(self, monkeypatch: pytest.MonkeyPatch, module: str, function: str = "run") -> None:
+        def stand_in(**arguments: Any) -> None:
+            self.update(arguments)
+            if self.error is not None:
+                raise self.error
+
+        fake = ModuleType(f"agentrl_core.cli.{module}")
+        setattr(fake, function, stand_in)
+        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+
+
+@pytest.fixture
+def calls() -> Calls:
+    return Calls()
+
+
+def test_train(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    calls.replace(monkeypatch, "train")
+    assert agentrl("train", "c.yaml").exit_code == 0
+    assert calls == {"config": Path("c.yaml"), "overrides": [], "dry_run": False, "resume": False, "verbose": False}
+    assert agentrl("train", "c.yaml", "trainer.steps=20", "--dry-run", "a.b=[1, 2]", "--resume").exit_code == 0
+    assert calls == {
+        "config": Path("c.yaml"),
+        "overrides": ["trainer.steps=20", "a.b=[1, 2]"],
+        "dry_run": True,
+        "resume": True,
+        "verbose": False,
+    }
+
+
+def test_eval(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    calls.replace(monkeypatch, "evaluate")
+    assert agentrl("eval", "c.yaml", "model.path=x", "--checkpoint", "k").exit_code == 0
+    assert calls == {"config": Path("c.yaml"), "overrides": ["model.path=x"], "checkpoint": Path("k")}
+
+
+def test_export(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    calls.replace(monkeypatch, "export")
+    assert agentrl("export", "k", "out").exit_code == 0
+    assert calls == {"checkpoint": Path("k"), "output": Path("out")}
+
+
+def test_doctor(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    calls.replace(monkeypatch, "doctor")
+    assert agentrl("doctor").exit_code == 0
+    assert calls == {"model": None}
+    agentrl("doctor", "--model", "m")
+    assert calls == {"model": Path("m")}
+
+
+def test_rollouts_show(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    calls.replace(monkeypatch, "rollouts", "show")
+    assert agentrl("rollouts", "show", "runs/x").exit_code == 0
+    assert calls == {"run_dir": Path("runs/x"), "step": None, "count": 1, "validation": False, "color": None}
+    agentrl("rollouts", "show", "runs/x", "--step", "10", "-n", "3", "--validation", "--no-color")
+    assert calls == {"run_dir": Path("runs/x"), "step": 10, "count": 3, "validation": True, "color": False}
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError(["a is wrong", "b is wrong"], "c.yaml"), 2),
+        (PluginNotFoundError("no tool"), 2),
+        (CheckpointError("it is [bold]corrupt[/bold]"), 1),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_error_is_a_message_without_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, calls: Calls, error: Exception, code: int
+) -> None:
+    calls.replace(monkeypatch, "train")
+    calls.error = error
+    result = agentrl("train", "c.yaml")
+    assert (result.exit_code, result.stdout, result.stderr) == (code, "", f"error: {error}\n")
+
+
+@pytest.mark.parametrize("arguments", [["--verbose", "train", "c.yaml"], ["train", "c.yaml", "--verbose"]])
+def test_verbose_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, calls: Calls, arguments: list[str]) -> None:
+    calls.replace(monkeypatch, "train")
+    calls.error = CheckpointError("corrupt")
+    result = agentrl(*arguments)
+    assert calls["verbose"] is True
+    assert result.exit_code == 1
+    assert "Traceback" in result.stderr
+    assert "stand_in" in result.stderr
+    assert result.stderr.endswith("error: corrupt\n")
+
+
+def test_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    calls.replace(monkeypatch, "train")
+    calls.error = ZeroDivisionError()
+    assert agentrl("train", "c.yaml").exception is calls.error
+
+
+def test_missing_extra_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    calls.replace(monkeypatch, "train")
+    calls.error = ModuleNotFoundError("No module named 'torch.nn'", name="torch.nn")
+    result = agentrl("train", "c.yaml")
+    assert (result.exit_code, result.stderr) == (
+        1,
+        "error: this needs torch, which is not installed: pip install 'agentrl-core[train]'\n",
+    )
+
+
+def test_version() -> None:
+    assert agentrl("--version").stdout == f"agentrl {agentrl_core.__version__}\n"
+
+
+def test_unknown_command_suggests() -> None:
+    result = agentrl("tran")
+    assert result.exit_code == 2
+    assert "train" in result.stderr
+
+
+def test_subcommand_of_a_package(isolated_plugins: IsolatedPlugins) -> None:
+    isolated_plugins.add("acme", {"agentrl.cli": {"greet": "acme_cli:app"}}, modules={"acme_cli.py": COMMAND})
+    assert "greet" in agentrl("--help").stdout
+    assert "acme_cli" not in sys.modules, "it is loaded only when it is typed"
+    assert agentrl("greet", "you", "--loud").stdout == "hello you!\n"
+    assert agentrl("greet").exit_code == 2
+
+
+def test_broken_subcommand_of_a_package_disturbs_no_other(isolated_plugins: IsolatedPlugins) -> None:
+    isolated_plugins.add("acme", {"agentrl.cli": {"greet": "acme_cli:app"}}, modules={"acme_cli.py": "1 / 0"})
+    assert agentrl("--help").exit_code == 0
+    result = agentrl("greet")
+    assert result.exit_code == 2
+    assert result.stderr.startswith(
+        "error: package acme 0.1.0 is broken: importing acme_cli:app for the subcommand 'greet' raised "
+        "ZeroDivisionError: division by zero"
+    )
+
+
+def test_subcommand_that_is_no_typer_app(isolated_plugins: IsolatedPlugins) -> None:
+    isolated_plugins.add("acme", {"agentrl.cli": {"greet": "acme_cli:app"}}, modules={"acme_cli.py": "app = 1"})
+    assert "must be a typer.Typer" in agentrl("greet").stderr
+
+
+def test_two_packages_with_one_subcommand(isolated_plugins: IsolatedPlugins, monkeypatch: pytest.MonkeyPatch) -> None:
+    for dist in ("acme-one", "acme-two"):
+        module = dist.replace("-", "_")
+        isolated_plugins.add(dist, {"agentrl.cli": {"greet": f"{module}:app"}}, modules={f"{module}.py": COMMAND})
+    assert "is registered by acme-one 0.1.0 and acme-two 0.1.0" in agentrl("greet", "you").stderr
+    monkeypatch.setenv("AGENTRL_PLUGINS_BLOCK", "acme-one")
+    assert agentrl("greet", "you").stdout == "hello you\n"
+
+
+def test_subcommand_of_a_package_does_not_replace_ours(isolated_plugins: IsolatedPlugins) -> None:
+    isolated_plugins.add("acme", {"agentrl.cli": {"plugins": "acme_cli:app"}}, modules={"acme_cli.py": COMMAND})
+    assert "KIND" in agentrl("plugins", "list").stdout
+    assert "acme_cli" not in sys.modules
+
+
+HEAVY = ("torch", "ray", "transformers", "tensordict", "datasets", "vllm", "sglang")
+BLOCKER = f"""
+import sys
+
+class Blocker:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in {HEAVY}:
+            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
+
+sys.meta_path.insert(0, Blocker())
+"""
+
+
+def run_blocked(code: str) -> str:
+    done = subprocess.run([sys.executable, "-c", BLOCKER + code], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_import_agentrl_core_without_torch_or_ray() -> None:
+    output = run_blocked("""
+import agentrl_core, agentrl_core.api, agentrl_core.plugins, agentrl_core.config, agentrl_core.cli.main
+from agentrl_core.plugins import discover
+rows = [row for row in discover() if row.dist == "agentrl-core"]
+print(len(rows) > 0, [row.error for row in rows if row.status in ("broken", "incompatible", "duplicate")])
+""")
+    assert output == "True []\n"
+
+
+@pytest.mark.parametrize("arguments", ["--help", "plugins list", "plugins show grpo", "train --help"])
+def test_command_works_without_torch_or_ray(arguments: str) -> None:
+    output = run_blocked(f"""
+sys.argv = ["agentrl", *{arguments.split()!r}]
+from agentrl_core.cli.main import main
+try:
+    main()
+finally:
+    assert not set({HEAVY}) & set(sys.modules), "imported"
+""")
+    assert output

@@ -1,0 +1,267 @@
+"""The calculator example's tokenizer, template, problems and files (the warm start is checked by `make demo`)."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import random
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+datasets = pytest.importorskip("datasets")
+transformers = pytest.importorskip("transformers")
+
+SCRIPT = Path(__file__).parents[2] / "examples" / "calculator" / "prepare.py"
+
+
+def load_script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("calculator_prepare", SCRIPT)
+    assert spec is not None and spec.loader is not None, SCRIPT
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+prepare = load_script()
+TOKENIZER = prepare.build_tokenizer()
+PROBLEM = prepare.Problem("What is 37 * 45?", "37 * 45", "1665")
+PROBLEMS = st.builds(
+    lambda seed, held_out: next(prepare.problems(random.Random(seed), held_out=held_out)),
+    st.integers(0, 2**32),
+    st.booleans(),
+)
+
+
+def test_demonstration_calls_the_tool_and_answers() -> None:
+    text = prepare.render(TOKENIZER, prepare.good_call(PROBLEM))
+    conversation = text.split("<|im_end|>\n", maxsplit=1)[1]
+    assert conversation == (
+        "<|im_start|>user\nWhat is 37 * 45?<|im_end|>\n<|im_start|>assistant\n"
+        '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37 * 45"}}\n</tool_call><|im_end|>\n'
+        "<|im_start|>user\n<tool_response>\n1665\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n#### 1665<|im_end|>\n"
+    )
+
+
+def test_prompt_holds_the_schema_and_is_short() -> None:
+    text = prepare.render(TOKENIZER, prepare.conversation(PROBLEM), generation_prompt=True)
+    assert f"<tools>\n{json.dumps(prepare.CALCULATOR_SCHEMA)}\n</tools>" in text
+    assert text.endswith("<|im_start|>assistant\n")
+    assert len(prepare.encode(TOKENIZER, text)) <= 120
+
+
+def test_template_without_tools_has_no_system_message() -> None:
+    text = TOKENIZER.apply_chat_template([{"role": "user", "content": "Hello"}], tokenize=False)
+    assert text == "<|im_start|>user\nHello<|im_end|>\n"
+
+
+def test_template_keeps_the_given_system_message_with_and_without_tools() -> None:
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    assert TOKENIZER.apply_chat_template(messages, tokenize=False) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
+    )
+    assert prepare.render(TOKENIZER, messages).startswith("<|im_start|>system\nBe brief.\n\n")
+
+
+def test_consecutive_tool_messages_share_one_user_block() -> None:
+    call = {"function": {"name": "calculator", "arguments": {"expression": "1 + 1"}}}
+    messages = prepare.conversation(
+        PROBLEM,
+        {"role": "assistant", "content": "Both.", "tool_calls": [call, call]},
+        {"role": "tool", "content": "2"},
+        {"role": "tool", "content": "3"},
+    )
+    text = prepare.render(TOKENIZER, messages, generation_prompt=True)
+    rendered_call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>'
+    assert text.endswith(
+        f"<|im_start|>assistant\nBoth.\n{rendered_call}\n{rendered_call}<|im_end|>\n"
+        "<|im_start|>user\n<tool_response>\n2\n</tool_response>\n<tool_response>\n3\n</tool_response><|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+@settings(max_examples=30, deadline=None)
+@given(PROBLEMS, st.integers(0, 100))
+def test_template_is_append_only_and_tokens_do_not_cross_turns(problem, seed: int) -> None:
+    messages = prepare.unreliable(problem, random.Random(seed))
+    whole = prepare.render(TOKENIZER, messages)
+    whole_ids = prepare.encode(TOKENIZER, whole)
+    for count in range(1, len(messages)):
+        answers_next = messages[count]["role"] == "assistant"
+        before = prepare.render(TOKENIZER, messages[:count], generation_prompt=answers_next)
+        assert whole.startswith(before)
+        before_ids = prepare.encode(TOKENIZER, before)
+        assert whole_ids[: len(before_ids)] == before_ids
+
+
+@settings(max_examples=30, deadline=None)
+@given(PROBLEMS, st.integers(0, 100))
+def test_mask_marks_exactly_what_the_assistant_says(problem, seed: int) -> None:
+    messages = prepare.unreliable(problem, random.Random(seed))
+    [(ids, mask)] = prepare.encode_demonstrations(TOKENIZER, [messages])
+    assert len(ids) == len(mask)
+    assert ids == prepare.encode(TOKENIZER, prepare.render(TOKENIZER, messages))
+    spoken = TOKENIZER.decode([token for token, bit in zip(ids, mask, strict=True) if bit])
+    turns = [turn for turn in messages if turn["role"] == "assistant"]
+    assert spoken.count("<|im_end|>") == len(turns)
+    assert all((turn["content"] or problem.expression) in spoken for turn in turns)
+    assert "<tool_response>" not in spoken and problem.question not in spoken
+
+
+@settings(deadline=None)
+@given(st.text())
+def test_tokenizer_repeats_any_text(text: str) -> None:
+    assert TOKENIZER.decode(prepare.encode(TOKENIZER, text)) == text
+
+
+def test_tokenizer_keeps_digits_apart_and_tags_whole() -> None:
+    ids = prepare.encode(TOKENIZER, "<tool_call>1665</tool_call><|im_end|>")
+    assert [TOKENIZER.decode([token]) for token in ids] == ["<tool_call>", *"1665", "</tool_call>", "<|im_end|>"]
+    assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<tool_call>1665</tool_call>"
+    assert (TOKENIZER.eos_token, TOKENIZER.pad_token) == ("<|im_end|>", "<|endoftext|>")
+
+
+def test_tokenizer_is_repeatable() -> None:
+    assert prepare.build_tokenizer().get_vocab() == TOKENIZER.get_vocab()
+
+
+@settings(deadline=None)
+@given(st.integers(-99, 99), st.sampled_from("+-*"), st.integers(0, 99))
+def test_evaluate_is_arithmetic(left: int, sign: str, right: int) -> None:
+    expected = {"+": left + right, "-": left - right, "*": left * right}[sign]
+    assert prepare.evaluate(f"{left} {sign} {right}") == expected
+
+
+@pytest.mark.parametrize("expression", ["", "1 +", "__import__('os')", "2 ** 9", "7 / 2", "1.5 + 1", "37s", "a"])
+def test_evaluate_rejects_everything_else(expression: str) -> None:
+    with pytest.raises(ValueError, match="allowed are|is not an expression"):
+        prepare.evaluate(expression)
+
+
+def test_supervised_loss_ignores_what_is_masked_and_padding() -> None:
+    torch.manual_seed(0)
+    model = prepare.build_model(TOKENIZER)
+    [(ids, mask)] = prepare.encode_demonstrations(TOKENIZER, [prepare.good_call(PROBLEM)])
+    loss = prepare.supervised_loss(model, [(ids, mask)])
+    padded = prepare.supervised_loss(model, [(ids, mask), (ids + [5] * 7, mask + [0] * 7)])
+    assert torch.isclose(loss, padded, atol=1e-5)
+    assert not torch.isclose(loss, prepare.supervised_loss(model, [(ids, [1] * len(ids))]), atol=1e-2)
+
+
+def test_rollout_answers_the_call_with_the_real_calculator(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37 * 45"}}\n</tool_call><|im_end|>'
+    prompts: list[str] = []
+
+    def scripted(model, tokenizer, rows: list[list[int]]) -> list[list[int]]:
+        prompts.extend(TOKENIZER.decode(row) for row in rows)
+        said = "#### 1665<|im_end|>" if "<tool_response>" in prompts[-1] else call
+        return [prepare.encode(TOKENIZER, said) for _ in rows]
+
+    monkeypatch.setattr(prepare, "generate", scripted)
+    [row] = prepare.rollout(None, TOKENIZER, [PROBLEM])
+    assert row.correct
+    [(ids, mask)] = prepare.encode_demonstrations(TOKENIZER, [prepare.good_call(PROBLEM)])
+    assert prompts[1] == TOKENIZER.decode(ids).removesuffix("#### 1665<|im_end|>\n")
+    trailing_newline = 1
+    assert (row.ids, row.mask) == (ids[:-trailing_newline], mask[:-trailing_newline])
+
+
+def make_data(output: Path, seed: int) -> dict[str, list[dict]]:
+    prepare.prepare(output / "data", prepare.make_data, seed, force=False)
+    return {
+        split: datasets.load_dataset(
+            "parquet",
+            data_files=str(output / "data" / f"{split}.parquet"),
+            split="train",
+            cache_dir=str(output / "cache"),
+        ).to_list()
+        for split in ("train", "validation")
+    }
+
+
+def test_data_survives_datasets_and_splits_do_not_overlap(tmp_path: Path) -> None:
+    splits = make_data(tmp_path, seed=0)
+    assert len(splits["train"]) >= 4000 and len(splits["validation"]) == 200
+    questions = {split: {row["prompt"][0]["content"] for row in rows} for split, rows in splits.items()}
+    expressions = {
+        split: {"".join(c for c in question if c in "0123456789+-*") for question in chosen}
+        for split, chosen in questions.items()
+    }
+    assert not expressions["train"] & expressions["validation"]
+    for split, rows in splits.items():
+        assert len(expressions[split]) == len(rows)
+        for index, row in enumerate(rows):
+            assert row["prompt"][0]["role"] == "user" and row["data_source"] == "calculator"
+            assert row["agent_name"] == "tool_agent"
+            expression = "".join(c for c in row["prompt"][0]["content"] if c in "0123456789+-*")
+            assert row["reward_model"] == {"style": "rule", "ground_truth": str(prepare.evaluate(expression))}
+            assert row["extra_info"] == {
+                "index": index,
+                "split": split,
+                "tools_kwargs": {"calculator": {"create_kwargs": None}},
+            }
+
+
+def test_data_is_byte_identical_for_a_seed_and_differs_between_seeds(tmp_path: Path) -> None:
+    def contents(name: str, seed: int) -> bytes:
+        prepare.prepare(tmp_path / name, prepare.make_data, seed, force=False)
+        return (tmp_path / name / "train.parquet").read_bytes()
+
+    assert contents("a", 3) == contents("b", 3) != contents("c", 4)
+
+
+def test_prepare_makes_once_per_seed_and_leaves_foreign_files_alone(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made: list[int] = []
+
+    def make(directory: Path, seed: int) -> None:
+        made.append(seed)
+        (directory / "file").write_text(str(seed))
+
+    for seed, force in ((0, False), (0, False), (1, False), (1, True)):
+        prepare.prepare(tmp_path / "out", make, seed, force=force)
+    assert made == [0, 1, 1]
+    assert "already there (seed 0)" in capsys.readouterr().out
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+    foreign = tmp_path / "foreign"
+    foreign.mkdir()
+    (foreign / "thesis.txt").write_text("mine")
+    with pytest.raises(SystemExit, match="did not make"):
+        prepare.prepare(foreign, make, 0, force=False)
+    assert (foreign / "thesis.txt").read_text() == "mine"
+
+
+def test_interrupted_prepare_leaves_nothing(tmp_path: Path) -> None:
+    def interrupted(directory: Path, seed: int) -> None:
+        (directory / "half").write_text("x")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare.prepare(tmp_path / "out", interrupted, 0, force=False)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_model_directory_loads_with_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prepare, "learn_to_copy", lambda *_: 1.0)
+    monkeypatch.setattr(prepare, "make_unreliable", lambda *_: 0.2)
+    monkeypatch.setattr(prepare, "VALIDATION_PROMPTS", 2)
+    prepare.prepare(tmp_path / "model", prepare.make_model, 0, force=False)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    messages = prepare.good_call(PROBLEM)
+    text = prepare.render(tokenizer, messages)
+    assert text == prepare.render(TOKENIZER, messages)
+    assert prepare.encode(tokenizer, text) == prepare.encode(TOKENIZER, text)
+    assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
+    assert model.generation_config.eos_token_id == tokenizer.eos_token_id
+    assert model.generation_config.pad_token_id == tokenizer.pad_token_id
+    assert model.get_input_embeddings().num_embeddings == len(tokenizer)
