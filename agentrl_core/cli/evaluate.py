@@ -8,10 +8,10 @@ from rich.table import Table
 from agentrl_core.api import EngineContext
 from agentrl_core.cli import _logging
 from agentrl_core.config import load_config
-from agentrl_core.controller.runtime import make_runtime
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.trainer.checkpoint import checkpoint_path, read_state
 from agentrl_core.trainer.preparation import Preparation
+from agentrl_core.trainer.roles import start_runtime
 from agentrl_core.trainer.validation import Validator
 from agentrl_core.workers.models import resolve_device
 
@@ -26,13 +26,12 @@ def run(config: Path, overrides: list[str], checkpoint: Path | None) -> None:
         overrides = [*overrides, f"model.path={found / 'actor'}"]
     loaded = load_config(config, overrides)
     preparation = Preparation.of(loaded)
-    cluster = loaded.cluster
-    with make_runtime(cluster.runtime, num_cpus=cluster.num_cpus, address=cluster.address) as runtime:
+    with start_runtime(loaded) as runtime:
         engine = EngineContext(
             model_path=loaded.model.path,
             dtype=loaded.model.dtype,
             max_model_len=preparation.plan.max_model_len,
-            device=str(resolve_device(cluster.device)),
+            device=str(resolve_device(loaded.cluster.device)),
             seed=loaded.trainer.seed,
             deterministic=loaded.rollout.deterministic,
             vocab_size=preparation.facts.vocab_size,

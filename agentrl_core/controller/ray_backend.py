@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 # After one rank has failed, the others get this long to fail too, so that the message can name them.
 OTHERS_GRACE_SECONDS = 1.0
+# Logical CPUs only count actors, most of which wait: a laptop's two cores must hold all actors of a small run.
+MIN_LOGICAL_CPUS = 32
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -123,6 +125,7 @@ class RayWorkerGroup(WorkerGroup):
         self.nodes: list[str] = []
         self._owns_actors = True
         self._owned_pool = resource_pool if owns_pool else None
+        self._num_cpus = resource_pool.num_cpus
         self._actors = _start_hosts(resource_pool, list(self._classes.values()))
         ranks = range(self.world_size)
         try:
@@ -148,7 +151,7 @@ class RayWorkerGroup(WorkerGroup):
             group = RayWorkerGroup.__new__(RayWorkerGroup)
             WorkerGroup.__init__(group, self._classes[role].cls, role, self.world_size)
             group._classes, group._actors, group.nodes = {role: self._classes[role]}, self._actors, self.nodes
-            group._owns_actors, group._owned_pool = False, None
+            group._owns_actors, group._owned_pool, group._num_cpus = False, None, self._num_cpus
             groups[role] = group
         return groups
 
@@ -167,6 +170,11 @@ class RayWorkerGroup(WorkerGroup):
         where = [f" on node {node}" for node in self.nodes] or [""] * self.world_size
         labels = [f"rank {rank} of {self.world_size} of {self.role!r}{where[rank]}" for rank in ranks]
         return functools.partial(_fetch, method, labels)
+
+    @property
+    def num_cpus(self) -> float:
+        """The CPUs that the group's own actors hold."""
+        return self._num_cpus * len(self._actors) if self._owns_actors else 0.0
 
     def close(self) -> None:
         """Kills the actors that this group started, and gives the pool back if it owns it."""
@@ -258,9 +266,10 @@ def _root(error: BaseException) -> BaseException:
 class RayActorHandle:
     """An actor of a plain class on Ray. Handles can be pickled and passed to other actors."""
 
-    def __init__(self, name: str, actor: Any) -> None:
+    def __init__(self, name: str, actor: Any, num_cpus: float) -> None:
         self._name = name
         self._actor = actor
+        self.num_cpus = num_cpus
 
     @property
     def name(self) -> str:
@@ -284,6 +293,7 @@ class RayActorHandle:
     def kill(self) -> None:
         """Ends the actor's process."""
         ray.kill(self._actor)
+        self.num_cpus = 0.0
 
 
 class RayRuntime:
@@ -300,7 +310,8 @@ class RayRuntime:
         self._is_open = True
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
-            start = {"address": address} if address else {"num_cpus": num_cpus, "include_dashboard": False}
+            cpus = num_cpus or max(os.cpu_count() or 1, MIN_LOGICAL_CPUS)
+            start = {"address": address} if address else {"num_cpus": cpus, "include_dashboard": False}
             try:
                 ray.init(**start, logging_level=logging.ERROR, log_to_driver=False)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -308,7 +319,8 @@ class RayRuntime:
                 raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
 
     def worker_group(self, cls: ClassWithInitArgs, name: str, world_size: int = 1) -> RayWorkerGroup:
-        """One actor with one CPU for every rank."""
+        """One actor with one CPU for every rank. Raises WorkerError if the cluster is too small."""
+        self._check_cpus(name, world_size)
         pool = RayResourcePool([world_size], strategy="PACK", name_prefix=name)
         group = RayWorkerGroup(pool, cls, role=name, owns_pool=True)
         self._groups.append(group)
@@ -324,15 +336,29 @@ class RayRuntime:
         max_concurrency: int = 1000,
         **kwargs: Any,
     ) -> RayActorHandle:
-        """An actor, under ``python`` where given: an environment with this Ray and this Python's minor version."""
+        """An actor, under ``python`` where given: an environment with this Ray and this Python's minor version.
+
+        Raises WorkerError if the cluster is too small.
+        """
+        self._check_cpus(name, num_cpus)
         options: dict[str, Any] = {"num_cpus": num_cpus, "runtime_env": _runtime_env(python)}
         # Over the nodes, where there are several.
         options["scheduling_strategy"] = "SPREAD"
         if _has_async_methods(cls):
             options["max_concurrency"] = max_concurrency
-        handle = RayActorHandle(name, ray.remote(cls).options(**options).remote(*args, **kwargs))
+        handle = RayActorHandle(name, ray.remote(cls).options(**options).remote(*args, **kwargs), num_cpus)
         self._actors.append(handle)
         return handle
+
+    def _check_cpus(self, name: str, wanted: float) -> None:
+        # Ray would let what finds no room wait for ever.
+        taken = sum(actor.num_cpus for actor in self._actors) + sum(group.num_cpus for group in self._groups)
+        seen = ray.cluster_resources().get("CPU", 0.0)
+        if taken + wanted > seen:
+            raise WorkerError(
+                f"{name!r} needs {wanted:g} logical CPUs, but {taken:g} of the {seen:g} that the Ray cluster has are "
+                f"taken by this run: set cluster.num_cpus to {taken + wanted:g} or more (logical CPUs may exceed cores)"
+            )
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on this process's event loop."""

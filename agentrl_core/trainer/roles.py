@@ -9,7 +9,7 @@ from transformers import AutoConfig
 from agentrl_core.api import ConfigError, EngineContext
 from agentrl_core.config.schema import Config
 from agentrl_core.controller import ClassWithInitArgs
-from agentrl_core.controller.runtime import Runtime
+from agentrl_core.controller.runtime import Runtime, make_runtime
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.trainer.plan import RunPlan
@@ -60,6 +60,18 @@ def needs_critic(config: Config) -> bool:
     """The advantage estimator has the capability ``values``."""
     ref = config.algorithm.advantage.ref
     return ref is not None and "values" in resolve_ref(ref).spec.capabilities
+
+
+def needed_cpus(config: Config) -> int:
+    """Logical CPUs of a Ray cluster: one for every worker and actor of the run."""
+    models = 1 + needs_critic(config) + (config.algorithm.kl_coef > 0)
+    return models + config.rollout.engine.replicas + config.reward.num_workers + config.rollout.agent.num_workers
+
+
+def start_runtime(config: Config) -> Runtime:
+    """The runtime that ``cluster`` asks for; a Ray cluster started here is as large as the run needs."""
+    cluster = config.cluster
+    return make_runtime(cluster.runtime, num_cpus=cluster.num_cpus or needed_cpus(config), address=cluster.address)
 
 
 def build_roles(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFacts) -> Roles:

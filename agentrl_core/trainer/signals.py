@@ -16,6 +16,8 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self.may_finish_step = False
+        """False while there is no step to finish: then a signal stops at once."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -33,7 +35,7 @@ class StopRequest:
                 signal.signal(taken, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.requested:
+        if self.requested or not self.may_finish_step:
             raise KeyboardInterrupt
         self.requested = True
         logger.warning(

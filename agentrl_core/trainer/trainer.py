@@ -16,7 +16,6 @@ import torch
 from agentrl_core.algorithms.outcome import advantage_input
 from agentrl_core.api import AdvantageEstimator, AlgorithmContext, ConfigError, WeightUpdate
 from agentrl_core.config import Config, to_dict
-from agentrl_core.controller.runtime import make_runtime
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
@@ -31,7 +30,7 @@ from agentrl_core.trainer.metrics import (
 )
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.records import make_records, trajectory_advantages
-from agentrl_core.trainer.roles import build_roles
+from agentrl_core.trainer.roles import build_roles, start_runtime
 from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
 from agentrl_core.trainer.validation import Validator, prompt_batch
@@ -79,6 +78,7 @@ class Trainer:
         self._prepare()
         with self.run.recording(), self.runtime, self.stop.listening():
             self._start()
+            self.stop.may_finish_step = True
             for step, prompts in self.batches():
                 with self.timer.phase("step"):
                     trajectories = self.rollout(prompts)
@@ -102,8 +102,7 @@ class Trainer:
         context = AlgorithmContext(group_size=self.config.rollout.n)
         self.estimator: AdvantageEstimator = resolve_ref(slot.ref).build(slot.config, context)
         self.run = Run.open(self.config, self.plan, self.preparation.fingerprint)
-        cluster = self.config.cluster
-        self.runtime = make_runtime(cluster.runtime, num_cpus=cluster.num_cpus, address=cluster.address)
+        self.runtime = start_runtime(self.config)
 
     def _start(self) -> None:
         """Workers, weights, and the validation before training."""

@@ -59,6 +59,10 @@ def worker_class() -> type:
                 mine.batch["x"].mul_(100)
             return float(mine.batch["x"].sum())
 
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def rows(self, batch: DataProto) -> int:
+            return len(batch)
+
         @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
         def gather(self, batch: DataProto) -> DataProto:
             dist.init_process_group("gloo")
@@ -179,6 +183,7 @@ def test_futures_go_from_worker_to_worker(group: RayWorkerGroup) -> None:
     first = group.add_later(batch_of(5))
     second = group.add_later(first)
     assert group.add(second).batch["x"].tolist() == [row + 3 for row in range(5)]
+    assert group.rows(second) == [5, 5]
 
 
 def test_ranks_form_a_process_group_and_gather_uneven_batches(group: RayWorkerGroup) -> None:
@@ -245,6 +250,8 @@ def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_needed(runtime
         manager.check_resource_available(timeout=0)
     with pytest.raises(WorkerError, match="could not place the pool 'big'"):
         manager.get_resource_pool("actor").bundles(timeout=0)
+    with pytest.raises(WorkerError, match="set cluster.num_cpus to 101 or more"):
+        runtime.actor(actor_class(), name="too much", num_cpus=101)
     ResourcePoolManager({"small": [1]}, {"actor": "small"}).check_resource_available(timeout=20)
 
 

@@ -1,6 +1,7 @@
 """The local runtime: actors, and coroutines run from synchronous code."""
 
 import asyncio
+import sys
 import threading
 
 import pytest
@@ -85,8 +86,12 @@ def test_worker_groups_of_the_runtime_are_closed_with_it() -> None:
     assert closed == [0, 1]
 
 
-def test_unsuitable_settings_are_config_errors() -> None:
+def test_unsuitable_settings_are_config_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match="'slurm', allowed are 'local' and 'ray'"):
         make_runtime("slurm")
+    monkeypatch.setitem(sys.modules, "ray", None)
+    monkeypatch.delitem(sys.modules, "agentrl_core.controller.ray_backend", raising=False)
+    with pytest.raises(ConfigError, match=r"pip install 'agentrl-core\[ray\]'"):
+        make_runtime("ray")
     with make_runtime("local") as runtime, pytest.raises(ConfigError, match="cluster.runtime=ray"):
         runtime.actor(Echo, "", name="engine", python="/env/bin/python")

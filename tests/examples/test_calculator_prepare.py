@@ -251,8 +251,8 @@ def test_interrupted_prepare_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_model_directory_loads_with_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "learn_to_copy", lambda *_: 1.0)
-    monkeypatch.setattr(prepare, "make_unreliable", lambda *_: 0.2)
+    monkeypatch.setattr(prepare, "learn_to_copy", lambda *_: None)
+    monkeypatch.setattr(prepare, "make_unreliable", lambda *_: None)
     monkeypatch.setattr(prepare, "VALIDATION_PROMPTS", 2)
     prepare.prepare(tmp_path / "model", prepare.make_model, 0, force=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")

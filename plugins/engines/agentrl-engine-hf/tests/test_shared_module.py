@@ -58,3 +58,18 @@ def test_during_a_pause_the_module_can_train(qwen3, serve, gate) -> None:
     assert len(asyncio.run(main()).token_ids) == 10
     assert module.training
     assert all(parameter.requires_grad for parameter in module.parameters())
+
+
+def test_a_module_whose_forward_writes_buffers_can_train_afterwards(qwen3, serve) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    module = qwen3(max_position_embeddings=16, rope_parameters=rope)
+    before = module.model.rotary_emb.inv_freq.clone()
+
+    async def main():
+        async with serve(module) as engine:
+            return await engine.generate([1] * 20, SamplingParams(10, seed=0), "s")
+
+    assert len(asyncio.run(main()).token_ids) == 10
+    assert not torch.equal(module.model.rotary_emb.inv_freq, before)
+    module(torch.tensor([[1] * 25])).logits.sum().backward()
+    assert module.get_input_embeddings().weight.grad is not None

@@ -52,7 +52,7 @@ class Model:
     def move(self, device: torch.device | str) -> None:
         self.module.to(device)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def new_cache(self) -> KVCache:
         """An empty cache of the right shape, learned from the forward of one token."""
         self.begin()
@@ -67,7 +67,7 @@ class Model:
             raise EngineError(f"{_describe(self.module)} keeps no keys and values: the hf engine cannot serve it")
         return KVCache(list(probe.layers_in_order()), probe.dtype, self.device)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def decode(self, store: KVCache, sequences: SequenceOf[Sequence]) -> torch.Tensor:
         """Feed the last id of the sequences in rows 0..B-1; returns logits ``[B, V]``."""
         ids_B1 = torch.tensor([sequence.ids[-1] for sequence in sequences], device=self.device).unsqueeze(1)
@@ -77,7 +77,7 @@ class Model:
         cache = ForwardCache(store, 0, len(sequences), length, rows_B, positions_B1.squeeze(1), None)
         return self._forward(ids_B1, positions_B1, self._mask(positions_B1, length), cache)
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def prefill(self, store: KVCache, first_row: int, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
         """Compute keys and values of the next ``counts[i]`` ids of the sequences in rows ``first_row + i``."""
         width = max(counts)

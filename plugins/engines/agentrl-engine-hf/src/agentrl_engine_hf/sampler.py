@@ -50,6 +50,7 @@ class Sampler:
         self._top_p_F1 = torch.tensor([[params[i].top_p] for i in filtered], dtype=torch.float64, device=device)
         self._top_k_F1 = torch.tensor([[params[i].top_k or 2**31] for i in filtered], device=device)
 
+    @torch.inference_mode()
     def sample(self, logits_BV: torch.Tensor) -> tuple[list[int], list[float]]:
         """Ids and their log-probabilities under softmax(logits / temperature) before top-k and top-p, each [B]."""
         logits_BV = logits_BV.float()
