@@ -17,7 +17,6 @@ _EXTRA_OF_MODULE = {
     "tensorboard": "train",
     "tensordict": "train",
     "torch": "train",
-    "torchdata": "train",
     "transformers": "train",
 }
 

@@ -72,7 +72,8 @@ def make_runtime(name: str, *, num_cpus: float | None = None, address: str | Non
     """The runtime ``local`` or ``ray``.
 
     On Ray: ``address`` joins a cluster, otherwise one is started here with ``num_cpus`` logical CPUs (default: the
-    machine's, at least 32; they count actors and may exceed the cores). Raises ConfigError on another name, or where Ray is not installed.
+    machine's, at least 32; they count actors and may exceed the cores). Raises ConfigError on another name, or where
+    Ray is not installed.
     """
     if name == "local":
         return LocalRuntime()

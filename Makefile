@@ -1,0 +1,64 @@
+# Everything runs in .venv, which is made on first use; nothing is needed but Python 3.11+, make and a package index.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+# Two processes on a small machine thrash with one thread per core each.
+export OMP_NUM_THREADS ?= 1
+export TOKENIZERS_PARALLELISM ?= false
+
+PROJECTS := $(shell git ls-files '*pyproject.toml')
+CALCULATOR := examples/calculator
+DEMO_ARGS ?=
+
+.PHONY: help env demo demo-ray demo-ppo test check lint format bench clean
+
+help:
+	@echo "make demo    install, make a tiny model and its data, train it, show the curve and sample trajectories"
+	@echo "make test    install, run all tests"
+	@echo "make check   install, lint, types, import rules, example configurations"
+	@echo "make env     install only: .venv with everything editable"
+	@echo "make bench   the benchmarks"
+
+env: $(VENV)/.installed
+
+$(VENV)/.installed: requirements-dev.txt constraints.txt $(PROJECTS)
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "agentrl needs Python 3.11 or newer; name one with PYTHON=")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --no-build-isolation -c constraints.txt -r requirements-dev.txt
+	touch $@
+
+$(CALCULATOR)/model/config.json: $(VENV)/.installed $(CALCULATOR)/prepare.py
+	$(BIN)/python $(CALCULATOR)/prepare.py
+	touch $@
+
+demo: $(CALCULATOR)/model/config.json
+	$(BIN)/agentrl train $(CALCULATOR)/config.yaml $(DEMO_ARGS)
+	$(BIN)/agentrl rollouts show runs/calculator -n 3
+
+demo-ray: $(CALCULATOR)/model/config.json
+	$(BIN)/agentrl train $(CALCULATOR)/config.yaml cluster.runtime=ray trainer.name=calculator-ray $(DEMO_ARGS)
+
+demo-ppo: $(CALCULATOR)/model/config.json
+	$(BIN)/agentrl train $(CALCULATOR)/ppo.yaml $(DEMO_ARGS)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/test_imports.py tests/test_examples.py
+
+lint: check
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/orchestration.py
+
+clean:
+	rm -rf $(VENV) runs $(CALCULATOR)/model $(CALCULATOR)/data

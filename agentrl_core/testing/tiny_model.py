@@ -1,0 +1,98 @@
+"""A tokenizer and a model small enough to be made in a test, in milliseconds, offline and with random weights.
+
+save_tiny_model(tmp_path)                                    # a folder for model.path
+renderer = HFChatRenderer(tiny_tokenizer())                  # one byte is one token; ChatML with tools
+"""
+
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
+
+CHATML_TEMPLATE = """\
+{%- if tools -%}
+{{ '<|im_start|>system\\n' ~ (messages[0].content ~ '\\n' if messages[0].role == 'system' else '') ~ 'Tools:' }}
+{%- for tool in tools -%}{{ '\\n' ~ (tool | tojson) }}{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'tool' -%}
+{{ '<|im_start|>user' if loop.first or loop.previtem.role != 'tool' }}
+{{- '\\n<tool_response>\\n' ~ message.content ~ '\\n</tool_response>' }}
+{{- '<|im_end|>\\n' if loop.last or loop.nextitem.role != 'tool' }}
+{%- elif not (message.role == 'system' and tools and loop.first) -%}
+{{ '<|im_start|>' ~ message.role ~ '\\n' ~ (message.content or '') }}
+{%- for call in message.tool_calls or [] -%}
+{{ '\\n' if message.content or not loop.first }}
+{{- '<tool_call>\\n' ~ ({'name': call.function.name, 'arguments': call.function.arguments} | tojson) }}
+{{- '\\n</tool_call>' }}
+{%- endfor -%}
+{{ '<|im_end|>\\n' }}
+{%- endif -%}
+{%- endfor -%}
+{{ '<|im_start|>assistant\\n' if add_generation_prompt }}
+"""
+"""ChatML as Hermes writes it: tool calls as JSON in tags, consecutive tool messages in one user turn; append-only."""
+
+
+def tiny_tokenizer(chat_template: str | None = CHATML_TEMPLATE) -> PreTrainedTokenizerFast:
+    """One token per byte, and :data:`SPECIAL_TOKENS`, of which ``<|im_end|>`` ends a turn.
+
+    Args:
+        chat_template: Jinja; None for a tokenizer without one.
+    """
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    bpe = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(alphabet)}, merges=[]))
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.add_tokens([AddedToken(token, special=token.startswith("<|"), normalized=False) for token in SPECIAL_TOKENS])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=bpe,
+        eos_token="<|im_end|>",
+        pad_token="<|endoftext|>",
+        chat_template=chat_template,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def save_tiny_model(
+    path: str | Path, *, seed: int = 0, tokenizer: PreTrainedTokenizerFast | None = None, **config: Any
+) -> str:
+    """Save a Qwen3 of two layers with random weights, and its tokenizer, where ``model.path`` can point to.
+
+    Args:
+        path: a folder, made if it is missing.
+        seed: of the weights; torch's global generator is left as it was.
+        tokenizer: :func:`tiny_tokenizer` unless given.
+        config: more or other fields of ``Qwen3Config``.
+
+    Returns:
+        ``path`` as a string.
+    """
+    import torch
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    tokenizer = tokenizer or tiny_tokenizer()
+    fields: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": None,
+    }
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = Qwen3ForCausalLM(Qwen3Config(**{**fields, **config}))
+    model.save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return str(path)
