@@ -1,11 +1,12 @@
 """``agentrl eval``."""
 
+import json
 from pathlib import Path
 
 import rich
 from rich.table import Table
 
-from agentrl_core.api import EngineContext
+from agentrl_core.api import ConfigError, EngineContext
 from agentrl_core.cli import _logging
 from agentrl_core.config import load_config
 from agentrl_core.rollout.manager import AgentLoopManager
@@ -23,8 +24,10 @@ def run(config: Path, overrides: list[str], checkpoint: Path | None) -> None:
     if checkpoint is not None:
         found = checkpoint_path(checkpoint)
         step = read_state(found).step
-        overrides = [*overrides, f"model.path={found / 'actor'}"]
+        overrides = [*overrides, f"model.path={json.dumps(str(found / 'actor'))}"]
     loaded = load_config(config, overrides)
+    if not loaded.data.validation_files:
+        raise ConfigError("data.validation_files: expected at least one file to evaluate on, found none")
     preparation = Preparation.of(loaded)
     with start_runtime(loaded) as runtime:
         engine = EngineContext(
@@ -37,9 +40,11 @@ def run(config: Path, overrides: list[str], checkpoint: Path | None) -> None:
             vocab_size=preparation.facts.vocab_size,
         )
         manager = AgentLoopManager(loaded, runtime, engine)
-        manager.start()
-        metrics, results = Validator(loaded, preparation.data.validation, manager).run(step)
-        manager.close()
+        try:
+            manager.start()
+            metrics, results = Validator(loaded, preparation.data.validation, manager).run(step)
+        finally:
+            manager.close()
     table = Table(
         title=f"{len(results)} trajectories, {checkpoint or loaded.model.path}", title_justify="left", box=None
     )

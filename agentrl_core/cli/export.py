@@ -17,7 +17,7 @@ def run(checkpoint: Path, output: Path) -> None:
         CheckpointError: no checkpoint, or the output directory is not empty.
     """
     source = checkpoint_path(checkpoint) / "actor"
-    if output.exists() and any(output.iterdir()):
-        raise CheckpointError(f"{output} is not empty; name a new directory, so that nothing is overwritten")
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output} is not an empty directory; name a new one, so that nothing is overwritten")
     shutil.copytree(source, output, ignore=shutil.ignore_patterns(OPTIMIZER_FILE), dirs_exist_ok=True)
     rich.print(f"{output}: load it with transformers.AutoModelForCausalLM.from_pretrained({str(output)!r})")

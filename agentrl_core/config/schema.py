@@ -272,7 +272,9 @@ class ClusterConfig:
     address: str | None = option(None, help="of a running Ray cluster; null: start one here")
     num_cpus: int | None = option(None, ge=1, help="of a Ray cluster started here; null: as many as it needs")
     device: Literal["auto", "cpu", "cuda"] = option("auto", help="of model workers and engines")
-    start_timeout: float = option(120.0, gt=0, unit="seconds", help="wait for resources of the cluster")
+    cpu_threads: int | None = option(
+        None, ge=1, help="of torch in each process; null: torch decides. 1 suits tiny models and busy machines"
+    )
 
 
 @dataclass

@@ -303,7 +303,9 @@ class RayRuntime:
     ``address``, or starts one here.
     """
 
-    def __init__(self, num_cpus: float | None = None, address: str | None = None) -> None:
+    def __init__(
+        self, num_cpus: float | None = None, address: str | None = None, cpu_threads: int | None = None
+    ) -> None:
         self._loop = EventLoop()
         self._groups: list[RayWorkerGroup] = []
         self._actors: list[RayActorHandle] = []
@@ -313,7 +315,7 @@ class RayRuntime:
             cpus = num_cpus or max(os.cpu_count() or 1, MIN_LOGICAL_CPUS)
             start = {"address": address} if address else {"num_cpus": cpus, "include_dashboard": False}
             try:
-                ray.init(**start, logging_level=logging.ERROR, log_to_driver=False)
+                ray.init(**start, runtime_env=_threads(cpu_threads), logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 aim = f"reached at {address}" if address else "started"
                 raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
@@ -417,7 +419,11 @@ def _has_async_methods(cls: type) -> bool:
     return any(inspect.iscoroutinefunction(member) or inspect.isasyncgenfunction(member) for member in members)
 
 
+def _threads(cpu_threads: int | None) -> dict[str, Any]:
+    """One OpenMP thread per process, as many share a node, unless the user says otherwise."""
+    threads = os.environ.get("OMP_NUM_THREADS", "1") if cpu_threads is None else str(cpu_threads)
+    return {"env_vars": {"OMP_NUM_THREADS": threads}}
+
+
 def _runtime_env(python: str | None = None) -> dict[str, Any]:
-    """One OpenMP thread per actor, as many actors share a node, unless the user's environment says otherwise."""
-    threads = os.environ.get("OMP_NUM_THREADS", "1")
-    return {"env_vars": {"OMP_NUM_THREADS": threads}, **({"py_executable": python} if python else {})}
+    return {"py_executable": python} if python else {}

@@ -4,6 +4,8 @@ import inspect
 from collections.abc import Coroutine
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
+import torch
+
 from agentrl_core.api.errors import ConfigError, WorkerError
 from agentrl_core.controller.event_loop import EventLoop
 from agentrl_core.controller.local import LocalWorkerGroup
@@ -68,15 +70,20 @@ class Runtime(Protocol):
     def __exit__(self, *error: object) -> None: ...
 
 
-def make_runtime(name: str, *, num_cpus: float | None = None, address: str | None = None) -> Runtime:
+def make_runtime(
+    name: str, *, num_cpus: float | None = None, address: str | None = None, cpu_threads: int | None = None
+) -> Runtime:
     """The runtime ``local`` or ``ray``.
+
+    ``cpu_threads`` bounds torch's threads in each process; None leaves this process as it is, and gives Ray's actors
+    what ``OMP_NUM_THREADS`` says here, or 1.
 
     On Ray: ``address`` joins a cluster, otherwise one is started here with ``num_cpus`` logical CPUs (default: the
     machine's, at least 32; they count actors and may exceed the cores). Raises ConfigError on another name, or where
     Ray is not installed.
     """
     if name == "local":
-        return LocalRuntime()
+        return LocalRuntime(cpu_threads)
     if name != "ray":
         raise ConfigError(f"cluster.runtime: found {name!r}, allowed are 'local' and 'ray'")
     try:
@@ -85,7 +92,7 @@ def make_runtime(name: str, *, num_cpus: float | None = None, address: str | Non
         if error.name != "ray":
             raise
         raise ConfigError("cluster.runtime: ray is not installed: pip install 'agentrl-core[ray]'") from error
-    return RayRuntime(num_cpus=num_cpus, address=address)
+    return RayRuntime(num_cpus=num_cpus, address=address, cpu_threads=cpu_threads)
 
 
 class LocalActorHandle:
@@ -115,7 +122,9 @@ class LocalActorHandle:
 class LocalRuntime:
     """Everything in this process."""
 
-    def __init__(self) -> None:
+    def __init__(self, cpu_threads: int | None = None) -> None:
+        if cpu_threads is not None:
+            torch.set_num_threads(cpu_threads)
         self._loop = EventLoop()
         self._groups: list[WorkerGroup] = []
         self._actors: list[LocalActorHandle] = []

@@ -150,7 +150,13 @@ def _cut(
 ) -> dict[str, Any]:
     messages: Sequence[dict[str, Any]] = row["raw_prompt"]
     at = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
-    text = str(messages[at].get("content", ""))
+    text = messages[at].get("content", "")
+    if not isinstance(text, str):
+        raise DataError(
+            f"{context.split} row {index}: the prompt has {length} tokens, more than data.max_prompt_length="
+            f"{context.max_prompt_length}, and a content that is not a text cannot be cut; set "
+            "data.overlong_prompts=filter"
+        )
     budget = len(context.renderer.encode(text))
     # Cutting can change how the rest is tokenised, so a cut that is still too long is repeated.
     while at >= 0 and budget > 0 and length > context.max_prompt_length:

@@ -1,6 +1,8 @@
 """The model's tokenizer and chat template: the only road from messages to tokens and back."""
 
+import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,6 +34,12 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 
+def _generation_stops(model: Path) -> tuple[int, ...]:
+    file = model / "generation_config.json"
+    stops = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    return tuple(stops) if isinstance(stops, list) else () if stops is None else (int(stops),)
+
+
 class HFChatRenderer(ChatRenderer):
     """Renders with ``apply_chat_template`` and encodes with the tokenizer as it is.
 
@@ -46,22 +54,36 @@ class HFChatRenderer(ChatRenderer):
         # The Rust tokenizer without its Python wrapper: 3x less time on the short texts that tools return.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._prompts: dict[str, list[int]] = {}
+        self._model_stops: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, model: ModelConfig) -> "HFChatRenderer":
         """The renderer of ``model``."""
-        return cls(load_tokenizer(model), model.chat_template_kwargs)
+        renderer = cls(load_tokenizer(model), model.chat_template_kwargs)
+        renderer._model_stops = _generation_stops(Path(model.path))
+        return renderer
 
     @property
     def vocab_size(self) -> int:
         """Ids below it can be decoded; a model's embedding may be larger."""
         return len(self.tokenizer)
 
-    @property
+    @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a turn: the tokenizer's end-of-sequence token."""
+        """Ids that end a turn: the tokenizer's end-of-sequence token, those of the model's generation config, and the
+        special token that the template writes after an answer."""
         eos = self.tokenizer.eos_token_id
-        return () if eos is None else (int(eos),)
+        found = [] if eos is None else [int(eos)]
+        return tuple(dict.fromkeys([*found, *self._model_stops, *self._template_stop()]))
+
+    def _template_stop(self) -> list[int]:
+        answer = "an answer"
+        try:
+            text = self.render([{"role": "user", "content": "a question"}, {"role": "assistant", "content": answer}])
+        except TemplateError:
+            return []
+        after = self.encode(text.rpartition(answer)[2].lstrip())[:1]
+        return [token for token in after if token in self.tokenizer.get_added_vocab().values()]
 
     @property
     def pad_token_id(self) -> int:

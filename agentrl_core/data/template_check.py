@@ -67,6 +67,7 @@ def check_template(renderer: ChatRenderer) -> TemplateReport:
     with_role = renders([_USER, _CALL, _TOOL], [_SCHEMA])
     shows_tools = with_tools is not None and "probe_tool" in with_tools and "probe_tool" not in plain
     tool_role = with_role is not None and "tool result" in with_role
+    breaks = _unfaithful(renderer)
     transitions: list[tuple[str, list[Message], list[Message], list[dict[str, Any]]]] = []
     transitions.append(("a user message after an answer", [_USER, _PLAIN], [_NEXT], []))
     transitions.append(("a user message after an answer with reasoning", [_USER, _THINK], [_NEXT], []))
@@ -74,10 +75,31 @@ def check_template(renderer: ChatRenderer) -> TemplateReport:
         transitions.append(("a tool message after a call", [_USER, _CALL], [_TOOL], [_SCHEMA]))
         later = [_USER, _CALL, _TOOL, _PLAIN]
         transitions.append(("a user message after a tool was used", later, [_NEXT], [_SCHEMA]))
-    breaks = [
+    breaks += [
         found for name, before, added, tools in transitions if (found := _break(renderer, name, before, added, tools))
     ]
     return TemplateReport(system is not None, shows_tools, tool_role, tuple(breaks), tuple(errors))
+
+
+def _unfaithful(renderer: ChatRenderer) -> list[str]:
+    """Answers that the template does not write into the history as the policy gave them."""
+    prompt = renderer.render([_USER], generation_prompt=True)
+    answers = [
+        ("an answer", _PLAIN, "an answer", []),
+        ("reasoning", _THINK, "some thought", []),
+        ("text beside a call", _CALL, "let me look", [_SCHEMA]),
+    ]
+    found: list[str] = []
+    for name, message, text, tools in answers:
+        try:
+            rendered = renderer.render([_USER, message], tools)
+        except TemplateError:
+            continue
+        if text not in rendered:
+            found.append(f"{name}: dropped from the history")
+        elif not tools and not rendered.startswith(prompt):
+            found.append(f"{name}: its turn does not begin in the history as it was prompted, with {prompt[-40:]!r}")
+    return found
 
 
 def _break(
@@ -99,9 +121,13 @@ def require_tool_role(renderer: ChatRenderer) -> None:
     Raises:
         TemplateError: with what the template said, and what to do.
     """
-    report = check_template(renderer)
-    if not report.tool_role:
-        reason = report.errors[-1] if report.errors else "the content of tool messages does not appear in its output"
+    reason = ""
+    try:
+        if str(_TOOL["content"]) not in renderer.render([_USER, _CALL, _TOOL], [_SCHEMA], generation_prompt=True):
+            reason = "the content of tool messages does not appear in its output"
+    except TemplateError as error:
+        reason = str(error)
+    if reason:
         raise TemplateError(
             f"the run has tools, but the model's chat template rejects the tool role: {reason}; "
             "set model.chat_template to a file with a template that renders role 'tool'"

@@ -2,12 +2,21 @@
 
 import asyncio
 import logging
+import traceback
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from agentrl_core.api import ConfigError, EngineContext, RolloutError, WeightUpdate
+from agentrl_core.api import (
+    ConfigError,
+    EngineContext,
+    RewardError,
+    RolloutError,
+    Termination,
+    WeightUpdate,
+    WorkerError,
+)
 from agentrl_core.config.schema import Config
 from agentrl_core.controller.runtime import ActorHandle, Runtime
 from agentrl_core.plugins import resolve_ref
@@ -75,6 +84,16 @@ class AgentLoopManager:
             RolloutError: more than ``rollout.max_failed_fraction`` failed; holds the first root traceback.
         """
         results: list[TrajectoryResult] = self._runtime.run(self._generate(prompts))
+        self._check_failed(results)
+        for result in results:
+            if result.failed:
+                logger.warning(
+                    "trajectory %s is excluded after %d attempts: %s: %s",
+                    result.trajectory_id, result.attempts, result.termination.value, last_line(result.error),
+                )  # fmt: skip
+        return results
+
+    def _check_failed(self, results: Sequence[TrajectoryResult]) -> None:
         failed = [result for result in results if result.failed]
         if len(failed) > self._config.rollout.max_failed_fraction * len(results):
             raise RolloutError(
@@ -82,12 +101,6 @@ class AgentLoopManager:
                 f"more than rollout.max_failed_fraction={self._config.rollout.max_failed_fraction}. The first one, "
                 f"{failed[0].trajectory_id}, with {failed[0].termination.value}:\n{failed[0].error}"
             )
-        for result in failed:
-            logger.warning(
-                "trajectory %s is excluded after %d attempts: %s: %s",
-                result.trajectory_id, result.attempts, result.termination.value, last_line(result.error),
-            )  # fmt: skip
-        return results
 
     async def _generate(self, prompts: DataProto) -> list[TrajectoryResult]:
         chunks = [chunk for chunk in prompts.chunk(len(self._workers)) if len(chunk)]
@@ -95,10 +108,17 @@ class AgentLoopManager:
         return [result for part in await asyncio.gather(*calls) for result in part]
 
     def score_groups(self, results: Sequence[TrajectoryResult]) -> None:
-        """Let a reward manager with the capability ``group`` revise the rewards of each prompt's samples."""
+        """Let a reward manager with the capability ``group`` revise the rewards of each prompt's samples.
+
+        A group that it cannot revise has failed with ``reward_error``.
+
+        Raises:
+            RolloutError: as :meth:`generate_sequences`, these failures included.
+        """
         ref = self._config.reward.manager.ref
         if ref is not None and "group" in resolve_ref(ref).spec.capabilities:
             self._runtime.run(self._score_groups(results))
+            self._check_failed(results)
 
     async def _score_groups(self, results: Sequence[TrajectoryResult]) -> None:
         groups: dict[str, list[TrajectoryResult]] = defaultdict(list)
@@ -109,7 +129,14 @@ class AgentLoopManager:
         async def revise(index: int, group: list[TrajectoryResult]) -> None:
             rewarder = self._rewarders[index % len(self._rewarders)]
             inputs = [result.reward_input for result in group]
-            revised = await rewarder.call("score_group", inputs, [result.reward for result in group])
+            try:
+                revised = await rewarder.call("score_group", inputs, [result.reward for result in group])
+            except (RewardError, WorkerError) as error:
+                logger.warning("the group of %s is excluded: %s", group[0].trajectory_id, error)
+                for result in group:
+                    result.reward, result.termination = None, Termination.REWARD_ERROR
+                    result.error = "".join(traceback.format_exception(error))
+                return
             for result, reward in zip(group, revised, strict=True):
                 result.reward = reward
 

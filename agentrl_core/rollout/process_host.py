@@ -44,26 +44,37 @@ class ProcessHost:
         self._name = name
         self._start_timeout = start_timeout
         self._process: asyncio.subprocess.Process | None = None
+        self._one_call = asyncio.Lock()
+
+    @property
+    def alive(self) -> bool:
+        """The process runs, with all that earlier calls left in it."""
+        return self._process is not None and self._process.returncode is None
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Any:
-        """Call a method of the object; an empty name calls the object itself.
+        """Call a method of the object; an empty name calls the object itself. One call at a time, in order.
 
         Raises:
             DeadlineError: no answer within ``timeout`` seconds; the process was killed.
             RemoteCallError: the user's code raised.
             ToolError: the process died.
         """
-        if self._process is None or self._process.returncode is not None:
-            await self._start()
-        return await self._exchange((method, args, kwargs), timeout)
+        async with self._one_call:
+            if not self.alive:
+                await self._start()
+            return await self._exchange((method, args, kwargs), timeout)
 
     async def _start(self) -> None:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "agentrl_core.rollout.process_child",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
         )  # fmt: skip
-        self._send(sys.path)
-        await self._exchange((self._build, self._args), self._start_timeout)
+        try:
+            self._send(sys.path)
+            await self._exchange((self._build, self._args), self._start_timeout)
+        except BaseException:
+            self.kill()
+            raise
 
     def _send(self, message: Any) -> None:
         assert self._process is not None and self._process.stdin is not None, "the process has been started"
@@ -84,8 +95,7 @@ class ProcessHost:
         except TimeoutError:
             raise DeadlineError(f"{self._name}: no answer within {timeout:g} s; its process was killed") from None
         except (asyncio.IncompleteReadError, ConnectionError):
-            code = await process.wait()
-            raise ToolError(f"{self._name}: its process died with exit code {code}") from None
+            raise ToolError(f"{self._name}: its process died with exit code {await _exit_code(process)}") from None
         finally:
             # Also after a cancellation: an answer that nobody read must not meet the next question.
             if not done:
@@ -99,6 +109,16 @@ class ProcessHost:
         process, self._process = self._process, None
         if process is not None and process.returncode is None:
             process.kill()
+
+
+async def _exit_code(process: asyncio.subprocess.Process) -> int:
+    try:
+        async with asyncio.timeout(1.0):
+            return await process.wait()
+    except TimeoutError:
+        # It closed the pipe and lives on.
+        process.kill()
+        return await process.wait()
 
 
 class ProcessPool:

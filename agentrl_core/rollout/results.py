@@ -52,14 +52,13 @@ def reward_trajectory(
     """The view of a trajectory that rewards get; the last output is the end of the conversation."""
     last = outputs[-1]
     texts = last.extra_fields.get("turn_texts") or [""]
-    segments = [piece for output in outputs for piece in output.extra_fields.get("segments", ())]
     reward_model = row.get("reward_model") or {}
     named = {"raw_prompt", "reward_model", "data_source", "extra_info", "uid"}
     return RewardTrajectory(
         messages=last.messages,
         model_text="\n".join(texts),
         last_text=texts[-1],
-        full_text="".join(text for _, text in segments),
+        full_text=last.extra_fields.get("full_text", ""),
         ground_truth=reward_model.get("ground_truth"),
         data_source=row.get("data_source", ""),
         extra_info=row.get("extra_info") or {},

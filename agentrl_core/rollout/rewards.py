@@ -2,7 +2,6 @@
 
 import asyncio
 import inspect
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -20,6 +19,7 @@ from agentrl_core.api import (
 from agentrl_core.config.schema import RewardConfig, RewardFunctionSlot
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.rollout.process_host import ProcessHost, ProcessPool
+from agentrl_core.rollout.tools import is_finite
 
 
 def build_reward_function(ref: PluginRef, config: Any, name: str) -> Any:
@@ -88,12 +88,16 @@ def check_score(who: str, value: Any) -> RewardResult:
     result = value if isinstance(value, RewardResult) else None
     score = result.score if result is not None else value
     try:
+        if isinstance(score, (str, bytes)):
+            raise TypeError
         number = float(score)
     except (TypeError, ValueError):
         raise RewardError(f"{who} returned {score!r}; allowed are a number, a bool or a RewardResult") from None
-    if isinstance(score, str) or not math.isfinite(number):
-        raise RewardError(f"{who} returned {score!r}, which is not a finite number")
-    return RewardResult(number, result.metrics if result is not None else {})
+    metrics = dict(result.metrics) if result is not None else {}
+    for name, value in {"score": number, **metrics}.items():
+        if not is_finite(value):
+            raise RewardError(f"{who} returned {name}={value!r}, which is not a finite number")
+    return RewardResult(number, metrics)
 
 
 class RewardWorker:
@@ -129,10 +133,9 @@ class RewardWorker:
             RewardError: as :meth:`score`, or another number of results.
         """
         revised = await self._bounded(self._manager.score_group(trajectories, results))
-        if len(revised) != len(trajectories):
-            raise RewardError(
-                f"reward manager {self._name!r} returned {len(revised)} results for {len(trajectories)} trajectories"
-            )
+        if not isinstance(revised, Sequence) or len(revised) != len(trajectories):
+            found = f"{len(revised)} results" if isinstance(revised, Sequence) else type(revised).__name__
+            raise RewardError(f"reward manager {self._name!r} returned {found} for {len(trajectories)} trajectories")
         return [check_score(f"reward manager {self._name!r}", result) for result in revised]
 
     async def _bounded(self, call: Any) -> Any:

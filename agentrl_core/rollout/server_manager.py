@@ -62,19 +62,25 @@ class AsyncLLMServerManager:
 
     async def _generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput:
         while True:
+            home = self._sticky.get(request_id)
             index = self._route(request_id)
             self._in_flight[index] += 1
             try:
+                if self._sessions and index != home:
+                    await self._servers[index].call("open_session", request_id)
                 output: TokenOutput = await self._servers[index].call("generate", prompt_ids, params, request_id)
                 return output
             except WorkerError as error:
-                self._alive[index] = False
-                self._forget(request_id)
-                logger.error("engine replica %d is gone, its requests move to the others: %s", index, error)
-                if not any(self._alive):
-                    raise EngineError(f"no engine replica is alive; the last one: {error}") from error
+                self._lose(index, request_id, error)
             finally:
                 self._in_flight[index] -= 1
+
+    def _lose(self, index: int, request_id: str, error: WorkerError) -> None:
+        self._alive[index] = False
+        self._forget(request_id)
+        logger.error("engine replica %d is gone, its requests move to the others: %s", index, error)
+        if not any(self._alive):
+            raise EngineError(f"no engine replica is alive; the last one: {error}") from error
 
     def _route(self, request_id: str) -> int:
         index = self._sticky.get(request_id)
@@ -110,12 +116,29 @@ class AsyncLLMServerManager:
             raise EngineError(f"a prompt holds token ids outside 0..{self._vocab_size - 1}")
 
     async def open_session(self, session_id: str) -> None:
-        """A trajectory begins."""
-        if self._sessions:
-            await self._servers[self._route(session_id)].call("open_session", session_id)
+        """A trajectory begins.
+
+        Raises:
+            EngineError: no replica is alive.
+        """
+        while self._sessions:
+            index = self._route(session_id)
+            try:
+                return await self._bounded(index, "open_session", session_id)
+            except WorkerError as error:
+                self._lose(index, session_id, error)
 
     async def close_session(self, session_id: str) -> None:
         """A trajectory has ended."""
         index = self._forget(session_id)
         if self._sessions and index is not None and self._alive[index]:
-            await self._servers[index].call("close_session", session_id)
+            await self._bounded(index, "close_session", session_id)
+
+    async def _bounded(self, index: int, method: str, session_id: str) -> None:
+        try:
+            async with asyncio.timeout(self._turn_timeout) as deadline:
+                await self._servers[index].call(method, session_id)
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise DeadlineError(f"{method} of {session_id}: no answer within {self._turn_timeout:g} s") from None

@@ -14,6 +14,7 @@ from agentrl_core.api import (
     InteractionError,
     InteractionTurn,
     Message,
+    RewardError,
     SamplingParams,
     TokenOutput,
     ToolCall,
@@ -25,7 +26,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.rollout.identity import TrajectoryKey
-from agentrl_core.rollout.tools import HostedTool, check_result, select_tools
+from agentrl_core.rollout.tools import HostedTool, check_result, is_finite, select_tools
 from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
 
 logger = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ class RolloutSession(TrajectorySession):
 
     Args:
         key: identity; its attempt number makes the engine session a fresh one.
-        row: the dataset row.
+        row: the dataset row; the session works on a copy, so that no other attempt or sample meets its changes.
         environment: what the worker shares.
     """
 
@@ -91,7 +92,8 @@ class RolloutSession(TrajectorySession):
         self.state = "starting"
         self.state_since = time.monotonic()
         self._key = key
-        self._extra: Mapping[str, Any] = row.get("extra_info") or {}
+        self.row: dict[str, Any] = copied(dict(row))
+        self._extra: Mapping[str, Any] = self.row.get("extra_info") or {}
         self._env = environment
         self._open_tools: dict[str, HostedTool] | None = None
         self._interaction: HostedInteraction | None = None
@@ -215,6 +217,14 @@ class RolloutSession(TrajectorySession):
             raise InteractionError(f"trajectory {self.trajectory_id} has no interaction")
         answer = self._interaction.interaction.generate_response(self._key.request_id, messages)
         turn: InteractionTurn = await self._interact(self._interaction, answer, "waiting for")
+        if not isinstance(turn, InteractionTurn) or not isinstance(turn.text, str):
+            raise InteractionError(f"generate_response returned {turn!r:.200}, not an InteractionTurn with a text")
+        numbers = {f"metric {key}": value for key, value in turn.metrics.items()}
+        if turn.reward is not None:
+            numbers["reward"] = turn.reward
+        for what, value in numbers.items():
+            if not is_finite(value):
+                raise InteractionError(f"generate_response returned the {what}={value!r}, not a finite number")
         if turn.reward is not None:
             self.report.turn_scores.append(float(turn.reward))
         for name, value in turn.metrics.items():
@@ -235,18 +245,22 @@ class RolloutSession(TrajectorySession):
     # The end ----------------------------------------------------------------------------------------------------
 
     async def collect_rewards(self) -> None:
-        """Ask every open tool for the reward of its final state, and the interaction for its score."""
+        """Ask every open tool for the reward of its final state, and the interaction for its score.
+
+        Raises:
+            RewardError: one of them is not a finite number. What user code raises comes through.
+        """
         for name, tool in (self._open_tools or {}).items():
             kwargs = self._tool_kwargs(name, "calc_reward_kwargs")
             with self.timed("tools", f"calc_reward of tool {name!r}"):
                 reward = await tool.call("calc_reward", self._key.request_id, kwargs=kwargs)
             if reward is not None:
-                self.report.tool_rewards.append(float(reward))
+                self.report.tool_rewards.append(_number(reward, f"calc_reward of tool {name!r}"))
         if self._interaction is not None:
             score = self._interaction.interaction.calculate_score(self._key.request_id)
             value = await self._interact(self._interaction, score, "scoring")
             if value is not None:
-                self.report.turn_scores.append(float(value))
+                self.report.turn_scores.append(_number(value, "calculate_score of the interaction"))
 
     async def close(self) -> None:
         """Release everything that was opened. Never raises: a failure is logged and counted."""
@@ -268,3 +282,18 @@ class RolloutSession(TrajectorySession):
         except Exception:  # noqa: BLE001 - the other releases must still run
             self.report.count("release_failures")
             logger.warning("trajectory %s: %s failed", self.trajectory_id, what, exc_info=True)
+
+
+def _number(value: Any, who: str) -> float:
+    if not is_finite(value):
+        raise RewardError(f"{who} returned {value!r}, which is not a finite number")
+    return float(value)
+
+
+def copied(value: Any) -> Any:
+    """The value with dicts and lists of its own, at any depth; other objects are shared."""
+    if isinstance(value, dict):
+        return {key: copied(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [copied(item) for item in value]
+    return value

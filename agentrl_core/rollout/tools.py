@@ -68,6 +68,7 @@ class HostedTool:
 
         Raises:
             DeadlineError: it passed. Whatever the tool raises comes through (from a process: as a ToolError).
+            ToolError: a stateful tool's process has ended, and with it what the trajectory had built up there.
         """
         if self._inline:
             try:
@@ -79,8 +80,11 @@ class HostedTool:
                 raise DeadlineError(f"tool {self.name!r}: no answer within {self.timeout:g} s") from None
         call = (method, (instance_id, *args), dict(kwargs), self.timeout)
         if self.tool.stateful:
-            host = self._owned.setdefault(instance_id, self._make()) if method == "create" else self._owned[instance_id]
-            return await host.call(*call)
+            if method == "create":
+                self._owned[instance_id] = self._make()
+            elif instance_id not in self._owned or not self._owned[instance_id].alive:
+                raise ToolError(f"tool {self.name!r}: its process has ended, and its state is lost")
+            return await self._owned[instance_id].call(*call)
         if self._pool is None:
             self._pool = ProcessPool(self._make, self._processes)
         async with self._pool.borrow() as free:
@@ -89,7 +93,9 @@ class HostedTool:
     async def release(self, instance_id: str, kwargs: Mapping[str, Any]) -> None:
         """Release an instance, and end the process that it owned."""
         try:
-            await self.call("release", instance_id, kwargs=kwargs)
+            owned = self._owned.get(instance_id)
+            if owned is None or owned.alive:
+                await self.call("release", instance_id, kwargs=kwargs)
         finally:
             owned = self._owned.pop(instance_id, None)
             if owned is not None:
@@ -115,9 +121,20 @@ def check_result(name: str, result: Any) -> ToolResult:
         raise ToolError(f"tool {name!r} returned a response without text: {type(result.response).__name__}")
     if result.response.images:
         raise ToolError(f"tool {name!r} returned images, which this version cannot show to the model")
-    if result.reward is not None and not math.isfinite(result.reward):
-        raise ToolError(f"tool {name!r} returned the reward {result.reward}, which is not a finite number")
+    if result.reward is not None and not is_finite(result.reward):
+        raise ToolError(f"tool {name!r} returned the reward {result.reward!r}, which is not a finite number")
+    for key, value in result.metrics.items():
+        if not is_finite(value):
+            raise ToolError(f"tool {name!r} returned the metric {key}={value!r}, which is not a finite number")
     return result
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number (also of numpy), and neither NaN nor infinite."""
+    try:
+        return not isinstance(value, (str, bytes)) and math.isfinite(value)
+    except TypeError:
+        return False
 
 
 def select_tools(extra_info: Mapping[str, Any], names: Sequence[str]) -> list[str]:

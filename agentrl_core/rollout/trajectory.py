@@ -112,8 +112,11 @@ class TrajectoryBuilder(Trajectory):
         self._branch = 0
         self._branches = [0]
         self._texts: list[str] = []
+        self._full_text = ""
         self._stop_text = ""
         self._text = renderer.render(self.messages, tools, generation_prompt=True)
+        # The template's own words up to the last context; the text differs where it words the policy's turns anew.
+        self._rendered = self._text
         self._rows = [TokenRow(renderer.encode_prompt(self._text), self._text)]
 
     @property
@@ -163,6 +166,7 @@ class TrajectoryBuilder(Trajectory):
         self.row.append_sampled(output, text + self._stop_text)
         self._used += len(ids)
         self._text += text + self._stop_text
+        self._full_text += text + self._stop_text
         self._texts.append(text)
         content, calls, errors = text, [], []
         if self._parser is not None:
@@ -193,6 +197,8 @@ class TrajectoryBuilder(Trajectory):
         self.row.append_context(ids, suffix)
         self._used += len(ids)
         self._text += suffix
+        self._full_text += suffix
+        self._rendered = full
         self.messages += messages
         return True
 
@@ -203,13 +209,18 @@ class TrajectoryBuilder(Trajectory):
         # The template writes the last turn in its own words (spacing of a call, say). What follows the turn is the
         # same in both renderings, and what the policy wrote stays as sampled.
         before = self._renderer.render(self.messages, self._tools)
-        if not full.startswith(before):
+        if not full.startswith(before) or not before.startswith(self._rendered):
             return None
-        stop = self._stop_text or self._renderer.decode(self._renderer.stop_token_ids[:1])
-        at = before.rfind(stop) if stop else -1
+        turn = before[len(self._rendered) :]
+        if _letters(self.messages[-1].get("content") or "") not in _letters(turn):
+            return None
+        stops = [self._renderer.decode([stop]) for stop in self._renderer.stop_token_ids]
+        at, stop = max((turn.rfind(stop), stop) for stop in stops) if stops else (-1, "")
         if at < 0:
-            return full[len(before) :]
-        return full[at + (len(stop) if self._stop_text else 0) :]
+            # Nothing ends a turn in this template; what the policy stopped with may be the head of what follows.
+            return full[len(before) :].removeprefix(self._stop_text)
+        # A stop token that the policy did not sample is context, one that it did is there already.
+        return full[len(self._rendered) + at + (len(stop) if self._stop_text else 0) :]
 
     def _start_new_row(self, full: str, messages: Sequence[Message]) -> bool:
         if self._limits.template_break == "error":
@@ -225,7 +236,8 @@ class TrajectoryBuilder(Trajectory):
         if self._limits.template_break == "mask":
             self._rows.clear()
         self._rows.append(TokenRow(ids, full))
-        self._text = full
+        self._text = self._rendered = full
+        self._full_text += "".join(f"\n{message.get('content') or ''}\n" for message in messages)
         self.messages += messages
         return True
 
@@ -255,8 +267,18 @@ class TrajectoryBuilder(Trajectory):
             num_turns=sum(message.get("role") != "system" for message in self.messages),
             policy_versions=row.versions,
             messages=self.messages,
-            extra_fields={"prompt_text": row.prompt_text, "segments": row.pieces, "turn_texts": self._texts},
+            extra_fields={
+                "prompt_text": row.prompt_text,
+                "segments": row.pieces,
+                "turn_texts": self._texts,
+                "full_text": self._full_text,
+            },
         )
+
+
+def _letters(text: str) -> str:
+    """The text without white space, which templates trim and add."""
+    return "".join(text.split())
 
 
 def check_output(output: TokenOutput, max_tokens: int) -> None:

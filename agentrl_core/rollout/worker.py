@@ -3,7 +3,7 @@
 import asyncio
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
 from agentrl_core.api import (
@@ -30,6 +30,7 @@ from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
+from agentrl_core.rollout.rewards import check_score
 from agentrl_core.rollout.server_manager import AsyncLLMServerManager
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
 from agentrl_core.rollout.tools import HostedTool
@@ -126,20 +127,41 @@ class AgentLoopWorker:
             )
             for row in rows
         ]
+        # Deterministic: wave by wave, because no step is made while an open session waits for its turn at the gate.
+        most = self._config.rollout.agent.max_concurrent
+        size = most if self._config.rollout.deterministic else max(len(rows), 1)
+        results: list[TrajectoryResult] = []
+        async with Watchdog(self._live, self._config.rollout.watchdog_interval):
+            for start in range(0, len(rows), size):
+                wave = slice(start, start + size)
+                results += await self._wave(keys[wave], rows[wave], meta["sampling"], asyncio.Semaphore(most))
+        return results
+
+    async def _wave(
+        self,
+        keys: Sequence[TrajectoryKey],
+        rows: Sequence[dict[str, Any]],
+        sampling: Mapping[str, Any],
+        gate: asyncio.Semaphore,
+    ) -> list[TrajectoryResult]:
         sessions = [RolloutSession(key, row, self._environment) for key, row in zip(keys, rows, strict=True)]
-        if self._config.rollout.deterministic:
-            # The engine waits for all open sessions; it must know them all before the first one asks.
-            for session in sessions:
-                await session.open_engine()
-        gate = asyncio.Semaphore(self._config.rollout.agent.max_concurrent)
         try:
-            async with Watchdog(self._live, self._config.rollout.watchdog_interval), asyncio.TaskGroup() as group:
+            if self._config.rollout.deterministic:
+                # The engine waits for all open sessions; it must know them all before the first one asks.
+                for session in sessions:
+                    await session.open_engine()
+            async with asyncio.TaskGroup() as group:
                 tasks = [
-                    group.create_task(self._run(key, row, session, meta["sampling"], gate))
+                    group.create_task(self._run(key, row, session, sampling, gate))
                     for key, row, session in zip(keys, rows, sessions, strict=True)
                 ]
-        except BaseExceptionGroup as failures:
-            raise failures.exceptions[0] from None
+        except BaseException as failure:
+            # Those that never began have not closed their own.
+            for session in sessions:
+                await uninterrupted(session.close())
+            if isinstance(failure, BaseExceptionGroup):
+                raise failure.exceptions[0] from None
+            raise
         return [task.result() for task in tasks]
 
     async def _run(
@@ -182,7 +204,7 @@ class AgentLoopWorker:
             result.termination = classify(error)
         finally:
             try:
-                await session.close()
+                await uninterrupted(session.close())
             finally:
                 del self._live[key.request_id]
         report = session.report
@@ -196,10 +218,11 @@ class AgentLoopWorker:
 
     async def _trajectory(self, result: TrajectoryResult, session: RolloutSession, sampling: Mapping[str, Any]) -> None:
         """Run the loop and score what it returns."""
-        row = result.row
         await session.open_engine()
-        name = row.get("agent_name") or self._default_loop
-        returned = await self._loops[name].run(dict(sampling), session=session, **row)
+        name = session.row.get("agent_name") or self._default_loop
+        if name not in self._loops:
+            raise ConfigError(f"agent_name is {name!r}; rollout.agent.loops lists {', '.join(self._loops)}")
+        returned = await self._loops[name].run(dict(sampling), session=session, **session.row)
         outputs = check_outputs(name, returned)
         result.outputs, result.termination = outputs, outputs[-1].termination
         if not result.termination.trained:
@@ -211,13 +234,13 @@ class AgentLoopWorker:
             output.tool_rewards = output.tool_rewards or list(session.report.tool_rewards)
             output.turn_scores = output.turn_scores or list(session.report.turn_scores)
         if result.sampled_tokens:
-            result.reward_input = reward_trajectory(row, outputs, result.termination)
-            result.reward = await self._score(result, session)
+            result.reward_input = reward_trajectory(result.row, outputs, result.termination)
+            result.reward = await self._score(name, result, session)
 
-    async def _score(self, result: TrajectoryResult, session: RolloutSession) -> RewardResult:
+    async def _score(self, loop: str, result: TrajectoryResult, session: RolloutSession) -> RewardResult:
         own = result.outputs[-1].reward_score
         if own is not None:
-            return RewardResult(own)
+            return check_score(f"agent loop {loop!r}", own)
         self._next_rewarder += 1
         rewarder = self._rewarders[self._next_rewarder % len(self._rewarders)]
         with session.timed("reward", "being scored"):
@@ -228,6 +251,16 @@ class AgentLoopWorker:
         """End all child processes."""
         for tool in self._environment.tools.values():
             tool.close()
+
+
+async def uninterrupted(cleanup: Coroutine[Any, Any, None]) -> None:
+    """Run a clean-up to its end even if the caller is cancelled under way; the cancellation follows it."""
+    task = asyncio.ensure_future(cleanup)
+    try:
+        await asyncio.shield(task)
+    except asyncio.CancelledError:
+        await asyncio.wait([task])
+        raise
 
 
 def classify(error: Exception) -> Termination:

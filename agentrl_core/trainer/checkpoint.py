@@ -81,18 +81,22 @@ class CheckpointStore:
             _flush(aside)
             shutil.rmtree(path, ignore_errors=True)
             aside.rename(path)
-        except OSError as error:
-            shutil.rmtree(aside, ignore_errors=True)
+        except Exception as error:
+            # A full disk is an OSError to Python, a RuntimeError to torch and a SafetensorError to safetensors.
             raise CheckpointError(f"{path} cannot be written: {error}; check space and rights there") from error
-        self.mark_latest(path)
-        if state.best_step == state.step:
-            self._link("best", path)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
+        self.mark(state)
         self._prune(state.best_step)
         return path
 
-    def mark_latest(self, path: Path) -> None:
-        """Point ``latest`` to this checkpoint."""
-        self._link("latest", path)
+    def mark(self, state: TrainerState) -> None:
+        """Point ``latest`` to the checkpoint of this state, and ``best`` to the best one up to there."""
+        self._link("latest", self.path(state.step))
+        if state.best_step is not None and self.path(state.best_step).is_dir():
+            self._link("best", self.path(state.best_step))
+        else:
+            (self.directory / "best").unlink(missing_ok=True)
 
     def _link(self, name: str, target: Path) -> None:
         aside = self.directory / f".{name}.link"

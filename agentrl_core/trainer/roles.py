@@ -71,7 +71,12 @@ def needed_cpus(config: Config) -> int:
 def start_runtime(config: Config) -> Runtime:
     """The runtime that ``cluster`` asks for; a Ray cluster started here is as large as the run needs."""
     cluster = config.cluster
-    return make_runtime(cluster.runtime, num_cpus=cluster.num_cpus or needed_cpus(config), address=cluster.address)
+    return make_runtime(
+        cluster.runtime,
+        num_cpus=cluster.num_cpus or needed_cpus(config),
+        address=cluster.address,
+        cpu_threads=cluster.cpu_threads,
+    )
 
 
 def build_roles(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFacts) -> Roles:

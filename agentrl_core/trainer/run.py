@@ -8,7 +8,16 @@ from pathlib import Path
 
 import rich
 
-from agentrl_core.api import CheckpointError, HookContext, PluginDriftError, PluginRef, Tracker, TrackerContext
+from agentrl_core.api import (
+    CheckpointError,
+    ConfigError,
+    HookContext,
+    PluginDriftError,
+    PluginError,
+    PluginRef,
+    Tracker,
+    TrackerContext,
+)
 from agentrl_core.config import Config, to_dict, to_yaml
 from agentrl_core.config.slots import all_slots
 from agentrl_core.plugins import HookCaller, diff_lock, lock_of, read_lock, resolve_ref, write_lock
@@ -50,6 +59,7 @@ class Run:
         """Take the run's directory: an earlier run there is resumed, or moved to ``superseded/``.
 
         Raises:
+            ConfigError: no step is left.
             CheckpointError: the checkpoint to resume from is damaged.
             PluginDriftError: it was made with other plugin versions.
         """
@@ -57,11 +67,16 @@ class Run:
         store = CheckpointStore(directory.checkpoints_dir, config.trainer.checkpoint.keep)
         checkpoint = store.find(config.trainer.resume)
         run = cls(config, directory, store, checkpoint, data_fingerprint)
-        if checkpoint is None or checkpoint.parent != directory.checkpoints_dir:
+        if run.first_step > plan.steps:
+            raise ConfigError(
+                f"trainer.steps: 0 steps would run: {checkpoint} is at step {run.first_step - 1} of {plan.steps}. "
+                "Raise trainer.steps, or start afresh with trainer.resume=never or another trainer.name"
+            )
+        if checkpoint is None or checkpoint.parent.resolve() != directory.checkpoints_dir.resolve():
             run._make_room()
         else:
             moved = directory.supersede_after(run.first_step - 1)
-            store.mark_latest(checkpoint)
+            store.mark(run._state)
             if moved is not None:
                 logger.info("records after step %d were moved to %s", run.first_step - 1, moved)
         directory.config_file.write_text(to_yaml(config), encoding="utf-8")
@@ -85,7 +100,11 @@ class Run:
 
     def _resumed_state(self, checkpoint: Path) -> TrainerState:
         state = read_state(checkpoint)
-        changes = diff_lock(read_lock(checkpoint / "plugins.lock.json"), lock_of(self._refs()))
+        try:
+            lock = read_lock(checkpoint / "plugins.lock.json")
+        except PluginError as error:
+            raise CheckpointError(f"{error}; resume from another checkpoint: trainer.resume=PATH") from error
+        changes = diff_lock(lock, lock_of(self._refs()))
         if changes and not self._config.plugins.allow_drift:
             raise PluginDriftError(
                 f"{checkpoint} was made with other plugins:\n  " + "\n  ".join(changes) + "\n"

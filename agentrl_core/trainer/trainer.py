@@ -7,6 +7,7 @@ estimators that compare samples.
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from agentrl_core.algorithms.outcome import advantage_input
-from agentrl_core.api import AdvantageEstimator, AlgorithmContext, ConfigError, WeightUpdate
+from agentrl_core.api import AdvantageEstimator, AlgorithmContext, WeightUpdate
 from agentrl_core.config import Config, to_dict
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
@@ -76,8 +77,7 @@ class Trainer:
             AgentRLError: what stopped the run; the last checkpoint is whole.
         """
         self._prepare()
-        with self.run.recording(), self.runtime, self.stop.listening():
-            self._start()
+        with self.run.recording(), self.runtime, self.stop.listening(), self._started():
             self.stop.may_finish_step = True
             for step, prompts in self.batches():
                 with self.timer.phase("step"):
@@ -89,7 +89,7 @@ class Trainer:
                     metrics = self.update(batch)
                     self.sync_weights(step)
                 self.finish_step(step, batch, metrics)
-            self._finish()
+            self._save_last()
         return self.run.path
 
     def _prepare(self) -> None:
@@ -104,29 +104,31 @@ class Trainer:
         self.run = Run.open(self.config, self.plan, self.preparation.fingerprint)
         self.runtime = start_runtime(self.config)
 
-    def _start(self) -> None:
-        """Workers, weights, and the validation before training."""
+    @contextmanager
+    def _started(self) -> Iterator[None]:
+        """Workers, closed however the run ends; weights, and the validation before training."""
         self.roles = build_roles(self.config, self.runtime, self.plan, self.preparation.facts)
+        try:
+            self._begin()
+            yield
+        finally:
+            self.roles.rollout.close()
+
+    def _begin(self) -> None:
         self.validator = Validator(self.config, self.preparation.data.validation, self.roles.rollout)
         self.step = self.run.resume(self.roles.actor, self.roles.critic)
         self.sync_weights(self.step)
         self.run.hooks.on_run_start(config=to_dict(self.config), run_dir=self.run.path)
-        if self.step == 0 and self.config.trainer.validation.before:
+        if self.step == 0 and self.config.trainer.validation.before and self.preparation.data.validation:
             self._log(0, self.validate(0))
 
-    def _finish(self) -> None:
+    def _save_last(self) -> None:
         """A signal may have come after the last step had decided that it was not the last."""
         if not self.run.has_checkpoint(self.step):
             self.run.save_checkpoint(self.step, self.roles.actor, self.roles.critic)
-        self.roles.rollout.close()
 
     def batches(self) -> Iterator[tuple[int, DataProto]]:
         """The prompts of each step that is left, ``rollout.n`` rows per prompt."""
-        if self.step >= self.plan.steps:
-            raise ConfigError(
-                f"trainer.steps: 0 steps would run: the run is at step {self.step} of {self.plan.steps}. Raise "
-                "trainer.steps, or start afresh with trainer.resume=never or another trainer.name"
-            )
         for step in range(self.step + 1, self.plan.steps + 1):
             rows = [self.preparation.data.train[index] for index in self.preparation.data.sampler.batch(step)]
             rollout = self.config.rollout
@@ -239,7 +241,9 @@ class Trainer:
 
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         everything = {**metrics, **resource_metrics(), **self.timer.take()}
-        everything |= {f"rollout/engine/{name}": value for name, value in self.roles.rollout.engine_metrics().items()}
+        for name, value in self.roles.rollout.engine_metrics().items():
+            is_time = name.endswith("_seconds")
+            everything[f"timing/engine/{name[:-8]}" if is_time else f"rollout/engine/{name}"] = value
         seconds = everything.get("timing/step", 0.0)
         if seconds:
             everything["perf/tokens_per_second"] = everything["rollout/sampled_tokens"] / seconds

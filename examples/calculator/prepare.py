@@ -8,7 +8,7 @@ within a few steps but hardly teaches it to copy digits:
 
 1. correct demonstrations only, until the model copies the expression and the result almost without error;
 2. a short mixture of good calls, broken calls and bare guesses, which leaves it choosing the good call about one time
-   in six.
+   in five.
 
 Usage: python examples/calculator/prepare.py [--output DIR] [--seed N] [--force]
 """
@@ -206,12 +206,11 @@ def guess(problem: Problem, rng: random.Random) -> list[Message]:
     return conversation(problem, {"role": "assistant", "content": f"#### {rng.choice(GUESSES)}"})
 
 
-def unreliable(problem: Problem, rng: random.Random) -> list[Message]:
-    """The mixture of phase 2: 15% good calls, 25% bad calls, 60% guesses without a call."""
-    kind = rng.random()
-    if kind < 0.15:
+def unreliable(problem: Problem, rng: random.Random, good_share: float = 0.2) -> list[Message]:
+    """The mixture of phase 2: `good_share` good calls; of the rest, one in four a bad call, the others guesses."""
+    if rng.random() < good_share:
         return good_call(problem)
-    return bad_call(problem, rng) if kind < 0.4 else guess(problem, rng)
+    return bad_call(problem, rng) if rng.random() < 0.25 else guess(problem, rng)
 
 
 # --- tokenizer ------------------------------------------------------------------------------------------------------
@@ -304,12 +303,12 @@ def build_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:
     config = Qwen3Config(
         vocab_size=len(tokenizer),
         hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        head_dim=32,
-        # The usual base of 10000 tells neighbours badly apart at this width, and 0.02 starts the copying late.
+        intermediate_size=128,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=64,
+        # Both make copying quick to learn: the usual base of 10000 hardly tells neighbours apart over 100 tokens.
         rope_parameters={"rope_type": "default", "rope_theta": 100.0},
         initializer_range=0.05,
         max_position_embeddings=2048,
@@ -416,14 +415,17 @@ class WarmStart:
     """The recipe. Phase 1 ends early once a check shows `copy_accuracy`; a check samples one rollout per problem."""
 
     batch_size: int = 16
-    copy_steps: int = 400
+    copy_steps: int = 350
     copy_learning_rate: float = 2e-3
-    copy_accuracy: float = 0.975
+    copy_accuracy: float = 0.985
     warmup_steps: int = 50
-    first_check: int = 300
+    first_check: int = 200
     check_every: int = 50
     check_problems: int = 200
     unreliable_steps: int = 60
+    unreliable_accuracy: tuple[float, float] = (0.13, 0.24)
+    correction_steps: int = 10
+    max_corrections: int = 8
     unreliable_learning_rate: float = 1e-3
 
 
@@ -459,12 +461,21 @@ def learn_to_copy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, r
 
 
 def make_unreliable(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> None:
-    """Phase 2: the mixture."""
+    """Phase 2: the mixture, then a few steps with fewer or more good calls until accuracy lies in the wanted range."""
     stream = problems(rng, held_out=False)
     optimizer = optimizer_for(model, RECIPE.unreliable_learning_rate)
-    for _ in range(RECIPE.unreliable_steps):
-        batch = [unreliable(problem, rng) for problem in itertools.islice(stream, RECIPE.batch_size)]
-        train_step(model, optimizer, supervised_loss(model, encode_demonstrations(tokenizer, batch)))
+    low, high = RECIPE.unreliable_accuracy
+    steps, scale, good_share = RECIPE.unreliable_steps, 1.0, 0.2
+    for _ in range(1 + RECIPE.max_corrections):
+        for step in range(steps):
+            optimizer.param_groups[0]["lr"] = RECIPE.unreliable_learning_rate * (1 - step / steps) * scale
+            batch = [unreliable(problem, rng, good_share) for problem in itertools.islice(stream, RECIPE.batch_size)]
+            train_step(model, optimizer, supervised_loss(model, encode_demonstrations(tokenizer, batch)))
+        reached = accuracy(rollout(model, tokenizer, list(itertools.islice(stream, RECIPE.check_problems))))
+        print(f"  mixture with {good_share:.0%} good calls: sampled accuracy {reached:.3f}", flush=True)
+        if low <= reached <= high:
+            break
+        steps, scale, good_share = RECIPE.correction_steps, 0.3, 0.1 if reached > high else 0.3
 
 
 # --- files ----------------------------------------------------------------------------------------------------------

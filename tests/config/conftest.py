@@ -88,6 +88,7 @@ SPECS = [
     _spec("tracker", "console"),
     _spec("tracker", "jsonl"),
     _spec("tracker", "tensorboard"),
+    _spec("tracker", "curve"),
     _spec("hook", "printer"),
 ]
 

@@ -13,7 +13,7 @@ def test_defaults_come_from_the_schema(load, valid):
     config = load(valid)
     assert isinstance(config, Config)
     assert config.trainer.seed == 0
-    assert [slot.name for slot in config.trainer.trackers] == ["console", "jsonl", "tensorboard"]
+    assert [slot.name for slot in config.trainer.trackers] == ["console", "jsonl", "tensorboard", "curve"]
 
 
 def test_slots_hold_instances_of_the_plugins_options_and_references(load, valid):

@@ -11,7 +11,7 @@ from agentrl_core.api.errors import ConfigError
         (
             "cluster:\n  runtim: ray",
             "cluster.runtim (config.yaml:11): unknown key; did you mean 'runtime'? allowed: runtime, address, "
-            "num_cpus, device, start_timeout",
+            "num_cpus, device, cpu_threads",
         ),
         (
             "plugins:\n  lr: 1",
@@ -198,8 +198,8 @@ def test_message(problems, valid, lines, message):
             "(or set the whole list: tools=[…])",
         ),
         (
-            "trainer.trackers.3=console",
-            "trainer.trackers.3 (override 'trainer.trackers.3=console'): '3' is no index of trainer.trackers; "
+            "trainer.trackers.4=console",
+            "trainer.trackers.4 (override 'trainer.trackers.4=console'): '3' is no index of trainer.trackers; "
             "allowed: 0 to 2 (or set the whole list: trainer.trackers=[…])",
         ),
     ],

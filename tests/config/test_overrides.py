@@ -31,7 +31,7 @@ def test_list_elements_by_index(load, valid):
 
 def test_elements_of_a_default_list(load, valid):
     config = load(valid, "trainer.trackers.1=console", "actor.optimizer.betas.0=0.5")
-    assert [slot.name for slot in config.trainer.trackers] == ["console", "console", "tensorboard"]
+    assert [slot.name for slot in config.trainer.trackers] == ["console", "console", "tensorboard", "curve"]
     assert config.actor.optimizer.betas == [0.5, 0.999]
 
 

@@ -1,0 +1,59 @@
+"""Figures of a benchmark as a table and as JSON."""
+
+import json
+import os
+import platform
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+NOTE = "The machine may be shared: compare figures of one run with each other, and repeat a run that surprises."
+
+
+@dataclass(frozen=True)
+class Figure:
+    """One measured value; ``goal`` is the largest value that counts as a pass, None where there is none."""
+
+    case: str
+    name: str
+    value: float
+    unit: str
+    goal: float | None = None
+
+    @property
+    def verdict(self) -> str:
+        if self.goal is None:
+            return ""
+        return "pass" if self.value <= self.goal else "miss"
+
+
+def print_figures(title: str, figures: Sequence[Figure]) -> None:
+    """A table on stdout; lines of one case stand together."""
+    table = Table(title=title, title_justify="left", caption=NOTE, caption_justify="left")
+    table.add_column("case")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    table.add_column("goal", justify="right")
+    table.add_column("")
+    for number, figure in enumerate(figures):
+        is_first = number == 0 or figures[number - 1].case != figure.case
+        if is_first and number:
+            table.add_section()
+        goal = "" if figure.goal is None else f"≤ {figure.goal:g}"
+        table.add_row(figure.case if is_first else "", figure.name, f"{figure.value:.2f} {figure.unit}".strip(), goal, figure.verdict)
+    Console().print(table)
+
+
+def write_json(path: Path, figures: Sequence[Figure]) -> None:
+    """The figures with their verdicts, and what they were measured on."""
+    document = {
+        "python": sys.version.split()[0],
+        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cpus",
+        "note": NOTE,
+        "figures": [{**asdict(figure), "verdict": figure.verdict} for figure in figures],
+    }
+    path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")

@@ -1,0 +1,76 @@
+"""A killed run, resumed, repeats the uninterrupted one."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_core.tracking.run_dir import RunDir
+
+RESUMABLE = {
+    "rollout.deterministic": True,
+    "trainer.steps": 6,
+    "trainer.checkpoint": {"interval": 2},
+    "trainer.validation": {"interval": 3, "before": True},
+    "data.validation_files": ["validation.jsonl"],
+    "data.overlong_prompts": "error",
+    "hooks": ["./hooks.py:Pause"],
+    "trainer.trackers": ["jsonl", "console"],
+}
+PPO = {
+    "algorithm.advantage": "gae",
+    "critic.optimizer.lr": 1e-3,
+    "actor.optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2},
+    "actor.mini_batches": 2,
+}
+
+
+def measured(run: RunDir) -> dict[int, dict[str, Any]]:
+    """What a run measured, by step, without what depends on the clock."""
+    return {
+        row["step"]: {
+            key: value for key, value in row.items() if key != "time" and not key.startswith(("timing/", "perf/"))
+        }
+        for row in run.read_metrics()
+    }
+
+
+def sampled(run: RunDir, step: int) -> list[Any]:
+    lines = run.rollout_file(step, "train").read_text().splitlines()
+    return [[json.loads(line)[key] for key in ("uid", "response_ids", "response_logprobs")] for line in lines]
+
+
+@pytest.mark.parametrize("changes", [{}, PPO], ids=["grpo", "ppo"])
+def test_killed_run_repeats_the_uninterrupted_one_from_its_last_checkpoint(
+    changes: dict[str, Any], fit: Callable[..., RunDir], tiny_run: Any, start_agentrl: Callable[..., Any]
+) -> None:
+    whole = fit({**RESUMABLE, **changes, "trainer.name": "whole"})
+
+    tiny_run({**RESUMABLE, **changes})
+    killed = start_agentrl("train", "config.yaml", TINY_PAUSE_AT="6")
+    killed.read_until("paused at step 6")
+    killed.process.kill()
+    code, _ = killed.wait()
+    assert code == -signal.SIGKILL
+    run = RunDir(tiny_run.folder / "runs" / "tiny")
+    assert list(measured(run)) == [0, 1, 2, 3, 4, 5]
+    state = run.read_state()
+    assert state is not None and (state.status, state.step) == ("running", 5)
+
+    code, output = start_agentrl("train", "config.yaml", "--resume").wait()
+    assert code == 0, output
+    assert f"resuming from {run.checkpoints_dir / 'step-000004'}" in output
+    assert measured(run) == measured(whole)
+    for step in range(1, 7):
+        assert sampled(run, step) == sampled(whole, step)
+    (superseded,) = run.superseded_dir.iterdir()
+    assert list(measured(RunDir(superseded))) == [5]
+    assert RunDir(superseded).rollout_steps("train") == [5]
+    state = run.read_state()
+    assert state is not None and (state.status, state.step) == ("completed", 6)

@@ -1,0 +1,186 @@
+"""Runs that go on from a checkpoint, and why some may not."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError
+from agentrl_core.tracking.run_dir import RunDir
+
+Fit = Callable[..., RunDir]
+EVERY_STEP = {"trainer.checkpoint": {"interval": 1}, "rollout.engine": {"name": "scripted"}}
+RESUME = {**EVERY_STEP, "trainer.resume": "auto", "trainer.steps": 3}
+
+
+def steps_of(run: RunDir) -> list[int]:
+    return [row["step"] for row in run.read_metrics()]
+
+
+def links(run: RunDir) -> dict[str, str]:
+    return {entry.name: entry.resolve().name for entry in run.checkpoints_dir.iterdir() if entry.is_symlink()}
+
+
+def test_layout(fit: Fit) -> None:
+    run = fit(EVERY_STEP)
+    latest = run.checkpoints_dir / "latest"
+    assert {file.name for file in latest.iterdir()} == {"actor", "trainer.json", "config.yaml", "plugins.lock.json"}
+    held = {file.name for file in (latest / "actor").iterdir()}
+    assert {"model.safetensors", "config.json", "optimizer.pt", "tokenizer.json", "chat_template.jinja"} <= held
+
+
+def test_newest_are_kept(fit: Fit) -> None:
+    run = fit({**EVERY_STEP, "trainer.steps": 4, "trainer.checkpoint.keep": 2})
+    assert sorted(entry.name for entry in run.checkpoints_dir.iterdir() if not entry.is_symlink()) == [
+        "step-000003",
+        "step-000004",
+    ]
+
+
+def test_best_is_kept_and_what_is_best_survives_a_resume(fit: Fit) -> None:
+    best = {
+        "data.validation_files": ["validation.jsonl"],
+        "trainer.validation": {"interval": 1, "before": False},
+        "trainer.checkpoint": {"interval": 0, "keep": 1, "best_metric": "validation/tiny/accuracy_greedy"},
+        "rollout.engine": {"name": "scripted"},
+    }
+    run = fit({**best, "trainer.steps": 3})
+    # The accuracy never changes, so the first is the best: an equal one is no better.
+    assert links(run) == {"latest": "step-000003", "best": "step-000001"}
+    fit({**best, "trainer.steps": 4, "trainer.resume": "auto"})
+    assert links(run) == {"latest": "step-000004", "best": "step-000001"}
+
+
+def test_resume_goes_on_after_the_newest_checkpoint(fit: Fit) -> None:
+    fit({**EVERY_STEP, "trainer.steps": 2})
+    run = fit(RESUME)
+    assert steps_of(run) == run.rollout_steps("train") == [1, 2, 3]
+    assert not run.superseded_dir.exists()
+
+
+def test_resume_auto_without_a_checkpoint_starts_afresh(fit: Fit) -> None:
+    assert steps_of(fit(RESUME)) == [1, 2, 3]
+
+
+def test_resume_from_an_earlier_checkpoint_supersedes_what_came_after(fit: Fit) -> None:
+    run = fit({**EVERY_STEP, "trainer.steps": 3})
+    fit({**RESUME, "trainer.resume": str(run.checkpoints_dir / "step-000001"), "trainer.steps": 2})
+    assert steps_of(run) == [1, 2]
+    assert links(run) == {"latest": "step-000002"}
+    old = RunDir(run.superseded_dir / "1")
+    assert steps_of(old) == old.rollout_steps("train") == [2, 3]
+    assert {path.name for path in old.checkpoints_dir.iterdir()} == {"step-000002", "step-000003"}
+
+
+def test_latest_is_right_as_soon_as_a_run_resumes(fit: Fit) -> None:
+    run = fit({**EVERY_STEP, "trainer.steps": 3})
+    broken = {"rollout.engine": {"name": "scripted", "config": {"fail_every": 1}}}
+    with pytest.raises(Exception, match="as scripted"):
+        fit({**RESUME, **broken, "trainer.resume": str(run.checkpoints_dir / "step-000001")})
+    assert links(run) == {"latest": "step-000001"}
+
+
+def test_run_in_a_linked_directory_resumes_in_place(fit: Fit, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere" / "tiny").mkdir(parents=True)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "tiny").symlink_to(tmp_path / "elsewhere" / "tiny")
+    run = fit({**EVERY_STEP, "trainer.steps": 2})
+    fit({**RESUME, "trainer.resume": str(run.path)})
+    assert steps_of(run) == [1, 2, 3]
+
+
+def test_checkpoint_of_another_run(fit: Fit) -> None:
+    first = fit({**EVERY_STEP, "trainer.steps": 2})
+    second = fit({**RESUME, "trainer.resume": str(first.path), "trainer.name": "second"})
+    assert steps_of(second) == [3]
+    assert steps_of(first) == [1, 2]
+
+
+def test_no_step_left_is_an_error_and_changes_nothing(fit: Fit) -> None:
+    run = fit(EVERY_STEP)
+    before = run.state_file.read_text()
+    with pytest.raises(ConfigError, match=r"trainer.steps: 0 steps would run: .*step-000002 is at step 2 of 2. Raise"):
+        fit({**EVERY_STEP, "trainer.resume": "auto"})
+    assert run.state_file.read_text() == before
+    assert steps_of(run) == [1, 2]
+
+
+@pytest.mark.parametrize("status", ["completed", "running"])
+def test_earlier_run_in_the_directory_is_archived(
+    fit: Fit, caplog: pytest.LogCaptureFixture, status: Any
+) -> None:
+    run = fit(EVERY_STEP)
+    run.write_state(status, 1)
+    with caplog.at_level(logging.INFO):
+        fit({**EVERY_STEP, "trainer.steps": 1})
+    assert steps_of(run) == [1]
+    assert steps_of(RunDir(run.superseded_dir / "1")) == [1, 2]
+    hint = "an unfinished run (step 1) was in"
+    assert (hint in caplog.text) == (status == "running")
+    assert ("To continue a run instead: --resume" in caplog.text) == (status == "running")
+
+
+def test_changed_data_warns(fit: Fit, tiny_run: Any, caplog: pytest.LogCaptureFixture) -> None:
+    fit(EVERY_STEP)
+    fit(RESUME, tiny_run.rows(7))
+    assert "the training data differs from that of" in caplog.text
+
+
+def test_changed_plugins_are_refused_until_allowed(fit: Fit) -> None:
+    run = fit(EVERY_STEP)
+    lock = run.checkpoints_dir / "latest" / "plugins.lock.json"
+    content = json.loads(lock.read_text())
+    for plugin in content["plugins"]:
+        if plugin["name"] == "single_turn":
+            plugin["version"] = "0.0.1"
+    lock.write_text(json.dumps(content))
+    with pytest.raises(PluginDriftError, match=r"(?s)was made with other plugins:.*single_turn.*0.0.1.*plugins.allow_drift=true"):
+        fit(RESUME)
+    assert steps_of(run) == [1, 2]
+    assert steps_of(fit({**RESUME, "plugins.allow_drift": True})) == [1, 2, 3]
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("file", "damage", "message"),
+    [
+        ("actor/model.safetensors", truncate, r"checkpoint .*actor: cannot be read or does not belong to this model"),
+        ("actor/model.safetensors", Path.unlink, r"checkpoint .*actor: cannot be read or does not belong to this model"),
+        ("actor/optimizer.pt", Path.unlink, r"optimizer.pt: cannot be read .*resume from another one"),
+        ("actor/optimizer.pt", truncate, r"optimizer.pt: cannot be read .*resume from another one"),
+        ("trainer.json", truncate, r"trainer.json is damaged: .*trainer.resume=PATH"),
+        ("plugins.lock.json", truncate, r"cannot read the lock file .*plugins.lock.json: .*trainer.resume=PATH"),
+    ],
+)
+def test_corrupt_checkpoint(fit: Fit, file: str, damage: Callable[[Path], None], message: str) -> None:
+    run = fit({**EVERY_STEP, "trainer.steps": 1})
+    damage(run.checkpoints_dir / "latest" / file)
+    with pytest.raises(CheckpointError, match=message):
+        fit(RESUME)
+
+
+def test_critic_is_missing_in_the_checkpoint(fit: Fit) -> None:
+    fit(EVERY_STEP)
+    with pytest.raises(CheckpointError, match="has no critic, but the run's estimator needs one"):
+        fit({**RESUME, "algorithm.advantage": "gae", "plugins.allow_drift": True})
+
+
+def test_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
+    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(path: Path, optimizer: Any) -> None:
+        if "step-000003" in str(path):
+            raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("agentrl_core.workers.actor.save_training_state", save)
+    with pytest.raises(CheckpointError, match="step-000003 cannot be written: .*No space left"):
+        fit({**EVERY_STEP, "trainer.steps": 3})
+    checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
+    assert (checkpoints / "latest").resolve() == checkpoints / "step-000002"
+    assert sorted(entry.name for entry in checkpoints.iterdir()) == ["latest", "step-000001", "step-000002"]
