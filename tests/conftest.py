@@ -1,5 +1,7 @@
 """A run so small that a step takes milliseconds: its files, in-process and in a process of its own."""
 
+import copy
+import functools
 import json
 import multiprocessing
 import os
@@ -12,6 +14,7 @@ from typing import Any, TextIO
 import pytest
 import yaml
 
+from agentrl_core.plugins.registration import registrations
 from agentrl_core.tracking.run_dir import RunDir
 
 Changes = Mapping[str, Any]
@@ -157,7 +160,7 @@ def with_changes(tree: dict[str, Any], changes: Changes) -> dict[str, Any]:
         if value is None:
             section.pop(last, None)
         else:
-            section[last] = value
+            section[last] = copy.deepcopy(value)
     return tree
 
 
@@ -196,9 +199,18 @@ def tiny_run(tmp_path: Path, tiny_model: Path) -> TinyRuns:
     return TinyRuns(tiny_model, tmp_path)
 
 
+@pytest.fixture(scope="session")
+def installed_plugins() -> Callable[[], Any]:
+    return functools.cache(registrations)
+
+
 @pytest.fixture
-def fit(tiny_run: Callable[..., Path]) -> Callable[..., RunDir]:
+def fit(
+    tiny_run: Callable[..., Path], installed_plugins: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., RunDir]:
     """Trains a tiny run in this process; arguments as of ``tiny_run``."""
+    # Reading the metadata of all installed packages for every slot takes longer than a tiny run.
+    monkeypatch.setattr("agentrl_core.plugins.resolution.registrations", installed_plugins)
 
     def run(changes: Changes | None = None, rows: list[dict[str, Any]] | None = None) -> RunDir:
         from agentrl_core.config import load_config

@@ -15,7 +15,11 @@ _CALL: Message = {
     "role": "assistant",
     "content": "let me look",
     "tool_calls": [
-        {"type": "function", "id": "call00001", "function": {"name": "probe_tool", "arguments": {"value": "v"}}}
+        {
+            "type": "function",
+            "id": "call00001",
+            "function": {"name": "probe_tool", "arguments": {"value": "probe value"}},
+        }
     ],
 }
 _TOOL: Message = {"role": "tool", "name": "probe_tool", "tool_call_id": "call00001", "content": "tool result"}
@@ -97,7 +101,7 @@ def _unfaithful(renderer: ChatRenderer) -> list[str]:
             continue
         if text not in rendered:
             found.append(f"{name}: dropped from the history")
-        elif not tools and not rendered.startswith(prompt):
+        elif message is _PLAIN and not rendered.startswith(prompt):
             found.append(f"{name}: its turn does not begin in the history as it was prompted, with {prompt[-40:]!r}")
     return found
 
@@ -112,6 +116,9 @@ def _break(
     if long.startswith(short):
         return ""
     at = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), min(len(short), len(long)))
+    if at >= max(short.rfind(text) + len(text) for text in ("an answer", "probe value")):
+        # Only what closes the conversation has gone, such as a last end-of-sequence token.
+        return ""
     return f"{name}: history changes from {short[at : at + 40]!r} to {long[at : at + 40]!r}"
 
 

@@ -2,6 +2,7 @@
 
 import hashlib
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -24,12 +25,12 @@ class TrajectoryKey:
     sample: int
     attempt: int = 0
 
-    @property
+    @cached_property
     def trajectory_id(self) -> str:
         """Unique within the run; the same for all attempts."""
         return f"{self.split}-{self.step:06d}-{self.prompt:05d}-{self.sample:03d}"
 
-    @property
+    @cached_property
     def request_id(self) -> str:
         """Unique per attempt; sorts in the order of the prompts."""
         return f"{self.trajectory_id}-{self.attempt}"

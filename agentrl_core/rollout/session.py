@@ -3,8 +3,7 @@
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -77,6 +76,23 @@ class SessionReport:
         self.metrics[name] = self.metrics.get(name, 0.0) + value
 
 
+class _Timed:
+    # Not a generator with @contextmanager: a trajectory has twenty of these blocks.
+    __slots__ = ("_session", "_what", "_state", "_start")
+
+    def __init__(self, session: "RolloutSession", what: str, state: str) -> None:
+        self._session = session
+        self._what = what
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._start = self._session.enter(self._state)
+
+    def __exit__(self, *error: object) -> None:
+        timings = self._session.report.timings
+        timings[self._what] = timings.get(self._what, 0.0) + self._session.enter("in its loop") - self._start
+
+
 class RolloutSession(TrajectorySession):
     """The session of one attempt at one trajectory.
 
@@ -113,16 +129,14 @@ class RolloutSession(TrajectorySession):
         )
         return self.builder
 
-    @contextmanager
-    def timed(self, what: str, state: str) -> Iterator[None]:
-        """Add the time of a block to ``timings`` and show its state to the watchdog."""
+    def enter(self, state: str) -> float:
+        """Show the watchdog another state; returns the time (``time.monotonic``)."""
         self.state, self.state_since = state, time.monotonic()
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.report.timings[what] = self.report.timings.get(what, 0.0) + time.perf_counter() - start
-            self.state, self.state_since = "in its loop", time.monotonic()
+        return self.state_since
+
+    def timed(self, what: str, state: str) -> "_Timed":
+        """Add the time of a ``with`` block to ``timings`` and show its state to the watchdog."""
+        return _Timed(self, what, state)
 
     async def open_engine(self) -> None:
         """Announce the trajectory to the engine, before its first request; once."""

@@ -20,6 +20,8 @@ from agentrl_core.config.schema import ToolSlot
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.rollout.process_host import ProcessHost, ProcessPool
 
+_OPTIONAL = ("create", "calc_reward", "release")
+
 
 def build_tool(ref: PluginRef, config: Any, context: ToolContext) -> Tool:
     """The tool object of a resolved plugin.
@@ -55,6 +57,8 @@ class HostedTool:
         self.properties: Mapping[str, Any] = self.schema["function"].get("parameters", {}).get("properties", {})
         self.required: Sequence[str] = self.schema["function"].get("parameters", {}).get("required", ())
         self._inline = (slot.isolation or self.tool.isolation) == "inline"
+        # What a tool does not define needs no call, and no deadline.
+        self._absent = {name for name in _OPTIONAL if getattr(getattr(self.tool, name), "__func__", None) is getattr(Tool, name)}
         self._build_args = (slot.ref, slot.config, context)
         self._pool: ProcessPool | None = None
         self._processes = slot.processes
@@ -71,6 +75,8 @@ class HostedTool:
             ToolError: a stateful tool's process has ended, and with it what the trajectory had built up there.
         """
         if self._inline:
+            if method in self._absent:
+                return None
             try:
                 async with asyncio.timeout(self.timeout) as deadline:
                     return await getattr(self.tool, method)(instance_id, *args, **kwargs)

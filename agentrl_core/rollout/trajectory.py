@@ -208,13 +208,16 @@ class TrajectoryBuilder(Trajectory):
             return full[len(self._text) :]
         # The template writes the last turn in its own words (spacing of a call, say). What follows the turn is the
         # same in both renderings, and what the policy wrote stays as sampled.
+        stops = [self._renderer.decode([stop]) for stop in self._renderer.stop_token_ids]
         before = self._renderer.render(self.messages, self._tools)
+        if not full.startswith(before):
+            # Some templates close a conversation with one more token.
+            before = next((before.removesuffix(stop) for stop in stops if before.endswith(stop)), before)
         if not full.startswith(before) or not before.startswith(self._rendered):
             return None
         turn = before[len(self._rendered) :]
         if _letters(self.messages[-1].get("content") or "") not in _letters(turn):
             return None
-        stops = [self._renderer.decode([stop]) for stop in self._renderer.stop_token_ids]
         at, stop = max((turn.rfind(stop), stop) for stop in stops) if stops else (-1, "")
         if at < 0:
             # Nothing ends a turn in this template; what the policy stopped with may be the head of what follows.

@@ -4,6 +4,7 @@ save_tiny_model(tmp_path)                                    # a folder for mode
 renderer = HFChatRenderer(tiny_tokenizer())                  # one byte is one token; ChatML with tools
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,20 +39,31 @@ CHATML_TEMPLATE = """\
 """ChatML as Hermes writes it: tool calls as JSON in tags, consecutive tool messages in one user turn; append-only."""
 
 
-def tiny_tokenizer(chat_template: str | None = CHATML_TEMPLATE) -> PreTrainedTokenizerFast:
-    """One token per byte, and :data:`SPECIAL_TOKENS`, of which ``<|im_end|>`` ends a turn.
+def tiny_tokenizer(
+    chat_template: str | None = CHATML_TEMPLATE,
+    *,
+    extra_tokens: Sequence[str] = (),
+    eos_token: str = "<|im_end|>",
+    bos_token: str | None = None,
+) -> PreTrainedTokenizerFast:
+    """One token per byte, and one for each of :data:`SPECIAL_TOKENS`.
 
     Args:
         chat_template: Jinja; None for a tokenizer without one.
+        extra_tokens: texts that shall be one token each, for templates with other markers.
+        eos_token: ends a turn.
+        bos_token: what a template's ``bos_token`` stands for.
     """
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     bpe = Tokenizer(models.BPE(vocab={byte: number for number, byte in enumerate(alphabet)}, merges=[]))
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     bpe.add_tokens([AddedToken(token, special=token.startswith("<|"), normalized=False) for token in SPECIAL_TOKENS])
+    bpe.add_tokens([AddedToken(token, special=True, normalized=False) for token in extra_tokens])
     return PreTrainedTokenizerFast(
         tokenizer_object=bpe,
-        eos_token="<|im_end|>",
+        bos_token=bos_token,
+        eos_token=eos_token,
         pad_token="<|endoftext|>",
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,

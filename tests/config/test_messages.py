@@ -199,8 +199,8 @@ def test_message(problems, valid, lines, message):
         ),
         (
             "trainer.trackers.4=console",
-            "trainer.trackers.4 (override 'trainer.trackers.4=console'): '3' is no index of trainer.trackers; "
-            "allowed: 0 to 2 (or set the whole list: trainer.trackers=[…])",
+            "trainer.trackers.4 (override 'trainer.trackers.4=console'): '4' is no index of trainer.trackers; "
+            "allowed: 0 to 3 (or set the whole list: trainer.trackers=[…])",
         ),
     ],
 )

@@ -17,7 +17,11 @@ class NaiveRewardManager(RewardManager):
 
     async def score(self, trajectory: RewardTrajectory) -> RewardResult:
         functions = self.context.functions
-        results = await asyncio.gather(*(function(trajectory) for function in functions))
+        if len(functions) == 1:
+            # No task of its own: this runs for every trajectory.
+            results = [await functions[0](trajectory)]
+        else:
+            results = await asyncio.gather(*(function(trajectory) for function in functions))
         score = 0.0
         metrics: dict[str, float] = {}
         for function, result in zip(functions, results, strict=True):

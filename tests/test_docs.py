@@ -1,0 +1,101 @@
+"""The documentation runs: its Python, its configurations, its commands; its tables are current, its links lead on."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from agentrl_core.cli.main import app
+from agentrl_core.config import load_config
+from agentrl_core.testing.tiny_model import save_tiny_model
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
+ROW = '{"prompt": "1 + 1?", "data_source": "calculator", "reward_model": {"ground_truth": "2"}}\n'
+
+
+def blocks(language: str) -> Iterator[tuple[Path, str]]:
+    for page in PAGES:
+        for found, text in BLOCK.findall(page.read_text(encoding="utf-8")):
+            if found == language:
+                yield page, text
+
+
+@pytest.fixture
+def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A directory that looks like a checkout after `make demo`, but tiny."""
+    example = tmp_path / "examples" / "calculator"
+    (example / "data").mkdir(parents=True)
+    save_tiny_model(example / "model")
+    for split in ("train", "validation"):
+        (example / "data" / f"{split}.jsonl").write_text(ROW * 4)
+    text = (ROOT / "examples/calculator/config.yaml").read_text().replace(".parquet", ".jsonl")
+    config = yaml.safe_load(text)
+    config["data"] |= {"batch_size": 2, "max_prompt_length": 1024}
+    config["rollout"] |= {"n": 2, "max_response_length": 8}
+    (example / "config.yaml").write_text(yaml.safe_dump(config))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_python_of_the_readme_trains(workplace: Path) -> None:
+    (code,) = [text for page, text in blocks("python") if page.name == "README.md" and "Trainer" in text]
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=workplace, timeout=200)
+    assert (workplace / "runs/from-python/metrics.jsonl").read_text().count("\n") == 6
+
+
+def test_files_of_the_readme_are_plugins(workplace: Path) -> None:
+    (code,) = [text for page, text in blocks("python") if page.name == "README.md" and "# mine.py" in text]
+    (snippet,) = [text for page, text in blocks("yaml") if page.name == "README.md"]
+    example = workplace / "examples/calculator"
+    (example / "mine.py").write_text(code)
+    (example / "mine.yaml").write_text("extends: config.yaml\n" + snippet)
+    config = load_config(example / "mine.yaml")
+    assert [slot.registered_name for slot in (*config.tools, *config.reward.functions)] == ["word_count", "score"]
+
+
+@pytest.mark.parametrize(
+    "code", [text for page, text in blocks("python") if page.name != "README.md"], ids=lambda text: text.split("\n")[0]
+)
+def test_python_of_the_docs_runs(code: str, tmp_path: Path) -> None:
+    file = tmp_path / "snippet.py"
+    file.write_text(code)
+    spec = importlib.util.spec_from_file_location("snippet", file)
+    assert spec is not None and spec.loader is not None
+    spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def commands() -> list[str]:
+    found = {
+        match for page in PAGES for match in re.findall(r"agentrl ((?:plugins |rollouts )?[a-z]+)", page.read_text())
+    }
+    return sorted(found - {"trains", "plugins"})
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_of_the_docs_exist(command: str) -> None:
+    result = CliRunner().invoke(app, [*command.split(), "--help"])
+    assert result.exit_code == 0, f"agentrl {command}: {result.output}"
+
+
+def test_config_page_is_current() -> None:
+    spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
+    assert spec is not None and spec.loader is not None
+    generate = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generate)
+    assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == generate.config_page(), (
+        "docs/config.md is not current: python docs/generate.py"
+    )
+
+
+def test_links_of_the_docs_lead_somewhere() -> None:
+    for page in [*PAGES, *sorted((ROOT / "docs/adr").glob("*.md")), ROOT / "CONTRIBUTING.md"]:
+        for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
