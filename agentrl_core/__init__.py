@@ -1,8 +1,8 @@
 """agentrl: reinforcement learning for tool-using language-model agents.
 
-    from agentrl_core import Trainer, load_config
+from agentrl_core import Trainer, load_config
 
-    Trainer(load_config("config.yaml")).fit()
+Trainer(load_config("config.yaml")).fit()
 """
 
 from typing import TYPE_CHECKING, Any

@@ -1,7 +1,7 @@
 """The yardstick: the same trajectories, token for token, from a loop without a framework.
 
-Plain asyncio, one coroutine per trajectory. It renders once per turn, encodes only the text that is new (a prompt once for
-all its samples), and has none of the things that a run needs: no deadlines, no checks, no mask, no records, no
+Plain asyncio, one coroutine per trajectory. It renders once per turn, encodes only the text that is new (a prompt once
+for all its samples), and has none of the things that a run needs: no deadlines, no checks, no mask, no records, no
 lifecycle of tools, no routing.
 """
 

@@ -11,31 +11,33 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-NOTE = "The machine may be shared: compare figures of one run with each other, and repeat a run that surprises."
+NOTE = "Others may use the machine at the same time: compare figures of one run with each other, and repeat a run."
 
 
 @dataclass(frozen=True)
 class Figure:
-    """One measured value; ``goal`` is the largest value that counts as a pass, None where there is none."""
+    """One measured value; ``goal`` is the largest value that passes (``at_least``: the smallest), None: no goal."""
 
     case: str
     name: str
     value: float
     unit: str
     goal: float | None = None
+    at_least: bool = False
 
     @property
     def verdict(self) -> str:
         if self.goal is None:
             return ""
-        return "pass" if self.value <= self.goal else "miss"
+        reached = self.value >= self.goal if self.at_least else self.value <= self.goal
+        return "pass" if reached else "miss"
 
 
 def print_figures(title: str, figures: Sequence[Figure]) -> None:
     """A table on stdout; lines of one case stand together."""
     table = Table(title=title, title_justify="left", caption=NOTE, caption_justify="left")
-    table.add_column("case")
-    table.add_column("figure")
+    table.add_column("case", no_wrap=True)
+    table.add_column("figure", no_wrap=True)
     table.add_column("value", justify="right")
     table.add_column("goal", justify="right")
     table.add_column("")
@@ -43,9 +45,15 @@ def print_figures(title: str, figures: Sequence[Figure]) -> None:
         is_first = number == 0 or figures[number - 1].case != figure.case
         if is_first and number:
             table.add_section()
-        goal = "" if figure.goal is None else f"≤ {figure.goal:g}"
-        table.add_row(figure.case if is_first else "", figure.name, f"{figure.value:.2f} {figure.unit}".strip(), goal, figure.verdict)
-    Console().print(table)
+        goal = "" if figure.goal is None else f"{'≥' if figure.at_least else '≤'} {figure.goal:g}"
+        table.add_row(
+            figure.case if is_first else "",
+            figure.name,
+            f"{figure.value:.2f} {figure.unit}".strip(),
+            goal,
+            figure.verdict,
+        )
+    Console(width=110).print(table)
 
 
 def write_json(path: Path, figures: Sequence[Figure]) -> None:

@@ -10,7 +10,9 @@ _DESCRIPTION = (
     "numbers, parentheses and the operators for addition, subtraction, multiplication, division, remainder and power. "
     "Names, functions, units and assignments are refused. If the expression is refused, the answer begins with the "
     "word Error and says what is wrong with it; write the expression again without the mistake and call the function "
-    "once more. Do not call the function twice with the same expression."
+    "once more. Do not call the function twice with the same expression, because the result will be the same. If a "
+    "problem has several parts, calculate one part with each call and use the results in the next expression, instead "
+    "of writing one long expression for everything at once."
 )
 _OPTIONAL = {
     "precision": {

@@ -113,7 +113,7 @@ class Workload:
 
 
 def make_workload(prompts: int, seed: int) -> Workload:
-    """Prompts of about 60 words; three turns that think and call, one that answers; every prompt has its own."""
+    """Prompts of about 50 words; three turns that think and call, one that answers; every prompt has its own."""
     writer = Writer(seed)
     rows, turns = [], []
     for index in range(prompts):
@@ -130,7 +130,7 @@ def make_workload(prompts: int, seed: int) -> Workload:
                 "agent_name": "tool_agent",
                 "raw_prompt": [
                     {"role": "system", "content": SYSTEM},
-                    {"role": "user", "content": " ".join(writer.sentence(12) for _ in range(5))},
+                    {"role": "user", "content": " ".join(writer.sentence(12) for _ in range(4))},
                 ],
                 "reward_model": {"ground_truth": str(value)},
                 "extra_info": {"index": index},

@@ -191,13 +191,23 @@ def measure_lag(benchmark: Benchmark, case: Case, concurrent: int, delay: float)
             seconds = time.perf_counter() - start
         lags = runtime.lags
         manager.close()
-    name = f"{case.name}, {concurrent} in flight, {delay * 1000:g} ms per turn"
+    name = f"{case.name}, {concurrent} in flight at {delay * 1000:g} ms"
     return [
         Figure(name, "event-loop lag, median", quantile(lags, 0.5), "ms"),
         Figure(name, "event-loop lag, p99", quantile(lags, 0.99), "ms", LAG_GOAL_MS),
         Figure(name, "event-loop lag, maximum", max(lags), "ms"),
         Figure(name, "trajectories per second", case.prompts * case.samples / seconds, ""),
     ]
+
+
+def python_loop_ms() -> float:
+    """How fast this machine is at the moment: what the CPU figures may be scaled by."""
+    times = []
+    for _ in range(9):
+        start = time.process_time()
+        sum(range(1_000_000))
+        times.append((time.process_time() - start) * 1000)
+    return statistics.median(times)
 
 
 def quantile(values: Sequence[float], q: float) -> float:
@@ -218,7 +228,10 @@ def main() -> None:
     cases = [Case(options.trajectories, 1), Case(max(options.trajectories // options.samples, 1), options.samples)]
     with tempfile.TemporaryDirectory() as directory:
         benchmark = Benchmark(Path(directory), options.vocabulary)
-        figures = [Figure("workload", "tool schema", benchmark.schema_tokens, "tokens")]
+        figures = [
+            Figure("setting", "Python loop of 1e6 additions", python_loop_ms(), "ms"),
+            Figure("setting", "tool schema", benchmark.schema_tokens, "tokens"),
+        ]
         for case in cases:
             figures += measure_cpu(benchmark, case, options.repetitions)
         for case in cases:

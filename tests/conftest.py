@@ -41,6 +41,10 @@ def sometimes(trajectory):
 
 def nan(trajectory):
     return float("nan")
+
+
+def only_first(trajectory):
+    return lower(trajectory) if trajectory.extra_info["index"] == 0 else 0.5
 '''
 
 HOOKS = '''
@@ -49,12 +53,13 @@ HOOKS = '''
 import json
 import os
 import signal
+import socket
 
-from agentrl_core.api import hookimpl
+from agentrl_core.api import Tracker, hookimpl
 
 
 class Pause:
-    """Says on stdout that a step has begun, and waits for a signal that never comes or ends the process."""
+    """Says on stdout that a step has begun, and waits until a signal has been handled."""
 
     def __init__(self, config, context):
         self.step = int(os.environ.get("TINY_PAUSE_AT", 0))
@@ -62,8 +67,13 @@ class Pause:
     @hookimpl
     def on_rollout_start(self, step):
         if step == self.step:
+            # Not signal.pause(), which never returns where the signal came just before it.
+            read, write = socket.socketpair()
+            write.setblocking(False)
+            previous = signal.set_wakeup_fd(write.fileno())
             print(f"paused at step {step}", flush=True)
-            signal.pause()
+            read.recv(1)
+            signal.set_wakeup_fd(previous)
 
 
 class Signals:
@@ -83,6 +93,73 @@ class Signals:
     @hookimpl
     def on_rollout_start(self, step):
         self.send(f"on_rollout_start:{step}")
+
+    @hookimpl
+    def on_step_end(self, step, metrics):
+        self.send(f"on_step_end:{step}")
+
+
+class Record:
+    """Writes every event, with the rows of its batch and the state on disk, to ``events.jsonl``."""
+
+    def __init__(self, config, context):
+        self.run_dir = context.run_dir
+
+    def write(self, event, step=None, batch=None):
+        state = json.loads((self.run_dir / "state.json").read_text())
+        rows = None if batch is None else len(batch)
+        with (self.run_dir / "events.jsonl").open("a") as file:
+            file.write(json.dumps([event, step, rows, state["status"], state["step"]]) + "\\n")
+
+    @hookimpl
+    def on_run_start(self, config, run_dir):
+        self.write("run_start")
+
+    @hookimpl
+    def on_rollout_start(self, step):
+        self.write("rollout_start", step)
+
+    @hookimpl
+    def on_rollout_end(self, step, batch):
+        self.write("rollout_end", step, batch)
+
+    @hookimpl
+    def on_batch_ready(self, step, batch):
+        self.write("batch_ready", step, batch)
+
+    @hookimpl
+    def on_step_end(self, step, metrics):
+        self.write("step_end", step)
+
+    @hookimpl
+    def on_validation_end(self, step, metrics):
+        self.write("validation_end", step)
+
+    @hookimpl
+    def on_checkpoint_saved(self, step, path):
+        self.write("checkpoint_saved", step)
+
+    @hookimpl
+    def on_run_end(self, status):
+        self.write("run_end")
+
+
+class Halve:
+    """Keeps the first half of each batch."""
+
+    def __init__(self, config, context):
+        pass
+
+    @hookimpl
+    def on_batch_ready(self, step, batch):
+        return batch.slice(0, len(batch) // 2)
+
+
+class Full(Tracker):
+    """A tracker whose disk is full."""
+
+    def log(self, metrics, step):
+        raise OSError(28, "No space left on device")
 '''
 
 START = """
@@ -171,7 +248,7 @@ class TinyRuns:
     """
 
     def __init__(self, model: Path, folder: Path) -> None:
-        self._model = model
+        self.model = model
         self.folder = folder
 
     def __call__(self, changes: Changes | None = None, rows: list[dict[str, Any]] | None = None) -> Path:
@@ -180,7 +257,7 @@ class TinyRuns:
         (self.folder / "rewards.py").write_text(REWARDS, encoding="utf-8")
         (self.folder / "hooks.py").write_text(HOOKS, encoding="utf-8")
         path = self.folder / "config.yaml"
-        path.write_text(yaml.safe_dump(with_changes(tiny_config(self._model, self.folder), changes or {})))
+        path.write_text(yaml.safe_dump(with_changes(tiny_config(self.model, self.folder), changes or {})))
         return path
 
     def rows(self, count: int, **fields: Any) -> list[dict[str, Any]]:

@@ -20,4 +20,5 @@ def run(checkpoint: Path, output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} is not an empty directory; name a new one, so that nothing is overwritten")
     shutil.copytree(source, output, ignore=shutil.ignore_patterns(OPTIMIZER_FILE), dirs_exist_ok=True)
-    rich.print(f"{output}: load it with transformers.AutoModelForCausalLM.from_pretrained({str(output)!r})")
+    line = f"{output}: load it with transformers.AutoModelForCausalLM.from_pretrained({str(output)!r})"
+    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -1,5 +1,6 @@
 """``agentrl train``."""
 
+import shlex
 from pathlib import Path
 
 import rich
@@ -7,6 +8,7 @@ import rich
 from agentrl_core.cli import _logging
 from agentrl_core.config import Config, load_config
 from agentrl_core.config.slots import all_slots
+from agentrl_core.tracking.run_dir import RunDir
 
 
 def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose: bool) -> None:
@@ -21,10 +23,22 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
 
     path = Trainer(loaded).fit()
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
-    rich.print(f"\n[bold]{shown}[/bold] holds metrics.jsonl, rollouts/, checkpoints/ and curve.png. Next:")
-    rich.print(f"  agentrl rollouts show {shown} -n 3")
-    rich.print(f"  agentrl eval {config} --checkpoint {shown}/checkpoints/latest")
-    rich.print(f"  agentrl export {shown}/checkpoints/latest out/")
+    held = [name for name in ("metrics.jsonl", "rollouts", "checkpoints", "curve.png") if (path / name).exists()]
+    arguments = shlex.join([str(config), *overrides])
+    _say(f"\n{shown} holds {', '.join(held)}. Next:")
+    state = RunDir(path).read_state()
+    if state is not None and not state.finished:
+        _say(f"  agentrl train {arguments} --resume")
+    if "rollouts" in held:
+        _say(f"  agentrl rollouts show {shown} -n 3")
+    if loaded.data.validation_files:
+        _say(f"  agentrl eval {arguments} --checkpoint {shown}/checkpoints/latest")
+    _say(f"  agentrl export {shown}/checkpoints/latest out/")
+
+
+def _say(line: str) -> None:
+    """A line that can be copied as it is: not wrapped, and without a meaning of its brackets."""
+    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def _dry_run(config: Config) -> None:
@@ -42,5 +56,5 @@ def _dry_run(config: Config) -> None:
     rich.print(table)
     rich.print()
     for line in preparation.lines(config):
-        rich.print(line)
-    rich.print("\nEverything fits. Nothing was started.")
+        _say(line)
+    _say("\nEverything fits. Nothing was started.")

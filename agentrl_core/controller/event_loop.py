@@ -22,9 +22,17 @@ class EventLoop:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs the coroutine to its end and returns what it returns."""
-        if _is_loop_running_here() or self._runner.get_loop().is_running():
-            return asyncio.run_coroutine_threadsafe(coroutine, self._helper_loop()).result()
-        return self._runner.run(coroutine)
+        elsewhere = _is_loop_running_here() or self._runner.get_loop().is_running()
+        run = self._run_on_helper if elsewhere else self._runner.run
+        try:
+            return run(coroutine)
+        except KeyboardInterrupt:
+            # It left the coroutine where it stood; what that holds is released while all that it uses still lives.
+            run(_cancel_all())
+            raise
+
+    def _run_on_helper(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._helper_loop()).result()
 
     def close(self) -> None:
         """Cancels what is left on the loops and closes them."""

@@ -1,4 +1,4 @@
-"""Worker groups and actors on Ray. The one module that imports Ray; its untyped edges stay in here."""
+"""Worker groups and actors on Ray. Only this module and ray_placement.py import Ray; its untyped edges end here."""
 
 import asyncio
 import dataclasses
@@ -8,13 +8,11 @@ import logging
 import os
 import re
 import socket
-import time
 from collections.abc import Coroutine, Iterable, Mapping, Sequence
 from typing import Any, Self, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
@@ -320,10 +318,12 @@ class RayRuntime:
                 aim = f"reached at {address}" if address else "started"
                 raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
 
-    def worker_group(self, cls: ClassWithInitArgs, name: str, world_size: int = 1) -> RayWorkerGroup:
+    def worker_group(
+        self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0
+    ) -> RayWorkerGroup:
         """One actor with one CPU for every rank. Raises WorkerError if the cluster is too small."""
         self._check_cpus(name, world_size)
-        pool = RayResourcePool([world_size], strategy="PACK", name_prefix=name)
+        pool = RayResourcePool([world_size], num_gpus=num_gpus, strategy="PACK", name_prefix=name)
         group = RayWorkerGroup(pool, cls, role=name, owns_pool=True)
         self._groups.append(group)
         return group
@@ -334,6 +334,7 @@ class RayRuntime:
         *args: Any,
         name: str,
         num_cpus: float = 1,
+        num_gpus: float = 0.0,
         python: str | None = None,
         max_concurrency: int = 1000,
         **kwargs: Any,
@@ -343,7 +344,7 @@ class RayRuntime:
         Raises WorkerError if the cluster is too small.
         """
         self._check_cpus(name, num_cpus)
-        options: dict[str, Any] = {"num_cpus": num_cpus, "runtime_env": _runtime_env(python)}
+        options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "runtime_env": _runtime_env(python)}
         # Over the nodes, where there are several.
         options["scheduling_strategy"] = "SPREAD"
         if _has_async_methods(cls):
@@ -385,33 +386,6 @@ class RayRuntime:
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-
-def available_resources() -> dict[str, float]:
-    """What the cluster's nodes have free now."""
-    return dict(ray.available_resources())
-
-
-def create_placement_groups(
-    bundles_by_node: Sequence[list[dict[str, float]]], strategy: str, name: str, timeout: float
-) -> list[Any]:
-    """One placement group per node. Raises WorkerError with what is missing if they are not ready in ``timeout``."""
-    groups = [placement_group(bundles, strategy=strategy) for bundles in bundles_by_node]
-    deadline = time.monotonic() + timeout
-    for group in groups:
-        if not group.wait(max(deadline - time.monotonic(), 0.0)):
-            remove_placement_groups(groups)
-            raise WorkerError(
-                f"Ray could not place the pool {name!r} within {timeout:g} s: needed {bundles_by_node} ({strategy} on "
-                f"each node), free {available_resources()}, in all {dict(ray.cluster_resources())}"
-            )
-    return groups
-
-
-def remove_placement_groups(groups: Sequence[Any]) -> None:
-    """Gives placement groups back."""
-    for group in groups:
-        remove_placement_group(group)
 
 
 def _has_async_methods(cls: type) -> bool:

@@ -44,37 +44,42 @@ class ResourcePool:
 class RayResourcePool(ResourcePool):
     """A pool of placement groups, one per node, with one bundle per process; they are made when first needed.
 
-    ``strategy`` is Ray's, for the bundles of one node. ``num_cpus`` and, with ``use_gpu``, one GPU belong to each
-    process, shared by the groups that are colocated in it.
+    ``strategy`` is Ray's, for the bundles of one node. ``num_cpus`` and ``num_gpus`` (a fraction where processes share
+    one) belong to each process, shared by the groups that are colocated in it.
     """
 
     def __init__(
         self,
         process_on_nodes: Sequence[int],
-        use_gpu: bool = False,
+        num_gpus: float = 0.0,
         num_cpus: float = 1,
         max_colocate_count: int = 1,
         strategy: str = "STRICT_PACK",
         name_prefix: str = "",
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
-        self.use_gpu = use_gpu
+        self.num_gpus = num_gpus
         self.num_cpus = num_cpus
         self.strategy = strategy
         self.name_prefix = name_prefix
         self._bundles: list[tuple[Any, int]] | None = None
 
     @property
+    def use_gpu(self) -> bool:
+        """Processes of this pool see a GPU."""
+        return self.num_gpus > 0
+
+    @property
     def bundle(self) -> dict[str, float]:
         """The resources of one process."""
-        return {"CPU": self.num_cpus, **({"GPU": 1.0} if self.use_gpu else {})}
+        return {"CPU": self.num_cpus, **({"GPU": self.num_gpus} if self.use_gpu else {})}
 
     def bundles(self, timeout: float = 60.0) -> list[tuple[Any, int]]:
         """For every rank its placement group and bundle. Raises WorkerError if Ray cannot place them in ``timeout``."""
         if self._bundles is None:
-            from agentrl_core.controller import ray_backend
+            from agentrl_core.controller import ray_placement
 
-            groups = ray_backend.create_placement_groups(
+            groups = ray_placement.create_placement_groups(
                 [[self.bundle] * count for count in self.process_on_nodes], self.strategy, self.name_prefix, timeout
             )
             numbered = zip(groups, self.process_on_nodes, strict=True)
@@ -84,15 +89,15 @@ class RayResourcePool(ResourcePool):
     def close(self) -> None:
         """Gives the placement groups back."""
         if self._bundles is not None:
-            from agentrl_core.controller import ray_backend
+            from agentrl_core.controller import ray_placement
 
-            ray_backend.remove_placement_groups(list(dict.fromkeys(group for group, _ in self._bundles)))
+            ray_placement.remove_placement_groups(list(dict.fromkeys(group for group, _ in self._bundles)))
             self._bundles = None
 
     @classmethod
     def _sharing(cls, pool: "RayResourcePool", bundles: list[tuple[Any, int]]) -> "RayResourcePool":
         counts = [len(list(same)) for _, same in itertools.groupby(bundles, key=lambda bundle: bundle[0])]
-        shared = cls(counts, pool.use_gpu, pool.num_cpus, pool.max_colocate_count, pool.strategy, pool.name_prefix)
+        shared = cls(counts, pool.num_gpus, pool.num_cpus, pool.max_colocate_count, pool.strategy, pool.name_prefix)
         shared._bundles = bundles
         return shared
 
@@ -123,7 +128,7 @@ class ResourcePoolManager:
         self,
         resource_pool_spec: Mapping[str, Sequence[int]],
         mapping: Mapping[str, str],
-        use_gpu: bool = False,
+        num_gpus: float = 0.0,
         num_cpus: float = 1,
     ) -> None:
         unknown = {role: pool for role, pool in mapping.items() if pool not in resource_pool_spec}
@@ -138,7 +143,7 @@ class ResourcePoolManager:
         sharing = {name: sum(pool == name for pool in mapping.values()) for name in resource_pool_spec}
         self.mapping = dict(mapping)
         self.resource_pools = {
-            name: RayResourcePool(counts, use_gpu, num_cpus, max(sharing[name], 1), name_prefix=name)
+            name: RayResourcePool(counts, num_gpus, num_cpus, max(sharing[name], 1), name_prefix=name)
             for name, counts in resource_pool_spec.items()
         }
 
@@ -161,12 +166,12 @@ class ResourcePoolManager:
 
         Raises WorkerError with what was seen and what is needed after ``timeout`` seconds.
         """
-        from agentrl_core.controller import ray_backend
+        from agentrl_core.controller import ray_placement
 
         needed = self.needed()
         deadline = time.monotonic() + timeout
         while True:
-            seen = ray_backend.available_resources()
+            seen = ray_placement.available_resources()
             missing = {name: amount for name, amount in needed.items() if seen.get(name, 0.0) < amount}
             if not missing:
                 return

@@ -36,8 +36,13 @@ class ActorHandle(Protocol):
 class Runtime(Protocol):
     """Makes worker groups and actors. A context manager that shuts down at its end."""
 
-    def worker_group(self, cls: ClassWithInitArgs, name: str, world_size: int = 1) -> WorkerGroup:
-        """Workers of one class on ``world_size`` ranks; ``name`` is their role in messages."""
+    def worker_group(
+        self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0
+    ) -> WorkerGroup:
+        """Workers of one class on ``world_size`` ranks, each with ``num_gpus`` or a fraction of one.
+
+        ``name`` is their role in messages.
+        """
         ...
 
     def actor(
@@ -46,6 +51,7 @@ class Runtime(Protocol):
         *args: Any,
         name: str,
         num_cpus: float = 1,
+        num_gpus: float = 0.0,
         python: str | None = None,
         max_concurrency: int = 1000,
         **kwargs: Any,
@@ -130,7 +136,9 @@ class LocalRuntime:
         self._actors: list[LocalActorHandle] = []
         self._is_open = True
 
-    def worker_group(self, cls: ClassWithInitArgs, name: str, world_size: int = 1) -> LocalWorkerGroup:
+    def worker_group(
+        self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0
+    ) -> LocalWorkerGroup:
         """A group whose ``workers`` are plain objects."""
         group = LocalWorkerGroup(cls, world_size, role=name, loop=self._loop)
         self._groups.append(group)
@@ -142,6 +150,7 @@ class LocalRuntime:
         *args: Any,
         name: str,
         num_cpus: float = 1,
+        num_gpus: float = 0.0,
         python: str | None = None,
         max_concurrency: int = 1000,
         **kwargs: Any,

@@ -6,12 +6,14 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentrl_core.api import ChatRenderer, Message, TemplateError, TruncationSide
 from agentrl_core.config.schema import ModelConfig
 
 _MOST_CHARACTERS_PER_TOKEN = 256
+_TAILS = ("x", " x", "\n", "\nx")
 
 
 def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
@@ -54,7 +56,11 @@ class HFChatRenderer(ChatRenderer):
         # The Rust tokenizer without its Python wrapper: 3x less time on the short texts that tools return.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._prompts: dict[str, list[int]] = {}
+        self._heads: dict[str, list[int] | None] = {}
         self._model_stops: tuple[int, ...] = ()
+        # A tokenizer may come with its own way to render; the others only gather these arguments, anew each time.
+        is_plain = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+        self._special_tokens = dict(tokenizer.special_tokens_map) if is_plain else None
 
     @classmethod
     def from_config(cls, model: ModelConfig) -> "HFChatRenderer":
@@ -97,19 +103,31 @@ class HFChatRenderer(ChatRenderer):
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generation_prompt: bool = False
     ) -> str:
         try:
-            return cast(
-                str,
-                self.tokenizer.apply_chat_template(
-                    list(messages),
-                    tools=list(tools) or None,
-                    tokenize=False,
-                    add_generation_prompt=generation_prompt,
-                    **self._template_kwargs,
-                ),
-            )
+            return self._apply_chat_template(list(messages), list(tools) or None, generation_prompt)
         except Exception as error:  # noqa: BLE001 - templates raise whatever they like
             roles = [message.get("role") for message in messages]
             raise TemplateError(f"the chat template cannot render messages with the roles {roles}: {error}") from error
+
+    def _apply_chat_template(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, generation_prompt: bool
+    ) -> str:
+        if self._special_tokens is None or not messages:
+            text = self.tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                tokenize=False,
+                add_generation_prompt=generation_prompt,
+                **self._template_kwargs,
+            )
+            return cast(str, text)
+        texts, _ = render_jinja_template(
+            [messages],
+            tools=tools,
+            chat_template=self.tokenizer.get_chat_template(None, tools),
+            add_generation_prompt=generation_prompt,
+            **{**self._special_tokens, **self._template_kwargs},
+        )
+        return cast(str, texts[0])
 
     def encode(self, text: str) -> list[int]:
         if self._backend is not None:
@@ -122,8 +140,48 @@ class HFChatRenderer(ChatRenderer):
         if ids is None:
             if len(self._prompts) >= 1024:
                 self._prompts.pop(next(iter(self._prompts)))
-            ids = self._prompts[text] = self.encode(text)
+            ids = self._prompts[text] = self._encode_after_head(text)
         return list(ids)
+
+    def _encode_after_head(self, text: str) -> list[int]:
+        """Like :meth:`encode`; a head that prompts share (system message and tool schemas) is encoded once.
+
+        A head ends with an added token, at which tokenizers split the text before anything else. It is used only
+        after a whole prompt was seen to have the ids of its two parts.
+        """
+        boundary = next((token for token in self._boundaries if token in text), "")
+        if not boundary:
+            return self.encode(text)
+        end = text.index(boundary) + len(boundary)
+        head, tail = text[:end], text[end:]
+        known = self._heads.get(head)
+        if known is not None:
+            return known + self.encode(tail)
+        ids = self.encode(text)
+        if head not in self._heads:
+            # Most heads without a system message are never seen again.
+            if len(self._heads) >= 64:
+                self._heads.pop(next(iter(self._heads)))
+            self._heads[head] = None
+        elif (head_ids := self.encode(head)) + self.encode(tail) == ids:
+            self._heads[head] = head_ids
+        return ids
+
+    @cached_property
+    def _boundaries(self) -> tuple[str, ...]:
+        """Those tokens at the end of a turn before and after which texts can be encoded separately."""
+        if self._backend is None:
+            return ()
+        added = self.tokenizer.added_tokens_decoder
+        contents = [token.content for token in added.values()]
+
+        def divides(token: AddedToken) -> bool:
+            if token.rstrip or token.single_word or token.normalized or sum(token.content in c for c in contents) > 1:
+                return False
+            head = f"x{token.content}"
+            return all(self.encode(head + tail) == self.encode(head) + self.encode(tail) for tail in _TAILS)
+
+        return tuple(added[stop].content for stop in self.stop_token_ids if stop in added and divides(added[stop]))
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         if self._backend is not None:

@@ -36,9 +36,10 @@ class AgentLoopManager:
         config: resolved.
         runtime: where they run.
         engine: place of replica 0; ``shared_module`` set only if the engine may use the actor's module.
+        engine_gpus: GPUs, or the part of one, for each replica.
     """
 
-    def __init__(self, config: Config, runtime: Runtime, engine: EngineContext) -> None:
+    def __init__(self, config: Config, runtime: Runtime, engine: EngineContext, engine_gpus: float = 0.0) -> None:
         rollout, ref = config.rollout, config.rollout.engine.ref
         if ref is None:
             raise ConfigError("rollout.engine has not been resolved; load the configuration with load_config")
@@ -49,7 +50,7 @@ class AgentLoopManager:
         self._servers: list[ActorHandle] = [
             runtime.actor(
                 EngineServer, ref, rollout.engine.config, replace(engine, replica=replica),
-                name=f"engine-{replica}", python=rollout.engine.python,
+                name=f"engine-{replica}", num_gpus=engine_gpus, python=rollout.engine.python,
             )
             for replica in range(rollout.engine.replicas)
         ]  # fmt: skip

@@ -44,6 +44,7 @@ class ProcessHost:
         self._name = name
         self._start_timeout = start_timeout
         self._process: asyncio.subprocess.Process | None = None
+        self._dying: list[asyncio.subprocess.Process] = []
         self._one_call = asyncio.Lock()
 
     @property
@@ -65,6 +66,7 @@ class ProcessHost:
             return await self._exchange((method, args, kwargs), timeout)
 
     async def _start(self) -> None:
+        await self.close()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "agentrl_core.rollout.process_child",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
@@ -107,8 +109,17 @@ class ProcessHost:
     def kill(self) -> None:
         """End the process, at once; the next call starts a new one."""
         process, self._process = self._process, None
-        if process is not None and process.returncode is None:
-            process.kill()
+        if process is not None:
+            self._dying.append(process)
+            if process.returncode is None:
+                process.kill()
+
+    async def close(self) -> None:
+        """End the process and wait until it has gone, so that nothing of it outlives the event loop."""
+        self.kill()
+        while self._dying:
+            await self._dying[-1].wait()
+            self._dying.pop()
 
 
 async def _exit_code(process: asyncio.subprocess.Process) -> int:
@@ -139,7 +150,7 @@ class ProcessPool:
             finally:
                 self._free.append(host)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all processes."""
         for host in self._hosts:
-            host.kill()
+            await host.close()

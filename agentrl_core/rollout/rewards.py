@@ -74,9 +74,10 @@ class HostedRewardFunction:
                 raise
             raise DeadlineError(f"reward function {self.name!r}: no answer within {self._timeout:g} s") from None
 
-    def close(self) -> None:
+    async def close(self) -> None:
+        """End all child processes."""
         if self._pool is not None:
-            self._pool.close()
+            await self._pool.close()
 
 
 def check_score(who: str, value: Any) -> RewardResult:
@@ -151,7 +152,7 @@ class RewardWorker:
         except Exception as error:
             raise RewardError(f"reward manager {self._name!r} raised {type(error).__name__}: {error}") from error
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all child processes."""
         for function in self._functions:
-            function.close()
+            await function.close()

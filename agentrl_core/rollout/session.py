@@ -25,6 +25,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.rollout.identity import TrajectoryKey
+from agentrl_core.rollout.pacing import Pacer
 from agentrl_core.rollout.tools import HostedTool, check_result, is_finite, select_tools
 from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
 
@@ -59,6 +60,7 @@ class SessionEnvironment:
     servers: Servers
     tools: Mapping[str, HostedTool]
     interactions: Mapping[str, HostedInteraction]
+    pacer: Pacer = field(default_factory=Pacer)
 
 
 @dataclass
@@ -88,9 +90,11 @@ class _Timed:
     def __enter__(self) -> None:
         self._start = self._session.enter(self._state)
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        # A cancelled block keeps its state: the message of a trajectory's deadline says what was under way.
+        now = self._session.enter(self._state if kind is asyncio.CancelledError else "in its loop")
         timings = self._session.report.timings
-        timings[self._what] = timings.get(self._what, 0.0) + self._session.enter("in its loop") - self._start
+        timings[self._what] = timings.get(self._what, 0.0) + now - self._start
 
 
 class RolloutSession(TrajectorySession):
@@ -150,7 +154,9 @@ class RolloutSession(TrajectorySession):
     async def _sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> TokenOutput:
         await self._announce(request_id)
         with self.timed("generate", "generating"):
-            return await self._env.servers.generate(request_id, prompt_ids, params)
+            output = await self._env.servers.generate(request_id, prompt_ids, params)
+        await self._env.pacer.wait()
+        return output
 
     # Tools ------------------------------------------------------------------------------------------------------
 

@@ -58,7 +58,9 @@ class HostedTool:
         self.required: Sequence[str] = self.schema["function"].get("parameters", {}).get("required", ())
         self._inline = (slot.isolation or self.tool.isolation) == "inline"
         # What a tool does not define needs no call, and no deadline.
-        self._absent = {name for name in _OPTIONAL if getattr(getattr(self.tool, name), "__func__", None) is getattr(Tool, name)}
+        self._absent = {
+            name for name in _OPTIONAL if getattr(getattr(self.tool, name), "__func__", None) is getattr(Tool, name)
+        }
         self._build_args = (slot.ref, slot.config, context)
         self._pool: ProcessPool | None = None
         self._processes = slot.processes
@@ -105,14 +107,14 @@ class HostedTool:
         finally:
             owned = self._owned.pop(instance_id, None)
             if owned is not None:
-                owned.kill()
+                await owned.close()
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all processes."""
         if self._pool is not None:
-            self._pool.close()
+            await self._pool.close()
         for host in self._owned.values():
-            host.kill()
+            await host.close()
 
 
 def check_result(name: str, result: Any) -> ToolResult:

@@ -207,23 +207,19 @@ class TrajectoryBuilder(Trajectory):
         if full.startswith(self._text):
             return full[len(self._text) :]
         # The template writes the last turn in its own words (spacing of a call, say). What follows the turn is the
-        # same in both renderings, and what the policy wrote stays as sampled.
+        # template's in any case, and what the policy wrote stays as sampled.
+        alone = self._renderer.render(self.messages, self._tools)
+        if not alone.startswith(self._rendered) or not full.startswith(self._rendered):
+            return None
+        turn, rest = alone[len(self._rendered) :], full[len(self._rendered) :]
         stops = [self._renderer.decode([stop]) for stop in self._renderer.stop_token_ids]
-        before = self._renderer.render(self.messages, self._tools)
-        if not full.startswith(before):
-            # Some templates close a conversation with one more token.
-            before = next((before.removesuffix(stop) for stop in stops if before.endswith(stop)), before)
-        if not full.startswith(before) or not before.startswith(self._rendered):
+        stop = min((stop for stop in stops if stop in turn), key=turn.find, default="")
+        end = rest.find(stop) if stop else len(turn) if rest.startswith(turn) else -1
+        if end < 0 or not _keeps(rest[:end], self.messages[-1]):
             return None
-        turn = before[len(self._rendered) :]
-        if _letters(self.messages[-1].get("content") or "") not in _letters(turn):
-            return None
-        at, stop = max((turn.rfind(stop), stop) for stop in stops) if stops else (-1, "")
-        if at < 0:
-            # Nothing ends a turn in this template; what the policy stopped with may be the head of what follows.
-            return full[len(before) :].removeprefix(self._stop_text)
-        # A stop token that the policy did not sample is context, one that it did is there already.
-        return full[len(self._rendered) + at + (len(stop) if self._stop_text else 0) :]
+        # The token that ended the turn is there already if the policy sampled it; where nothing ends a turn, it may be
+        # the head of what follows.
+        return rest[end:].removeprefix(stop or self._stop_text) if self._stop_text else rest[end:]
 
     def _start_new_row(self, full: str, messages: Sequence[Message]) -> bool:
         if self._limits.template_break == "error":
@@ -279,9 +275,11 @@ class TrajectoryBuilder(Trajectory):
         )
 
 
-def _letters(text: str) -> str:
-    """The text without white space, which templates trim and add."""
-    return "".join(text.split())
+def _keeps(rendered: str, message: Message) -> bool:
+    """The rendered turn still holds what the message says, white space aside, and names its calls."""
+    letters = "".join(str(message.get("content") or "").split())
+    calls = message.get("tool_calls") or ()
+    return letters in "".join(rendered.split()) and all(call["function"]["name"] in rendered for call in calls)
 
 
 def check_output(output: TokenOutput, max_tokens: int) -> None:

@@ -174,6 +174,7 @@ class AgentLoopWorker:
     ) -> TrajectoryResult:
         """One trajectory; a failure of the infrastructure starts it again from a fresh state."""
         async with gate:
+            await self._environment.pacer.wait()
             result = await self._attempt(key, row, session, sampling)
             while result.failed and result.attempts <= self._config.rollout.retries:
                 key = key.next_attempt()
@@ -247,10 +248,10 @@ class AgentLoopWorker:
             reward: RewardResult = await rewarder.call("score", result.reward_input)
         return reward
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """End all child processes."""
         for tool in self._environment.tools.values():
-            tool.close()
+            await tool.close()
 
 
 async def uninterrupted(cleanup: Coroutine[Any, Any, None]) -> None:

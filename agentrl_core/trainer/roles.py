@@ -1,6 +1,7 @@
 """The model workers and the rollout of a run, built where the runtime puts them."""
 
 import logging
+import math
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -64,8 +65,24 @@ def needs_critic(config: Config) -> bool:
 
 def needed_cpus(config: Config) -> int:
     """Logical CPUs of a Ray cluster: one for every worker and actor of the run."""
-    models = 1 + needs_critic(config) + (config.algorithm.kl_coef > 0)
-    return models + config.rollout.engine.replicas + config.reward.num_workers + config.rollout.agent.num_workers
+    return (
+        _models(config) + config.rollout.engine.replicas + config.reward.num_workers + config.rollout.agent.num_workers
+    )
+
+
+def gpu_share(config: Config) -> float:
+    """The part of one GPU for each process that computes with it; 0 on the CPU.
+
+    One GPU is shared by the models and the engine replicas, because they work in turns.
+    """
+    if resolve_device(config.cluster.device).type != "cuda":
+        return 0.0
+    processes = _models(config) + config.rollout.engine.replicas
+    return math.floor(100 / processes) / 100
+
+
+def _models(config: Config) -> int:
+    return 1 + needs_critic(config) + (config.algorithm.kl_coef > 0)
 
 
 def start_runtime(config: Config) -> Runtime:
@@ -81,16 +98,17 @@ def start_runtime(config: Config) -> Runtime:
 
 def build_roles(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFacts) -> Roles:
     """Build the worker groups, load their models, start the engines."""
-    actor = runtime.worker_group(ClassWithInitArgs(ActorWorker, config, plan.optimizer_steps), "actor")
+    gpus = gpu_share(config)
+    actor = runtime.worker_group(ClassWithInitArgs(ActorWorker, config, plan.optimizer_steps), "actor", num_gpus=gpus)
     actor.init_model()
     critic = reference = None
     if needs_critic(config):
         update = config.critic
         steps = plan.steps * update.epochs * update.mini_batches
-        critic = runtime.worker_group(ClassWithInitArgs(CriticWorker, config, steps), "critic")
+        critic = runtime.worker_group(ClassWithInitArgs(CriticWorker, config, steps), "critic", num_gpus=gpus)
         critic.init_model()
     if config.algorithm.kl_coef > 0:
-        reference = runtime.worker_group(ClassWithInitArgs(ReferenceWorker, config), "reference")
+        reference = runtime.worker_group(ClassWithInitArgs(ReferenceWorker, config), "reference", num_gpus=gpus)
         reference.init_model()
     return Roles(
         actor=cast(Actor, actor),
@@ -126,6 +144,7 @@ def _build_rollout(config: Config, runtime: Runtime, plan: RunPlan, facts: Model
             vocab_size=facts.vocab_size,
             shared_module=module,
         ),
+        engine_gpus=gpu_share(config),
     )
     manager.start()
     return manager

@@ -38,7 +38,6 @@ class StopRequest:
         if self.requested or not self.may_finish_step:
             raise KeyboardInterrupt
         self.requested = True
-        logger.warning(
-            "%s: the run stops after this step and saves a checkpoint; again to stop at once",
-            signal.Signals(number).name,
-        )
+        # From a thread: the signal may have come in the middle of a write, and streams refuse another one then.
+        message = "%s: the run stops after this step and saves a checkpoint; again to stop at once"
+        threading.Thread(target=logger.warning, args=(message, signal.Signals(number).name)).start()

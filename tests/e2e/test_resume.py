@@ -1,12 +1,8 @@
 """A killed run, resumed, repeats the uninterrupted one."""
 
 import json
-import shutil
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -251,7 +251,7 @@ def test_interrupted_prepare_leaves_nothing(tmp_path: Path) -> None:
 
 
 def test_model_directory_loads_with_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "learn_to_copy", lambda *_: None)
+    monkeypatch.setattr(prepare, "learn_to_copy", lambda tokenizer, _: prepare.build_model(tokenizer))
     monkeypatch.setattr(prepare, "make_unreliable", lambda *_: None)
     monkeypatch.setattr(prepare, "VALIDATION_PROMPTS", 2)
     prepare.prepare(tmp_path / "model", prepare.make_model, 0, force=False)
@@ -265,3 +265,9 @@ def test_model_directory_loads_with_the_same_tokens(tmp_path: Path, monkeypatch:
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
     assert model.get_input_embeddings().num_embeddings == len(tokenizer)
+
+
+def test_copying_rows_do_not_train_the_choice_to_call() -> None:
+    [(ids, mask)] = prepare.without_choice(prepare.encode_demonstrations(TOKENIZER, [prepare.good_call(PROBLEM)]))
+    trained = TOKENIZER.decode([token for token, bit in zip(ids, mask, strict=True) if bit])
+    assert trained == '37 * 45"}}\n</tool_call><|im_end|>#### 1665<|im_end|>'

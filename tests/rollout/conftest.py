@@ -1,16 +1,38 @@
 """A renderer for every chat template, a policy that speaks by script, and hosts for it."""
 
+import functools
 import json
-from collections.abc import Callable, Sequence
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl_core.api import EngineError, ParsedText, PolicySpan, SamplingParams, TokenOutput, ToolCall, ToolParser
+from agentrl_core.api import (
+    EngineContext,
+    EngineError,
+    ParsedText,
+    PolicySpan,
+    SamplingParams,
+    TokenOutput,
+    ToolCall,
+    ToolParser,
+)
+from agentrl_core.config import load_config
+from agentrl_core.config.schema import Config, Slot
+from agentrl_core.controller.runtime import LocalRuntime
 from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.data.rows import collate
+from agentrl_core.plugins import resolution
+from agentrl_core.plugins.resolution import resolve
 from agentrl_core.rollout.identity import TrajectoryKey
+from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
+from agentrl_core.rollout.tools import HostedTool
 from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
+from agentrl_core.rollout.worker import AgentLoopWorker
 from agentrl_core.testing.tiny_model import tiny_tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -129,12 +151,12 @@ class Conversation:
         return self.renderer.decode(self.ids)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def conversation() -> Callable[..., Conversation]:
     return Conversation
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def render_with() -> Callable[..., HFChatRenderer]:
     return make_renderer
 
@@ -144,3 +166,158 @@ def tag_parser() -> TagParser:
     return TagParser()
 
 
+@pytest.fixture(scope="session")
+def renderer() -> HFChatRenderer:
+    """ChatML with tools; append-only."""
+    return make_renderer("qwen2")
+
+
+class MakeSlot:
+    """``make_slot(ToolSlot, source, "Name", timeout=1)``: a resolved slot whose plugin is an object of a file."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.files = 0
+
+    def __call__(self, slot: type[Slot], source: str, obj: str, **fields: Any) -> Any:
+        self.files += 1
+        file = self.folder / f"plugin_{self.files}.py"
+        file.write_text(textwrap.dedent(source), encoding="utf-8")
+        made = slot(name=f"./{file.name}:{obj}", **fields)
+        made.ref = resolve(slot.kind, made.name, base_dir=self.folder).ref
+        return made
+
+    def registered(self, slot: type[Slot], name: str, **fields: Any) -> Any:
+        """The same for an installed plugin, with its default options."""
+        plugin = resolve(slot.kind, name)
+        made = slot(name=name, **fields)
+        made.ref, made.config = plugin.ref, fields.get("config", plugin.spec.config())
+        return made
+
+
+@pytest.fixture
+def make_slot(tmp_path: Path) -> MakeSlot:
+    return MakeSlot(tmp_path)
+
+
+class RecordingServers:
+    """Stands in for the engines of a session."""
+
+    def __init__(self, sample: Any = None) -> None:
+        self.sample = sample
+        self.calls: list[tuple[str, str]] = []
+
+    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput:
+        output: TokenOutput = await self.sample(list(prompt_ids), params, request_id)
+        return output
+
+    async def open_session(self, session_id: str) -> None:
+        self.calls.append(("open", session_id))
+
+    async def close_session(self, session_id: str) -> None:
+        self.calls.append(("close", session_id))
+
+
+@pytest.fixture
+def make_session(renderer: HFChatRenderer) -> Callable[..., RolloutSession]:
+    """A session with these hosted tools and interactions; ``extra_info`` by keyword."""
+
+    def make(
+        tools: Sequence[HostedTool] = (),
+        interactions: Mapping[str, HostedInteraction] | None = None,
+        servers: Any = None,
+        key: TrajectoryKey = KEY,
+        **extra_info: Any,
+    ) -> RolloutSession:
+        environment = SessionEnvironment(
+            renderer=renderer,
+            parser=TagParser(),
+            limits=TrajectoryLimits(10_000, 20_000),
+            servers=servers or RecordingServers(),
+            tools={tool.name: tool for tool in tools},
+            interactions=interactions or {},
+        )
+        return RolloutSession(key, {"extra_info": extra_info}, environment)
+
+    return make
+
+
+class Rollout:
+    """A manager with its workers on the local runtime, and prompts for it."""
+
+    def __init__(self, config: Config, max_model_len: int = 4096) -> None:
+        self.config = config
+        self.runtime = LocalRuntime()
+        context = EngineContext(config.model.path, max_model_len=max_model_len, vocab_size=261)
+        self.manager = AgentLoopManager(config, self.runtime, context)
+        self.manager.start()
+
+    @property
+    def workers(self) -> list[AgentLoopWorker]:
+        return [worker._instance for worker in self.manager._workers]
+
+    @property
+    def engines(self) -> list[Any]:
+        return [server._instance._engine for server in self.manager._servers]
+
+    def loop(self, name: str) -> Any:
+        """The agent loop of that name in the first worker."""
+        return self.workers[0]._loops[name]
+
+    def tool(self, name: str) -> Any:
+        """The tool of that name in the first worker."""
+        return self.workers[0]._environment.tools[name].tool
+
+    def __call__(self, rows: Sequence[dict[str, Any]], n: int = 1, step: int = 1) -> list[TrajectoryResult]:
+        repeated = [
+            {**row, "uid": f"p{prompt}", "prompt_index": prompt, "sample_index": sample}
+            for prompt, row in enumerate(rows)
+            for sample in range(n)
+        ]
+        prompts = collate(repeated, {"step": step, "split": "train", "sampling": {"temperature": 1.0}})
+        return self.manager.generate_sequences(prompts)
+
+    def close(self) -> None:
+        self.manager.close()
+        self.runtime.shutdown()
+
+
+@pytest.fixture(scope="session")
+def installed() -> Callable[[], list[Any]]:
+    """The installed plugins, searched once for all tests: a search costs more than most tests."""
+    return functools.cache(resolution.registrations)
+
+
+@pytest.fixture
+def make_rollout(
+    tiny_run: Any, installed: Callable[[], list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[..., Rollout]]:
+    """A rollout of a tiny run: changes of its configuration by dotted key, files by name."""
+    monkeypatch.setattr(resolution, "registrations", installed)
+    made: list[Rollout] = []
+
+    def make(changes: Mapping[str, Any], files: Mapping[str, str] | None = None, **fields: Any) -> Rollout:
+        for name, source in (files or {}).items():
+            (tiny_run.folder / name).write_text(textwrap.dedent(source), encoding="utf-8")
+        settings = {"rollout.engine": {"name": "scripted"}, "rollout.max_response_length": 500, **changes}
+        made.append(Rollout(load_config(tiny_run(settings)), **fields))
+        return made[-1]
+
+    yield make
+    for rollout in made:
+        rollout.close()
+
+
+def row(content: str = "question", truth: str = "1", **fields: Any) -> dict[str, Any]:
+    """A dataset row."""
+    return {
+        "raw_prompt": [{"role": "user", "content": content}],
+        "data_source": "tests",
+        "reward_model": {"ground_truth": truth},
+        **fields,
+    }
+
+
+@pytest.fixture
+def make_row() -> Callable[..., dict[str, Any]]:
+    return row

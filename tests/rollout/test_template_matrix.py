@@ -108,9 +108,8 @@ def test_questions_and_answers_append(conversation, name: str, spoken: str, stop
     assert text.count("question one") == text.count("question two") == 1
     assert text.count("an answer") == 2
     assert text.startswith(talk.renderer.render([USER], generation_prompt=True))
-    if spoken == "an answer" and name != "plain":
-        full = talk.renderer.render(talk.builder.messages)
-        assert full.startswith(text) or text.startswith(full.rstrip()) or text.removesuffix(stop) == full
+    if spoken == "an answer" and name not in ("plain", "chatglm", "mistral"):
+        assert text == talk.renderer.render(talk.builder.messages[:3], generation_prompt=True) + spoken + stop
 
 
 @pytest.mark.parametrize("name", [name for name in WITH_TOOL_ROLE if name not in ("llama3", "deepseek")])
@@ -132,10 +131,6 @@ def test_consecutive_tool_messages_rendered_together_equal_the_full_render(conve
     assert talk.text == talk.renderer.render([USER], [talk.builder._tools[0]], generation_prompt=True) + (
         calls + stop_of(name) + added
     )
-    # Between turn and tool messages stands exactly what the template writes there.
-    before = talk.renderer.render(talk.builder.messages[:-2], [talk.builder._tools[0]])
-    assert full.startswith(before.rstrip("\n"))
-    assert added.endswith(full[len(before) :])
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3", "hermes", "trims", "respaced"])

@@ -115,7 +115,9 @@ def test_path_of_a_run_or_a_checkpoint(tmp_path: Path, below: str) -> None:
 
 @pytest.mark.parametrize("path", ["absent", "."])
 def test_path_that_is_no_checkpoint(tmp_path: Path, path: str) -> None:
-    with pytest.raises(CheckpointError, match=r"is no checkpoint: it has no trainer.json. Expected a directory such as"):
+    with pytest.raises(
+        CheckpointError, match=r"is no checkpoint: it has no trainer.json. Expected a directory such as"
+    ):
         checkpoint_path(tmp_path / path)
 
 

@@ -109,9 +109,7 @@ def test_no_step_left_is_an_error_and_changes_nothing(fit: Fit) -> None:
 
 
 @pytest.mark.parametrize("status", ["completed", "running"])
-def test_earlier_run_in_the_directory_is_archived(
-    fit: Fit, caplog: pytest.LogCaptureFixture, status: Any
-) -> None:
+def test_earlier_run_in_the_directory_is_archived(fit: Fit, caplog: pytest.LogCaptureFixture, status: Any) -> None:
     run = fit(EVERY_STEP)
     run.write_state(status, 1)
     with caplog.at_level(logging.INFO):
@@ -137,7 +135,9 @@ def test_changed_plugins_are_refused_until_allowed(fit: Fit) -> None:
         if plugin["name"] == "single_turn":
             plugin["version"] = "0.0.1"
     lock.write_text(json.dumps(content))
-    with pytest.raises(PluginDriftError, match=r"(?s)was made with other plugins:.*single_turn.*0.0.1.*plugins.allow_drift=true"):
+    with pytest.raises(
+        PluginDriftError, match=r"(?s)was made with other plugins:.*single_turn.*0.0.1.*plugins.allow_drift=true"
+    ):
         fit(RESUME)
     assert steps_of(run) == [1, 2]
     assert steps_of(fit({**RESUME, "plugins.allow_drift": True})) == [1, 2, 3]
@@ -151,7 +151,11 @@ def truncate(file: Path) -> None:
     ("file", "damage", "message"),
     [
         ("actor/model.safetensors", truncate, r"checkpoint .*actor: cannot be read or does not belong to this model"),
-        ("actor/model.safetensors", Path.unlink, r"checkpoint .*actor: cannot be read or does not belong to this model"),
+        (
+            "actor/model.safetensors",
+            Path.unlink,
+            r"checkpoint .*actor: cannot be read or does not belong to this model",
+        ),
         ("actor/optimizer.pt", Path.unlink, r"optimizer.pt: cannot be read .*resume from another one"),
         ("actor/optimizer.pt", truncate, r"optimizer.pt: cannot be read .*resume from another one"),
         ("trainer.json", truncate, r"trainer.json is damaged: .*trainer.resume=PATH"),

@@ -1,0 +1,215 @@
+"""``train``, ``eval``, ``export``, ``doctor`` and ``rollouts show`` on a tiny run."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from agentrl_core.cli.doctor import TESTED
+from agentrl_core.cli.main import app
+from agentrl_core.testing.tiny_model import tiny_tokenizer
+from agentrl_core.tracking.run_dir import RunDir
+
+Fit = Callable[..., RunDir]
+ROOT = Path(__file__).parents[2]
+SCRIPTED = {"rollout.engine": {"name": "scripted"}}
+VALIDATED = {"data.validation_files": ["validation.jsonl"]}
+
+
+def agentrl(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300"})
+
+
+@pytest.fixture(autouse=True)
+def wide_console(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rich._console", None)
+
+
+# train
+
+
+def test_dry_run_prints_plugins_and_arithmetic_and_starts_nothing(tiny_run: Any) -> None:
+    path = tiny_run({**VALIDATED, "data.batch_size": 3, "rollout.n": 4, "trainer.steps": 5})
+    result = agentrl("train", path, "--dry-run")
+    assert result.exit_code == 0, result.output
+    for words in (
+        "agent_loop  single_turn  agentrl-loop-single-turn",
+        "engine  hf  agentrl-engine-hf",
+        "reward_function  lower  file",
+        "6 training prompts, 3 for validation; longest 24 of 64 tokens",
+        "3 prompts x 4 samples = 12 trajectories, each of up to 8 response tokens",
+        "5 steps = 2.50 epochs",
+        "3 prompts x 2 = 6 trajectories each time",
+        "weights 0.1 MiB",
+        "append-only: every turn's prompt starts with the exact tokens of the turn before",
+        "Everything fits. Nothing was started.",
+    ):
+        assert " ".join(words.split()) in " ".join(result.output.split())
+    assert not (tiny_run.folder / "runs").exists()
+
+
+def test_train_says_what_to_do_next(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_run({**SCRIPTED, **VALIDATED})
+    monkeypatch.chdir(tiny_run.folder)
+    result = agentrl("train", path.name, "trainer.steps=1")
+    assert result.exit_code == 0, result.output
+    assert "runs/tiny holds metrics.jsonl, rollouts, checkpoints. Next:" in result.output
+    assert "  agentrl rollouts show runs/tiny -n 3" in result.output
+    assert "  agentrl eval config.yaml trainer.steps=1 --checkpoint runs/tiny/checkpoints/latest" in result.output
+    assert "--resume" not in result.output
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "message"),
+    [
+        ({"actor.optimiser.lr": 1.0}, 2, r"actor.optimiser.*did you mean 'optimizer'"),
+        ({"data.batch_size": "many"}, 2, r"data.batch_size.*expected an integer >= 1, found 'many'"),
+        ({"algorithm.advantage": "gropo"}, 2, r"algorithm.advantage.*'gropo'.*did you mean 'grpo'"),
+        ({"model.path": "nowhere"}, 2, r"model.path.*no such directory: .*nowhere"),
+        ({"rollout.n": 1}, 2, r"rollout.n.*group size 1 with advantage estimator 'grpo'"),
+        ({"data.max_prompt_length": 3}, 1, r"no train prompt is left: 6 rows in .*train.jsonl, all longer"),
+        ({"trainer.resume": "nowhere"}, 1, r"nowhere is no checkpoint: it has no trainer.json"),
+    ],
+)
+def test_errors_are_messages(tiny_run: Any, changes: dict[str, Any], code: int, message: str) -> None:
+    result = agentrl("train", tiny_run({**SCRIPTED, **changes}))
+    assert result.exit_code == code, result.output
+    assert re.search(message, result.output), result.output
+    assert "error: " in result.output and "Traceback" not in result.output
+
+
+def test_all_errors_at_once(tiny_run: Any) -> None:
+    result = agentrl("train", tiny_run({"rollout.nn": 1, "trainer.steps": 0, "trainer.sed": 1}))
+    assert result.exit_code == 2
+    for key in ("rollout.nn", "trainer.steps", "trainer.sed"):
+        assert key in result.output
+
+
+def test_failing_run_shows_the_root_traceback_and_no_other(tiny_run: Any) -> None:
+    functions = [{"name": "./rewards.py:raises", "isolation": "inline"}]
+    result = agentrl("train", tiny_run({**SCRIPTED, "reward.functions": functions}))
+    assert result.exit_code == 1
+    assert "the judge is ill" in result.output and "rewards.py" in result.output
+    assert "trainer.py" not in result.output
+
+
+# eval
+
+
+def accuracies(output: str) -> dict[str, str]:
+    return dict(re.findall(r"(validation/\S+)\s+([\d.]+)", output))
+
+
+def test_eval_uses_the_checkpoint(fit: Fit, tiny_run: Any) -> None:
+    sampled = {**VALIDATED, "trainer.validation": {"greedy": False, "n": 2}, "rollout.deterministic": True}
+    run = fit({**sampled, "actor.optimizer.lr": 0.1})
+    config = tiny_run(sampled)
+    name = "validation/tiny/score_mean_sampled"
+    rows = run.read_metrics()
+    assert rows[0][name] != pytest.approx(rows[-1][name])
+    before = agentrl("eval", config)
+    after = agentrl("eval", config, "--checkpoint", run.checkpoints_dir / "latest")
+    assert before.exit_code == after.exit_code == 0, before.output + after.output
+    assert accuracies(before.output)[name] == f"{rows[0][name]:.3f}"
+    assert accuracies(after.output)[name] == f"{rows[-1][name]:.3f}"
+    assert accuracies(after.output).keys() == {
+        name,
+        "validation/tiny/accuracy_sampled",
+        "validation/tiny/pass_at_2",
+    }
+
+
+def test_eval_without_validation_data(tiny_run: Any) -> None:
+    result = agentrl("eval", tiny_run(SCRIPTED))
+    assert result.exit_code == 2
+    assert "data.validation_files: expected at least one file to evaluate on, found none" in result.output
+
+
+def test_eval_of_what_is_no_checkpoint(tiny_run: Any) -> None:
+    result = agentrl("eval", tiny_run({**SCRIPTED, **VALIDATED}), "--checkpoint", tiny_run.folder)
+    assert result.exit_code == 1
+    assert "is no checkpoint: it has no trainer.json" in result.output
+
+
+# export
+
+
+def test_export_loads_in_transformers_and_equals_the_checkpoint(fit: Fit, tiny_run: Any) -> None:
+    import torch
+    from safetensors.torch import load_file
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    run = fit({"actor.optimizer.lr": 0.1})
+    out = tiny_run.folder / "out"
+    result = agentrl("export", run.checkpoints_dir / "latest", out)
+    assert result.exit_code == 0, result.output
+    model = AutoModelForCausalLM.from_pretrained(out)
+    saved = load_file(run.checkpoints_dir / "latest" / "actor" / "model.safetensors")
+    start = load_file(tiny_run.model / "model.safetensors")
+    weights = model.state_dict()
+    assert all(torch.equal(weights[name], tensor) for name, tensor in saved.items())
+    assert any(not torch.equal(start[name], tensor) for name, tensor in saved.items())
+    messages = [{"role": "user", "content": "hello"}]
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    expected = tiny_tokenizer().apply_chat_template(messages, tokenize=False)
+    assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
+    assert not (out / "optimizer.pt").exists()
+
+    again = agentrl("export", run.path, out)
+    assert again.exit_code == 1 and "is not an empty directory; name a new one" in again.output
+    file = agentrl("export", run.path, out / "config.json")
+    assert file.exit_code == 1 and "is not an empty directory; name a new one" in file.output
+    wrong = agentrl("export", tiny_run.folder, tiny_run.folder / "other")
+    assert wrong.exit_code == 1 and "is no checkpoint" in wrong.output
+
+
+# rollouts show
+
+
+def test_rollouts_of_a_run(fit: Fit) -> None:
+    run = fit({"rollout.engine": {"name": "scripted", "config": {"turns": ["yes"]}}, **VALIDATED})
+    result = agentrl("rollouts", "show", run.path, "--step", 1, "-n", 2, "--no-color")
+    assert result.exit_code == 0, result.output
+    assert result.output.count("step 1 · train · sample") == 2
+    assert "⟦yes<|im_end|>⟧" in result.output and "reward  1" in result.output
+    validation = agentrl("rollouts", "show", run.path, "--validation", "--no-color")
+    assert "step 2 · validation" in validation.output
+
+
+# doctor
+
+
+def test_doctor() -> None:
+    result = agentrl("doctor")
+    assert result.exit_code == 0, result.output
+    for package, version in TESTED.items():
+        assert re.search(rf"{package} .*{re.escape(version)}", result.output), result.output
+    assert "GPU:" in result.output
+
+
+def test_doctor_knows_the_tested_versions() -> None:
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    tested = dict(line.split("==") for line in lines if line and not line.startswith("#"))
+    assert TESTED == {package: tested[package] for package in TESTED}
+
+
+def test_doctor_of_a_model(tiny_model: Path) -> None:
+    result = agentrl("doctor", "--model", tiny_model)
+    assert result.exit_code == 0, result.output
+    for line in (
+        r"system message +yes",
+        r"tool schemas +yes",
+        r"tool role +yes",
+        r"append-only +yes",
+        r"weights 0.1 MiB",
+    ):
+        assert re.search(line, result.output), result.output
+
+
+def test_doctor_of_what_is_no_model(tmp_path: Path) -> None:
+    result = agentrl("doctor", "--model", tmp_path)
+    assert result.exit_code == 2
+    assert "expected a directory with config.json, weights and tokenizer" in result.output

@@ -1,0 +1,48 @@
+"""From a random model to one that does what is rewarded."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentrl_core.tracking.records import read_rollouts
+from agentrl_core.tracking.run_dir import RunDir
+
+LEARN = {
+    "data.batch_size": 4,
+    "rollout.n": 8,
+    "rollout.max_response_length": 6,
+    "actor.optimizer.lr": 1e-2,
+    "trainer.steps": 40,
+}
+
+
+def test_grpo_learns_to_write_lower_case_letters(fit: Callable[..., RunDir]) -> None:
+    rewards = [row["reward/mean"] for row in fit(LEARN).read_metrics()]
+    assert sum(rewards[:3]) / 3 < 0.25
+    assert sum(rewards[-3:]) / 3 > 0.8
+
+
+def drawn(run: RunDir, step: int) -> list[tuple[str, str, float | None]]:
+    records = read_rollouts(run.rollout_file(step, "train"))
+    return [(record.uid, record.prompt_text, record.reward) for record in records]
+
+
+@pytest.mark.ray
+def test_ray_trains_on_what_the_local_runtime_does_also_after_a_resume(
+    fit: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("ray")
+    changes: dict[str, Any] = {"rollout.deterministic": True, "hooks": ["./hooks.py:Signals"], "trainer.steps": 4}
+    monkeypatch.setenv("TINY_SIGNALS", "{}")
+    local = fit({**changes, "trainer.name": "local"})
+    changes = {**changes, "cluster.runtime": "ray", "trainer.name": "ray"}
+    monkeypatch.setenv("TINY_SIGNALS", '{"on_rollout_start:2": [15]}')
+    fit(changes)
+    monkeypatch.setenv("TINY_SIGNALS", "{}")
+    on_ray = fit({**changes, "trainer.resume": "auto"})
+    assert [row["step"] for row in on_ray.read_metrics()] == [1, 2, 3, 4]
+    for step in (1, 2, 3, 4):
+        assert [entry[:2] for entry in drawn(on_ray, step)] == [entry[:2] for entry in drawn(local, step)]
+    assert drawn(on_ray, 1) == drawn(local, 1)
+    assert on_ray.read_metrics()[0]["rollout/logprob_gap_max"] < 1e-4

@@ -1,0 +1,90 @@
+"""One engine behind its server."""
+
+import asyncio
+
+import pytest
+
+from agentrl_core.api import EngineContext, EngineError, SamplingParams, WeightUpdate
+from agentrl_core.config.schema import EngineSlot
+from agentrl_core.rollout.server import EngineServer
+
+ENGINE = """
+from agentrl_core.api import EngineError, InferenceEngine, PolicySpan, TokenOutput
+
+class Foreign(Exception):
+    pass
+
+class Engine(InferenceEngine):
+    def __init__(self, config, context):
+        self.failing = {}
+        self.updates = []
+
+    async def _may_fail(self, what):
+        if what in self.failing:
+            raise self.failing[what]
+
+    async def start(self):
+        await self._may_fail("start")
+
+    async def health(self):
+        await self._may_fail("health")
+
+    async def generate(self, prompt_ids, params, request_id, multi_modal=None):
+        await self._may_fail("generate")
+        return TokenOutput([1], None, "stop", [PolicySpan(0, 0, 1)])
+
+    async def update_weights(self, update, version):
+        await self._may_fail("update_weights")
+        self.updates.append(version)
+
+    async def close(self):
+        await self._may_fail("close")
+"""
+
+
+@pytest.fixture
+def server(make_slot) -> EngineServer:
+    return EngineServer(make_slot(EngineSlot, ENGINE, "Engine").ref, None, EngineContext("model", replica=2))
+
+
+CALLS = {
+    "start": lambda server: server.start(),
+    "health": lambda server: server.start(),
+    "generate": lambda server: server.generate([1], SamplingParams(1), "a"),
+    "update_weights": lambda server: server.update_weights(WeightUpdate(), 3),
+    "close": lambda server: server.close(),
+}
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_foreign_exceptions_become_engine_errors_that_name_the_engine(server: EngineServer, what: str) -> None:
+    class Foreign(Exception):
+        """Its class does not exist where the error is read."""
+
+    server._engine.failing[what] = Foreign("CUDA is ill")
+    with pytest.raises(EngineError) as caught:
+        asyncio.run(CALLS[what](server))
+    text = str(caught.value)
+    assert "Engine" in text and "replica 2" in text and f"{what} failed: Foreign: CUDA is ill" in text
+    assert "Traceback" in text and caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_engine_errors_pass_unchanged(server: EngineServer) -> None:
+    error = server._engine.failing["generate"] = EngineError("no room")
+    with pytest.raises(EngineError) as caught:
+        asyncio.run(CALLS["generate"](server))
+    assert caught.value is error
+
+
+def test_the_version_is_that_of_the_last_update_that_worked(server: EngineServer) -> None:
+    asyncio.run(server.update_weights(WeightUpdate(), 1))
+    server._engine.failing["update_weights"] = ValueError("shape")
+    with pytest.raises(EngineError):
+        asyncio.run(server.update_weights(WeightUpdate(), 2))
+    assert server.version == 1
+
+
+def test_what_the_engine_says_comes_through(server: EngineServer) -> None:
+    asyncio.run(server.start())
+    assert asyncio.run(CALLS["generate"](server)).token_ids == [1]
+    assert server.metrics() == {}

@@ -1,0 +1,296 @@
+"""The token record: token in, token out; lists of equal length; budgets."""
+
+import asyncio
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl_core.api import AgentLoopOutput, EngineError, PolicySpan, Termination, TokenOutput
+from agentrl_core.rollout.trajectory import TrajectoryBuilder
+
+CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "1"}}\n</tool_call>'
+TOOL = {"role": "tool", "name": "calc", "content": "2"}
+STOP = "<|im_end|>"
+
+
+def generate(builder: TrajectoryBuilder, **sampling):
+    return asyncio.run(builder.generate(sampling))
+
+
+def finish(builder: TrajectoryBuilder) -> AgentLoopOutput:
+    output = builder.finish(Termination.COMPLETED)
+    assert isinstance(output, AgentLoopOutput)
+    return output
+
+
+def lengths_are_equal(builder: TrajectoryBuilder) -> bool:
+    row = builder.row
+    lists = [row.response_ids, row.mask, row.versions, *([row.log_probs] if row.log_probs is not None else [])]
+    return len({len(each) for each in lists}) == 1
+
+
+WORDS = st.text(st.sampled_from('ab 1é日\n<|>{}"'), max_size=12)
+ACTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.just("say"), WORDS.filter(bool), st.booleans()),
+        st.tuples(st.just("tool"), WORDS, st.integers(1, 3)),
+        st.tuples(st.just("user"), WORDS, st.just(1)),
+    ),
+    max_size=8,
+)
+
+
+@given(actions=ACTIONS, response=st.integers(1, 300), context=st.integers(150, 500))
+def test_mask_logprob_and_id_lengths_are_equal_after_every_turn(conversation, renderer, actions, response, context):
+    """Together with: what was sampled stands in the row as it came, and prompts grow by exact ids."""
+    said = [text + STOP * stopped for kind, text, stopped in actions if kind == "say"]
+    talk = conversation(said, template=renderer, tools=(), response=response, context=context)
+    builder = talk.builder
+    expected_sampled: list[int] = []
+    for kind, text, argument in actions:
+        before = list(talk.ids)
+        room = builder.remaining
+        if kind == "say":
+            turn = generate(builder)
+            expected_sampled += turn.token_ids
+            assert talk.ids == before + list(turn.token_ids)
+            assert bool(turn.token_ids) == (room > 0)
+        else:
+            messages = [{"role": kind, "content": f"{text}{number}"} for number in range(argument)]
+            fits = builder.add_messages(messages)
+            assert talk.ids[: len(before)] == before or builder.template_breaks
+            if not fits:
+                assert talk.ids == before
+        assert lengths_are_equal(builder)
+        assert builder.remaining >= 0
+        assert len(builder.row.response_ids) <= response
+        assert len(builder.row) <= context
+    for prompt, params, _ in talk.policy.requests:
+        assert params.max_tokens >= 1 and len(prompt) + params.max_tokens <= context
+    outputs = builder.finish(Termination.COMPLETED)
+    sampled = [
+        token
+        for output in (outputs if isinstance(outputs, list) else [outputs])
+        for token, mask in zip(output.response_ids, output.response_mask, strict=True)
+        if mask
+    ]
+    assert sampled == expected_sampled
+
+
+def test_token_in_token_out_even_where_the_tokens_are_not_how_the_text_is_encoded(conversation, render_with) -> None:
+    """Half a character, and a stop marker spelt letter by letter: ids that no encoder gives."""
+    renderer = render_with("qwen2")
+    odd = [renderer.encode("日")[0], *renderer.tokenizer.convert_tokens_to_ids(list("<|im_end|>")), 258]
+    output = TokenOutput(odd, [-1.0] * len(odd), "stop", [PolicySpan(1, 0, len(odd))])
+    talk = conversation([output], template=renderer)
+    assert renderer.encode(renderer.decode(odd)) != odd
+    generate(talk.builder)
+    talk.builder.add_messages([TOOL])
+    assert talk.builder.row.response_ids[: len(odd)] == odd
+
+
+def test_the_prompt_of_a_turn_starts_with_the_exact_ids_of_the_turn_before(conversation) -> None:
+    talk = conversation([CALL + STOP, "done" + STOP])
+    generate(talk.builder)
+    talk.builder.add_messages([TOOL])
+    generate(talk.builder)
+    (first, _, first_id), (second, _, second_id) = talk.policy.requests
+    assert second[: len(first)] == first and first_id == second_id
+    assert talk.ids[: len(second)] == second
+
+
+def test_masks_log_probs_and_versions_say_who_wrote_what(conversation, render_with) -> None:
+    renderer = render_with("qwen2")
+    first = TokenOutput([1, 2, 258], [-0.1, -0.2, -0.3], "stop", [PolicySpan(4, 0, 1), PolicySpan(5, 1, 3)])
+    second = TokenOutput([3], [-0.4], "length", [PolicySpan(5, 0, 1)])
+    talk = conversation([first, second], template=renderer)
+    generate(talk.builder)
+    talk.builder.add_messages([TOOL])
+    generate(talk.builder)
+    output = finish(talk.builder)
+    context = len(output.response_ids) - 4
+    assert output.response_mask == [1, 1, 1] + [0] * context + [1]
+    assert output.response_logprobs == [-0.1, -0.2, -0.3] + [0.0] * context + [-0.4]
+    assert output.policy_versions == [4, 5, 5] + [-1] * context + [5]
+    assert output.prompt_ids == talk.policy.requests[0][0]
+
+
+def test_appended_eos_is_not_trained_with_logprob_0(conversation) -> None:
+    """The engine stopped without a stop token: the template's own has mask 0."""
+    talk = conversation(["cut off", "more" + STOP])
+    turn = generate(talk.builder)
+    assert turn.finish_reason == "length"
+    talk.builder.add_messages([{"role": "user", "content": "go on"}])
+    row = talk.builder.row
+    end = row.response_ids.index(talk.renderer.encode(STOP)[0])
+    assert row.mask[end] == 0 and row.mask[end - 1] == 1
+    assert talk.text.count(STOP) == talk.renderer.render(talk.builder.messages).count(STOP)
+
+
+def test_the_stop_token_that_the_policy_sampled_is_trained(conversation) -> None:
+    talk = conversation(["done" + STOP])
+    turn = generate(talk.builder)
+    assert talk.builder.row.mask == [1] * 5 and turn.text == "done" and turn.finish_reason == "stop"
+
+
+def test_tool_calls_are_kept_in_the_history(conversation) -> None:
+    talk = conversation([f"so: {CALL}{CALL}{STOP}"])
+    turn = generate(talk.builder)
+    message = talk.builder.messages[-1]
+    assert [call["function"] for call in message["tool_calls"]] == [{"name": "calc", "arguments": {"x": "1"}}] * 2
+    assert message["content"] == turn.content == "so:"
+    ids = [call.id for call in turn.tool_calls]
+    assert len(set(ids)) == 2 and all(len(each) == 9 and each.isalnum() for each in ids)
+
+
+def test_a_call_that_cannot_be_read_stays_in_the_history_as_text(conversation) -> None:
+    talk = conversation(["<tool_call>{oops</tool_call>" + STOP])
+    turn = generate(talk.builder)
+    assert turn.parse_errors and not turn.tool_calls
+    assert talk.builder.messages[-1] == {"role": "assistant", "content": "<tool_call>{oops</tool_call>"}
+
+
+def test_tool_response_that_fits_exactly_is_kept(conversation) -> None:
+    probe = conversation(["x" + STOP])
+    generate(probe.builder)
+    probe.builder.add_messages([TOOL])
+    size = len(probe.builder.row.response_ids)
+    exact = conversation(["x" + STOP], response=size)
+    generate(exact.builder)
+    assert exact.builder.add_messages([TOOL]) and exact.builder.remaining == 0
+    short = conversation(["x" + STOP], response=size - 1)
+    generate(short.builder)
+    assert not short.builder.add_messages([TOOL])
+    assert short.builder.row.mask == [1, 1] and short.builder.messages[-1]["role"] == "assistant"
+
+
+def test_the_same_at_the_end_of_the_context(conversation) -> None:
+    probe = conversation(["x" + STOP])
+    generate(probe.builder)
+    probe.builder.add_messages([TOOL])
+    for context, fits in ((len(probe.ids), True), (len(probe.ids) - 1, False)):
+        talk = conversation(["x" + STOP], context=context)
+        generate(talk.builder)
+        assert talk.builder.add_messages([TOOL]) is fits
+
+
+@pytest.mark.parametrize(
+    ("response", "room", "sampling", "expected"),
+    [(50, 80, None, 50), (80, 50, None, 50), (50, 80, 20, 20), (20, 80, 50, 20), (80, 20, 50, 20)],
+)
+def test_max_tokens_is_the_smallest_of_budget_context_and_sampling(conversation, response, room, sampling, expected):
+    prompt = len(conversation([]).ids)
+    talk = conversation(["x" * 100], response=response, context=prompt + room)
+    generate(talk.builder, max_tokens=sampling)
+    assert talk.policy.requests[0][1].max_tokens == expected
+
+
+@pytest.mark.parametrize("room", [0, -5])
+def test_max_tokens_not_positive_sends_no_request(conversation, room: int) -> None:
+    prompt = len(conversation([]).ids)
+    talk = conversation([], context=prompt + room)
+    turn = generate(talk.builder)
+    assert (turn.token_ids, turn.finish_reason, turn.termination) == ((), "length", Termination.LENGTH)
+    assert talk.policy.requests == []
+    output = talk.builder.finish(turn.termination)
+    assert output.response_ids == [] and output.num_turns == 1
+
+
+def test_num_turns_counts_messages_without_the_system_prompt(conversation) -> None:
+    messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    talk = conversation([CALL + STOP, "done" + STOP], messages=messages)
+    generate(talk.builder)
+    talk.builder.add_messages([TOOL, TOOL])
+    generate(talk.builder)
+    assert finish(talk.builder).num_turns == 5
+
+
+def test_sampling_parameters_reach_the_engine_with_a_seed_for_each_turn(conversation) -> None:
+    talk = conversation(["a" + STOP, "b" + STOP])
+    generate(talk.builder, temperature=0.5, top_p=0.9, top_k=3)
+    talk.builder.add_messages([TOOL])
+    generate(talk.builder)
+    first, second = (params for _, params, _ in talk.policy.requests)
+    assert (first.temperature, first.top_p, first.top_k) == (0.5, 0.9, 3)
+    assert (second.temperature, second.top_p, second.top_k) == (1.0, 1.0, 0)
+    assert first.seed != second.seed and first.stop_token_ids == talk.renderer.stop_token_ids
+    again = conversation(["a" + STOP])
+    generate(again.builder)
+    assert again.policy.requests[0][1].seed == first.seed
+
+
+def test_a_fork_shares_what_was_and_trains_only_what_it_samples_itself(conversation) -> None:
+    talk = conversation(["first" + STOP, "left" + STOP, "right" + STOP])
+    generate(talk.builder)
+    talk.builder.add_messages([TOOL])
+    branch = talk.builder.fork()
+    generate(talk.builder)
+    generate(branch)
+    trunk, twig = finish(talk.builder), finish(branch)
+    assert talk.renderer.decode(twig.response_ids) == "right" + STOP and all(twig.response_mask)
+    assert twig.prompt_ids == talk.policy.requests[2][0] == talk.policy.requests[1][0]
+    assert "left" in talk.renderer.decode(trunk.response_ids)
+    assert trunk.messages[-1]["content"] == "left" and twig.messages[-1]["content"] == "right"
+    assert trunk.trajectory_id == twig.trajectory_id
+    requests = talk.policy.requests
+    assert requests[1][2] != requests[2][2] and requests[1][1].seed != requests[2][1].seed
+    assert twig.extra_fields["turn_texts"] == ["first", "right"]
+
+
+@pytest.mark.parametrize(
+    ("output", "message"),
+    [
+        (TokenOutput([1, 2], [-1.0], "stop", [PolicySpan(0, 0, 2)]), "1 log-probs for 2 tokens"),
+        (TokenOutput([1], [math.nan], "stop", [PolicySpan(0, 0, 1)]), "not finite"),
+        (TokenOutput([1], [-math.inf], "stop", [PolicySpan(0, 0, 1)]), "not finite"),
+        (TokenOutput([1, 2], [-1.0, -1.0], "stop", [PolicySpan(0, 0, 1)]), "spans do not cover"),
+        (TokenOutput([1, 2], [-1.0, -1.0], "stop", [PolicySpan(0, 1, 2)]), "spans do not cover"),
+        (TokenOutput([1, 2], [-1.0, -1.0], "stop", []), "spans do not cover"),
+        (TokenOutput([], [], "stop", []), "no token"),
+        (TokenOutput([1] * 11, [-1.0] * 11, "length", [PolicySpan(0, 0, 11)]), "11 tokens where 10"),
+    ],
+)
+def test_engine_outputs_that_do_not_fit_together_are_engine_errors(conversation, output, message: str) -> None:
+    talk = conversation([output], response=10)
+    with pytest.raises(EngineError, match=message):
+        generate(talk.builder)
+    assert talk.builder.row.response_ids == [] and lengths_are_equal(talk.builder)
+
+
+def test_an_abort_may_return_nothing_or_a_part(conversation) -> None:
+    part = TokenOutput([1], [-1.0], "abort", [PolicySpan(0, 0, 1)])
+    for output in (TokenOutput([], [], "abort", []), part):
+        talk = conversation([output])
+        assert generate(talk.builder).termination is Termination.ABORTED
+        assert talk.builder.row.response_ids == output.token_ids
+
+
+def test_an_engine_without_logprobs_gives_none(conversation) -> None:
+    talk = conversation([TokenOutput([1, 258], None, "stop", [PolicySpan(0, 0, 2)]), "x" + STOP])
+    generate(talk.builder)
+    talk.builder.add_messages([TOOL])
+    generate(talk.builder)
+    assert finish(talk.builder).response_logprobs is None
+
+
+def test_per_token_extras_are_sliced_together_with_the_ids(conversation) -> None:
+    """A turn that the budget cuts keeps as many log-probs and versions as ids."""
+    talk = conversation(["abcdefgh" + STOP], response=3)
+    turn = generate(talk.builder)
+    assert turn.finish_reason == "length" and len(turn.token_ids) == 3
+    output = finish(talk.builder)
+    assert len(output.response_logprobs or ()) == len(output.policy_versions) == 3
+
+
+def test_texts_for_people_and_rewards(conversation) -> None:
+    talk = conversation([CALL + STOP, "done" + STOP])
+    generate(talk.builder)
+    talk.builder.add_messages([TOOL])
+    generate(talk.builder)
+    extra = finish(talk.builder).extra_fields
+    assert extra["turn_texts"] == [CALL, "done"]
+    after_prompt = talk.text[len(extra["prompt_text"]) :]
+    assert extra["full_text"] == "".join(text for _, text in extra["segments"]) == after_prompt
+    assert [mask for mask, _ in extra["segments"]] == [1, 0, 1]

@@ -1,0 +1,229 @@
+"""What a run does, seen from its records, metrics and hooks."""
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_core.api import ConfigError, PluginBrokenError
+from agentrl_core.config import (
+    AgentConfig,
+    AgentLoopSlot,
+    Config,
+    DataConfig,
+    EngineSlot,
+    ModelConfig,
+    RewardConfig,
+    RewardFunctionSlot,
+    RolloutConfig,
+    TrackerSlot,
+    TrainerConfig,
+    bind,
+    load_config,
+)
+from agentrl_core.tracking.records import read_rollouts
+from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.trainer import Trainer
+
+Fit = Callable[..., RunDir]
+SCRIPTED = {"rollout.engine": {"name": "scripted"}}
+VALIDATED = {"data.validation_files": ["validation.jsonl"]}
+ONE_STEP = {"trainer.steps": 1}
+
+
+def last(run: RunDir) -> dict[str, Any]:
+    return run.read_metrics()[-1]
+
+
+def events(run: RunDir) -> list[list[Any]]:
+    return [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+
+
+def reward(name: str) -> dict[str, Any]:
+    return {"reward.functions": [{"name": f"./rewards.py:{name}", "isolation": "inline"}]}
+
+
+def test_metrics_have_the_names_of_the_field(fit: Fit) -> None:
+    run = fit({**VALIDATED, **ONE_STEP, "algorithm.advantage": "gae", "trainer.validation.n": 2})
+    metrics = last(run)
+    expected = {
+        "step", "time", "actor/pg_loss", "actor/entropy", "actor/grad_norm", "actor/lr", "actor/trained_rows_share",
+        "critic/loss", "critic/explained_variance", "reward/mean", "reward/max", "reward/min", "reward/std",
+        "reward/lower", "response_length/mean", "response_length/clip_ratio", "prompt_length/mean",
+        "rollout/tool_call_share", "rollout/turns_mean", "rollout/failed_fraction", "rollout/logprob_gap_mean",
+        "rollout/sampled_tokens", "timing/step", "timing/rollout", "timing/update_actor", "timing/update_critic",
+        "timing/sync_weights", "timing/validation", "perf/tokens_per_second", "perf/rss_gib",
+        "validation/tiny/accuracy_greedy", "validation/tiny/accuracy_sampled", "validation/tiny/pass_at_2",
+    }  # fmt: skip
+    assert expected <= metrics.keys()
+    assert metrics["rollout/logprob_gap_max"] < 1e-4
+    assert 0 <= metrics["validation/tiny/accuracy_sampled"] <= metrics["validation/tiny/pass_at_2"] <= 1
+    assert not any(name.startswith("rollout/") and "second" in name for name in metrics)
+
+
+def test_validation_before_during_and_after(fit: Fit) -> None:
+    run = fit({**SCRIPTED, **VALIDATED, "trainer.validation": {"interval": 2}, "trainer.steps": 3})
+    measured = [row["step"] for row in run.read_metrics() if "validation/tiny/accuracy_greedy" in row]
+    assert measured == run.rollout_steps("validation") == [0, 2, 3]
+    assert len(list(read_rollouts(run.rollout_file(0, "validation")))) == 2 * 3
+
+
+def test_without_validation_data_there_is_no_step_0(fit: Fit) -> None:
+    assert [row["step"] for row in fit(SCRIPTED).read_metrics()] == [1, 2]
+
+
+def test_hooks_are_called_in_order_and_see_the_state(fit: Fit) -> None:
+    changes = {**SCRIPTED, **VALIDATED, **ONE_STEP, "hooks": ["./hooks.py:Record"]}
+    run = fit(changes)
+    assert [event[:2] for event in events(run)] == [
+        ["run_start", None], ["validation_end", 0], ["step_end", 0], ["rollout_start", 1], ["rollout_end", 1], ["batch_ready", 1],
+        ["validation_end", 1], ["step_end", 1], ["checkpoint_saved", 1], ["run_end", None],
+    ]  # fmt: skip
+    states = [tuple(event[3:]) for event in events(run)]
+    assert states[0] == ("running", 0)
+    assert states[-3:] == [("running", 1), ("running", 1), ("completed", 1)]
+
+
+def test_a_hook_replaces_the_batch(fit: Fit) -> None:
+    run = fit({**ONE_STEP, "hooks": ["./hooks.py:Halve", "./hooks.py:Record"]})
+    rows = {event: rows for event, _, rows, *_ in events(run)}
+    assert rows["rollout_end"] == 4
+    assert rows["batch_ready"] == 2
+
+
+def test_rows_without_advantage_are_left_out_of_the_update(fit: Fit, tiny_run: Any) -> None:
+    run = fit({**ONE_STEP, **reward("only_first")}, tiny_run.rows(2))
+    advantages = {record.uid: record.advantage for record in read_rollouts(run.rollout_file(1, "train"))}
+    assert sorted(advantage == 0 for advantage in advantages.values()) == [False, True]
+    assert last(run)["actor/trained_rows_share"] == 0.5
+
+
+@pytest.mark.parametrize(
+    "changes", [{"algorithm.drop_zero_advantage": False}, {"algorithm.kl_coef": 0.1}, {"algorithm.entropy_coef": 0.1}]
+)
+def test_rows_without_advantage_stay_where_they_or_the_user_want_it(
+    fit: Fit, tiny_run: Any, changes: dict[str, Any]
+) -> None:
+    run = fit({**ONE_STEP, **reward("only_first"), **changes}, tiny_run.rows(2))
+    assert last(run)["actor/trained_rows_share"] == 1.0
+
+
+def test_a_step_without_any_advantage_updates_nothing(fit: Fit) -> None:
+    run = fit({**SCRIPTED, **ONE_STEP})
+    assert last(run)["actor/trained_rows_share"] == 0.0
+    assert "actor/pg_loss" not in last(run)
+
+
+def test_reference_only_with_a_kl_term(tiny_run: Any) -> None:
+    plain = Trainer(load_config(tiny_run(ONE_STEP)))
+    run = RunDir(plain.fit())
+    assert plain.roles.reference is None and plain.roles.critic is None
+    assert "actor/kl" not in last(run)
+    with_kl = Trainer(load_config(tiny_run({"algorithm.kl_coef": 0.1})))
+    first, second = RunDir(with_kl.fit()).read_metrics()
+    assert with_kl.roles.reference is not None
+    assert first["actor/kl"] == pytest.approx(0, abs=1e-6)
+    assert second["actor/kl"] > first["actor/kl"]
+
+
+def test_critic_warm_up(fit: Fit) -> None:
+    run = fit({"algorithm.advantage": "gae", "critic.warmup_steps": 1})
+    first, second = run.read_metrics()
+    assert "critic/loss" in first and "critic/loss" in second
+    assert "actor/pg_loss" not in first and "actor/pg_loss" in second
+
+
+def test_first_trajectory_is_shown(fit: Fit, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = {"rollout.engine": {"name": "scripted", "config": {"turns": ["a scripted answer"]}}}
+    fit({**answer, "rollout.max_response_length": 32})
+    output = capsys.readouterr().out
+    assert output.count("The first trajectory of step 1, as the model was trained on it:") == 1
+    assert "a scripted answer" in output and "reward  0.88" in output
+
+
+def test_rollouts_are_not_written_where_nobody_wants_them(fit: Fit) -> None:
+    run = fit({**SCRIPTED, "trainer.save_rollouts": False})
+    assert run.rollout_steps("train") == []
+
+
+def test_tool_silence_warns_once_after_ten_steps(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
+    tools = {"rollout.agent.loops": ["tool_agent"], "tools": ["calculator"], "data.max_prompt_length": 512}
+    fit({**SCRIPTED, **tools, "trainer.steps": 9})
+    assert "has called a tool" not in caplog.text
+    fit({**SCRIPTED, **tools, "trainer.steps": 12})
+    assert caplog.text.count("no trajectory has called a tool in the last 10 steps") == 1
+
+
+def test_failing_tracker_ends_the_run(fit: Fit, tiny_run: Any) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        fit({**SCRIPTED, "trainer.trackers": ["./hooks.py:Full"]})
+    state = RunDir(tiny_run.folder / "runs" / "tiny").read_state()
+    assert state is not None and (state.status, state.step) == ("failed", 0)
+
+
+def test_failing_hook_ends_the_run_and_names_itself(fit: Fit, tmp_path: Path) -> None:
+    (tmp_path / "sick.py").write_text(
+        "from agentrl_core.api import hookimpl\n"
+        "class Sick:\n"
+        "    def __init__(self, config, context): ...\n"
+        "    @hookimpl\n"
+        "    def on_step_end(self, step, metrics): raise ValueError('ouch')\n"
+    )
+    with pytest.raises(PluginBrokenError, match="hook 'Sick' raised in on_step_end: ValueError: ouch"):
+        fit({**SCRIPTED, "hooks": ["./sick.py:Sick"]})
+
+
+def test_failed_run_leaves_no_thread_behind(fit: Fit) -> None:
+    before = set(threading.enumerate())
+    with pytest.raises(OSError, match="No space left"):
+        fit({"trainer.trackers": ["./hooks.py:Full"]})
+    assert set(threading.enumerate()) <= before
+
+
+def test_last_log_lines_are_in_the_run_directory(fit: Fit, tiny_run: Any) -> None:
+    with pytest.raises(OSError, match="No space left"):
+        fit({**SCRIPTED, "trainer.trackers": ["./hooks.py:Full"]})
+    log = (tiny_run.folder / "runs" / "tiny" / "log.txt").read_text()
+    assert "the run failed at step 1: [Errno 28] No space left on device" in log
+
+
+def in_python(tiny_run: Any) -> Config:
+    tiny_run()
+    return Config(
+        model=ModelConfig(path=str(tiny_run.model)),
+        data=DataConfig(train_files=[str(tiny_run.folder / "train.jsonl")], batch_size=2, max_prompt_length=64),
+        rollout=RolloutConfig(
+            agent=AgentConfig(loops=[AgentLoopSlot("single_turn")]), engine=EngineSlot("scripted"), n=2
+        ),
+        reward=RewardConfig(functions=[RewardFunctionSlot("exact_number")]),
+        trainer=TrainerConfig(output_dir=str(tiny_run.folder / "runs"), steps=1, trackers=[TrackerSlot("jsonl")]),
+    )
+
+
+def test_configuration_in_python(tiny_run: Any) -> None:
+    path = Trainer(bind(in_python(tiny_run))).fit()
+    assert path == tiny_run.folder / "runs" / "run"
+    again = load_config(path / "config.yaml")
+    assert again.rollout.engine.name == "scripted"
+
+
+def test_configuration_that_was_not_bound(tiny_run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"make it with load_config\(path\), or pass it through bind\(\)"):
+        Trainer(in_python(tiny_run)).fit()
+
+
+def test_in_a_notebook_whose_event_loop_runs(fit: Fit) -> None:
+    async def cell() -> RunDir:
+        return fit(VALIDATED)
+
+    assert [row["step"] for row in asyncio.run(cell()).read_metrics()] == [0, 1, 2]
+
+
+def test_memory_stays_flat(fit: Fit) -> None:
+    run = fit({**SCRIPTED, "trainer.steps": 200})
+    rss = {row["step"]: row["perf/rss_gib"] * 1024 for row in run.read_metrics()}
+    assert rss[200] - rss[50] < 50

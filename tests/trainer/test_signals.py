@@ -1,0 +1,104 @@
+"""Stopping a run: after the step, and at once."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentrl_core.tracking.run_dir import RunDir
+
+Fit = Callable[..., RunDir]
+BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+RUN = {"rollout.engine": {"name": "scripted"}, "hooks": ["./hooks.py:Signals"], "trainer.steps": 4}
+
+
+def state_of(run: RunDir) -> tuple[str, int]:
+    state = run.read_state()
+    assert state is not None
+    return state.status, state.step
+
+
+@pytest.fixture
+def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, list[int]]], None]:
+    def set_plan(signals: dict[str, list[int]]) -> None:
+        monkeypatch.setenv("TINY_SIGNALS", json.dumps(signals))
+
+    return set_plan
+
+
+@BOTH
+@pytest.mark.parametrize("moment", ["on_rollout_start:2", "on_step_end:2"])
+def test_a_signal_finishes_the_step_and_saves(
+    fit: Fit, plan: Callable[..., None], caplog: pytest.LogCaptureFixture, number: signal.Signals, moment: str
+) -> None:
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    plan({moment: [number]})
+    run = fit(RUN)
+    assert f"{number.name}: the run stops after this step and saves a checkpoint" in caplog.text
+    assert state_of(run) == ("stopped", 2)
+    assert (run.checkpoints_dir / "latest").resolve().name == "step-000002"
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+
+    plan({})
+    fit({**RUN, "trainer.resume": "auto"})
+    assert state_of(run) == ("completed", 4)
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3, 4]
+
+
+@BOTH
+def test_a_second_signal_stops_at_once(fit: Fit, tiny_run: Any, plan: Callable[..., None], number: int) -> None:
+    plan({"on_rollout_start:2": [number, number]})
+    with pytest.raises(KeyboardInterrupt):
+        fit({**RUN, "trainer.checkpoint": {"interval": 1}})
+    run = RunDir(tiny_run.folder / "runs" / "tiny")
+    assert state_of(run) == ("stopped", 1)
+    assert (run.checkpoints_dir / "latest").resolve().name == "step-000001"
+
+
+@BOTH
+def test_a_signal_before_the_first_step_stops_at_once(
+    fit: Fit, tiny_run: Any, plan: Callable[..., None], number: int
+) -> None:
+    plan({"on_run_start": [number]})
+    with pytest.raises(KeyboardInterrupt):
+        fit(RUN)
+    assert state_of(RunDir(tiny_run.folder / "runs" / "tiny")) == ("stopped", 0)
+
+
+def test_training_in_another_thread_takes_no_signals(fit: Fit) -> None:
+    runs: list[RunDir] = []
+    thread = threading.Thread(target=lambda: runs.append(fit({"rollout.engine": {"name": "scripted"}})))
+    thread.start()
+    thread.join()
+    assert state_of(runs[0]) == ("completed", 2)
+
+
+def test_a_process_that_waits_for_the_engine_stops_at_the_second_signal(
+    tiny_run: Any, start_agentrl: Callable[..., Any]
+) -> None:
+    slow = {"rollout.engine": {"name": "scripted", "config": {"delay": 600.0}}, "hooks": ["./hooks.py:Pause"]}
+    tiny_run({**RUN, **slow})
+    started = start_agentrl("train", "config.yaml", TINY_PAUSE_AT="1")
+    started.read_until("paused at step 1")
+    os.kill(started.process.pid, signal.SIGTERM)
+    started.read_until("SIGTERM: the run stops after this step")
+    os.kill(started.process.pid, signal.SIGTERM)
+    code, output = started.wait()
+    assert code == 130, output
+    assert "Traceback" not in output, output
+    assert state_of(RunDir(tiny_run.folder / "runs" / "tiny")) == ("stopped", 0)
+
+
+def test_a_stopped_command_says_how_to_go_on(tiny_run: Any, start_agentrl: Callable[..., Any]) -> None:
+    tiny_run({**RUN, "hooks": ["./hooks.py:Pause"]})
+    started = start_agentrl("train", "config.yaml", TINY_PAUSE_AT="2")
+    started.read_until("paused at step 2")
+    os.kill(started.process.pid, signal.SIGINT)
+    code, output = started.wait()
+    assert code == 0
+    assert "agentrl train config.yaml --resume" in output
+    assert state_of(RunDir(tiny_run.folder / "runs" / "tiny")) == ("stopped", 2)
