@@ -334,7 +334,7 @@ def warm_processes() -> multiprocessing.context.BaseContext:
 def start_agentrl(
     warm_processes: multiprocessing.context.BaseContext, tmp_path: Path
 ) -> Iterator[Callable[..., Started]]:
-    """``start_agentrl("train", "config.yaml", TINY_PAUSE_AT="3")`` in ``tmp_path``; killed at the end if it still runs."""
+    """``start_agentrl("train", "config.yaml", TINY_PAUSE_AT="3")`` in ``tmp_path``; killed at the end."""
     started: list[Started] = []
 
     def start(*arguments: str, **environment: str) -> Started:

@@ -54,7 +54,7 @@ class HookSpecs:
 
     @hookspec
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """All metrics of the step."""
+        """All metrics of the step; step 0 is the validation before training."""
 
     @hookspec
     def on_validation_end(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -68,17 +68,21 @@ def read_lock(path: Path) -> Lock:
 
 
 def diff_lock(old: Lock, new: Lock) -> list[str]:
-    """One line per difference, empty if there is none. A patch release of Python is no difference."""
+    """One line per difference of version, empty if there is none.
+
+    A patch release of Python is no difference, nor is a plugin that only one of the two has: that is another
+    configuration, not another version.
+    """
     lines = []
     if old.agentrl_core != new.agentrl_core:
         lines.append(f"agentrl-core: {old.agentrl_core} -> {new.agentrl_core}")
     if _minor(old.python) != _minor(new.python):
         lines.append(f"python: {old.python} -> {new.python}")
-    for kind, name in sorted({(plugin.kind, plugin.name) for plugin in (*old.plugins, *new.plugins)}):
+    for kind, name in sorted({(plugin.kind, plugin.name) for plugin in old.plugins}):
         before, after = _versions(old, kind, name), _versions(new, kind, name)
-        if before != after:
+        if after and before != after:
             title = KINDS[kind].title if kind in KINDS else kind
-            lines.append(f"{title} {name!r}: {before or 'absent'} -> {after or 'absent'}")
+            lines.append(f"{title} {name!r}: {before} -> {after}")
     return lines
 
 

@@ -27,6 +27,8 @@ from agentrl_core.rollout.server import EngineServer
 from agentrl_core.rollout.worker import AgentLoopWorker
 
 logger = logging.getLogger(__name__)
+CLOSE_TIMEOUT = 30.0
+"""Seconds that an actor may take to close before it is killed."""
 
 
 class AgentLoopManager:
@@ -160,7 +162,7 @@ class AgentLoopManager:
         for actors in (self._workers, self._rewarders, self._servers):
             for actor in actors:
                 try:
-                    self._runtime.run(self._all([actor], "close"))
+                    self._runtime.run(asyncio.wait_for(actor.call("close"), CLOSE_TIMEOUT))
                 except Exception:  # noqa: BLE001 - the run is over, and its own error matters more
                     logger.warning("closing an actor failed", exc_info=True)
                 actor.kill()

@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from agentrl_core.plugins import resolve_ref
+
 
 class IsolatedPlugins:
     """Makes distributions in a folder that is on ``sys.path`` while the test runs.
@@ -65,6 +67,7 @@ class IsolatedPlugins:
         (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n", encoding="utf-8")
         (info / "entry_points.txt").write_text(entry_points_txt, encoding="utf-8")
         importlib.invalidate_caches()
+        resolve_ref.cache_clear()
 
     def allow(self, *dists: str) -> None:
         """Also find these distributions of the environment, such as ``agentrl-core``."""
@@ -111,5 +114,7 @@ def isolated_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
     monkeypatch.syspath_prepend(str(plugins.path))
     monkeypatch.setattr(importlib.metadata, "distributions", visible)
     monkeypatch.delenv("AGENTRL_PLUGINS_BLOCK", raising=False)
+    resolve_ref.cache_clear()
     yield plugins
+    resolve_ref.cache_clear()
     plugins.forget_modules()

@@ -18,6 +18,7 @@ class StopRequest:
         self.requested = False
         self.may_finish_step = False
         """False while there is no step to finish: then a signal stops at once."""
+        self._notice: threading.Thread | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
@@ -33,11 +34,14 @@ class StopRequest:
         finally:
             for taken, handler in previous.items():
                 signal.signal(taken, handler)
+            if self._notice is not None:
+                self._notice.join()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self.requested or not self.may_finish_step:
             raise KeyboardInterrupt
         self.requested = True
-        # From a thread: the signal may have come in the middle of a write, and streams refuse another one then.
         message = "%s: the run stops after this step and saves a checkpoint; again to stop at once"
-        threading.Thread(target=logger.warning, args=(message, signal.Signals(number).name)).start()
+        # In a thread: the signal may have come in the middle of a write, and streams refuse another one then.
+        self._notice = threading.Thread(target=logger.warning, args=(message, signal.Signals(number).name))
+        self._notice.start()

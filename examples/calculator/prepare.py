@@ -422,8 +422,7 @@ class WarmStart:
     copy_steps: int = 350
     copy_learning_rate: float = 2e-3
     copy_accuracy: float = 0.985
-    promising_accuracy: float = 0.65
-    attempts: int = 4
+    promising_accuracy: float = 0.75
     warmup_steps: int = 50
     first_check: int = 200
     check_every: int = 50
@@ -450,28 +449,25 @@ def train_step(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, loss: 
     optimizer.step()
 
 
-def learn_to_copy(tokenizer: PreTrainedTokenizerFast, rng: random.Random) -> Qwen3ForCausalLM:
+def learn_to_copy(tokenizer: PreTrainedTokenizerFast, rng: random.Random, attempts: int = 4) -> Qwen3ForCausalLM:
     """Phase 1: a new model, trained on correct demonstrations only."""
     stream = problems(rng, held_out=False)
-    for attempt in range(RECIPE.attempts):
-        model = build_model(tokenizer)
-        optimizer = optimizer_for(model, RECIPE.copy_learning_rate)
-        for step in range(1, RECIPE.copy_steps + 1):
-            decay = 1 - 0.95 * step / RECIPE.copy_steps
-            optimizer.param_groups[0]["lr"] = RECIPE.copy_learning_rate * min(step / RECIPE.warmup_steps, decay)
-            batch = [good_call(problem) for problem in itertools.islice(stream, RECIPE.batch_size)]
-            train_step(model, optimizer, supervised_loss(model, encode_demonstrations(tokenizer, batch)))
-            if step < RECIPE.first_check or step % RECIPE.check_every:
-                continue
-            reached = accuracy(rollout(model, tokenizer, list(itertools.islice(stream, RECIPE.check_problems))))
-            print(f"  correct demonstrations, step {step}: sampled accuracy {reached:.3f}", flush=True)
-            if reached >= RECIPE.copy_accuracy:
-                return model
-            if step == RECIPE.first_check and reached < RECIPE.promising_accuracy and attempt + 1 < RECIPE.attempts:
-                print("  a slow start: beginning again from other weights", flush=True)
-                break
-        else:
-            return model
+    model = build_model(tokenizer)
+    optimizer = optimizer_for(model, RECIPE.copy_learning_rate)
+    for step in range(1, RECIPE.copy_steps + 1):
+        decay = 1 - 0.95 * step / RECIPE.copy_steps
+        optimizer.param_groups[0]["lr"] = RECIPE.copy_learning_rate * min(step / RECIPE.warmup_steps, decay)
+        batch = [good_call(problem) for problem in itertools.islice(stream, RECIPE.batch_size)]
+        train_step(model, optimizer, supervised_loss(model, encode_demonstrations(tokenizer, batch)))
+        if step < RECIPE.first_check or step % RECIPE.check_every:
+            continue
+        reached = accuracy(rollout(model, tokenizer, list(itertools.islice(stream, RECIPE.check_problems))))
+        print(f"  correct demonstrations, step {step}: sampled accuracy {reached:.3f}", flush=True)
+        if reached >= RECIPE.copy_accuracy:
+            break
+        if step == RECIPE.first_check and reached < RECIPE.promising_accuracy and attempts > 1:
+            print("  a slow start: beginning again from other weights", flush=True)
+            return learn_to_copy(tokenizer, rng, attempts - 1)
     return model
 
 

@@ -80,8 +80,8 @@ def test_hooks_are_called_in_order_and_see_the_state(fit: Fit) -> None:
     changes = {**SCRIPTED, **VALIDATED, **ONE_STEP, "hooks": ["./hooks.py:Record"]}
     run = fit(changes)
     assert [event[:2] for event in events(run)] == [
-        ["run_start", None], ["validation_end", 0], ["step_end", 0], ["rollout_start", 1], ["rollout_end", 1], ["batch_ready", 1],
-        ["validation_end", 1], ["step_end", 1], ["checkpoint_saved", 1], ["run_end", None],
+        ["run_start", None], ["validation_end", 0], ["step_end", 0], ["rollout_start", 1], ["rollout_end", 1],
+        ["batch_ready", 1], ["validation_end", 1], ["step_end", 1], ["checkpoint_saved", 1], ["run_end", None],
     ]  # fmt: skip
     states = [tuple(event[3:]) for event in events(run)]
     assert states[0] == ("running", 0)

@@ -1,10 +1,10 @@
 import asyncio
 
 import pytest
-from agentrl_loop_single_turn.loop import SingleTurnLoop
 
 from agentrl_core.api import AgentLoopContext, AgentLoopOutput, NoConfig, Termination, Turn
 from agentrl_core.testing.loops import FakeSession
+from agentrl_loop_single_turn.loop import SingleTurnLoop
 
 PROMPT = [{"role": "user", "content": "What is 2 + 2?"}]
 

@@ -3,11 +3,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from agentrl_loop_tool_agent.config import ToolAgentConfig
-from agentrl_loop_tool_agent.loop import ToolAgentLoop
 
 from agentrl_core.api import AgentLoopContext, AgentLoopOutput, InteractionTurn, Message, Termination, ToolCall, Turn
 from agentrl_core.testing.loops import FakeSession
+from agentrl_loop_tool_agent.config import ToolAgentConfig
+from agentrl_loop_tool_agent.loop import ToolAgentLoop
 
 PROMPT = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "What is 2 + 2?"}]
 

@@ -1,12 +1,12 @@
 from typing import Any
 
 import pytest
-from agentrl_rewards_basic.config import HashAnswerConfig
-from agentrl_rewards_basic.functions import ExactNumber, HashAnswer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_core.api import NoConfig, RewardFunctionContext, RewardTrajectory
+from agentrl_rewards_basic.config import HashAnswerConfig
+from agentrl_rewards_basic.functions import ExactNumber, HashAnswer
 
 
 def trajectory(last_text: str, ground_truth: Any = "1665", **fields: Any) -> RewardTrajectory:

@@ -3,10 +3,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
-from agentrl_rewards_basic.config import NaiveConfig
-from agentrl_rewards_basic.manager import NaiveRewardManager
 
 from agentrl_core.api import RewardError, RewardManagerContext, RewardResult, RewardTrajectory
+from agentrl_rewards_basic.config import NaiveConfig
+from agentrl_rewards_basic.manager import NaiveRewardManager
 
 
 class Constant:

@@ -2,10 +2,10 @@ import asyncio
 from typing import Any
 
 import pytest
-from agentrl_interactions_basic.config import TutorConfig
-from agentrl_interactions_basic.tutor import Tutor
 
 from agentrl_core.api import InteractionContext, InteractionTurn
+from agentrl_interactions_basic.config import TutorConfig
+from agentrl_interactions_basic.tutor import Tutor
 
 
 def tutor(**config: Any) -> Tutor:

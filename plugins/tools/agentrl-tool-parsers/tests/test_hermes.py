@@ -2,12 +2,12 @@ import json
 from typing import Any
 
 import pytest
-from agentrl_tool_parsers.config import HermesConfig
-from agentrl_tool_parsers.hermes import HermesParser
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from agentrl_core.api import ParsedText, ToolCall, ToolParserContext
+from agentrl_tool_parsers.config import HermesConfig
+from agentrl_tool_parsers.hermes import HermesParser
 
 PARSER = HermesParser(HermesConfig(), ToolParserContext())
 GOOD = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37 * 45"}}\n</tool_call>'

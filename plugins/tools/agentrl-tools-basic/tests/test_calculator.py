@@ -3,12 +3,12 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from agentrl_tools_basic.calculator import Calculator
-from agentrl_tools_basic.config import CalculatorConfig
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_core.api import ToolContext, ToolError
+from agentrl_tools_basic.calculator import Calculator
+from agentrl_tools_basic.config import CalculatorConfig
 
 
 def calculate(expression: Any, **config: Any) -> str:

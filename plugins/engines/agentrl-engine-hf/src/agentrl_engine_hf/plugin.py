@@ -11,5 +11,7 @@ PLUGIN = PluginSpec(
     factory="agentrl_engine_hf.engine:HFEngine",
     config=HFEngineConfig,
     requires=("torch>=2.11", "transformers>=5.16"),
-    capabilities=frozenset({"logprobs", "abort", "pause", "sleep", "weight_update", "shared_module", "deterministic", "sessions"}),
+    capabilities=frozenset(
+        {"logprobs", "abort", "pause", "sleep", "weight_update", "shared_module", "deterministic", "sessions"}
+    ),
 )
