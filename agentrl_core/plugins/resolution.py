@@ -9,7 +9,7 @@ import importlib.metadata
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache, reduce
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +133,7 @@ def resolve(kind: str, name: str, *, base_dir: Path | None = None, block: Sequen
     return _resolved(_select(kind, name, block, base_dir or Path.cwd()))
 
 
-@functools.cache
+@cache
 def resolve_ref(ref: PluginRef) -> ResolvedPlugin:
     """The plugin that the driver resolved, in this process; looked up once, as installations do not change under way.
 
