@@ -171,7 +171,9 @@ class RewardConfig:
     functions: list[RewardFunctionSlot] = option(default_factory=list, help="scored per trajectory, summed by weight")
     manager: RewardManagerSlot = option(default_factory=RewardManagerSlot)
     num_workers: int = option(1, ge=1, help="reward workers")
-    timeout: float = option(60.0, gt=0, unit="seconds", help="deadline of one trajectory's reward")
+    timeout: float = option(
+        600.0, gt=0, unit="seconds", help="deadline of one trajectory's reward, waiting for a free process included"
+    )
 
 
 @dataclass

@@ -146,7 +146,10 @@ class RewardWorker:
         except TimeoutError as error:
             if not deadline.expired():
                 raise RewardError(f"reward manager {self._name!r} raised TimeoutError: {error}") from error
-            raise RewardError(f"reward manager {self._name!r}: no answer within {self._timeout:g} s") from None
+            raise RewardError(
+                f"reward manager {self._name!r}: no answer within {self._timeout:g} s (reward.timeout); if it "
+                "waited for a free process, raise `processes` of the slow function"
+            ) from None
         except RewardError:
             raise
         except Exception as error:

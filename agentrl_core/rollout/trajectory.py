@@ -29,6 +29,10 @@ from agentrl_core.rollout.identity import TrajectoryKey
 Sample = Callable[[list[int], SamplingParams, str], Awaitable[TokenOutput]]
 
 
+class TemplateBreakError(TemplateError):
+    """The template rewrites history, and ``rollout.template_break`` is ``error``: the run must stop."""
+
+
 @dataclass(frozen=True)
 class TrajectoryLimits:
     """Budgets in tokens, and what to do when the template rewrites history."""
@@ -223,7 +227,7 @@ class TrajectoryBuilder(Trajectory):
 
     def _start_new_row(self, full: str, messages: Sequence[Message]) -> bool:
         if self._limits.template_break == "error":
-            raise TemplateError(
+            raise TemplateBreakError(
                 f"trajectory {self._key.trajectory_id}: the chat template rewrites the history when a message of role "
                 f"{messages[0].get('role')!r} follows; `agentrl doctor --model PATH` shows where. Set "
                 "rollout.template_break to fork or mask, or model.chat_template to an append-only template"

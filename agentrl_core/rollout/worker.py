@@ -17,7 +17,6 @@ from agentrl_core.api import (
     PluginError,
     RewardError,
     RewardResult,
-    TemplateError,
     Termination,
     ToolParserContext,
     WorkerError,
@@ -34,10 +33,10 @@ from agentrl_core.rollout.rewards import check_score
 from agentrl_core.rollout.server_manager import AsyncLLMServerManager
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
 from agentrl_core.rollout.tools import HostedTool
-from agentrl_core.rollout.trajectory import TrajectoryLimits
+from agentrl_core.rollout.trajectory import TemplateBreakError, TrajectoryLimits
 from agentrl_core.rollout.watchdog import Watchdog
 
-FATAL = (ConfigError, TemplateError, PluginError)
+FATAL = (ConfigError, PluginError, TemplateBreakError)
 """What is wrong with these is wrong for every trajectory: the run stops."""
 
 
@@ -117,7 +116,7 @@ class AgentLoopWorker:
         ``meta_info``: ``step``, ``split``, and ``sampling`` (temperature, top_p, top_k, max_tokens).
 
         Raises:
-            ConfigError, TemplateError, PluginError: nothing could succeed.
+            ConfigError, PluginError, TemplateBreakError: nothing could succeed.
         """
         rows = rows_of(prompts)
         meta = prompts.meta_info

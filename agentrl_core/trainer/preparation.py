@@ -7,6 +7,7 @@ from agentrl_core.config import Config
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.sampler import fingerprint
 from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
+from agentrl_core.rollout.rewards import RewardWorker
 from agentrl_core.trainer.plan import RunPlan, describe, memory_lines
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
 from agentrl_core.trainer.roles import ModelFacts, needs_critic
@@ -41,6 +42,8 @@ class Preparation:
         """
         if config.rollout.engine.ref is None:
             raise ConfigError("this Config is not resolved: make it with load_config(path), or pass it through bind()")
+        # Reward workers build these again; here a reward that cannot work is told before anything starts.
+        RewardWorker(config.reward)
         facts = ModelFacts.read(config)
         renderer = HFChatRenderer.from_config(config.model)
         if config.tools:

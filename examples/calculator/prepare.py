@@ -40,7 +40,7 @@ from transformers.utils.logging import disable_progress_bar
 
 Message = dict[str, Any]
 
-RECIPE_VERSION = 1
+RECIPE_VERSION = 2
 DATA_SOURCE = "calculator"
 AGENT_NAME = "tool_agent"
 TRAIN_PROMPTS = 4096
@@ -503,13 +503,18 @@ def make_unreliable(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast,
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-def data_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
+def data_row(problem: Problem, split: str, index: int, *, tutor: bool) -> dict[str, Any]:
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": problem.question}],
         "agent_name": AGENT_NAME,
         "reward_model": {"style": "rule", "ground_truth": problem.result},
-        "extra_info": {"index": index, "split": split, "tools_kwargs": {"calculator": {"create_kwargs": None}}},
+        "extra_info": {
+            "index": index,
+            "split": split,
+            "tools_kwargs": {"calculator": {"create_kwargs": None}},
+            "interaction_kwargs": {"name": "tutor", "ground_truth": problem.result} if tutor else None,
+        },
     }
 
 
@@ -525,6 +530,7 @@ DATA_SCHEMA = pa.schema(
                 "index": pa.int64(),
                 "split": pa.string(),
                 "tools_kwargs": pa.struct({"calculator": pa.struct({"create_kwargs": pa.null()})}),
+                "interaction_kwargs": pa.struct({"name": pa.string(), "ground_truth": pa.string()}),
             }
         ),
     }
@@ -532,11 +538,15 @@ DATA_SCHEMA = pa.schema(
 
 
 def make_data(directory: Path, seed: int) -> None:
-    """Writes train.parquet and validation.parquet; no expression is in both, or twice in one."""
+    """Writes train.parquet and validation.parquet; no expression is in both, or twice in one.
+
+    The same rows stand in tutor-train.parquet and tutor-validation.parquet, where each names its tutor.
+    """
     for split, count in (("train", TRAIN_PROMPTS), ("validation", VALIDATION_PROMPTS)):
         chosen = distinct_problems(random.Random(f"{split}/{seed}"), count, held_out=split == "validation")
-        rows = [data_row(problem, split, index) for index, problem in enumerate(chosen)]
-        pq.write_table(pa.Table.from_pylist(rows, schema=DATA_SCHEMA), directory / f"{split}.parquet")
+        for prefix, tutor in (("", False), ("tutor-", True)):
+            rows = [data_row(problem, split, index, tutor=tutor) for index, problem in enumerate(chosen)]
+            pq.write_table(pa.Table.from_pylist(rows, schema=DATA_SCHEMA), directory / f"{prefix}{split}.parquet")
         print(f"  {count} prompts in {split}.parquet", flush=True)
 
 

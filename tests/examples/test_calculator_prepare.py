@@ -9,13 +9,14 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
+import datasets
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-datasets = pytest.importorskip("datasets")
-transformers = pytest.importorskip("transformers")
+from agentrl_tools_basic.calculator import Calculator
 
 SCRIPT = Path(__file__).parents[2] / "examples" / "calculator" / "prepare.py"
 
@@ -206,7 +207,16 @@ def test_data_survives_datasets_and_splits_do_not_overlap(tmp_path: Path) -> Non
                 "index": index,
                 "split": split,
                 "tools_kwargs": {"calculator": {"create_kwargs": None}},
+                "interaction_kwargs": None,
             }
+
+
+def test_rows_for_the_tutor_name_it(tmp_path: Path) -> None:
+    prepare.make_data(tmp_path, 0)
+    file = str(tmp_path / "tutor-validation.parquet")
+    for row in datasets.load_dataset("parquet", data_files=file, split="train", cache_dir=str(tmp_path / "cache")):
+        expected = {"name": "tutor", "ground_truth": row["reward_model"]["ground_truth"]}
+        assert row["extra_info"]["interaction_kwargs"] == expected
 
 
 def test_data_is_byte_identical_for_a_seed_and_differs_between_seeds(tmp_path: Path) -> None:
@@ -271,3 +281,8 @@ def test_copying_rows_do_not_train_the_choice_to_call() -> None:
     [(ids, mask)] = prepare.without_choice(prepare.encode_demonstrations(TOKENIZER, [prepare.good_call(PROBLEM)]))
     trained = TOKENIZER.decode([token for token, bit in zip(ids, mask, strict=True) if bit])
     assert trained == '37 * 45"}}\n</tool_call><|im_end|>#### 1665<|im_end|>'
+
+
+def test_schema_of_the_warm_start_is_that_of_the_tool() -> None:
+    """The policy must meet in training the prompt that it was warmed up on, to the token."""
+    assert json.dumps(prepare.CALCULATOR_SCHEMA) == json.dumps(Calculator.schema)

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import ConfigError, EngineError, PluginError, RolloutError, TemplateError, Termination
+from agentrl_core.api import ConfigError, EngineError, PluginError, RolloutError, Termination
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 
@@ -16,7 +16,7 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37 * 45
 
 LOOPS = '''
 import asyncio
-from agentrl_core.api import AgentLoopBase, AgentLoopOutput, EngineError, TemplateError, Termination
+from agentrl_core.api import AgentLoopBase, AgentLoopOutput, ConfigError, EngineError, TemplateError, Termination
 
 class Base(AgentLoopBase):
     capabilities = frozenset({"tools", "interactions"})
@@ -71,7 +71,11 @@ class FatalWhenHeld(Base):
     """Waits until a tool of a neighbour holds, then finds that the template cannot serve."""
     async def run(self, sampling_params, *, session, raw_prompt, **row):
         await session._env.tools["holding"].tool.held.wait()
-        raise TemplateError("no such role")
+        raise ConfigError("no such role")
+
+class CannotRender(Base):
+    async def run(self, sampling_params, *, session, raw_prompt, **row):
+        raise TemplateError("roles must alternate")
 
 class Branches(Base):
     async def run(self, sampling_params, *, session, raw_prompt, **row):
@@ -270,13 +274,20 @@ def test_a_trajectory_has_a_deadline_and_its_tools_are_released(make_rollout, ma
     assert tool.created == tool.released != []
 
 
+def test_messages_that_the_template_refuses_cost_one_trajectory(make_rollout, make_row) -> None:
+    rollout = make_rollout(loops("Once", "CannotRender", **{"rollout.max_failed_fraction": 0.5}), FILES)
+    good, bad = rollout([make_row(agent_name="Once"), make_row(agent_name="CannotRender")])
+    assert good.termination is Termination.COMPLETED
+    assert bad.termination is Termination.ABORTED and "roles must alternate" in bad.error
+
+
 @pytest.mark.parametrize("hold", ["create", "execute", "release"])
 def test_tool_is_always_released_on_cancel(make_rollout, make_row, hold: str) -> None:
     """A neighbour's fatal error cancels a trajectory wherever it is: also in the middle of releasing."""
     rollout = make_rollout(loops("Calls", "FatalWhenHeld", tools=["./parts.py:Holding"]), FILES)
     tool = rollout.tool("holding")
     tool.hold = hold
-    with pytest.raises(TemplateError, match="no such role"):
+    with pytest.raises(ConfigError, match="no such role"):
         rollout([make_row(agent_name="Calls"), make_row(agent_name="FatalWhenHeld")])
     assert tool.created == tool.released == ["train-000001-00000-000-0"]
     assert rollout.engines[0]._turns == {}

@@ -254,3 +254,12 @@ def test_concurrent_trajectories_do_not_share_state() -> None:
         return await asyncio.gather(*(loop.run({}, session=s, raw_prompt=PROMPT) for s in sessions))
 
     assert {output.termination for output in asyncio.run(all_of_them())} == {Termination.COMPLETED}
+
+
+def test_unreadable_call_without_any_call_is_answered_as_a_user() -> None:
+    """Some chat templates refuse a tool message where no call went before it."""
+    session = session_of(says("", errors=["Error: cut off"]), says("ok"))
+    run(session)
+    assert [message["role"] for message in session.trajectories[0].messages if message["role"] != "assistant"][
+        -1
+    ] == "user"

@@ -53,3 +53,8 @@ def test_failing_function_fails_the_reward() -> None:
 
     with pytest.raises(RewardError, match="nan"):
         score(Constant("right", 1.0), Failing("broken", 0.0))
+
+
+def test_manager_that_could_give_no_reward_is_refused() -> None:
+    with pytest.raises(ValueError, match="nothing gives a reward"):
+        NaiveRewardManager(NaiveConfig(), RewardManagerContext([]))

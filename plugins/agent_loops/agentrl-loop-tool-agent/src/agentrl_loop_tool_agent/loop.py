@@ -112,7 +112,9 @@ class Episode:
         outcomes = await self._call(run)
         messages = [outcome.message for outcome in outcomes]
         messages += [self._refusal(call) for call in refused]
-        messages += [{"role": "tool", "content": error} for error in self.turn.parse_errors]
+        # Some chat templates refuse a tool message where no call went before it.
+        role = "tool" if calls else "user"
+        messages += [{"role": role, "content": error} for error in self.turn.parse_errors]
 
         self.invalid_turns = self.invalid_turns + 1 if all(outcome.failed for outcome in outcomes) else 0
         limit = self.config.max_invalid_calls

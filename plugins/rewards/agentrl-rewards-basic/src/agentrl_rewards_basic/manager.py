@@ -2,7 +2,7 @@
 
 import asyncio
 
-from agentrl_core.api import RewardManager, RewardResult, RewardTrajectory
+from agentrl_core.api import RewardManager, RewardManagerContext, RewardResult, RewardTrajectory
 from agentrl_rewards_basic.config import NaiveConfig
 
 
@@ -14,6 +14,14 @@ class NaiveRewardManager(RewardManager):
     """
 
     config: NaiveConfig
+
+    def __init__(self, config: NaiveConfig, context: RewardManagerContext) -> None:
+        super().__init__(config, context)
+        if not context.functions and not config.tool_reward_weight and not config.turn_score_weight:
+            raise ValueError(
+                "nothing gives a reward: reward.functions is empty, tool_reward_weight and turn_score_weight are 0; "
+                "add a function, or set a weight in reward.manager.config"
+            )
 
     async def score(self, trajectory: RewardTrajectory) -> RewardResult:
         functions = self.context.functions
