@@ -69,11 +69,13 @@ class Pause:
         if step == self.step:
             # Not signal.pause(), which never returns where the signal came just before it.
             read, write = socket.socketpair()
-            write.setblocking(False)
-            previous = signal.set_wakeup_fd(write.fileno())
-            print(f"paused at step {step}", flush=True)
-            read.recv(1)
-            signal.set_wakeup_fd(previous)
+            # Closed by hand: an exception of a signal's handler is lost where it hits a destructor.
+            with read, write:
+                write.setblocking(False)
+                previous = signal.set_wakeup_fd(write.fileno())
+                print(f"paused at step {step}", flush=True)
+                read.recv(1)
+                signal.set_wakeup_fd(previous)
 
 
 class Signals:
