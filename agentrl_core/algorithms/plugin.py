@@ -3,6 +3,8 @@
 from agentrl_core.algorithms.config import GAEConfig, GRPOConfig, PPOConfig
 from agentrl_core.api.plugin import PluginSpec
 
+TORCH = ("torch>=2.11",)
+
 GRPO = PluginSpec(
     kind="advantage_estimator",
     name="grpo",
@@ -10,6 +12,7 @@ GRPO = PluginSpec(
     summary="reward relative to the other samples of the same prompt; no critic",
     factory="agentrl_core.algorithms.grpo:GRPO",
     config=GRPOConfig,
+    requires=TORCH,
     capabilities=frozenset({"groups"}),
 )
 
@@ -20,6 +23,7 @@ GAE = PluginSpec(
     summary="generalised advantage estimation per token, from a critic's values",
     factory="agentrl_core.algorithms.gae:GAE",
     config=GAEConfig,
+    requires=TORCH,
     capabilities=frozenset({"values"}),
 )
 
@@ -30,4 +34,5 @@ PPO = PluginSpec(
     summary="clipped surrogate with asymmetric and dual clip",
     factory="agentrl_core.algorithms.ppo:PPO",
     config=PPOConfig,
+    requires=TORCH,
 )

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import rich
 from packaging.version import Version
+from rich.markup import escape
 from rich.table import Table
 
 from agentrl_core.api import ConfigError
@@ -38,14 +39,15 @@ def _versions() -> None:
     table.add_row("python", python, "3.11", "ok" if supported else "use Python 3.11, 3.12 or 3.13")
     for package, tested in TESTED.items():
         found, verdict = _verdict(package, tested)
-        table.add_row(package, found, tested, verdict)
+        table.add_row(package, found, tested, escape(verdict))
     rich.print(table)
     try:
         import torch
     except ModuleNotFoundError:
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, models run on the CPU"
-    rich.print(f"GPU: {device}; torch uses {torch.get_num_threads()} CPU threads (OMP_NUM_THREADS=1 suits tiny models)")
+    threads = torch.get_num_threads()
+    rich.print(f"GPU: {device}. CPU threads of torch: {threads} (1 suits tiny models: cluster.cpu_threads)")
 
 
 def _verdict(package: str, tested: str) -> tuple[str, str]:

@@ -213,3 +213,10 @@ def test_doctor_of_what_is_no_model(tmp_path: Path) -> None:
     result = agentrl("doctor", "--model", tmp_path)
     assert result.exit_code == 2
     assert "expected a directory with config.json, weights and tokenizer" in result.output
+
+
+def test_doctor_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The brackets of the extra are no markup."""
+    monkeypatch.setitem(TESTED, "agentrl-no-such-package", "1.0")
+    result = agentrl("doctor")
+    assert "pip install 'agentrl-core[train]'" in " ".join(result.output.split())
