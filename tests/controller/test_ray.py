@@ -7,13 +7,12 @@ import threading
 from collections.abc import Iterator
 
 import pytest
+import ray
 import torch
 import torch.distributed as dist
 
-ray = pytest.importorskip("ray")
-
-from agentrl_core.api.errors import ConfigError, EngineError, WorkerError  # noqa: E402 - needs ray
-from agentrl_core.controller import (  # noqa: E402 - needs ray
+from agentrl_core.api.errors import ConfigError, EngineError, WorkerError
+from agentrl_core.controller import (
     ActorHandle,
     ClassWithInitArgs,
     Dispatch,
@@ -25,13 +24,13 @@ from agentrl_core.controller import (  # noqa: E402 - needs ray
     register,
     split_resource_pool,
 )
-from agentrl_core.controller.ray_backend import (  # noqa: E402 - needs ray
+from agentrl_core.controller.ray_backend import (
     RayClassWithInitArgs,
     RayRuntime,
     RayWorkerGroup,
     create_colocated_worker_cls,
 )
-from agentrl_core.protocol import DataProto, all_gather_data_proto  # noqa: E402 - needs ray
+from agentrl_core.protocol import DataProto, all_gather_data_proto
 
 pytestmark = pytest.mark.ray
 

@@ -32,7 +32,6 @@ def drawn(run: RunDir, step: int) -> list[tuple[str, str, float | None]]:
 def test_ray_trains_on_what_the_local_runtime_does_also_after_a_resume(
     fit: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    pytest.importorskip("ray")
     changes: dict[str, Any] = {"rollout.deterministic": True, "hooks": ["./hooks.py:Signals"], "trainer.steps": 4}
     monkeypatch.setenv("TINY_SIGNALS", "{}")
     local = fit({**changes, "trainer.name": "local"})

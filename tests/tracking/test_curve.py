@@ -6,10 +6,7 @@ from pathlib import Path
 import pytest
 
 from agentrl_core.api.errors import DataError
-
-pytest.importorskip("matplotlib", reason="comes with agentrl-core[train]")
-
-from agentrl_core.tracking.curve import draw_curve, draw_curves  # noqa: E402 - needs matplotlib
+from agentrl_core.tracking.curve import draw_curve, draw_curves
 
 
 def metrics_file(path: Path, scale: float = 1.0, sources: tuple[str, ...] = ("calculator",)) -> Path:

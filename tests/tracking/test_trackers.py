@@ -49,8 +49,6 @@ def test_jsonl_writes_one_object_a_step(tmp_path: Path) -> None:
 
 
 def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard", reason="comes with agentrl-core[train]")
-    pytest.importorskip("torch", reason="comes with agentrl-core[train]")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     assert TENSORBOARD.config is NoConfig
