@@ -112,17 +112,20 @@ class Workload:
     turns: list[list[str]]
 
 
-def make_workload(prompts: int, seed: int) -> Workload:
-    """Prompts of about 50 words; three turns that think and call, one that answers; every prompt has its own."""
+def make_workload(prompts: int, words: int, seed: int) -> Workload:
+    """Three turns that think for ``words`` words and call, one that answers; every prompt has its own.
+
+    Prompts are four sentences of as many words; without words, of three words each.
+    """
     writer = Writer(seed)
     rows, turns = [], []
     for index in range(prompts):
         value, texts = writer.number(), []
         for _ in range(TOOL_CALLS):
             expression = f"{value} * {writer.number()} + {writer.number()}"
-            texts.append(f"{writer.sentence(12)}\n{_call(expression)}")
+            texts.append(f"{writer.sentence(words)}\n{_call(expression)}" if words else _call(expression))
             value = writer.number()
-        texts.append(f"{writer.sentence(12)}\n#### {value}")
+        texts.append(f"{writer.sentence(words)}\n#### {value}" if words else f"#### {value}")
         turns.append(texts)
         rows.append(
             {
@@ -130,7 +133,7 @@ def make_workload(prompts: int, seed: int) -> Workload:
                 "agent_name": "tool_agent",
                 "raw_prompt": [
                     {"role": "system", "content": SYSTEM},
-                    {"role": "user", "content": " ".join(writer.sentence(12) for _ in range(4))},
+                    {"role": "user", "content": " ".join(writer.sentence(words or 3) for _ in range(4))},
                 ],
                 "reward_model": {"ground_truth": str(value)},
                 "extra_info": {"index": index},

@@ -9,8 +9,8 @@ A trajectory has four turns of the policy and three tool calls.
 1. CPU: 512 trajectories at once, CPU milliseconds per trajectory, beside a lean loop that makes the same ids.
 2. Latency: the engine takes 20 ms, 150 trajectories are in flight at any time; how late the event loop wakes a timer.
 
-Each is measured for prompts that are all distinct and for prompts with 8 samples each. The exit code is 0 whatever the
-figures are.
+Each is measured for prompts that are all distinct, for prompts with 8 samples each, and for a policy that writes
+nothing but calls. The exit code is 0 whatever the figures are.
 """
 
 import argparse
@@ -54,14 +54,17 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Case:
-    """How many prompts, and how often each is sampled."""
+    """How many prompts, how often each is sampled, and how many words of reasoning the policy writes in a turn."""
 
     prompts: int
     samples: int
+    words: int
 
     @property
     def name(self) -> str:
-        return f"{self.prompts} prompts × {self.samples}"
+        return (
+            f"{self.prompts} prompts × {self.samples}, {f'{self.words} words a turn' if self.words else 'calls only'}"
+        )
 
 
 class Benchmark:
@@ -112,7 +115,7 @@ class Benchmark:
 
     def prompts(self, case: Case, seed: int) -> DataProto:
         """The batch of a step, another one for every seed; the engine will answer with its turns."""
-        workload = make_workload(case.prompts, seed)
+        workload = make_workload(case.prompts, case.words, seed)
         script.play(workload.turns, self.tokenizer)
         return prompt_batch(workload.rows, 1, "train", case.samples, SAMPLING)
 
@@ -220,12 +223,18 @@ def main() -> None:
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     parser.add_argument("--trajectories", type=int, default=512, help="of one measurement")
     parser.add_argument("--samples", type=int, default=8, help="of a prompt, where prompts are sampled repeatedly")
+    parser.add_argument("--words", type=int, default=12, help="of reasoning before each call")
     parser.add_argument("--concurrent", type=int, default=150, help="in flight while the lag is measured")
     parser.add_argument("--delay", type=float, default=20.0, help="of the engine while the lag is measured, ms")
     parser.add_argument("--repetitions", type=int, default=7, help="of the CPU measurement; medians are reported")
     parser.add_argument("--vocabulary", type=int, default=16384, help="tokens")
     options = parser.parse_args()
-    cases = [Case(options.trajectories, 1), Case(max(options.trajectories // options.samples, 1), options.samples)]
+    groups = max(options.trajectories // options.samples, 1)
+    cases = [
+        Case(options.trajectories, 1, options.words),
+        Case(groups, options.samples, options.words),
+        Case(groups, options.samples, 0),
+    ]
     with tempfile.TemporaryDirectory() as directory:
         benchmark = Benchmark(Path(directory), options.vocabulary)
         figures = [
