@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
-from transformers.utils.chat_template_utils import render_jinja_template
 
 from agentrl_core.api import ChatRenderer, Message, TemplateError, TruncationSide
 from agentrl_core.config.schema import ModelConfig
@@ -58,9 +57,6 @@ class HFChatRenderer(ChatRenderer):
         self._prompts: dict[str, list[int]] = {}
         self._heads: dict[str, list[int] | None] = {}
         self._model_stops: tuple[int, ...] = ()
-        # A tokenizer may come with its own way to render; the others only gather these arguments, anew each time.
-        is_plain = type(tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
-        self._special_tokens = dict(tokenizer.special_tokens_map) if is_plain else None
 
     @classmethod
     def from_config(cls, model: ModelConfig) -> "HFChatRenderer":
@@ -103,31 +99,17 @@ class HFChatRenderer(ChatRenderer):
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generation_prompt: bool = False
     ) -> str:
         try:
-            return self._apply_chat_template(list(messages), list(tools) or None, generation_prompt)
-        except Exception as error:  # noqa: BLE001 - templates raise whatever they like
-            roles = [message.get("role") for message in messages]
-            raise TemplateError(f"the chat template cannot render messages with the roles {roles}: {error}") from error
-
-    def _apply_chat_template(
-        self, messages: list[Message], tools: list[dict[str, Any]] | None, generation_prompt: bool
-    ) -> str:
-        if self._special_tokens is None or not messages:
             text = self.tokenizer.apply_chat_template(
-                messages,
-                tools=tools,
+                list(messages),
+                tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
                 **self._template_kwargs,
             )
             return cast(str, text)
-        texts, _ = render_jinja_template(
-            [messages],
-            tools=tools,
-            chat_template=self.tokenizer.get_chat_template(None, tools),
-            add_generation_prompt=generation_prompt,
-            **{**self._special_tokens, **self._template_kwargs},
-        )
-        return cast(str, texts[0])
+        except Exception as error:  # noqa: BLE001 - templates raise whatever they like
+            roles = [message.get("role") for message in messages]
+            raise TemplateError(f"the chat template cannot render messages with the roles {roles}: {error}") from error
 
     def encode(self, text: str) -> list[int]:
         if self._backend is not None:
