@@ -28,13 +28,11 @@ from agentrl_core.api.algorithm import (
 from agentrl_core.api.config import NoConfig, OptionInfo, option
 from agentrl_core.api.dataset import DatasetContext, PromptDataset
 from agentrl_core.api.engine import (
-    ArrayBucket,
     EngineContext,
     InferenceEngine,
     PolicySpan,
     SamplingParams,
     TokenOutput,
-    WeightUpdate,
 )
 from agentrl_core.api.errors import (
     AgentRLError,
@@ -81,6 +79,7 @@ from agentrl_core.api.tool import (
 )
 from agentrl_core.api.tool_parser import ParsedText, ToolCall, ToolParser, ToolParserContext
 from agentrl_core.api.tracker import Tracker, TrackerContext
+from agentrl_core.api.weights import ArrayBucket, WeightUpdate, map_safetensors
 
 __all__ = [
     "AdvantageEstimator",
@@ -161,6 +160,7 @@ __all__ = [
     "WorkerError",
     "function_schema",
     "hookimpl",
+    "map_safetensors",
     "option",
     "schema_of",
 ]

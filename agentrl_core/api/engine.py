@@ -14,12 +14,11 @@ actor's own process.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-if TYPE_CHECKING:
-    import numpy as np
+from agentrl_core.api.weights import WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "drain", "keep"]
@@ -70,38 +69,6 @@ class TokenOutput:
     log_probs: list[float] | None
     finish_reason: FinishReason
     spans: list[PolicySpan] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class ArrayBucket:
-    """A bucket of weights as raw bytes: ``data[offset : offset + size]`` of tensor ``i`` is C-contiguous.
-
-    ``dtypes`` are torch names without the prefix (``bfloat16``, ``float32``).
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[tuple[int, ...], ...]
-    dtypes: tuple[str, ...]
-    data: "np.ndarray[Any, Any]"
-
-    @property
-    def nbytes(self) -> int:
-        return int(self.data.nbytes)
-
-
-@dataclass(frozen=True)
-class WeightUpdate:
-    """New weights, by one of two roads.
-
-    ``buckets``: all tensors under their Hugging Face names (tied weights once). ``shared``: the engine generates
-    with the actor's module itself, so nothing moves; only caches are reset and the version is taken over.
-    """
-
-    buckets: Sequence[ArrayBucket] = ()
-    shared: bool = False
-
-    def __iter__(self) -> Iterator[ArrayBucket]:
-        return iter(self.buckets)
 
 
 @dataclass(frozen=True)

@@ -11,8 +11,8 @@ from torch import Tensor
 from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.kl import kl_estimate
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
-from agentrl_core.api.engine import ArrayBucket
 from agentrl_core.api.errors import ConfigError
+from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.config.schema import Config
 from agentrl_core.controller import Dispatch, Worker, register
 from agentrl_core.plugins.resolution import resolve_ref

@@ -7,7 +7,7 @@ are directories.
 
 from typing import Protocol
 
-from agentrl_core.api.engine import ArrayBucket
+from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.protocol import DataProto
 
 

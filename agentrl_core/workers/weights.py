@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from agentrl_core.api.engine import ArrayBucket
 from agentrl_core.api.errors import CheckpointError
+from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.workers.models import quiet_progress
 from agentrl_core.workers.optimizer import ScheduledAdamW
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from agentrl_core.api.engine import ArrayBucket, EngineContext, SamplingParams, TokenOutput, WeightUpdate
+from agentrl_core.api import ArrayBucket, EngineContext, SamplingParams, TokenOutput, WeightUpdate
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.engine import HFEngine
 

@@ -3,7 +3,7 @@ import asyncio
 import pytest
 import torch
 
-from agentrl_core.api.engine import PolicySpan, SamplingParams, WeightUpdate
+from agentrl_core.api import PolicySpan, SamplingParams, WeightUpdate
 
 
 def test_the_engine_generates_with_the_module_itself(qwen3, serve, reference_log_probs) -> None:

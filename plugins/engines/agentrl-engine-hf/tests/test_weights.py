@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl_core.api.engine import ArrayBucket, PolicySpan, SamplingParams, WeightUpdate
+from agentrl_core.api import ArrayBucket, PolicySpan, SamplingParams, WeightUpdate
 from agentrl_core.api.errors import EngineError
 
 

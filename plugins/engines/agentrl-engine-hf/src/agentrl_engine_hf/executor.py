@@ -5,7 +5,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from math import isfinite
 
-from agentrl_core.api.engine import EngineContext, FinishReason, PauseMode, TokenOutput, WeightUpdate
+from agentrl_core.api import EngineContext, TokenOutput, WeightUpdate
+from agentrl_core.api.engine import FinishReason, PauseMode
 from agentrl_core.api.errors import EngineError
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.counters import Counters

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl_core.api.engine import ArrayBucket, WeightUpdate
+from agentrl_core.api import ArrayBucket, WeightUpdate
 from agentrl_core.api.errors import EngineError
 
 

@@ -1,0 +1,109 @@
+"""New weights on their way to an engine: raw bytes under Hugging Face names, in buckets.
+
+Nothing here needs torch or safetensors: an engine may live in an interpreter with another version of either.
+
+    async def update_weights(self, update, version):
+        for bucket in update:
+            for name, shape, dtype, array in bucket.tensors():  # array: uint8, C-contiguous bytes of one tensor
+                ...
+"""
+
+import json
+import math
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from agentrl_core.api.errors import EngineError
+
+if TYPE_CHECKING:
+    import numpy as np
+
+DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
+"""Bytes of one element of the dtypes that weights may have, by their torch names."""
+
+SAFETENSORS_DTYPES = {
+    "F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16",
+    "I64": "int64", "I32": "int32", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
+"""Names of the safetensors format, and those of torch."""
+
+
+@dataclass(frozen=True)
+class ArrayBucket:
+    """A bucket of weights as raw bytes: the tensors stand in ``data`` one after the other, each C-contiguous.
+
+    Args:
+        names: Hugging Face names.
+        shapes: of each tensor.
+        dtypes: torch names without the prefix (``bfloat16``, ``float32``).
+        data: [bytes] uint8; may be read-only.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[str, ...]
+    data: "np.ndarray[Any, Any]"
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all tensors."""
+        return int(self.data.nbytes)
+
+    def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str, "np.ndarray[Any, Any]"]]:
+        """Name, shape, dtype and bytes (uint8, a view) of each tensor."""
+        start = 0
+        for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True):
+            size = math.prod(shape) * DTYPE_BYTES[dtype]
+            yield name, shape, dtype, self.data[start : start + size]
+            start += size
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """New weights, by one of three roads.
+
+    Iterating yields buckets whatever the road is, except for ``shared``, which has none.
+
+    Args:
+        buckets: all tensors, tied weights once, under the first of their names.
+        files: the same in safetensors files on this host, held in memory where the host can: an engine with worker
+            processes of its own passes the paths on, and they map the files. They hold still until
+            ``update_weights`` returns, and are overwritten later.
+        shared: the engine generates with the actor's module itself, so nothing moves; only caches are reset and the
+            version is taken over.
+    """
+
+    buckets: Sequence[ArrayBucket] = ()
+    files: tuple[str, ...] = ()
+    shared: bool = False
+
+    def __iter__(self) -> Iterator[ArrayBucket]:
+        yield from self.buckets
+        for path in self.files:
+            yield map_safetensors(path)
+
+
+def map_safetensors(path: str) -> ArrayBucket:
+    """A safetensors file as one bucket whose ``data`` maps the file read-only, without a copy.
+
+    Raises:
+        EngineError: the file is not there, or is not safetensors.
+    """
+    import numpy as np
+
+    try:
+        mapped = np.memmap(path, dtype=np.uint8, mode="r")
+        (length,) = struct.unpack("<Q", mapped[:8].tobytes())
+        header: dict[str, Any] = json.loads(mapped[8 : 8 + length].tobytes())
+        header.pop("__metadata__", None)
+        entries = sorted(header.items(), key=lambda item: int(item[1]["data_offsets"][0]))
+        return ArrayBucket(
+            names=tuple(name for name, _ in entries),
+            shapes=tuple(tuple(entry["shape"]) for _, entry in entries),
+            dtypes=tuple(SAFETENSORS_DTYPES[entry["dtype"]] for _, entry in entries),
+            data=mapped[8 + length :],
+        )
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
+        raise EngineError(f"weights in {path} cannot be read as safetensors: {error!r}") from error

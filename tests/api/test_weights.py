@@ -1,0 +1,55 @@
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from agentrl_core.api import ArrayBucket, EngineError, WeightUpdate, map_safetensors
+
+
+@pytest.fixture
+def tensors() -> dict[str, torch.Tensor]:
+    return {
+        "a.weight": torch.arange(6, dtype=torch.float32).view(2, 3),
+        "b.bias": torch.arange(5, dtype=torch.bfloat16),
+        "scalar": torch.tensor(7, dtype=torch.int64),
+    }
+
+
+def _restored(bucket: ArrayBucket) -> dict[str, torch.Tensor]:
+    return {
+        name: torch.from_numpy(data.copy()).view(getattr(torch, dtype)).view(shape)
+        for name, shape, dtype, data in bucket.tensors()
+    }
+
+
+def test_a_safetensors_file_is_mapped_as_one_read_only_bucket(tmp_path, tensors) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path, metadata={"format": "pt"})
+    bucket = map_safetensors(str(path))
+    assert isinstance(bucket.data, np.memmap) and not bucket.data.flags.writeable
+    restored = _restored(bucket)
+    assert restored.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        torch.testing.assert_close(restored[name], tensor, rtol=0, atol=0)
+
+
+def test_an_update_yields_its_files_like_its_buckets(tmp_path, tensors) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    (bucket,) = WeightUpdate(files=(str(path),))
+    (same,) = WeightUpdate(buckets=[bucket])
+    assert bucket.names == same.names and np.array_equal(bucket.data, same.data)
+    assert list(WeightUpdate(shared=True)) == []
+
+
+@pytest.mark.parametrize("content", [b"", b"1234567", b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"])
+def test_a_file_that_is_not_safetensors_is_refused(tmp_path, content: bytes) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(content)
+    with pytest.raises(EngineError, match="model.safetensors cannot be read as safetensors"):
+        map_safetensors(str(path))
+
+
+def test_a_missing_file_is_refused(tmp_path) -> None:
+    with pytest.raises(EngineError, match="cannot be read"):
+        map_safetensors(str(tmp_path / "none.safetensors"))
