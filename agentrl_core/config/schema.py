@@ -147,6 +147,12 @@ class AgentConfig:
 
 
 @dataclass
+class EndpointConfig:
+    host: str = option("127.0.0.1", help="address that the chat endpoint listens on; agents elsewhere need another one")
+    max_body_bytes: int = option(8 * 2**20, ge=1, unit="bytes", help="longest request")
+
+
+@dataclass
 class RolloutConfig:
     agent: AgentConfig = option()
     engine: EngineSlot = option(default_factory=EngineSlot)
@@ -164,6 +170,7 @@ class RolloutConfig:
     turn_timeout: float = option(300.0, gt=0, unit="seconds", help="deadline of one generation")
     trajectory_timeout: float = option(1800.0, gt=0, unit="seconds", help="deadline of a whole trajectory")
     watchdog_interval: float = option(60.0, gt=0, unit="seconds", help="how often slow trajectories are reported")
+    endpoint: EndpointConfig = option(default_factory=EndpointConfig)
 
 
 @dataclass

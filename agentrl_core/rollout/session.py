@@ -24,6 +24,7 @@ from agentrl_core.api import (
     TrajectorySession,
 )
 from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.rollout.endpoint.server import EndpointServer, OpenEndpoint
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.pacing import Pacer
 from agentrl_core.rollout.tools import HostedTool, check_result, is_finite, select_tools
@@ -60,6 +61,7 @@ class SessionEnvironment:
     servers: Servers
     tools: Mapping[str, HostedTool]
     interactions: Mapping[str, HostedInteraction]
+    endpoints: EndpointServer
     pacer: Pacer = field(default_factory=Pacer)
 
 
@@ -119,6 +121,7 @@ class RolloutSession(TrajectorySession):
         self._interaction: HostedInteraction | None = None
         self._interaction_asked = False
         self._engine_sessions: set[str] = set()
+        self._endpoints: list[OpenEndpoint] = []
         self.builder: TrajectoryBuilder | None = None
 
     def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> TrajectoryBuilder:
@@ -130,6 +133,7 @@ class RolloutSession(TrajectorySession):
             self._env.parser if tools else None,
             self._env.limits,
             self._sample,
+            sibling=self.builder,
         )
         return self.builder
 
@@ -262,6 +266,11 @@ class RolloutSession(TrajectorySession):
                 name = hosted.interaction.context.name
                 raise InteractionError(f"interaction {name!r}: no answer within {hosted.timeout:g} s") from None
 
+    async def open_endpoint(self, sampling_params: Mapping[str, Any]) -> OpenEndpoint:
+        endpoint = await self._env.endpoints.open(self, sampling_params)
+        self._endpoints.append(endpoint)
+        return endpoint
+
     # The end ----------------------------------------------------------------------------------------------------
 
     async def collect_rewards(self) -> None:
@@ -284,6 +293,8 @@ class RolloutSession(TrajectorySession):
 
     async def close(self) -> None:
         """Release everything that was opened. Never raises: a failure is logged and counted."""
+        for endpoint in self._endpoints:
+            endpoint.close()
         for name, tool in (self._open_tools or {}).items():
             kwargs = self._tool_kwargs(name, "release_kwargs")
             await self._quietly(tool.release(self._key.request_id, kwargs), f"release of tool {name!r}")

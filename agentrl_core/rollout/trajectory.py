@@ -90,6 +90,7 @@ class TrajectoryBuilder(Trajectory):
         parser: finds tool calls; None where the row has no tools.
         limits: budgets.
         sample: the road to the engine.
+        sibling: another branch of the same trajectory.
     """
 
     def __init__(
@@ -101,6 +102,7 @@ class TrajectoryBuilder(Trajectory):
         parser: ToolParser | None,
         limits: TrajectoryLimits,
         sample: Sample,
+        sibling: "TrajectoryBuilder | None" = None,
     ) -> None:
         self.messages = list(messages)
         self.template_breaks = 0
@@ -113,8 +115,9 @@ class TrajectoryBuilder(Trajectory):
         self._turns = 0
         self._calls = 0
         self._used = 0
-        self._branch = 0
-        self._branches = [0]
+        # Branches of one trajectory count together: each has engine sessions and seeds of its own.
+        self._branches: list[int] = [0] if sibling is None else sibling._branches
+        self._branch = 0 if sibling is None else self._next_branch()
         self._texts: list[str] = []
         self._full_text = ""
         self._stop_text = ""
@@ -141,6 +144,10 @@ class TrajectoryBuilder(Trajectory):
     @property
     def remaining(self) -> int:
         return min(self._limits.max_response_length - self._used, self._limits.max_model_len - len(self.row))
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.row)
 
     async def generate(self, sampling_params: Mapping[str, Any]) -> Turn:
         limit = sampling_params.get("max_tokens")
@@ -247,12 +254,15 @@ class TrajectoryBuilder(Trajectory):
     def fork(self) -> "TrajectoryBuilder":
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
-        self._branches[0] += 1
-        twin._branch = self._branches[0]
+        twin._branch = self._next_branch()
         twin.messages = list(self.messages)
         twin._texts = list(self._texts)
         twin._rows = [TokenRow(self.row.prompt_ids + self.row.response_ids, self._text)]
         return twin
+
+    def _next_branch(self) -> int:
+        self._branches[0] += 1
+        return self._branches[0]
 
     def finish(self, termination: Termination) -> AgentLoopOutput | list[AgentLoopOutput]:
         rows = [row for row in self._rows if any(row.mask)] or self._rows[-1:]

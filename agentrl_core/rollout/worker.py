@@ -27,6 +27,7 @@ from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import rows_of
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
+from agentrl_core.rollout.endpoint.server import EndpointServer
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
 from agentrl_core.rollout.rewards import check_score
@@ -78,7 +79,11 @@ class AgentLoopWorker:
         seed = config.trainer.seed
         renderer = HFChatRenderer.from_config(config.model)
         tools = [HostedTool(slot, seed) for slot in config.tools]
-        parser = build(rollout.tool_parser, ToolParserContext()) if config.tools else None
+        clients_bring_tools = any(
+            "chat_endpoint" in resolve_ref(slot.ref).spec.capabilities for slot in rollout.agent.loops if slot.ref
+        )
+        needs_parser = config.tools or clients_bring_tools
+        parser = build(rollout.tool_parser, ToolParserContext()) if needs_parser else None
         self._environment = SessionEnvironment(
             renderer=renderer,
             parser=parser,
@@ -97,6 +102,7 @@ class AgentLoopWorker:
                 )
                 for slot in config.interactions
             },
+            endpoints=EndpointServer(rollout.endpoint),
         )
         context = AgentLoopContext(
             renderer=renderer,
@@ -248,7 +254,8 @@ class AgentLoopWorker:
         return reward
 
     async def close(self) -> None:
-        """End all child processes."""
+        """End all child processes, and the chat endpoint."""
+        await self._environment.endpoints.close()
         for tool in self._environment.tools.values():
             await tool.close()
 

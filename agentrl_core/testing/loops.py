@@ -13,7 +13,9 @@ from typing import Any
 
 from agentrl_core.api import (
     AgentLoopOutput,
+    ChatEndpoint,
     ChatRenderer,
+    ConfigError,
     InteractionTurn,
     Message,
     Termination,
@@ -88,6 +90,10 @@ class FakeTrajectory(Trajectory):
     @property
     def remaining(self) -> int:
         return self.session.budget - len(self.ids)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.ids)
 
     async def generate(self, sampling_params: Mapping[str, Any]) -> Turn:
         self.sampling_params.append(sampling_params)
@@ -196,6 +202,9 @@ class FakeSession(TrajectorySession):
         if turn.reward is not None:
             self.turn_scores.append(turn.reward)
         return turn
+
+    async def open_endpoint(self, sampling_params: Mapping[str, Any]) -> ChatEndpoint:
+        raise ConfigError("a FakeSession has no chat endpoint; test such a loop with a whole run")
 
     def next_turn(self, budget: int) -> Turn:
         """The next scripted turn, cut where the budget ends."""

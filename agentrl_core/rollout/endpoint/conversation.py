@@ -1,0 +1,236 @@
+"""The conversations of one run token, recorded token by token.
+
+A client sends its whole history with every request. What it sends is compared with what is recorded: where the
+recorded messages are its head, only the rest is appended, and the model sees the exact ids that it sampled before.
+Anything else starts another branch, rendered anew, and is counted as a fork: nothing is guessed.
+"""
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl_core.api import AgentLoopOutput, AgentRLError, Message, Termination, Trajectory, TrajectorySession, Turn
+
+Schemas = Sequence[dict[str, Any]]
+
+
+class ContextLengthError(AgentRLError):
+    """The messages do not fit into what is left of the response budget or the context."""
+
+
+@dataclass
+class _Branch:
+    trajectory: Trajectory
+    tools: Schemas
+    owner: "Reply | None" = None
+    last_turn: Turn | None = None
+    history: list[Message] = field(default_factory=list)
+
+    def recorded(self) -> list[Message]:
+        """Its messages in the form in which a client's are compared with them."""
+        for message in self.trajectory.messages[len(self.history) :]:
+            self.history.append(normalised(message))
+        return self.history
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The answer to one request.
+
+    Args:
+        turn: what the policy said.
+        prompt_tokens: tokens before it.
+        branch: number of the branch that it belongs to, from 0.
+        forked: the request did not extend what was recorded, and began this branch.
+        replayed: the turn had been sampled for an earlier request, whose answer was lost on its way.
+    """
+
+    turn: Turn
+    prompt_tokens: int
+    branch: int
+    forked: bool = False
+    replayed: bool = False
+
+
+class Conversation:
+    """Everything that one run token has said and heard.
+
+    Args:
+        session: of the trajectory; each branch is a trajectory of it.
+        sampling_params: of the run. A client cannot change them: log-probs are trained at the run's temperature.
+    """
+
+    def __init__(self, session: TrajectorySession, sampling_params: Mapping[str, Any]) -> None:
+        self.forks = 0
+        self.exhausted = False
+        self.failure: Exception | None = None
+        self._session = session
+        self._sampling_params = dict(sampling_params)
+        self._branches: list[_Branch] = []
+
+    @property
+    def rows(self) -> int:
+        """Branches so far."""
+        return len(self._branches)
+
+    def prepare(
+        self, messages: Sequence[Message], tools: Schemas = (), max_tokens: int | None = None, retried: bool = False
+    ) -> "Reply":
+        """Find or begin the branch of a request and append what is new in it.
+
+        ``retried``: the client sends the request again because it got no answer; if the answer is recorded, it is
+        given once more instead of sampling another one.
+
+        Raises:
+            ContextLengthError: the new messages do not fit; nothing was appended, and ``exhausted`` is set.
+            TemplateError: the chat template refuses the messages.
+        """
+        wanted = [normalised(message) for message in messages]
+        if retried and (branch := self._answered(wanted, tools)) is not None:
+            return Reply(self, branch, self._branches.index(branch), replay=True)
+        branch = (self._unanswered(wanted, tools) if retried else None) or self._extended(wanted, tools)
+        forked = False
+        if branch is None:
+            forked = bool(self._branches)
+            branch = _Branch(self._session.trajectory(messages, tools=tools), list(tools))
+            self._branches.append(branch)
+            self.forks += forked
+        else:
+            new = list(messages[len(branch.recorded()) :])
+            if new and not branch.trajectory.add_messages(new):
+                self.exhausted = True
+                raise ContextLengthError(
+                    f"the {len(new)} new messages do not fit: {branch.trajectory.remaining} tokens are left of "
+                    "rollout.max_response_length and of the context"
+                )
+        params = dict(self._sampling_params)
+        if max_tokens is not None:
+            params["max_tokens"] = min(max_tokens, params.get("max_tokens") or max_tokens)
+        reply = Reply(self, branch, self._branches.index(branch), params, forked, supersedes=branch.owner)
+        branch.owner = reply
+        return reply
+
+    def _extended(self, wanted: list[Message], tools: Schemas) -> _Branch | None:
+        """The idle branch with the longest record that the request begins with, and that an answer may follow."""
+        best = None
+        for branch in self._branches:
+            recorded = branch.recorded()
+            fits = branch.owner is None and list(branch.tools) == list(tools) and wanted[: len(recorded)] == recorded
+            # An answer after an answer would be a second sample of the same turn: a fork.
+            answers = len(wanted) > len(recorded) or branch.last_turn is None
+            if fits and answers and (best is None or len(recorded) > len(best.recorded())):
+                best = branch
+        return best
+
+    def _unanswered(self, wanted: list[Message], tools: Schemas) -> _Branch | None:
+        """The branch that is at work on the very same request: who asks again has given the first one up."""
+        for branch in self._branches:
+            if branch.owner is not None and list(branch.tools) == list(tools) and branch.recorded() == wanted:
+                return branch
+        return None
+
+    def _answered(self, wanted: list[Message], tools: Schemas) -> _Branch | None:
+        for branch in self._branches:
+            if branch.last_turn is not None and list(branch.tools) == list(tools) and branch.recorded()[:-1] == wanted:
+                return branch
+        return None
+
+    def finish(self, termination: Termination) -> list[AgentLoopOutput]:
+        """The rows of all branches.
+
+        Raises what the last request failed with, if no later one succeeded: the trajectory failed with it.
+        """
+        if self.failure is not None:
+            raise self.failure
+        outputs: list[AgentLoopOutput] = []
+        for branch in self._branches:
+            finished = branch.trajectory.finish(termination)
+            outputs += finished if isinstance(finished, list) else [finished]
+        for output in outputs:
+            output.metrics["endpoint_forks"] = float(self.forks)
+        return outputs
+
+
+@dataclass
+class Reply:
+    """One request whose messages are recorded and whose answer is still to be sampled."""
+
+    conversation: Conversation
+    branch: _Branch
+    number: int
+    sampling_params: dict[str, Any] = field(default_factory=dict)
+    forked: bool = False
+    replay: bool = False
+    supersedes: "Reply | None" = None
+    _task: "asyncio.Task[Any] | None" = None
+
+    async def generate(self) -> Completion:
+        """Sample the answer. A cancelled call leaves the messages recorded and no answer: asking again continues."""
+        trajectory = self.branch.trajectory
+        self._task = asyncio.current_task()
+        if self.supersedes is not None and (earlier := self.supersedes._task) is not None:
+            earlier.cancel()
+            await asyncio.wait({earlier})
+        if self.replay:
+            assert self.branch.last_turn is not None, "only an answered branch is replayed"
+            turn = self.branch.last_turn
+            return Completion(turn, trajectory.num_tokens - len(turn.token_ids), self.number, replayed=True)
+        self.branch.last_turn = None
+        try:
+            prompt_tokens = trajectory.num_tokens
+            turn = await trajectory.generate(self.sampling_params)
+        except Exception as error:
+            self.conversation.failure = error
+            raise
+        finally:
+            self.release()
+        self.conversation.failure = None
+        if turn.finish_reason == "length" and trajectory.remaining <= 0:
+            self.conversation.exhausted = True
+        if turn.token_ids:
+            self.branch.last_turn = turn
+        return Completion(turn, prompt_tokens, self.number, self.forked)
+
+    def release(self) -> None:
+        """Let other requests have the branch; may be called twice."""
+        if self.branch.owner is self:
+            self.branch.owner = None
+
+
+def normalised(message: Mapping[str, Any]) -> Message:
+    """A message as it is compared: text as one string, decoded arguments, no empty fields."""
+    known = {key: value for key, value in message.items() if value is not None and value != [] and value != {}}
+    known["content"] = text_of(message.get("content"))
+    if "tool_calls" in known:
+        known["tool_calls"] = [_normalised_call(call) for call in known["tool_calls"]]
+    return known
+
+
+def text_of(content: Any) -> Any:
+    """Content parts that are all text as one string, None as the empty one; anything else as it is."""
+    if content is None:
+        return ""
+    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
+        return "".join(str(part.get("text", "")) for part in content)
+    return content
+
+
+def _normalised_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    function = call.get("function") or {}
+    return {
+        "type": "function",
+        "function": {"name": function.get("name"), "arguments": decoded(function.get("arguments"))},
+        "id": call.get("id"),
+    }
+
+
+def decoded(arguments: Any) -> Any:
+    """Arguments of a call as an object; a client sends them as a JSON text. Other text stays as it is."""
+    if isinstance(arguments, str):
+        try:
+            return json.loads(arguments)
+        except ValueError:
+            return arguments
+    return arguments

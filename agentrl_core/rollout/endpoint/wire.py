@@ -1,0 +1,140 @@
+"""The chat-completions protocol, as far as it is spoken here."""
+
+import json
+import time
+from collections.abc import Iterator
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from agentrl_core.rollout.endpoint.conversation import Completion
+
+CHUNK_CHARACTERS = 64
+"""Characters of one streamed piece of text."""
+
+
+class ChatRequest(BaseModel):
+    """The body of ``POST /v1/chat/completions``. What would change the answer in an unsupported way is refused."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    stream: bool | None = False
+    stream_options: dict[str, Any] | None = None
+    n: Literal[1] | None = 1
+    logprobs: Literal[False] | None = False
+
+    # Sampling belongs to the run, so that log-probs can be trained; these are accepted and without effect.
+    temperature: float | None = None
+    top_p: float | None = None
+    seed: int | None = None
+    parallel_tool_calls: bool | None = None
+    # About the caller, not about the answer.
+    user: str | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    service_tier: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+
+    @model_validator(mode="after")
+    def _messages_have_roles(self) -> "ChatRequest":
+        for index, message in enumerate(self.messages):
+            if not isinstance(message.get("role"), str):
+                raise ValueError(f"messages[{index}] has no role")
+            content = message.get("content")
+            parts = content if isinstance(content, list) else []
+            if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
+                raise ValueError(f"messages[{index}]: only text content is supported")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """Most tokens to sample; None leaves it to the run."""
+        limits = [limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None]
+        return min(limits, default=None)
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools that the model is shown."""
+        return [] if self.tool_choice == "none" else self.tools or []
+
+    @property
+    def usage_wanted(self) -> bool:
+        """A stream is to end with the usage."""
+        return bool((self.stream_options or {}).get("include_usage"))
+
+
+def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:
+    """An error as clients of this protocol expect it."""
+    return {"error": {"message": message, "type": kind, "param": None, "code": code}}
+
+
+def models_body(model: str) -> dict[str, Any]:
+    """The answer to ``GET /v1/models``."""
+    return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "agentrl"}]}
+
+
+class Answer:
+    """One completion, in one piece or as chunks."""
+
+    def __init__(self, identifier: str, model: str, completion: Completion) -> None:
+        self._head = {"id": identifier, "created": int(time.time()), "model": model}
+        self._turn = completion.turn
+        self._prompt_tokens = completion.prompt_tokens
+        self._calls = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": json.dumps(call.arguments, ensure_ascii=False)},
+            }
+            for call in self._turn.tool_calls
+        ]
+        self._own = {"branch": completion.branch, "forked": completion.forked, "replayed": completion.replayed}
+
+    @property
+    def finish_reason(self) -> str:
+        """``stop``, ``tool_calls`` or ``length``."""
+        if self._turn.finish_reason == "length":
+            return "length"
+        return "tool_calls" if self._calls else "stop"
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompt, of the answer, and of both."""
+        completion = len(self._turn.token_ids)
+        return {
+            "prompt_tokens": self._prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": self._prompt_tokens + completion,
+        }
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer; ``agentrl`` says to which branch of the conversation it belongs."""
+        message: dict[str, Any] = {"role": "assistant", "content": self._turn.content, "refusal": None}
+        if self._calls:
+            message["tool_calls"] = self._calls
+        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
+        head = {**self._head, "object": "chat.completion"}
+        return {**head, "choices": [choice], "usage": self.usage, "agentrl": self._own}
+
+    def chunks(self, usage: bool) -> Iterator[dict[str, Any]]:
+        """The answer as a client that streams reads it."""
+        yield self._chunk({"role": "assistant", "content": ""})
+        text = self._turn.content
+        for start in range(0, len(text), CHUNK_CHARACTERS):
+            yield self._chunk({"content": text[start : start + CHUNK_CHARACTERS]})
+        for index, call in enumerate(self._calls):
+            yield self._chunk({"tool_calls": [{"index": index, **call}]})
+        yield self._chunk({}, self.finish_reason)
+        if usage:
+            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage}
+
+    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], "agentrl": self._own}

@@ -1,0 +1,12 @@
+"""Options of the OpenAI agent."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl_core.api import option
+
+
+@dataclass
+class OpenAIAgentConfig:
+    agent: str = option(help="the async function: 'package.module:function', or 'path/to/file.py:function'")
+    kwargs: dict[str, Any] = option(default_factory=dict, help="further arguments of the function")

@@ -1,0 +1,96 @@
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+from agentrl_loop_openai_agent.config import OpenAIAgentConfig
+from agentrl_loop_openai_agent.loop import OpenAIAgentLoop
+
+from agentrl_core.api import AgentLoopContext, AgentLoopOutput, AgentRLError, ChatEndpoint, ConfigError, Termination
+from agentrl_core.testing.loops import FakeSession, WordRenderer
+
+CONTEXT = AgentLoopContext(WordRenderer(), None, (), (), 100)
+
+
+class Endpoint(ChatEndpoint):
+    """One finished row, or what a test says."""
+
+    base_url, api_key, model = "http://here/v1", "key", "policy"
+
+    def __init__(self, rows: int = 1, exhausted: bool = False, failure: Exception | None = None) -> None:
+        self.rows, self.is_exhausted, self.failure = rows, exhausted, failure
+
+    @property
+    def exhausted(self) -> bool:
+        return self.is_exhausted
+
+    def finish(self, termination: Termination) -> list[AgentLoopOutput]:
+        if self.failure:
+            raise self.failure
+        return [AgentLoopOutput([1], [2], [1], [-0.5], termination) for _ in range(self.rows)]
+
+
+class Session(FakeSession):
+    def __init__(self, endpoint: Endpoint) -> None:
+        super().__init__([])
+        self.endpoint = endpoint
+
+    async def open_endpoint(self, sampling_params: Any) -> Endpoint:
+        return self.endpoint
+
+
+def run(folder: Path, body: str, endpoint: Endpoint, **kwargs: Any) -> list[AgentLoopOutput]:
+    file = folder / "agent.py"
+    file.write_text(f"async def solve(base_url, api_key, model, messages, row, **more):\n    {body}\n")
+    loop = OpenAIAgentLoop(OpenAIAgentConfig(agent=f"{file}:solve", kwargs=kwargs), CONTEXT)
+    prompt = [{"role": "user", "content": "hello"}]
+    return asyncio.run(loop.run({}, session=Session(endpoint), raw_prompt=prompt, extra_info={"index": 3}))
+
+
+def test_the_agent_gets_the_endpoint_the_prompt_the_row_and_its_options(tmp_path) -> None:
+    check = (
+        "assert (base_url, api_key, model) == ('http://here/v1', 'key', 'policy') and more == {'depth': 2} "
+        "and messages[0]['content'] == 'hello' and row == {'extra_info': {'index': 3}}"
+    )
+    (output,) = run(tmp_path, check, Endpoint(), depth=2)
+    assert output.termination is Termination.COMPLETED and output.reward_score is None
+
+
+def test_a_number_that_it_returns_is_the_reward(tmp_path) -> None:
+    outputs = run(tmp_path, "return 0.25", Endpoint(rows=2))
+    assert outputs[-1].reward_score == 0.25
+
+
+def test_its_exception_fails_the_trajectory(tmp_path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        run(tmp_path, "1 / 0", Endpoint())
+
+
+def test_the_engines_failure_goes_before_its_own(tmp_path) -> None:
+    with pytest.raises(AgentRLError, match="gone"):
+        run(tmp_path, "1 / 0", Endpoint(failure=AgentRLError("gone")))
+
+
+def test_its_exception_after_the_budget_was_spent_ends_with_length(tmp_path) -> None:
+    (output,) = run(tmp_path, "1 / 0", Endpoint(exhausted=True))
+    assert output.termination is Termination.LENGTH
+
+
+def test_an_agent_that_asked_nothing_is_an_error(tmp_path) -> None:
+    with pytest.raises(AgentRLError, match="returned without asking the endpoint for anything"):
+        run(tmp_path, "pass", Endpoint(rows=0))
+
+
+@pytest.mark.parametrize(
+    ("agent", "message"),
+    [
+        ("solve", "expected 'package.module:function'"),
+        ("nowhere.py:solve", "there is no file nowhere.py"),
+        ("no_such_package.agent:solve", "No module named"),
+        ("json:solve", "has no attribute 'solve'"),
+        ("json:dumps", "is not an async function"),
+    ],
+)
+def test_an_agent_that_is_not_there_is_named(agent: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        OpenAIAgentLoop(OpenAIAgentConfig(agent=agent), CONTEXT)
