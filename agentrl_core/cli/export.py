@@ -7,7 +7,7 @@ import rich
 
 from agentrl_core.api import CheckpointError
 from agentrl_core.trainer.checkpoint import checkpoint_path
-from agentrl_core.workers.weights import OPTIMIZER_FILE
+from agentrl_core.workers.checkpoints import STATE_FOLDER
 
 
 def run(checkpoint: Path, output: Path) -> None:
@@ -19,6 +19,6 @@ def run(checkpoint: Path, output: Path) -> None:
     source = checkpoint_path(checkpoint) / "actor"
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} is not an empty directory; name a new one, so that nothing is overwritten")
-    shutil.copytree(source, output, ignore=shutil.ignore_patterns(OPTIMIZER_FILE), dirs_exist_ok=True)
+    shutil.copytree(source, output, ignore=shutil.ignore_patterns(STATE_FOLDER), dirs_exist_ok=True)
     line = f"{output}: load it with transformers.AutoModelForCausalLM.from_pretrained({str(output)!r})"
     rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)

@@ -110,6 +110,9 @@ class HookSlot(Slot):
 class ModelConfig:
     path: str = option(path=True, help="directory with weights, config and tokenizer, relative to the config file")
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", help="of the weights")
+    compute_dtype: Literal["float32", "bfloat16"] | None = option(
+        None, help="of forward and backward where several processes train; null: bfloat16 on CUDA, else model.dtype"
+    )
     trust_remote_code: bool = option(False, help="run Python code that comes with the model")
     gradient_checkpointing: bool = option(False, help="recompute activations in the backward pass to save memory")
     attn_implementation: str = option("sdpa", help="attention of transformers")
@@ -214,6 +217,8 @@ class UpdateConfig:
     mini_batches: int = option(1, ge=1, help="optimizer steps per pass")
     micro_batch_tokens: int = option(16384, ge=1, unit="tokens", help="padded tokens of one forward and backward")
     grad_clip: float = option(1.0, gt=0, help="largest gradient norm")
+    offload_parameters: bool = option(False, help="weights wait in host memory between phases (CUDA only)")
+    offload_optimizer: bool = option(False, help="AdamW's moments wait in host memory between updates (CUDA only)")
 
 
 @dataclass
@@ -232,6 +237,7 @@ class CriticConfig(UpdateConfig):
 class ReferenceConfig:
     path: str | None = option(None, path=True, help="model of the reference; null: model.path")
     micro_batch_tokens: int = option(32768, ge=1, unit="tokens", help="padded tokens of one forward")
+    offload_parameters: bool = option(False, help="weights wait in host memory between phases (CUDA only)")
 
 
 @dataclass
@@ -280,6 +286,8 @@ class ClusterConfig:
     runtime: Literal["local", "ray"] = option("local", help="this process, or a Ray cluster")
     address: str | None = option(None, help="of a running Ray cluster; null: start one here")
     num_cpus: int | None = option(None, ge=1, help="of a Ray cluster started here; null: as many as it needs")
+    nodes: int = option(1, ge=1, unit="nodes", help="over which training is spread (cluster.runtime=ray only)")
+    processes_per_node: int = option(1, ge=1, help="training processes on each node, one per GPU")
     device: Literal["auto", "cpu", "cuda"] = option("auto", help="of model workers and engines")
     cpu_threads: int | None = option(
         None, ge=1, help="of torch in each process; null: torch decides. 1 suits tiny models and busy machines"

@@ -14,25 +14,22 @@ from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossI
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.config.schema import Config
-from agentrl_core.controller import Dispatch, Worker, register
+from agentrl_core.controller import Dispatch, register
 from agentrl_core.plugins.resolution import resolve_ref
 from agentrl_core.protocol import DataProto
+from agentrl_core.workers.checkpoints import load_training_state, save_training_state
+from agentrl_core.workers.data_parallel import COLLECTIVE
 from agentrl_core.workers.log_probs import Entropies, response_log_probs, temperature_of
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, map_micro_batches
-from agentrl_core.workers.models import enable_gradient_checkpointing, load_causal_lm, resolve_device
+from agentrl_core.workers.model_worker import ModelWorker
+from agentrl_core.workers.models import empty_causal_lm, enable_gradient_checkpointing, load_causal_lm
+from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
-from agentrl_core.workers.update import MicroLoss, Update, check_single_rank, seed_of
-from agentrl_core.workers.weights import (
-    copy_weights,
-    load_training_state,
-    save_model,
-    save_training_state,
-    unreadable,
-    weight_buckets,
-)
+from agentrl_core.workers.update import MicroLoss, Update, seed_of
+from agentrl_core.workers.weights import iter_weight_buckets, save_model
 
 
-class ActorWorker(Worker):
+class ActorWorker(ModelWorker):
     """Implements :class:`agentrl_core.workers.protocols.Actor` on ``AutoModelForCausalLM``.
 
         loss = policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy
@@ -45,12 +42,8 @@ class ActorWorker(Worker):
     """
 
     def __init__(self, config: Config, total_optimizer_steps: int) -> None:
-        super().__init__()
-        check_single_rank(self, "actor")
-        self.config = config
+        super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
-        self._device = resolve_device(config.cluster.device)
-        self._model: Any = None
 
     @property
     def module(self) -> Any:
@@ -61,11 +54,14 @@ class ActorWorker(Worker):
     def init_model(self) -> None:
         config = self.config
         self._policy_loss = _build_policy_loss(config)
-        self._model = load_causal_lm(config.model.path, config.model, "model.path").to(self._device)
+        path = config.model.path
+        self._place_model(
+            lambda: load_causal_lm(path, config.model, "model.path"), lambda: empty_causal_lm(path, config.model)
+        )
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(self._model)
         self._optimizer = ScheduledAdamW(
-            self._model.parameters(), config.actor.optimizer, config.actor.grad_clip, self._total_optimizer_steps
+            self._model.named_parameters(), config.actor.optimizer, config.actor.grad_clip, self._total_optimizer_steps
         )
         self._update = Update(
             "actor",
@@ -75,6 +71,14 @@ class ActorWorker(Worker):
             config.algorithm.aggregation,
             config.rollout.max_response_length,
             self._device,
+            self._parallel,
+        )
+        self._offload = Offload(
+            self._model,
+            self._optimizer,
+            config.actor.offload_parameters,
+            config.actor.offload_optimizer,
+            self._device,
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -82,7 +86,7 @@ class ActorWorker(Worker):
         temperature = temperature_of(batch, "compute_log_prob")
         with_entropy = bool(batch.meta_info.get("calculate_entropy", False))
         entropies: Entropies = "value" if with_entropy else "none"
-        with torch.no_grad():
+        with torch.no_grad(), self._offload.on_device():
             results = map_micro_batches(
                 columns_of(batch, (), "compute_log_prob"),
                 self.config.actor.micro_batch_tokens,
@@ -90,15 +94,19 @@ class ActorWorker(Worker):
                 lambda micro: response_log_probs(self._model, micro, temperature, entropies),
                 ("old_log_probs", "entropys") if with_entropy else ("old_log_probs",),
                 "actor.micro_batch_tokens",
+                self._parallel,
             )
         return DataProto.from_dict(tensors=results)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update(self, batch: DataProto) -> dict[str, float]:
         temperature = temperature_of(batch, "update")
         reference = ("ref_log_prob",) if self.config.algorithm.kl_coef else ()
         columns = columns_of(batch, ("old_log_probs", "advantages", *reference), "update")
-        return self._update.run(columns, seed_of(batch), lambda micro, divisor: self._loss(micro, divisor, temperature))
+        with self._offload.on_device(optimizer=True):
+            return self._update.run(
+                columns, seed_of(batch), lambda micro, divisor: self._loss(micro, divisor, temperature)
+            )
 
     def _loss(self, micro: MicroBatch, divisor: float, temperature: float) -> MicroLoss:
         algorithm, mask_br = self.config.algorithm, micro["response_mask"]
@@ -119,27 +127,27 @@ class ActorWorker(Worker):
             loss = loss - algorithm.entropy_coef * total(entropies_br)
         return MicroLoss(loss, {"pg_loss": pg_loss}, token_values)
 
-    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    @register(dispatch_mode=COLLECTIVE)
     def weight_buckets(self, bucket_bytes: int) -> list[ArrayBucket]:
-        return weight_buckets(self._model, bucket_bytes)
+        with self._offload.on_device():
+            buckets = list(iter_weight_buckets(self._model, bucket_bytes))
+        return buckets if self._parallel.is_first else []
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
-        save_model(self._model, path)
-        save_training_state(path, self._optimizer)
+        with self._offload.on_device(optimizer=True):
+            save_model(self._model, path)
+            save_training_state(path, self._model, self._optimizer, self._parallel)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        try:
-            source = load_causal_lm(path, self.config.model, path)
-        except ConfigError as error:
-            raise unreadable(path, error) from error
-        copy_weights(self._model, source, path)
-        load_training_state(path, self._optimizer)
+        with self._offload.on_device(optimizer=True):
+            load_training_state(path, self._model, self._optimizer, self._parallel)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def export(self, path: str) -> None:
-        save_model(self._model, path)
+        with self._offload.on_device():
+            save_model(self._model, path)
 
 
 def _build_policy_loss(config: Config) -> PolicyLoss:

@@ -15,19 +15,16 @@ from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.value import explained_variance, value_losses
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config.schema import Config
-from agentrl_core.controller import Dispatch, Worker, register
+from agentrl_core.controller import Dispatch, register
 from agentrl_core.protocol import DataProto
+from agentrl_core.workers.checkpoints import load_training_state, save_training_state
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, map_micro_batches
-from agentrl_core.workers.models import enable_gradient_checkpointing, load_backbone, resolve_device
+from agentrl_core.workers.model_worker import ModelWorker
+from agentrl_core.workers.models import empty_backbone, enable_gradient_checkpointing, load_backbone
+from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
-from agentrl_core.workers.update import MicroLoss, Update, check_single_rank, seed_of
-from agentrl_core.workers.weights import (
-    copy_weights,
-    load_training_state,
-    save_model,
-    save_training_state,
-    unreadable,
-)
+from agentrl_core.workers.update import MicroLoss, Update, seed_of
+from agentrl_core.workers.weights import gather, save_model
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
@@ -55,7 +52,7 @@ class ValueModel(nn.Module):
         return values_br1.squeeze(-1)
 
 
-class CriticWorker(Worker):
+class CriticWorker(ModelWorker):
     """Implements :class:`agentrl_core.workers.protocols.Critic`.
 
     Starts from ``critic.path`` (with its value head, if it is a critic's checkpoint), or from ``model.path``.
@@ -67,22 +64,19 @@ class CriticWorker(Worker):
     """
 
     def __init__(self, config: Config, total_optimizer_steps: int) -> None:
-        super().__init__()
-        check_single_rank(self, "critic")
-        self.config = config
+        super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
-        self._device = resolve_device(config.cluster.device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
         own = self.config.critic.path
         path, key = (own, "critic.path") if own else (self.config.model.path, "model.path")
-        self._model = self._load(path, key).to(self._device).eval()
+        self._place_model(lambda: self._load(path, key), lambda: self._empty(path))
         if self.config.model.gradient_checkpointing:
             enable_gradient_checkpointing(self._model.backbone)
         critic = self.config.critic
         self._optimizer = ScheduledAdamW(
-            self._model.parameters(), critic.optimizer, critic.grad_clip, self._total_optimizer_steps
+            self._model.named_parameters(), critic.optimizer, critic.grad_clip, self._total_optimizer_steps
         )
         self._update = Update(
             "critic",
@@ -92,7 +86,15 @@ class CriticWorker(Worker):
             "token-mean",
             self.config.rollout.max_response_length,
             self._device,
+            self._parallel,
         )
+        self._offload = Offload(
+            self._model, self._optimizer, critic.offload_parameters, critic.offload_optimizer, self._device
+        )
+
+    def _empty(self, path: str) -> ValueModel:
+        with torch.device("meta"):
+            return ValueModel(empty_backbone(path, self.config.model))
 
     def _load(self, path: str, key: str) -> ValueModel:
         model = ValueModel(load_backbone(path, self.config.model, key))
@@ -106,7 +108,7 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:
-        with torch.no_grad():
+        with torch.no_grad(), self._offload.on_device():
             columns = map_micro_batches(
                 columns_of(batch, (), "compute_values"),
                 self.config.critic.micro_batch_tokens,
@@ -114,13 +116,15 @@ class CriticWorker(Worker):
                 lambda micro: (self._model(micro),),
                 ("values",),
                 "critic.micro_batch_tokens",
+                self._parallel,
             )
         return DataProto.from_dict(tensors=columns)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update(self, batch: DataProto) -> dict[str, float]:
         columns = columns_of(batch, ("values", "returns"), "update")
-        metrics = self._update.run(columns, seed_of(batch), self._loss)
+        with self._offload.on_device(optimizer=True):
+            metrics = self._update.run(columns, seed_of(batch), self._loss)
         metrics["critic/explained_variance"] = explained_variance(
             columns["values"], columns["returns"], columns["response_mask"]
         )
@@ -134,17 +138,14 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
-        save_model(self._model.backbone, path)
-        save_file(self._model.value_head.state_dict(), Path(path) / VALUE_HEAD_FILE)
-        save_training_state(path, self._optimizer)
+        with self._offload.on_device(optimizer=True):
+            save_model(self._model.backbone, path)
+            head = gather(list(self._model.value_head.state_dict().items()))
+            if self._parallel.is_first:
+                save_file(dict(head), Path(path) / VALUE_HEAD_FILE)
+            save_training_state(path, self._model, self._optimizer, self._parallel)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        if not (Path(path) / VALUE_HEAD_FILE).exists():
-            raise unreadable(path, FileNotFoundError(f"no {VALUE_HEAD_FILE}"))
-        try:
-            source = self._load(path, path)
-        except ConfigError as error:
-            raise unreadable(path, error) from error
-        copy_weights(self._model, source, path)
-        load_training_state(path, self._optimizer)
+        with self._offload.on_device(optimizer=True):
+            load_training_state(path, self._model, self._optimizer, self._parallel)

@@ -12,11 +12,13 @@ from torch import Tensor
 
 from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.protocol import DataProto
+from agentrl_core.workers.data_parallel import DataParallel
 
 SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 RESPONSE_COLUMNS = ("responses", "response_mask")
 
 Columns = dict[str, Tensor]
+ALONE = DataParallel()
 
 
 @dataclass(frozen=True)
@@ -92,6 +94,34 @@ def micro_batches(columns: Columns, max_tokens: int) -> list[MicroBatch]:
     return [_cropped(columns, pack, width_P, prompts, responses) for pack in packs]
 
 
+def empty_micro_batch(columns: Columns) -> MicroBatch:
+    """One row of two tokens, none of them sampled: a rank without rows takes part in a pass and adds nothing."""
+    widths = {name: 2 if name in SEQUENCE_COLUMNS else 1 for name in columns}
+    made = {
+        name: torch.zeros(1, *column.shape[1:-1], widths[name], dtype=column.dtype) for name, column in columns.items()
+    }
+    made["attention_mask"] += 1
+    made["position_ids"][..., 1] = 1
+    return MicroBatch(torch.zeros(0, dtype=torch.long), made)
+
+
+def share_of_rows(columns: Columns, parallel: DataParallel) -> Tensor:
+    """The rows ([n] int64) that this rank works on, dealt out by length: every rank gets about as many tokens."""
+    lengths_B = columns["attention_mask"].sum(-1)
+    order_B = torch.argsort(lengths_B, descending=True, stable=True)
+    places_B = torch.arange(len(order_B))
+    turn_B, seat_B = places_B // parallel.size, places_B % parallel.size
+    # Forwards and backwards in turns, or rank 0 would get the longest of every turn.
+    seat_B = torch.where(turn_B % 2 == 0, seat_B, parallel.size - 1 - seat_B)
+    return order_B[seat_B == parallel.rank].sort().values
+
+
+def in_step(micros: list[MicroBatch], columns: Columns, parallel: DataParallel) -> list[MicroBatch]:
+    """As many micro-batches as the rank with the most has, empty ones at the end: every pass is a collective."""
+    missing = parallel.largest(len(micros)) - len(micros)
+    return [*micros, *(empty_micro_batch(columns) for _ in range(missing))]
+
+
 def _extent(mask_BW: Tensor) -> list[int]:
     """1 + the last position with mask 1 of each row, at least 1: a forward pass needs something to run on."""
     positions_W = torch.arange(1, mask_BW.shape[1] + 1, device=mask_BW.device)
@@ -116,19 +146,21 @@ def map_micro_batches(
     function: Callable[[MicroBatch], tuple[Tensor, ...]],
     names: tuple[str, ...],
     setting: str,
+    parallel: DataParallel = ALONE,
 ) -> Columns:
     """Results [b, r] of ``function`` for every micro-batch as columns ``names`` [B, R] on the CPU, in batch order.
 
     They are float32, and 0 under mask 0. ``setting`` is the config key of ``max_tokens``. Raises WorkerError where
-    memory runs out.
+    memory runs out. Over several ranks each has a batch of its own, and all of them must call this.
     """
     mask_BR = columns["response_mask"].cpu()
     results = {name: torch.zeros(mask_BR.shape, dtype=torch.float32) for name in names}
-    for micro in micro_batches(columns, max_tokens):
+    for micro in in_step(micro_batches(columns, max_tokens), columns, parallel):
         with memory_errors(micro, setting):
             outputs = function(micro.to(device))
         for name, output_br in zip(names, outputs, strict=True):
-            results[name][micro.rows, : output_br.shape[1]] = output_br.float().cpu()
+            if len(micro.rows):
+                results[name][micro.rows, : output_br.shape[1]] = output_br.float().cpu()
     return {name: torch.where(mask_BR, result_BR, 0.0) for name, result_BR in results.items()}
 
 

@@ -46,6 +46,33 @@ def load_backbone(path: str, config: ModelConfig, key: str) -> Any:
     return _load(AutoModel, path, config, key)
 
 
+def empty_causal_lm(path: str, config: ModelConfig) -> Any:
+    """The same model as of :func:`load_causal_lm` without weights, on torch's meta device."""
+    return _empty(AutoModelForCausalLM, path, config)
+
+
+def empty_backbone(path: str, config: ModelConfig) -> Any:
+    """The same model as of :func:`load_backbone` without weights, on torch's meta device."""
+    return _empty(AutoModel, path, config)
+
+
+def _empty(auto_class: Any, path: str, config: ModelConfig) -> Any:
+    with torch.device("meta"):
+        return auto_class.from_config(
+            _model_config(path, config),
+            dtype=getattr(torch, config.dtype),
+            attn_implementation=config.attn_implementation,
+            trust_remote_code=config.trust_remote_code,
+        ).eval()
+
+
+def _model_config(path: str, config: ModelConfig) -> Any:
+    model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
+    # Dropout would make the ratio compare two random functions instead of two policies.
+    _switch_off_dropout(model_config)
+    return model_config
+
+
 def _load(auto_class: Any, path: str, config: ModelConfig, key: str) -> Any:
     if not Path(path).is_dir():
         raise ConfigError(
@@ -54,14 +81,9 @@ def _load(auto_class: Any, path: str, config: ModelConfig, key: str) -> Any:
         )
     try:
         with quiet_progress():
-            # Dropout would make the ratio compare two random functions instead of two policies.
-            model_config = AutoConfig.from_pretrained(
-                path, trust_remote_code=config.trust_remote_code, local_files_only=True
-            )
-            _switch_off_dropout(model_config)
             model, info = auto_class.from_pretrained(
                 path,
-                config=model_config,
+                config=_model_config(path, config),
                 dtype=getattr(torch, config.dtype),
                 attn_implementation=config.attn_implementation,
                 trust_remote_code=config.trust_remote_code,

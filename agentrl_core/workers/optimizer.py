@@ -3,10 +3,10 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from agentrl_core.config.schema import OptimizerConfig
 
@@ -27,16 +27,21 @@ class StepReport:
 
 
 class ScheduledAdamW:
-    """AdamW (arXiv 1711.05101) over ``parameters``; every step is clipped and scheduled.
+    """AdamW (arXiv 1711.05101) over named parameters, whole or sharded; every step is clipped and scheduled.
 
     A step whose gradient is not finite changes neither weights nor moments, but counts in the schedule, whose length
     was fixed beforehand.
     """
 
     def __init__(
-        self, parameters: Iterable[nn.Parameter], config: OptimizerConfig, grad_clip: float, total_steps: int
+        self,
+        named_parameters: Iterable[tuple[str, nn.Parameter]],
+        config: OptimizerConfig,
+        grad_clip: float,
+        total_steps: int,
     ) -> None:
-        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._named = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
+        self._parameters = list(self._named.values())
         self._config = config
         self._grad_clip = grad_clip
         self._total_steps = total_steps
@@ -57,7 +62,7 @@ class ScheduledAdamW:
     def step(self) -> StepReport:
         """Clip, step, and forget the gradients."""
         lr = self.lr
-        grad_norm = float(nn.utils.clip_grad_norm_(self._parameters, self._grad_clip))
+        grad_norm = _clip(self._parameters, self._grad_clip)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
             for group in self._adamw.param_groups:
@@ -67,12 +72,49 @@ class ScheduledAdamW:
         self._steps += 1
         return StepReport(grad_norm, lr, skipped)
 
-    def state_dict(self) -> dict[str, Any]:
-        return {"adamw": self._adamw.state_dict(), "steps": self._steps}
+    @property
+    def steps(self) -> int:
+        """Steps so far, by which the schedule goes."""
+        return self._steps
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._adamw.load_state_dict(state["adamw"])
-        self._steps = state["steps"]
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self._steps = steps
+
+    def moments(self) -> dict[str, Tensor]:
+        """AdamW's state as ``name.exp_avg``, ``name.exp_avg_sq`` (like the parameter) and ``name.step``.
+
+        These are the tensors themselves: who writes into them sets the state. Those that do not exist yet are made as
+        AdamW's first step would make them.
+        """
+        state = self._adamw.state
+        for parameter in self._parameters:
+            if not state[parameter]:
+                state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
+                }
+        return {
+            f"{name}.{key}": value for name, parameter in self._named.items() for key, value in state[parameter].items()
+        }
+
+    def move_moments(self, device: torch.device) -> None:
+        """Bring the moments to a device."""
+        for state in self._adamw.state.values():
+            for key in ("exp_avg", "exp_avg_sq"):
+                if key in state:
+                    state[key] = state[key].to(device, non_blocking=True)
+
+
+def _clip(parameters: list[nn.Parameter], limit: float) -> float:
+    """Scale the gradients so that their norm, over all parameters and ranks, is at most ``limit``; the norm before."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norm = nn.utils.get_total_norm(gradients)
+    if isinstance(norm, DTensor):
+        norm = norm.full_tensor()
+    nn.utils.clip_grads_with_norm_(parameters, limit, norm)
+    return float(norm)
 
 
 def learning_rate(config: OptimizerConfig, step: int, total_steps: int) -> float:

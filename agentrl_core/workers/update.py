@@ -1,7 +1,9 @@
 """The optimizer steps of one batch: epochs, mini-batches, micro-batches.
 
 The gradient of a mini-batch does not depend on how it is cut: each micro-batch's loss is a sum divided by the
-denominator of the mini-batch (see :mod:`agentrl_core.algorithms.aggregation`).
+denominator of the mini-batch (see :mod:`agentrl_core.algorithms.aggregation`). Nor does it depend on the number of
+ranks: each of them has the whole batch, cuts the same mini-batches from it, and works on its share of their rows;
+gradients and metrics are sums over the ranks.
 
 Shapes: M rows with a sampled token, b and r rows and response tokens of a micro-batch.
 """
@@ -17,9 +19,18 @@ from torch import Tensor, nn
 from agentrl_core.algorithms.aggregation import Aggregation, denominator
 from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.config.schema import UpdateConfig
-from agentrl_core.controller import Worker
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.micro_batching import Columns, MicroBatch, memory_errors, micro_batches, take
+from agentrl_core.workers.data_parallel import DataParallel
+from agentrl_core.workers.micro_batching import (
+    ALONE,
+    Columns,
+    MicroBatch,
+    in_step,
+    memory_errors,
+    micro_batches,
+    share_of_rows,
+    take,
+)
 from agentrl_core.workers.models import training_mode
 from agentrl_core.workers.optimizer import ScheduledAdamW, StepReport
 
@@ -58,6 +69,7 @@ class Update:
         aggregation: Aggregation,
         max_response_length: int,
         device: torch.device,
+        parallel: DataParallel = ALONE,
     ) -> None:
         self._name = name
         self._module = module
@@ -66,6 +78,7 @@ class Update:
         self._aggregation = aggregation
         self._max_response_length = max_response_length
         self._device = device
+        self._parallel = parallel
 
     def run(self, columns: Columns, seed: int, loss_function: LossFunction) -> dict[str, float]:
         """All steps of a batch: ``epochs`` passes of ``mini_batches`` steps each, fewer where rows are fewer.
@@ -74,7 +87,10 @@ class Update:
         rows. Returns ``loss``, ``grad_norm`` (before clipping, over the steps that were made), ``lr`` (of the last
         step), ``skipped_steps`` and all parts and token values of ``loss_function``, under ``name/``.
 
-        Raises WorkerError where a loss is not finite or memory runs out, naming the micro-batch.
+        Over several ranks all of them must call this with the same batch, and all return the same metrics.
+
+        Raises WorkerError where a loss is not finite (on every rank, if it is so on one) or memory runs out, naming the
+        micro-batch.
         """
         totals = _Totals()
         trained = columns["response_mask"].any(-1).nonzero().squeeze(-1)
@@ -83,12 +99,17 @@ class Update:
             for _ in range(self._config.epochs):
                 for rows in _mini_batches(trained, self._config.mini_batches, generator):
                     self._step(take(columns, rows), rows, loss_function, totals)
-        return {f"{self._name}/{key}": value for key, value in totals.metrics(self._optimizer.lr).items()}
+        metrics = totals.metrics(self._optimizer.lr, self._parallel)
+        return {f"{self._name}/{key}": value for key, value in metrics.items()}
 
     def _step(self, mini_batch: Columns, rows: Tensor, loss_function: LossFunction, totals: "_Totals") -> None:
         divisor = denominator(mini_batch["response_mask"], self._aggregation, self._max_response_length)
+        if self._parallel.size > 1:
+            share = share_of_rows(mini_batch, self._parallel)
+            mini_batch, rows = take(mini_batch, share), rows[share]
+        micros = micro_batches(mini_batch, self._config.micro_batch_tokens)
         self._optimizer.zero_grad()
-        for micro in micro_batches(mini_batch, self._config.micro_batch_tokens):
+        for micro in in_step(micros, mini_batch, self._parallel):
             micro = MicroBatch(rows[micro.rows], micro.columns)
             with memory_errors(micro, f"{self._name}.micro_batch_tokens"):
                 result = loss_function(micro.to(self._device), divisor)
@@ -98,24 +119,19 @@ class Update:
         totals.add_step(self._optimizer.step())
 
     def _check_finite(self, result: MicroLoss, micro: MicroBatch) -> None:
-        if math.isfinite(result.loss.item()):
-            return
-        self._optimizer.zero_grad()
-        values = {"loss": result.loss, **result.parts}
-        shown = ", ".join(f"{key} {value.item()}" for key, value in values.items())
-        raise WorkerError(
-            f"the {self._name}'s loss is not finite ({shown}) in a {micro}: look for NaN or infinite rewards, "
-            f"advantages or log-probabilities in these rows, or lower {self._name}.optimizer.lr"
-        )
-
-
-def check_single_rank(worker: Worker, name: str) -> None:
-    """Raises WorkerError in a group of several ranks: without gradient synchronisation they would drift apart."""
-    if worker.world_size > 1:
-        raise WorkerError(
-            f"the {name}'s group has {worker.world_size} ranks, and updates run in one process: give its resource "
-            "pool one process"
-        )
+        found = None
+        if not math.isfinite(result.loss.item()):
+            values = {"loss": result.loss, **result.parts}
+            shown = ", ".join(f"{key} {value.item()}" for key, value in values.items())
+            found = f"the {self._name}'s loss is not finite ({shown}) in a {micro}"
+        # Before the backward pass, in which the other ranks would wait for this one.
+        problem = self._parallel.first_problem(found)
+        if problem is not None:
+            self._optimizer.zero_grad()
+            raise WorkerError(
+                f"{problem}: look for NaN or infinite rewards, advantages or log-probabilities in these rows, or lower "
+                f"{self._name}.optimizer.lr"
+            )
 
 
 def seed_of(batch: DataProto) -> int:
@@ -150,12 +166,14 @@ class _Totals:
     def add_step(self, report: StepReport) -> None:
         self._steps.append(report)
 
-    def metrics(self, lr: float) -> dict[str, float]:
+    def metrics(self, lr: float, parallel: DataParallel) -> dict[str, float]:
         made = [step.grad_norm for step in self._steps if not step.skipped]
+        parts, token_sums = parallel.summed(self._parts), parallel.summed(self._token_sums)
+        tokens = parallel.summed({"tokens": self._tokens})["tokens"]
         return {
             "loss": 0.0,
-            **{key: total / max(len(self._steps), 1) for key, total in self._parts.items()},
-            **{key: total / max(self._tokens, 1) for key, total in self._token_sums.items()},
+            **{key: total / max(len(self._steps), 1) for key, total in parts.items()},
+            **{key: total / max(tokens, 1) for key, total in token_sums.items()},
             "grad_norm": sum(made) / max(len(made), 1),
             "lr": self._steps[-1].lr if self._steps else lr,
             "skipped_steps": float(len(self._steps) - len(made)),

@@ -1,93 +1,116 @@
-"""Weights and training state on their way: to engines, to checkpoints, and back."""
+"""A model's weights on their way out: to engines, and to Hugging Face files.
 
-import pickle
+Both walk over buckets. Where the model is sharded, a bucket is gathered when it is asked for: all ranks must step
+through together, rank 0 keeps what is gathered, and no rank holds more than one bucket beside its shards.
+"""
+
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from agentrl_core.api.errors import CheckpointError
 from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.workers.models import quiet_progress
-from agentrl_core.workers.optimizer import ScheduledAdamW
 
-OPTIMIZER_FILE = "optimizer.pt"
+Named = list[tuple[str, Tensor]]
+FILE_BYTES = 4 << 30
+"""Of one safetensors file; a model that is larger gets several and an index."""
+_DTYPE_PREFIX = "torch."
 
 
-def weight_buckets(model: nn.Module, bucket_bytes: int) -> list[ArrayBucket]:
+def iter_weight_buckets(model: nn.Module, bucket_bytes: int) -> Iterator[ArrayBucket]:
     """All weights as raw bytes on the host, in order, under the names of ``model.state_dict()``.
 
     Tied weights come once, under the first of their names. A bucket holds at most ``bucket_bytes``, or one tensor.
+    Where the model is sharded every rank must exhaust the iterator; those other than 0 get the same buckets without
+    ``data``.
     """
-    buckets: list[ArrayBucket] = []
-    pending: list[tuple[str, Tensor]] = []
+    for bucket in plan_buckets(model, bucket_bytes):
+        gathered = gather(bucket)
+        raw = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for _, tensor in gathered]
+        yield ArrayBucket(
+            names=tuple(name for name, _ in bucket),
+            shapes=tuple(tuple(tensor.shape) for _, tensor in bucket),
+            dtypes=tuple(str(tensor.dtype).removeprefix(_DTYPE_PREFIX) for _, tensor in bucket),
+            data=np.concatenate(raw) if raw else np.empty(0, np.uint8),
+        )
+
+
+def plan_buckets(model: nn.Module, bucket_bytes: int) -> list[Named]:
+    """The model's own tensors or shards, tied ones once, cut by the size of the whole tensors."""
+    buckets: list[Named] = []
     size = 0
     for name, tensor in _untied(model):
-        if pending and size + tensor.nbytes > bucket_bytes:
-            buckets.append(_bucket(pending))
-            pending, size = [], 0
-        pending.append((name, tensor))
-        size += tensor.nbytes
-    return [*buckets, _bucket(pending)] if pending else buckets
+        if not buckets or size + _nbytes(tensor) > bucket_bytes:
+            buckets.append([])
+            size = 0
+        buckets[-1].append((name, tensor))
+        size += _nbytes(tensor)
+    return buckets
+
+
+def gather(bucket: Named) -> Named:
+    """The whole tensors of a bucket, on the host; nothing on ranks other than 0."""
+    gathered: Named = []
+    is_sharded = False
+    for name, tensor in bucket:
+        whole = tensor.detach()
+        if isinstance(whole, DTensor):
+            is_sharded = True
+            whole = whole.full_tensor()
+        if not is_sharded or dist.get_rank() == 0:
+            gathered.append((name, whole.cpu()))
+    return gathered
 
 
 def _untied(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    seen: set[tuple[int, tuple[int, ...], tuple[int, ...]]] = set()
-    for name, tensor in model.state_dict().items():
-        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride())
-        if place not in seen:
-            seen.add(place)
+    # By identity: ranks without a part of a small tensor would find all of those at the same address.
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
             yield name, tensor
 
 
-def _bucket(tensors: list[tuple[str, Tensor]]) -> ArrayBucket:
-    raw = [tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy() for _, tensor in tensors]
-    return ArrayBucket(
-        names=tuple(name for name, _ in tensors),
-        shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
-        dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors),
-        data=np.concatenate(raw),
-    )
+def _nbytes(tensor: Tensor) -> int:
+    return tensor.numel() * tensor.element_size()
 
 
-def save_model(model: Any, path: str) -> None:
-    """Config and safetensors in Hugging Face layout, in the weights' own dtype."""
-    with quiet_progress():
-        model.save_pretrained(path)
+def save_model(model: Any, path: str, file_bytes: int = FILE_BYTES) -> None:
+    """Config and safetensors in Hugging Face layout, in the weights' own dtype.
+
+    Where the model is sharded all ranks must call this; rank 0 writes one file after the other.
+    """
+    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
+        with quiet_progress():
+            model.save_pretrained(path)
+        return
+    is_first = dist.get_rank() == 0
+    if is_first:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        _save_configs(model, path)
+    buckets = plan_buckets(model, file_bytes)
+    files = {}
+    for number, bucket in enumerate(buckets, 1):
+        gathered = gather(bucket)
+        if is_first:
+            file = "model.safetensors" if len(buckets) == 1 else f"model-{number:05d}-of-{len(buckets):05d}.safetensors"
+            save_file(dict(gathered), Path(path) / file, metadata={"format": "pt"})
+            files.update({name: file for name, _ in gathered})
+    if is_first and len(buckets) > 1:
+        total = sum(_nbytes(tensor) for bucket in buckets for _, tensor in bucket)
+        index = {"metadata": {"total_size": total}, "weight_map": files}
+        (Path(path) / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def save_training_state(path: str, optimizer: ScheduledAdamW) -> None:
-    """Optimizer, schedule and torch's generators, beside the weights."""
-    generators = {"cpu": torch.get_rng_state(), "cuda": torch.cuda.get_rng_state_all()}
-    torch.save({"optimizer": optimizer.state_dict(), "generators": generators}, Path(path) / OPTIMIZER_FILE)
-
-
-def load_training_state(path: str, optimizer: ScheduledAdamW) -> None:
-    """Take over what :func:`save_training_state` wrote. Raises CheckpointError where it does not fit."""
-    file = Path(path) / OPTIMIZER_FILE
-    try:
-        state = torch.load(file, map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(state["optimizer"])
-        torch.set_rng_state(state["generators"]["cpu"])
-        if state["generators"]["cuda"] and torch.cuda.is_available():
-            torch.cuda.set_rng_state_all(state["generators"]["cuda"])
-    except (OSError, RuntimeError, EOFError, KeyError, ValueError, TypeError, pickle.UnpicklingError) as error:
-        raise unreadable(str(file), error) from error
-
-
-def copy_weights(target: nn.Module, source: nn.Module, path: str) -> None:
-    """Overwrite ``target``'s weights in place, so that whoever shares the module sees them."""
-    try:
-        target.load_state_dict(source.state_dict())
-    except RuntimeError as error:
-        raise unreadable(path, error) from error
-
-
-def unreadable(path: str, error: BaseException) -> CheckpointError:
-    return CheckpointError(
-        f"checkpoint {path}: cannot be read or does not belong to this model ({error}); "
-        "resume from another one (trainer.resume=PATH)"
-    )
+def _save_configs(model: Any, path: str) -> None:
+    model.config.save_pretrained(path)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.save_pretrained(path)

@@ -156,7 +156,7 @@ def test_export_loads_in_transformers_and_equals_the_checkpoint(fit: Fit, tiny_r
     tokenizer = AutoTokenizer.from_pretrained(out)
     expected = tiny_tokenizer().apply_chat_template(messages, tokenize=False)
     assert tokenizer.apply_chat_template(messages, tokenize=False) == expected
-    assert not (out / "optimizer.pt").exists()
+    assert not (out / "training").exists()
 
     again = agentrl("export", run.path, out)
     assert again.exit_code == 1 and "is not an empty directory; name a new one" in again.output

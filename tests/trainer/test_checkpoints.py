@@ -29,7 +29,7 @@ def test_layout(fit: Fit) -> None:
     latest = run.checkpoints_dir / "latest"
     assert {file.name for file in latest.iterdir()} == {"actor", "trainer.json", "config.yaml", "plugins.lock.json"}
     held = {file.name for file in (latest / "actor").iterdir()}
-    assert {"model.safetensors", "config.json", "optimizer.pt", "tokenizer.json", "chat_template.jinja"} <= held
+    assert {"model.safetensors", "config.json", "training", "tokenizer.json", "chat_template.jinja"} <= held
 
 
 def test_newest_are_kept(fit: Fit) -> None:
@@ -150,14 +150,10 @@ def truncate(file: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("actor/model.safetensors", truncate, r"checkpoint .*actor: cannot be read or does not belong to this model"),
-        (
-            "actor/model.safetensors",
-            Path.unlink,
-            r"checkpoint .*actor: cannot be read or does not belong to this model",
-        ),
-        ("actor/optimizer.pt", Path.unlink, r"optimizer.pt: cannot be read .*resume from another one"),
-        ("actor/optimizer.pt", truncate, r"optimizer.pt: cannot be read .*resume from another one"),
+        ("actor/training/.metadata", Path.unlink, r"actor/training: cannot be read .*resume from another one"),
+        ("actor/training/.metadata", truncate, r"actor/training: cannot be read .*resume from another one"),
+        ("actor/training/__0_0.distcp", Path.unlink, r"actor/training: cannot be read .*resume from another one"),
+        ("actor/training/__0_0.distcp", truncate, r"actor/training: cannot be read .*resume from another one"),
         ("trainer.json", truncate, r"trainer.json is damaged: .*trainer.resume=PATH"),
         ("plugins.lock.json", truncate, r"cannot read the lock file .*plugins.lock.json: .*trainer.resume=PATH"),
     ],
@@ -178,7 +174,7 @@ def test_critic_is_missing_in_the_checkpoint(fit: Fit) -> None:
 def test_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
     fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def save(path: Path, optimizer: Any) -> None:
+    def save(path: Path, *state: Any) -> None:
         if "step-000003" in str(path):
             raise OSError(28, "No space left on device")
 

@@ -184,7 +184,7 @@ def test_a_checkpoint_continues_bit_for_bit(make_actor, trainable, tmp_path):
     assert all(torch.equal(tensor, after[name]) for name, tensor in weights(original).items())
 
 
-@pytest.mark.parametrize("file", ["optimizer.pt", "model.safetensors", "config.json"])
+@pytest.mark.parametrize("file", ["training/.metadata", "training/__0_0.distcp"])
 @pytest.mark.parametrize("damage", ["corrupt", "missing"])
 def test_a_corrupt_checkpoint_is_named(make_actor, tmp_path, file, damage):
     actor = make_actor()
@@ -204,7 +204,7 @@ def test_export_is_loaded_by_transformers(make_actor, trainable, tmp_path):
     actor.export(str(tmp_path / "out"))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in weights(actor).items())
-    assert not (tmp_path / "out" / "optimizer.pt").exists()
+    assert not (tmp_path / "out" / "training").exists()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

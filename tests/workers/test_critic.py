@@ -93,7 +93,7 @@ def test_a_checkpoint_continues_bit_for_bit(make_critic, batch, tmp_path):
     assert train(original, batch, 2) == train(resumed, batch, 2)
 
 
-@pytest.mark.parametrize("file", ["optimizer.pt", "value_head.safetensors", "model.safetensors"])
+@pytest.mark.parametrize("file", ["training/.metadata", "training/__0_0.distcp"])
 @pytest.mark.parametrize("damage", ["corrupt", "missing"])
 def test_a_corrupt_checkpoint_is_named(make_critic, tmp_path, file, damage):
     critic = make_critic()

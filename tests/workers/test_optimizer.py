@@ -23,7 +23,9 @@ def test_more_warmup_than_steps_does_not_divide_by_zero():
 
 
 def optimizer_of(parameter: nn.Parameter, grad_clip: float = 1.0) -> ScheduledAdamW:
-    return ScheduledAdamW([parameter], OptimizerConfig(lr=0.1, schedule="linear"), grad_clip, total_steps=10)
+    return ScheduledAdamW(
+        [("weight", parameter)], OptimizerConfig(lr=0.1, schedule="linear"), grad_clip, total_steps=10
+    )
 
 
 def test_reports_the_norm_before_clipping_and_forgets_the_gradient():
@@ -51,7 +53,9 @@ def test_a_gradient_that_is_not_finite_changes_no_weight_but_counts_in_the_sched
 
 def test_frozen_parameters_are_left_alone():
     frozen, trained = nn.Parameter(torch.ones(1), requires_grad=False), nn.Parameter(torch.ones(1))
-    optimizer = ScheduledAdamW([frozen, trained], OptimizerConfig(lr=0.1, weight_decay=0.5), 1.0, 10)
+    optimizer = ScheduledAdamW(
+        [("frozen", frozen), ("trained", trained)], OptimizerConfig(lr=0.1, weight_decay=0.5), 1.0, 10
+    )
     trained.grad = torch.ones(1)
     optimizer.step()
     assert frozen.item() == 1.0 and trained.item() < 1.0

@@ -1,0 +1,104 @@
+"""The state of a training worker on disk: torch's distributed checkpoint (DCP).
+
+Each rank writes its own shards of model and optimizer, and a checkpoint is read by any number of ranks, one included.
+"""
+
+import pickle
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from agentrl_core.api.errors import CheckpointError
+from agentrl_core.workers.data_parallel import DataParallel
+from agentrl_core.workers.optimizer import ScheduledAdamW
+
+STATE_FOLDER = "training"
+"""Beside the weights that transformers reads."""
+
+
+def save_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, parallel: DataParallel) -> None:
+    """Weights, moments, schedule and this rank's generators; all ranks must call this."""
+    state = {**_weights(model), **_moments(optimizer), **_generators(parallel), "steps": torch.tensor(optimizer.steps)}
+    with _quiet():
+        dcp.save(state, checkpoint_id=_folder(path), no_dist=parallel.size == 1)
+
+
+def load_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, parallel: DataParallel) -> None:
+    """Take over what :func:`save_training_state` wrote, in place, so that whoever shares the module sees it.
+
+    Generators are taken over only where the number of ranks is the same; nothing that is trained depends on them.
+
+    Raises CheckpointError where it does not fit; all ranks must call this.
+    """
+    generators, steps = _generators(parallel), torch.tensor(0)
+    folder = _folder(path)
+    try:
+        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        generators = {name: tensor for name, tensor in generators.items() if name in saved}
+        state = {**_weights(model), **_moments(optimizer), **generators, "steps": steps}
+        with _quiet():
+            dcp.load(state, checkpoint_id=folder, no_dist=parallel.size == 1)
+    except (
+        OSError, RuntimeError, EOFError, KeyError, ValueError, TypeError, AttributeError, pickle.UnpicklingError,
+        CheckpointException,
+    ) as error:  # fmt: skip
+        raise unreadable(folder, error) from error
+    optimizer.steps = int(steps)
+    _set_generators(generators, parallel)
+
+
+def unreadable(path: str, error: BaseException) -> CheckpointError:
+    """The error for a checkpoint that is damaged, or another model's."""
+    return CheckpointError(
+        f"checkpoint {path}: cannot be read or does not belong to this model ({_cause(error)}); "
+        "resume from another one (trainer.resume=PATH)"
+    )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What DCP wraps: the failure of the lowest rank, without its traceback."""
+    if isinstance(error, CheckpointException) and error.failures:
+        return error.failures[min(error.failures)][0]
+    return error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # One process without a process group is what a run on one device is, not a mistake.
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        yield
+
+
+def _folder(path: str) -> str:
+    return str(Path(path) / STATE_FOLDER)
+
+
+def _weights(model: nn.Module) -> dict[str, Tensor]:
+    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+
+
+def _moments(optimizer: ScheduledAdamW) -> dict[str, Tensor]:
+    return {f"optimizer.{name}": tensor for name, tensor in optimizer.moments().items()}
+
+
+def _generators(parallel: DataParallel) -> dict[str, Tensor]:
+    place = f"{parallel.rank}-of-{parallel.size}"
+    states = {f"generator.cpu.{place}": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states[f"generator.cuda.{place}"] = torch.cuda.get_rng_state()
+    return states
+
+
+def _set_generators(states: dict[str, Tensor], parallel: DataParallel) -> None:
+    place = f"{parallel.rank}-of-{parallel.size}"
+    if f"generator.cpu.{place}" in states:
+        torch.set_rng_state(states[f"generator.cpu.{place}"])
+    if f"generator.cuda.{place}" in states:
+        torch.cuda.set_rng_state(states[f"generator.cuda.{place}"])

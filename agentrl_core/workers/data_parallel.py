@@ -1,0 +1,139 @@
+"""The ranks that train one model together, and the few sums that they agree on.
+
+Every rank is handed the same batch and takes its share of the rows of each mini-batch, so denominators and the order
+of rows are known everywhere without a word; gradients and metrics are summed over the ranks.
+"""
+
+import logging
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from agentrl_core.api.errors import AgentRLError, WorkerError
+from agentrl_core.controller import Worker
+from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks
+
+T = TypeVar("T")
+DP_AXIS = "dp"
+JOIN_TIMEOUT = timedelta(minutes=10)
+logger = logging.getLogger(__name__)
+
+
+def _plan_collective(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    calls: list[Call | None] = [(args, kwargs)] * group.world_size
+    return Plan(calls, [0], lambda results: results[0])
+
+
+COLLECTIVE = DispatchMode("COLLECTIVE", _plan_collective)
+"""Every rank gets the same arguments and must take part; the result is that of rank 0."""
+
+
+class DataParallel:
+    """A rank's place among ``size`` ranks. Made with :meth:`join`; alone (``size`` 1) everything is a plain call."""
+
+    def __init__(self, rank: int = 0, mesh: DeviceMesh | None = None, owns_group: bool = False) -> None:
+        self.rank = rank
+        self.mesh = mesh
+        self._owns_group = owns_group
+
+    @classmethod
+    def join(cls, worker: Worker, device: torch.device) -> "DataParallel":
+        """Meet the other ranks of the worker's group; a group of one process meets nobody.
+
+        Workers that share a process share its process group, gloo for tensors of the host and NCCL for those of CUDA.
+
+        Raises WorkerError where the ranks do not find each other.
+        """
+        if worker.world_size == 1:
+            return cls()
+        if device.type == "cuda":
+            torch.cuda.set_device(worker.device)
+        owns_group = not dist.is_initialized()
+        if owns_group:
+            address = f"tcp://{worker.master_addr}:{worker.master_port}"
+            try:
+                dist.init_process_group(
+                    "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
+                    init_method=address,
+                    rank=worker.rank,
+                    world_size=worker.world_size,
+                    timeout=JOIN_TIMEOUT,
+                )
+            except (RuntimeError, ValueError) as error:
+                raise WorkerError(
+                    f"rank {worker.rank} of {worker.world_size} cannot reach the others at {address}: {error}; the "
+                    "nodes must reach each other by TCP (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface)"
+                ) from error
+        mesh = init_device_mesh(device.type, (worker.world_size,), mesh_dim_names=(DP_AXIS,))
+        return cls(worker.rank, mesh, owns_group)
+
+    @property
+    def size(self) -> int:
+        """The number of ranks."""
+        return self.mesh.size() if self.mesh is not None else 1
+
+    @property
+    def is_first(self) -> bool:
+        """This is rank 0, which writes files and keeps what is gathered."""
+        return self.rank == 0
+
+    def largest(self, value: int) -> int:
+        """The largest of the ranks' values."""
+        if self.size == 1:
+            return value
+        tensor = torch.tensor(value)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def summed(self, values: Mapping[str, float]) -> dict[str, float]:
+        """The ranks' values added up, key by key; every rank must have the same keys."""
+        keys = sorted(values)
+        if self.size == 1 or not keys:
+            return dict(values)
+        tensor = torch.tensor([values[key] for key in keys], dtype=torch.float64)
+        dist.all_reduce(tensor)
+        return dict(zip(keys, tensor.tolist(), strict=True))
+
+    def first_problem(self, problem: str | None) -> str | None:
+        """What the lowest rank with a problem says, on all ranks; None where no rank has one."""
+        if not self.largest(int(problem is not None)):
+            return None
+        if self.size == 1:
+            return problem
+        told: list[str | None] = [None] * self.size
+        dist.all_gather_object(told, problem)
+        return next(f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None)
+
+    def on_first(self, function: Callable[[], T]) -> T | None:
+        """Run ``function`` on rank 0 only; the others get None.
+
+        Its error is raised on every rank, so that nobody waits for a rank that has given up.
+        """
+        if self.size == 1:
+            return function()
+        result, failure = None, None
+        if self.is_first:
+            try:
+                result = function()
+            except AgentRLError as error:
+                failure = error
+        outcome: list[AgentRLError | None] = [failure]
+        dist.broadcast_object_list(outcome, src=0)
+        if outcome[0] is not None:
+            raise outcome[0]
+        return result
+
+    def barrier(self) -> None:
+        """Wait until every rank is here."""
+        if self.size > 1:
+            self.largest(0)
+
+    def close(self) -> None:
+        """Leave the process group, if this joined it."""
+        if self._owns_group and dist.is_initialized():
+            self._owns_group = False
+            dist.destroy_process_group()

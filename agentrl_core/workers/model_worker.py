@@ -1,0 +1,37 @@
+"""What actor, critic and reference have in common: a model, alone in this process or sharded over the ranks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from agentrl_core.config.schema import Config
+from agentrl_core.controller import Worker
+from agentrl_core.workers.data_parallel import DataParallel
+from agentrl_core.workers.models import resolve_device
+from agentrl_core.workers.sharding import place
+
+
+class ModelWorker(Worker):
+    """Base of the workers that compute with a model.
+
+    Args:
+        config: the loaded configuration.
+    """
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self.config = config
+        self._device = resolve_device(config.cluster.device)
+        self._parallel = DataParallel()
+        self._model: Any = None
+
+    def _place_model(self, load: Callable[[], nn.Module], skeleton: Callable[[], nn.Module]) -> None:
+        """Meet the other ranks and put the model in its place: see :func:`agentrl_core.workers.sharding.place`."""
+        self._parallel = DataParallel.join(self, self._device)
+        self._model = place(load, skeleton, self._parallel, self.config.model.compute_dtype, self._device)
+
+    def close(self) -> None:
+        """Forget the model and leave the other ranks."""
+        self._model = None
+        self._parallel.close()

@@ -1,0 +1,105 @@
+"""A model over several ranks: FSDP2 (``torch.distributed.fsdp.fully_shard``).
+
+Every decoder layer is a unit of its own, what is left (embeddings, final norm, head) belongs to the root. Gradients
+are summed over the ranks, not averaged: the loss of a micro-batch is already divided by the denominator of the whole
+mini-batch.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from agentrl_core.api.errors import WorkerError
+from agentrl_core.workers.data_parallel import DataParallel
+
+ComputeDtype = Literal["float32", "bfloat16"]
+
+
+def precision(compute_dtype: ComputeDtype | None, device: torch.device) -> MixedPrecisionPolicy:
+    """Forward and backward in ``compute_dtype`` (None: bfloat16 on CUDA, as stored elsewhere), sums in float32."""
+    if compute_dtype is None and device.type == "cuda":
+        compute_dtype = "bfloat16"
+    param_dtype = getattr(torch, compute_dtype) if compute_dtype is not None else None
+    return MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32)
+
+
+def place(
+    load: Callable[[], nn.Module],
+    skeleton: Callable[[], nn.Module],
+    parallel: DataParallel,
+    compute_dtype: ComputeDtype | None,
+    device: torch.device,
+) -> Any:
+    """The model on its device, in eval mode; over several ranks its parameters are shards.
+
+    Rank 0 reads the weights and sends each to the others, so that a node's memory holds one copy of them, however many
+    ranks it has.
+
+    Args:
+        load: gives the model with its weights, on the host.
+        skeleton: gives the same model without weights, on torch's meta device.
+    """
+    if parallel.mesh is None:
+        return load().to(device).eval()
+    source = parallel.on_first(load)
+    model = skeleton()
+    shard(model, parallel, precision(compute_dtype, device))
+    model.to_empty(device=device)
+    send_weights(model, source, device)
+    return model.eval()
+
+
+def shard(model: nn.Module, parallel: DataParallel, policy: MixedPrecisionPolicy) -> None:
+    """Apply FSDP2 in place. Raises WorkerError for a model that does not name its decoder layers."""
+    assert parallel.mesh is not None, "a model of one process is not sharded"
+    layers = decoder_layers(model)
+    for unit in (*layers, *_float32_units(model)):
+        fully_shard(unit, mesh=parallel.mesh, mp_policy=policy if unit in layers else MixedPrecisionPolicy())
+    fully_shard(model, mesh=parallel.mesh, mp_policy=policy)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_gradient_divide_factor(1.0)
+            # A division inside of the reduction is something that gloo cannot do.
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The modules that transformers names in ``_no_split_modules``, the blocks of a model."""
+    names = {name for module in model.modules() for name in getattr(module, "_no_split_modules", None) or ()}
+    layers = [module for module in model.modules() if type(module).__name__ in names]
+    if not layers:
+        raise WorkerError(
+            f"{type(model).__name__} cannot be trained by several processes: it names no decoder layers in "
+            "_no_split_modules; use a model of transformers, or cluster.processes_per_node=1 and cluster.nodes=1"
+        )
+    return layers
+
+
+def _float32_units(model: nn.Module) -> list[nn.Module]:
+    """Parts that compute in float32 whatever the policy is: a value head."""
+    head = getattr(model, "value_head", None)
+    return [head] if isinstance(head, nn.Module) else []
+
+
+def send_weights(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
+    """Give a sharded model the parameters and buffers of ``source``, which only rank 0 has."""
+    weights = source.state_dict() if source is not None else {}
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, cast("dict[str, Any]", weights), options=options)
+    # Buffers that no checkpoint holds, such as rotary frequencies, are computed where the weights are read.
+    originals = dict(source.named_buffers()) if source is not None else {}
+    for name, buffer in model.named_buffers():
+        if originals:
+            buffer.copy_(originals[name])
+        dist.broadcast(buffer, src=0)
+
+
+def rest(model: nn.Module) -> None:
+    """Give back the gathered parameters that FSDP2 keeps after a forward pass without a backward one."""
+    if isinstance(model, FSDPModule):
+        model.reshard()
