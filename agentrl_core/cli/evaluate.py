@@ -12,7 +12,7 @@ from agentrl_core.config import load_config
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.trainer.checkpoint import checkpoint_path, read_state
 from agentrl_core.trainer.preparation import Preparation
-from agentrl_core.trainer.roles import gpu_share, start_runtime
+from agentrl_core.trainer.roles import engine_gpu_share, start_runtime
 from agentrl_core.trainer.validation import Validator
 from agentrl_core.workers.models import resolve_device
 
@@ -39,7 +39,7 @@ def run(config: Path, overrides: list[str], checkpoint: Path | None) -> None:
             deterministic=loaded.rollout.deterministic,
             vocab_size=preparation.facts.vocab_size,
         )
-        manager = AgentLoopManager(loaded, runtime, engine, engine_gpus=gpu_share(loaded))
+        manager = AgentLoopManager(loaded, runtime, engine, engine_gpus=engine_gpu_share(loaded))
         try:
             manager.start()
             metrics, results = Validator(loaded, preparation.data.validation, manager).run(step)

@@ -61,6 +61,31 @@ def engine_environment(sound: Sound) -> Problems:
         )
 
 
+def training_processes(sound: Sound) -> Problems:
+    cluster = sound.config.cluster
+    if cluster.runtime != "local":
+        return
+    for key, count in (("nodes", cluster.nodes), ("processes_per_node", cluster.processes_per_node)):
+        if count > 1:
+            yield (
+                f"cluster.{key}",
+                f"found {count}, but the local runtime is one process; set cluster.runtime=ray or cluster.{key}=1",
+            )
+
+
+def offload_leaves_the_engine_its_weights(sound: Sound) -> Problems:
+    if (
+        sound.config.actor.offload_parameters
+        and sound.config.cluster.runtime == "local"
+        and sound.has("rollout.engine", "shared_module")
+    ):
+        yield (
+            "actor.offload_parameters",
+            f"engine '{sound.config.rollout.engine.name}' generates with the actor's own weights in the local runtime, "
+            "and they must stay on the device; set cluster.runtime=ray or actor.offload_parameters=false",
+        )
+
+
 def deterministic_rollouts(sound: Sound) -> Problems:
     rollout = sound.config.rollout
     if not rollout.deterministic:
@@ -214,6 +239,8 @@ CHECKS: tuple[Check, ...] = (
     nothing_empty,
     group_size,
     engine_environment,
+    training_processes,
+    offload_leaves_the_engine_its_weights,
     deterministic_rollouts,
     reference_is_used,
     critic_is_used,

@@ -328,6 +328,21 @@ class RayRuntime:
         self._groups.append(group)
         return group
 
+    def colocated_worker_groups(
+        self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1, num_gpus: float = 0
+    ) -> dict[str, RayWorkerGroup]:
+        """One actor with one CPU for every rank, with a worker of every role in it.
+
+        Raises WorkerError if the cluster is too small.
+        """
+        name = "+".join(classes)
+        self._check_cpus(name, nodes * processes_per_node)
+        # Processes of one node must be on one node: they share its GPUs, and rank order follows the nodes.
+        pool = RayResourcePool([processes_per_node] * nodes, num_gpus=num_gpus, name_prefix=name)
+        group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), role=name, owns_pool=True)
+        self._groups.append(group)
+        return group.spawn(classes)
+
     def actor(
         self,
         cls: type,

@@ -1,7 +1,7 @@
 """Where workers and actors live: in this process, or on Ray. The code that uses them is the same."""
 
 import inspect
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
 import torch
@@ -43,6 +43,12 @@ class Runtime(Protocol):
 
         ``name`` is their role in messages.
         """
+        ...
+
+    def colocated_worker_groups(
+        self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1, num_gpus: float = 0
+    ) -> Mapping[str, WorkerGroup]:
+        """A group for each role, all of them in the same processes, each of which has ``num_gpus``."""
         ...
 
     def actor(
@@ -143,6 +149,13 @@ class LocalRuntime:
         group = LocalWorkerGroup(cls, world_size, role=name, loop=self._loop)
         self._groups.append(group)
         return group
+
+    def colocated_worker_groups(
+        self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1, num_gpus: float = 0
+    ) -> dict[str, LocalWorkerGroup]:
+        """Groups whose ``workers`` are plain objects."""
+        world_size = nodes * processes_per_node
+        return {role: self.worker_group(cls, role, world_size, num_gpus) for role, cls in classes.items()}
 
     def actor(
         self,

@@ -2,6 +2,7 @@
 
 import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -63,26 +64,35 @@ def needs_critic(config: Config) -> bool:
     return ref is not None and "values" in resolve_ref(ref).spec.capabilities
 
 
+def training_processes(config: Config) -> int:
+    """Processes that train together, each with a part of every model."""
+    return config.cluster.nodes * config.cluster.processes_per_node
+
+
 def needed_cpus(config: Config) -> int:
     """Logical CPUs of a Ray cluster: one for every worker and actor of the run."""
     return (
-        _models(config) + config.rollout.engine.replicas + config.reward.num_workers + config.rollout.agent.num_workers
+        training_processes(config)
+        + config.rollout.engine.replicas
+        + config.reward.num_workers
+        + config.rollout.agent.num_workers
     )
 
 
-def gpu_share(config: Config) -> float:
-    """The part of one GPU for each process that computes with it; 0 on the CPU.
+def training_gpu_share(config: Config) -> float:
+    """The part of a GPU for each training process; 0 on the CPU.
 
-    One GPU is shared by the models and the engine replicas, because they work in turns.
+    More than half of one, so that no two of them share a GPU; what is left is the engines', who work in turns with it.
     """
+    return 0.51 if resolve_device(config.cluster.device).type == "cuda" else 0.0
+
+
+def engine_gpu_share(config: Config) -> float:
+    """The part of a GPU for each engine replica; 0 on the CPU."""
     if resolve_device(config.cluster.device).type != "cuda":
         return 0.0
-    processes = _models(config) + config.rollout.engine.replicas
-    return math.floor(100 / processes) / 100
-
-
-def _models(config: Config) -> int:
-    return 1 + needs_critic(config) + (config.algorithm.kl_coef > 0)
+    per_gpu = math.ceil(config.rollout.engine.replicas / training_processes(config))
+    return math.floor(49 / per_gpu) / 100
 
 
 def start_runtime(config: Config) -> Runtime:
@@ -98,22 +108,23 @@ def start_runtime(config: Config) -> Runtime:
 
 def build_roles(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFacts) -> Roles:
     """Build the worker groups, load their models, start the engines."""
-    gpus = gpu_share(config)
-    actor = runtime.worker_group(ClassWithInitArgs(ActorWorker, config, plan.optimizer_steps), "actor", num_gpus=gpus)
-    actor.init_model()
-    critic = reference = None
+    classes = {"actor": ClassWithInitArgs(ActorWorker, config, plan.optimizer_steps)}
     if needs_critic(config):
-        update = config.critic
-        steps = plan.steps * update.epochs * update.mini_batches
-        critic = runtime.worker_group(ClassWithInitArgs(CriticWorker, config, steps), "critic", num_gpus=gpus)
-        critic.init_model()
+        steps = plan.steps * config.critic.epochs * config.critic.mini_batches
+        classes["critic"] = ClassWithInitArgs(CriticWorker, config, steps)
     if config.algorithm.kl_coef > 0:
-        reference = runtime.worker_group(ClassWithInitArgs(ReferenceWorker, config), "reference", num_gpus=gpus)
-        reference.init_model()
+        classes["reference"] = ClassWithInitArgs(ReferenceWorker, config)
+    cluster = config.cluster
+    groups: Mapping[str, Any] = runtime.colocated_worker_groups(
+        classes, cluster.nodes, cluster.processes_per_node, num_gpus=training_gpu_share(config)
+    )
+    for group in groups.values():
+        group.init_model()
+    actor = groups["actor"]
     return Roles(
         actor=cast(Actor, actor),
-        critic=cast("Critic | None", critic),
-        reference=cast("Reference | None", reference),
+        critic=cast("Critic | None", groups.get("critic")),
+        reference=cast("Reference | None", groups.get("reference")),
         rollout=_build_rollout(config, runtime, plan, facts, actor),
     )
 
@@ -144,7 +155,7 @@ def _build_rollout(config: Config, runtime: Runtime, plan: RunPlan, facts: Model
             vocab_size=facts.vocab_size,
             shared_module=module,
         ),
-        engine_gpus=gpu_share(config),
+        engine_gpus=engine_gpu_share(config),
     )
     manager.start()
     return manager

@@ -10,9 +10,11 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from agentrl_core.api.errors import CheckpointError
 from agentrl_core.workers.data_parallel import DataParallel
@@ -26,7 +28,7 @@ def save_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, 
     """Weights, moments, schedule and this rank's generators; all ranks must call this."""
     state = {**_weights(model), **_moments(optimizer), **_generators(parallel), "steps": torch.tensor(optimizer.steps)}
     with _quiet():
-        dcp.save(state, checkpoint_id=_folder(path), no_dist=parallel.size == 1)
+        save(state, checkpoint_id=_folder(path), no_dist=parallel.size == 1)
 
 
 def load_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, parallel: DataParallel) -> None:
@@ -39,11 +41,11 @@ def load_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, 
     generators, steps = _generators(parallel), torch.tensor(0)
     folder = _folder(path)
     try:
-        saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
         generators = {name: tensor for name, tensor in generators.items() if name in saved}
         state = {**_weights(model), **_moments(optimizer), **generators, "steps": steps}
         with _quiet():
-            dcp.load(state, checkpoint_id=folder, no_dist=parallel.size == 1)
+            load(state, checkpoint_id=folder, no_dist=parallel.size == 1)
     except (
         OSError, RuntimeError, EOFError, KeyError, ValueError, TypeError, AttributeError, pickle.UnpicklingError,
         CheckpointException,

@@ -4,7 +4,6 @@ Every rank is handed the same batch and takes its share of the rows of each mini
 of rows are known everywhere without a word; gradients and metrics are summed over the ranks.
 """
 
-import logging
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -20,7 +19,6 @@ from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks
 T = TypeVar("T")
 DP_AXIS = "dp"
 JOIN_TIMEOUT = timedelta(minutes=10)
-logger = logging.getLogger(__name__)
 
 
 def _plan_collective(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -46,10 +44,15 @@ class DataParallel:
 
         Workers that share a process share its process group, gloo for tensors of the host and NCCL for those of CUDA.
 
-        Raises WorkerError where the ranks do not find each other.
+        Raises WorkerError where the ranks do not find each other, or share one process.
         """
         if worker.world_size == 1:
             return cls()
+        if not worker.master_port:
+            raise WorkerError(
+                f"{type(worker).__name__} has {worker.world_size} ranks in one process, which cannot train together: "
+                "set cluster.runtime=ray, or give the group one rank"
+            )
         if device.type == "cuda":
             torch.cuda.set_device(worker.device)
         owns_group = not dist.is_initialized()
@@ -126,11 +129,6 @@ class DataParallel:
         if outcome[0] is not None:
             raise outcome[0]
         return result
-
-    def barrier(self) -> None:
-        """Wait until every rank is here."""
-        if self.size > 1:
-            self.largest(0)
 
     def close(self) -> None:
         """Leave the process group, if this joined it."""

@@ -6,7 +6,7 @@ mini-batch.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -88,9 +88,9 @@ def _float32_units(model: nn.Module) -> list[nn.Module]:
 
 def send_weights(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
     """Give a sharded model the parameters and buffers of ``source``, which only rank 0 has."""
-    weights = source.state_dict() if source is not None else {}
+    weights: dict[str, Any] = source.state_dict() if source is not None else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    set_model_state_dict(model, cast("dict[str, Any]", weights), options=options)
+    set_model_state_dict(model, weights, options=options)
     # Buffers that no checkpoint holds, such as rotary frequencies, are computed where the weights are read.
     originals = dict(source.named_buffers()) if source is not None else {}
     for name, buffer in model.named_buffers():

@@ -43,7 +43,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_config(model_path: str) -> Callable[..., Config]:
     def make(algorithm: dict | None = None, actor: dict | None = None, critic: dict | None = None, **model) -> Config:
         slot = PolicyLossSlot()
@@ -80,7 +80,7 @@ def rows() -> list[Row]:
     return made
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_batch() -> Callable[..., DataProto]:
     """A padded batch of rows; per-token columns and meta_info by keyword."""
 

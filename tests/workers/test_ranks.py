@@ -1,0 +1,211 @@
+"""Several ranks do what one process does: real processes on Ray, gloo, FSDP2. One cluster for the whole module."""
+
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from agentrl_core.api.errors import WorkerError
+from agentrl_core.controller import ClassWithInitArgs, make_runtime
+from agentrl_core.controller.runtime import Runtime
+
+pytestmark = pytest.mark.ray
+
+ALGORITHM = {"kl_coef": 0.1, "entropy_coef": 0.01, "aggregation": "seq-mean-token-mean"}
+UPDATE = {"mini_batches": 2, "epochs": 2, "micro_batch_tokens": 40, "grad_clip": 0.5}
+Groups = Mapping[str, Any]
+
+
+def roles(config: Any) -> dict[str, ClassWithInitArgs]:
+    """Actor, critic and reference with a few more methods; made in a function, so that they travel by value."""
+    from agentrl_core.controller import Dispatch, register
+    from agentrl_core.workers.actor import ActorWorker
+    from agentrl_core.workers.critic import CriticWorker
+    from agentrl_core.workers.reference import ReferenceWorker
+    from agentrl_core.workers.weights import iter_weight_buckets, save_model
+
+    class Actor(ActorWorker):
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def set_model_key(self, key: str, value: Any) -> None:
+            setattr(self.config.model, key, value)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def shard_numels(self) -> tuple[int, int]:
+            """Elements that this rank holds, and of the whole model."""
+            parameters = list(self.module.parameters())
+            return sum(p.to_local().numel() for p in parameters), sum(p.numel() for p in parameters)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def bucket_sizes(self, bucket_bytes: int) -> list[tuple[tuple[str, ...], int]]:
+            return [(bucket.names, bucket.nbytes) for bucket in iter_weight_buckets(self.module, bucket_bytes)]
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def export_in_parts(self, path: str, file_bytes: int) -> None:
+            save_model(self.module, path, file_bytes)
+
+    return {
+        "actor": ClassWithInitArgs(Actor, config, 100),
+        "critic": ClassWithInitArgs(CriticWorker, config, 100),
+        "reference": ClassWithInitArgs(ReferenceWorker, config),
+    }
+
+
+@pytest.fixture(scope="module")
+def groups_of(make_config: Callable[..., Any]) -> Iterator[Callable[[int], Groups]]:
+    """The groups of so many ranks, with models and optimizers as at the start; the processes stay."""
+    config = make_config(algorithm=ALGORITHM, actor=UPDATE, critic=UPDATE)
+    made: dict[int, Groups] = {}
+
+    def get(ranks: int) -> Groups:
+        if ranks not in made:
+            runtime: Runtime = local if ranks == 1 else ray
+            made[ranks] = runtime.colocated_worker_groups(roles(config), processes_per_node=ranks)
+        for group in made[ranks].values():
+            group.init_model()
+        return made[ranks]
+
+    with make_runtime("local") as local, make_runtime("ray", num_cpus=16) as ray:
+        yield get
+
+
+@pytest.fixture
+def batches(make_batch: Callable[..., Any], rows: list[Any]) -> list[Any]:
+    """Five steps: with uneven rows, one of them without a sampled token, and with fewer rows than ranks."""
+    return [make_batch(chosen) for chosen in (rows, rows[:3], rows[2:], rows[:1], rows[3:])]
+
+
+def step(groups: Groups, batch: Any, seed: int) -> dict[str, float]:
+    """What the trainer does with a batch."""
+    batch = batch.slice()
+    batch.meta_info["seed"] = seed
+    batch.union(groups["actor"].compute_log_prob(batch))
+    batch.union(groups["reference"].compute_ref_log_prob(batch))
+    batch.union(groups["critic"].compute_values(batch))
+    mask = batch.batch["response_mask"]
+    generator = torch.Generator().manual_seed(seed)
+    batch.batch["advantages"] = torch.randn(mask.shape, generator=generator) * mask
+    batch.batch["returns"] = torch.randn(mask.shape, generator=generator) * mask
+    return groups["critic"].update(batch)[0] | groups["actor"].update(batch)[0]
+
+
+def weights(groups: Groups, bucket_bytes: int = 10_000) -> dict[str, np.ndarray]:
+    return {
+        name: data.view(np.float32).reshape(shape)
+        for bucket in groups["actor"].weight_buckets(bucket_bytes)
+        for name, shape, _, data in bucket.tensors()
+    }
+
+
+def assert_same_weights(first: Groups, second: Groups, tolerance: float = 1e-5) -> None:
+    expected, found = weights(first), weights(second)
+    assert expected.keys() == found.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_allclose(found[name], tensor, atol=tolerance, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_five_steps_equal_those_of_one_process(groups_of: Any, batches: list[Any], ranks: int) -> None:
+    one, several = groups_of(1), groups_of(ranks)
+    shards = several["actor"].shard_numels()
+    assert sum(part for part, _ in shards) == shards[0][1] and max(part for part, _ in shards) < shards[0][1]
+    for seed, batch in enumerate(batches):
+        expected, found = step(one, batch, seed), step(several, batch, seed)
+        assert found == pytest.approx(expected, abs=1e-5, rel=1e-5)
+        assert expected["actor/grad_norm"] > UPDATE["grad_clip"]
+    assert_same_weights(one, several)
+    initial = weights(groups_of(1))
+    assert max(np.abs(tensor - initial[name]).max() for name, tensor in weights(several).items()) > 1e-3
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 1), (1, 2), (2, 2)])
+def test_a_checkpoint_goes_on_with_another_number_of_ranks(
+    groups_of: Any, batches: list[Any], tmp_path: Path, before: int, after: int
+) -> None:
+    saved = groups_of(before)
+    step(saved, batches[0], 0)
+    for role in ("actor", "critic"):
+        saved[role].save_checkpoint(str(tmp_path / role))
+    expected, expected_weights = step(saved, batches[1], 1), weights(saved)
+    loaded = groups_of(after)
+    for role in ("actor", "critic"):
+        loaded[role].load_checkpoint(str(tmp_path / role))
+    assert step(loaded, batches[1], 1) == pytest.approx(expected, abs=1e-5, rel=1e-5)
+    for name, tensor in weights(loaded).items():
+        np.testing.assert_allclose(tensor, expected_weights[name], atol=1e-6, rtol=0, err_msg=name)
+
+
+def test_a_damaged_checkpoint_is_named_and_nobody_waits(groups_of: Any, tmp_path: Path) -> None:
+    actor = groups_of(2)["actor"]
+    actor.save_checkpoint(str(tmp_path))
+    (tmp_path / "training" / "__1_0.distcp").unlink()
+    with pytest.raises(WorkerError, match="CheckpointError(.|\n)*training: cannot be read.*resume from another"):
+        actor.load_checkpoint(str(tmp_path))
+
+
+def test_a_loss_that_is_not_finite_stops_all_ranks_before_anything_has_changed(
+    groups_of: Any, batches: list[Any]
+) -> None:
+    groups = groups_of(2)
+    before = weights(groups)
+    batch = batches[0].slice()
+    mask = batch.batch["response_mask"]
+    batch.union(groups["actor"].compute_log_prob(batch))
+    batch.batch["ref_log_prob"] = batch.batch["old_log_probs"]
+    batch.batch["advantages"] = mask.float()
+    batch.batch["advantages"][0, 0] = math.nan
+    with pytest.raises(WorkerError, match=r"rank \d: the actor's loss is not finite.*NaN or infinite rewards"):
+        groups["actor"].update(batch)
+    for name, tensor in weights(groups).items():
+        np.testing.assert_array_equal(tensor, before[name])
+    assert math.isfinite(step(groups, batches[0], 0)["actor/loss"])
+
+
+def test_a_model_that_cannot_be_read_is_named_by_all_ranks(groups_of: Any) -> None:
+    actor = groups_of(2)["actor"]
+    path = groups_of(1)["actor"].workers[0].config.model.path
+    actor.set_model_key("path", "nowhere")
+    with pytest.raises(WorkerError, match="ConfigError(.|\n)*model.path: 'nowhere' is not a directory"):
+        actor.init_model()
+    actor.set_model_key("path", path)
+    actor.init_model()
+
+
+def test_bfloat16_is_for_computing_only(groups_of: Any, batches: list[Any]) -> None:
+    groups = groups_of(2)
+    exact = groups["actor"].compute_log_prob(batches[0]).batch["old_log_probs"]
+    groups["actor"].set_model_key("compute_dtype", "bfloat16")
+    groups["actor"].init_model()
+    rough = groups["actor"].compute_log_prob(batches[0]).batch["old_log_probs"]
+    assert 0 < float((exact - rough).abs().max()) < 0.1
+    assert math.isfinite(step(groups, batches[0], 0)["actor/grad_norm"])
+    assert {kind for bucket in groups["actor"].weight_buckets(2**30) for kind in bucket.dtypes} == {"float32"}
+    groups["actor"].set_model_key("compute_dtype", None)
+
+
+def test_buckets_are_gathered_one_by_one_and_kept_by_rank_zero(groups_of: Any) -> None:
+    groups, limit = groups_of(4), 5000
+    first, *others = groups["actor"].bucket_sizes(limit)
+    assert len(first) > 3 and all(nbytes <= limit or len(names) == 1 for names, nbytes in first)
+    assert [names for names, _ in first] == [names for names, _ in others[0]]
+    assert all(nbytes == 0 for rank in others for _, nbytes in rank)
+    assert_same_weights(groups_of(1), groups, tolerance=0)
+
+
+@pytest.mark.parametrize("file_bytes", [5000, 2**30])
+def test_an_export_is_loaded_by_transformers(groups_of: Any, tmp_path: Path, file_bytes: int) -> None:
+    groups = groups_of(2)
+    groups["actor"].export_in_parts(str(tmp_path), file_bytes)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()
+    for name, tensor in weights(groups).items():
+        np.testing.assert_array_equal(exported[name].numpy(), tensor)
+    index = tmp_path / "model.safetensors.index.json"
+    assert index.exists() == (file_bytes == 5000)
+    if index.exists():
+        files = json.loads(index.read_text())["weight_map"]
+        assert len(set(files.values())) > 3 and all((tmp_path / file).is_file() for file in files.values())
