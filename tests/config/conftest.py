@@ -69,7 +69,7 @@ def _spec(kind: str, name: str, config: type = NoConfig, *capabilities: str) -> 
 
 
 SPECS = [
-    _spec("engine", "hf", EngineOptions, "deterministic"),
+    _spec("engine", "hf", EngineOptions, "deterministic", "shared_module"),
     _spec("engine", "fussy", Fussy),
     _spec("engine", "unreadable", Unreadable),
     _spec("agent_loop", "single_turn"),

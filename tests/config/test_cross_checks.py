@@ -20,6 +20,22 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
             "environment needs cluster.runtime=ray, found local; set cluster.runtime=ray or rollout.engine.python=null",
         ),
         (
+            ["cluster.processes_per_node=2"],
+            "cluster.processes_per_node (override 'cluster.processes_per_node=2'): found 2, but the local runtime is "
+            "one process; set cluster.runtime=ray or cluster.processes_per_node=1",
+        ),
+        (
+            ["cluster.nodes=3"],
+            "cluster.nodes (override 'cluster.nodes=3'): found 3, but the local runtime is one process; set "
+            "cluster.runtime=ray or cluster.nodes=1",
+        ),
+        (
+            ["actor.offload_parameters=true", "rollout.engine=hf"],
+            "actor.offload_parameters (override 'actor.offload_parameters=true'): engine 'hf' generates with the "
+            "actor's own weights in the local runtime, and they must stay on the device; set cluster.runtime=ray or "
+            "actor.offload_parameters=false",
+        ),
+        (
             ["rollout.deterministic=true", "rollout.engine=fussy"],
             "rollout.engine.name (override 'rollout.engine=fussy'): rollout.deterministic needs an engine that can; "
             "'fussy' cannot",
@@ -122,6 +138,7 @@ def test_message(problems, valid, overrides, message):
     [
         ["rollout.n=1", "algorithm.advantage=gae", "critic={path: /m, warmup_steps: 2}"],
         ["rollout.engine.python=/env/bin/python", "cluster.runtime=ray"],
+        ["cluster={runtime: ray, nodes: 2, processes_per_node: 8}", "actor.offload_parameters=true"],
         ["rollout.deterministic=true"],
         ["reference.path=/m", "algorithm.kl_coef=0.1"],
         [TOOL_AGENT, "tools=[calculator]", "interactions=[tutor]"],

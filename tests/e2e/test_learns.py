@@ -45,3 +45,21 @@ def test_ray_trains_on_what_the_local_runtime_does_also_after_a_resume(
         assert [entry[:2] for entry in drawn(on_ray, step)] == [entry[:2] for entry in drawn(local, step)]
     assert drawn(on_ray, 1) == drawn(local, 1)
     assert on_ray.read_metrics()[0]["rollout/logprob_gap_max"] < 1e-4
+
+
+@pytest.mark.ray
+def test_two_processes_train_on_what_one_does_and_learn(
+    fit: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {**LEARN, "rollout.deterministic": True, "trainer.steps": 15}
+    one = fit({**changes, "trainer.steps": 1, "trainer.name": "one"}).read_metrics()[0]
+    ray: dict[str, Any] = {"cluster.runtime": "ray", "cluster.processes_per_node": 2, "trainer.name": "two"}
+    run = fit({**changes, **ray})
+    two = run.read_metrics()
+    same = [key for key in one if key.startswith(("actor/", "reward/", "response_length/", "advantage/"))]
+    assert {"actor/loss", "actor/grad_norm", "reward/mean"} <= set(same)
+    assert {key: two[0][key] for key in same} == pytest.approx({key: one[key] for key in same}, abs=1e-4, rel=1e-4)
+    rewards = [row["reward/mean"] for row in two]
+    assert sum(rewards[-3:]) / 3 > sum(rewards[:3]) / 3 + 0.2
+    resumed = fit({**changes, "trainer.steps": 16, "trainer.name": "two", "trainer.resume": "auto"})
+    assert resumed.read_metrics()[-1]["reward/mean"] == pytest.approx(rewards[-1], abs=0.15)

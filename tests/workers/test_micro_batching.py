@@ -5,7 +5,15 @@ from hypothesis import strategies as st
 
 from agentrl_core.api import ProtocolError, WorkerError
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.micro_batching import Columns, columns_of, map_micro_batches, micro_batches
+from agentrl_core.workers.data_parallel import DataParallel
+from agentrl_core.workers.micro_batching import (
+    Columns,
+    columns_of,
+    empty_micro_batch,
+    map_micro_batches,
+    micro_batches,
+    share_of_rows,
+)
 
 CPU = torch.device("cpu")
 
@@ -85,3 +93,37 @@ def test_missing_columns_are_named():
     batch = DataProto.from_dict(tensors={"responses": torch.zeros(1, 1)})
     with pytest.raises(ProtocolError, match=r"update needs the columns .*'advantages'.*has \['responses'\]"):
         columns_of(batch, ("advantages",), "update")
+
+
+class Place(DataParallel):
+    """A rank among others that are not there."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank)
+        self._size = size
+
+    @property
+    def size(self) -> int:
+        return self._size
+
+
+@settings(deadline=None)
+@given(lengths=lengths_strategy, ranks=st.integers(1, 5))
+def test_every_row_is_dealt_to_one_rank_and_ranks_get_about_as_many_tokens(lengths, ranks):
+    columns = columns_with(lengths)
+    shares = [share_of_rows(columns, Place(rank, ranks)).tolist() for rank in range(ranks)]
+    assert sorted(row for share in shares for row in share) == list(range(len(lengths)))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+    tokens = [sum(sum(lengths[row]) for row in share) for share in shares]
+    assert max(tokens) - min(tokens) <= max(map(sum, lengths))
+
+
+@pytest.mark.parametrize("rope_axes", [(), (3,)])
+def test_a_micro_batch_for_a_rank_without_rows_has_nothing_to_train(rope_axes):
+    columns = columns_with([(2, 3)])
+    columns["position_ids"] = torch.zeros(1, *rope_axes, 20, dtype=torch.long)
+    columns["advantages"] = torch.ones(1, 11)
+    micro = empty_micro_batch({name: column[:0] for name, column in columns.items()})
+    assert len(micro.rows) == 0 and micro.tokens == 2
+    assert micro["attention_mask"].all() and not micro["response_mask"].any() and not micro["advantages"].any()
+    assert micro["position_ids"].shape == (1, *rope_axes, 2) and micro["responses"].shape == (1, 1)
