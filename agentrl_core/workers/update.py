@@ -85,9 +85,11 @@ class Update:
 
         Rows without a sampled token are left out; without any row there is no step. ``seed`` decides the order of
         rows. Returns ``loss``, ``grad_norm`` (before clipping, over the steps that were made), ``lr`` (of the last
-        step), ``skipped_steps`` and all parts and token values of ``loss_function``, under ``name/``.
+        step), ``skipped_steps``, on CUDA ``peak_memory_gib`` of this process so far, and all parts and token values of
+        ``loss_function``, under ``name/``.
 
-        Over several ranks all of them must call this with the same batch, and all return the same metrics.
+        Over several ranks all of them must call this with the same batch, and all return the same metrics
+        but for their own memory.
 
         Raises WorkerError where a loss is not finite (on every rank, if it is so on one) or memory runs out, naming the
         micro-batch.
@@ -100,6 +102,8 @@ class Update:
                 for rows in _mini_batches(trained, self._config.mini_batches, generator):
                     self._step(take(columns, rows), rows, loss_function, totals)
         metrics = totals.metrics(self._optimizer.lr, self._parallel)
+        if self._device.type == "cuda":
+            metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
 
     def _step(self, mini_batch: Columns, rows: Tensor, loss_function: LossFunction, totals: "_Totals") -> None:

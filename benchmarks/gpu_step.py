@@ -1,0 +1,206 @@
+"""Trains a random Qwen3 of half a billion parameters on one GPU and says where time and memory go.
+
+    python benchmarks/gpu_step.py [--runtimes local ray] [--output docs/results/gpu.md]
+
+Rows have about 2,048 tokens; weights are bfloat16, and the engine is the embedded one. Without a CUDA device the script
+says so and exits with 0; ``--device cpu --tiny`` shows that it runs, on a model whose figures mean nothing.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import transformers
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from agentrl_core.config import load_config
+from agentrl_core.testing.tiny_model import save_tiny_model
+from agentrl_core.trainer import Trainer
+
+PROMPT_TOKENS = 64
+PHASES = ("rollout", "log_probs", "update_actor", "sync_weights", "step")
+PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165, "3090": 71}
+"""Dense bfloat16 with float32 sums, from the vendor's data sheets, by a part of the device's name."""
+REWARD = """
+import random
+
+
+def score(trajectory):
+    return random.random()
+"""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Model and batch of a run."""
+
+    model: dict[str, int]
+    tokens: int
+    prompts: int
+    samples: int
+    micro_batch_tokens: int
+
+
+FULL = Shape(
+    {
+        "vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
+        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+    },
+    tokens=2048, prompts=4, samples=4, micro_batch_tokens=8192,
+)  # fmt: skip
+TINY = Shape({}, tokens=96, prompts=2, samples=2, micro_batch_tokens=512)
+
+
+def update_flops(model: dict[str, Any], rows: float, prompt: float, response: float) -> float:
+    """Floating-point operations of forward and backward over ``rows`` rows; recomputed activations do not count.
+
+    Two per multiply-add and weight in the forward pass, twice that in the backward one; attention over the causal half
+    of the square; the head only at positions that predict a response token.
+    """
+    hidden, layers, length = model["hidden_size"], model["num_hidden_layers"], prompt + response
+    width = model["num_attention_heads"] * model["head_dim"]
+    kv_width = model["num_key_value_heads"] * model["head_dim"]
+    weights = hidden * (2 * width + 2 * kv_width) + 3 * hidden * model["intermediate_size"]
+    attention = 2 * width * length**2 / 2
+    per_row = layers * (weights * length + attention) + hidden * model["vocab_size"] * response
+    return 6 * rows * per_row
+
+
+def train(runtime: str, shape: Shape, device: str, steps: int, folder: Path) -> list[dict[str, float]]:
+    """Metrics of all steps but the first, which warms up."""
+    (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
+    row = {"prompt": [{"role": "user", "content": "?" * (PROMPT_TOKENS // 2)}], "reward_model": {"ground_truth": ""}}
+    (folder / "train.jsonl").write_text((json.dumps(row) + "\n") * shape.prompts, encoding="utf-8")
+    config = {
+        "model": {"path": "model", "dtype": "bfloat16"},
+        "data": {"train_files": ["train.jsonl"], "batch_size": shape.prompts, "max_prompt_length": PROMPT_TOKENS},
+        "rollout": {
+            "engine": "hf",
+            "agent": {"loops": ["single_turn"]},
+            "n": shape.samples,
+            "max_response_length": shape.tokens - PROMPT_TOKENS,
+        },
+        "reward": {"functions": [{"name": "./rewards.py:score", "isolation": "inline"}]},
+        "actor": {"micro_batch_tokens": shape.micro_batch_tokens},
+        "trainer": {
+            "name": runtime, "output_dir": str(folder / "runs"), "steps": steps + 1, "trackers": ["jsonl"],
+            "checkpoint": {"interval": 0},
+        },
+        "cluster": {"runtime": runtime, "device": device},
+    }  # fmt: skip
+    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    run = Trainer(load_config(folder / "config.yaml")).fit()
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [json.loads(line) for line in lines if json.loads(line)["step"] > 1]
+
+
+def figures(metrics: list[dict[str, float]], model: dict[str, Any], device: str) -> list[tuple[str, str]]:
+    """Names and values of the table; medians over the steps."""
+
+    def middle(name: str) -> float | None:
+        values = [step[name] for step in metrics if name in step]
+        return median(values) if values else None
+
+    rows: list[tuple[str, str]] = []
+    for phase in PHASES:
+        seconds = middle(f"timing/{phase}")
+        rows.append((f"time: {phase}", "not run" if seconds is None else f"{seconds:.2f} s"))
+    prompt, response = middle("prompt_length/mean") or 0.0, middle("response_length/mean") or 0.0
+    count = (middle("rollout/sampled_tokens") or 0.0) / max(response, 1.0)
+    rows.append(("rows per step, tokens per row", f"{count:.0f}, {prompt + response:.0f}"))
+    rows.append(("tokens per second, whole step", f"{middle('perf/tokens_per_second') or 0.0:.0f}"))
+    memory = middle("actor/peak_memory_gib")
+    rows.append(("peak memory of the update", "not on CUDA" if memory is None else f"{memory:.2f} GiB"))
+    for name in ("mean", "max"):
+        gap = middle(f"rollout/logprob_gap_{name}")
+        rows.append((f"log-prob gap, {name}", "none" if gap is None else f"{gap:.2e}"))
+    seconds = middle("timing/update_actor")
+    if seconds:
+        tflops = update_flops(model, count, prompt, response) / seconds / 1e12
+        peak = peak_tflops(device)
+        share = "device's peak unknown" if peak is None else f"{tflops / peak:.1%} of {peak} TFLOP/s"
+        rows.append(("update: model FLOP/s", f"{tflops:.3g} TFLOP/s"))
+        rows.append(("update: model-FLOPs utilisation", share))
+    return rows
+
+
+def peak_tflops(device: str) -> int | None:
+    """The peak of the device here, if its name is known."""
+    name = torch.cuda.get_device_name() if device == "cuda" else ""
+    return next((peak for part, peak in PEAK_TFLOPS.items() if part in name), None)
+
+
+def device_name(device: str) -> str:
+    """The GPU's name, or the CPU's kind."""
+    return (
+        torch.cuda.get_device_name()
+        if device == "cuda"
+        else f"CPU ({platform.machine()}, {torch.get_num_threads()} threads)"
+    )
+
+
+def markdown(results: dict[str, list[tuple[str, str]]], parameters: int, device: str) -> str:
+    """The page: what it was measured on, and one column for each runtime."""
+    lines = [
+        "# One training step on one GPU",
+        "",
+        f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {device_name(device)}, torch {torch.__version__}, "
+        f"transformers {transformers.__version__}, Python {platform.python_version()}. A random Qwen3 of "
+        f"{parameters / 1e6:.1f} M parameters in bfloat16, engine `hf`; medians over the steps after the first.",
+        "",
+        "Made by `python benchmarks/gpu_step.py`.",
+        "",
+        "| | " + " | ".join(results) + " |",
+        "|---|" + "---:|" * len(results),
+    ]
+    for number, (name, _) in enumerate(next(iter(results.values()))):
+        lines.append(f"| {name} | " + " | ".join(rows[number][1] for rows in results.values()) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--runtimes", nargs="+", choices=("local", "ray"), default=["local", "ray"])
+    parser.add_argument("--steps", type=int, default=3, help="measured steps; one more warms up")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--tiny", action="store_true", help="a model of kilobytes")
+    parser.add_argument("--output", type=Path, help="a page of Markdown")
+    arguments = parser.parse_args()
+    console = Console(width=110)
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        console.print("skipped: torch sees no CUDA device here (--device cpu --tiny shows that the script runs)")
+        sys.exit(0)
+    shape = TINY if arguments.tiny else FULL
+    results: dict[str, list[tuple[str, str]]] = {}
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        save_tiny_model(folder / "model", max_position_embeddings=4096, **shape.model)
+        model = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
+        parameters = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors")) // 4
+        for runtime in arguments.runtimes:
+            metrics = train(runtime, shape, arguments.device, arguments.steps, folder)
+            results[runtime] = figures(metrics, model, arguments.device)
+    table = Table(title=f"One step on {device_name(arguments.device)}", title_justify="left")
+    table.add_column("figure")
+    for runtime in results:
+        table.add_column(runtime, justify="right")
+    for number, (name, _) in enumerate(next(iter(results.values()))):
+        table.add_row(name, *(rows[number][1] for rows in results.values()))
+    console.print(table)
+    if arguments.output:
+        arguments.output.parent.mkdir(parents=True, exist_ok=True)
+        arguments.output.write_text(markdown(results, parameters, arguments.device), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
