@@ -61,6 +61,14 @@ def test_files_of_the_readme_are_plugins(workplace: Path) -> None:
     assert [slot.registered_name for slot in (*config.tools, *config.reward.functions)] == ["word_count", "score"]
 
 
+@pytest.mark.parametrize("snippet", [text for page, text in blocks("yaml") if page.name == "training-on-many-gpus.md"])
+def test_configurations_for_many_gpus_are_accepted(workplace: Path, snippet: str) -> None:
+    example = workplace / "examples/calculator"
+    (example / "many.yaml").write_text("extends: config.yaml\n" + snippet)
+    cluster = load_config(example / "many.yaml").cluster
+    assert (cluster.runtime, cluster.nodes, cluster.processes_per_node) == ("ray", 1, 8)
+
+
 @pytest.mark.parametrize(
     "code", [text for page, text in blocks("python") if page.name != "README.md"], ids=lambda text: text.split("\n")[0]
 )

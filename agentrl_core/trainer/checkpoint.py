@@ -1,7 +1,8 @@
 """Checkpoints: written aside and renamed, so that one on disk is always whole.
 
 checkpoints/step-000010/
-  actor/            weights in Hugging Face layout, tokenizer, optimizer, schedule, random generators
+  actor/            weights in Hugging Face layout, tokenizer
+    training/       distributed checkpoint: weights, optimizer, schedule, random generators
   critic/           the same, where there is a critic
   trainer.json      step, weights version, best value so far, fingerprint of the data
   config.yaml       resolved configuration

@@ -71,7 +71,13 @@ def describe(config: Config, plan: RunPlan, train_rows: int, validation_rows: in
 def memory_lines(config: Config, has_critic: bool) -> list[str]:
     """An estimate of the memory that models and optimizers need, in lines for a person."""
     trained = 2 if has_critic else 1
-    return weight_lines(Path(config.model.path), trained, frozen=int(config.algorithm.kl_coef > 0))
+    lines = weight_lines(Path(config.model.path), trained, frozen=int(config.algorithm.kl_coef > 0))
+    cluster = config.cluster
+    processes = cluster.nodes * cluster.processes_per_node
+    if processes > 1:
+        shape = f"{cluster.nodes} node(s) x {cluster.processes_per_node} = {processes}"
+        lines.append(f"processes   {shape}, each with 1/{processes} of weights, gradients and AdamW states")
+    return lines
 
 
 def weight_lines(model: Path, trained: int = 1, frozen: int = 0) -> list[str]:

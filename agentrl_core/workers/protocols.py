@@ -34,17 +34,17 @@ class Actor(Protocol):
         """
 
     def update(self, batch: DataProto) -> list[dict[str, float]]:
-        """All optimizer steps of one batch; each rank's metrics under ``actor/``.
+        """All optimizer steps of one batch; each rank's metrics under ``actor/``, the same on all but for memory.
 
         Reads also ``old_log_probs``, ``advantages``, with a KL term ``ref_log_prob``, and ``meta_info`` ``temperature``
         and ``seed`` (the order of the mini-batches follows from it).
         """
 
     def save_checkpoint(self, path: str) -> object:
-        """Write weights in Hugging Face layout, optimizer, schedule and generators. The caller makes it atomic."""
+        """Write weights in Hugging Face layout, and what :meth:`load_checkpoint` reads. The caller makes it atomic."""
 
     def load_checkpoint(self, path: str) -> object:
-        """Go on exactly where :meth:`save_checkpoint` was called. Raises CheckpointError."""
+        """Go on where :meth:`save_checkpoint` was called, by any number of ranks. Raises CheckpointError."""
 
     def export(self, path: str) -> object:
         """Write weights and config as transformers loads them; tokenizer files are the caller's."""
@@ -63,13 +63,13 @@ class Critic(Protocol):
         """``values`` [B, R] float32, each from before its token is sampled; 0 under mask 0."""
 
     def update(self, batch: DataProto) -> list[dict[str, float]]:
-        """All optimizer steps of one batch; each rank's metrics under ``critic/``.
+        """All optimizer steps of one batch; each rank's metrics under ``critic/``, the same on all but for memory.
 
         Reads also ``values``, ``returns`` and ``meta_info["seed"]``.
         """
 
     def save_checkpoint(self, path: str) -> object:
-        """Write backbone, value head, optimizer, schedule and generators. The caller makes it atomic."""
+        """Write backbone, value head, and what :meth:`load_checkpoint` reads. The caller makes it atomic."""
 
     def load_checkpoint(self, path: str) -> object:
-        """Go on exactly where :meth:`save_checkpoint` was called. Raises CheckpointError."""
+        """Go on where :meth:`save_checkpoint` was called, by any number of ranks. Raises CheckpointError."""

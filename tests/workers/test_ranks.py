@@ -36,6 +36,14 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
             setattr(self.config.model, key, value)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def fall_ill(self) -> None:
+            def fail(*inputs: Any) -> None:
+                raise RuntimeError("can't allocate memory")
+
+            if self.rank == 1:
+                self.module.model.layers[1].register_forward_pre_hook(fail)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def shard_numels(self) -> tuple[int, int]:
             """Elements that this rank holds, and of the whole model."""
             parameters = list(self.module.parameters())
@@ -176,6 +184,14 @@ def test_a_model_that_cannot_be_read_is_named_by_all_ranks(groups_of: Any) -> No
     actor.init_model()
 
 
+def test_recomputed_activations_change_nothing(groups_of: Any, batches: list[Any]) -> None:
+    groups = groups_of(2)
+    expected = step(groups, batches[0], 0)
+    groups["actor"].set_model_key("gradient_checkpointing", True)
+    assert step(groups_of(2), batches[0], 0) == pytest.approx(expected, abs=1e-6, rel=1e-6)
+    groups["actor"].set_model_key("gradient_checkpointing", False)
+
+
 def test_bfloat16_is_for_computing_only(groups_of: Any, batches: list[Any]) -> None:
     groups = groups_of(2)
     exact = groups["actor"].compute_log_prob(batches[0]).batch["old_log_probs"]
@@ -209,3 +225,11 @@ def test_an_export_is_loaded_by_transformers(groups_of: Any, tmp_path: Path, fil
     if index.exists():
         files = json.loads(index.read_text())["weight_map"]
         assert len(set(files.values())) > 3 and all((tmp_path / file).is_file() for file in files.values())
+
+
+def test_an_error_of_one_rank_ends_the_call_though_the_others_wait_for_it(groups_of: Any, batches: list[Any]) -> None:
+    """The last one: its processes are stuck in a collective until they are killed."""
+    actor = groups_of(2)["actor"]
+    actor.fall_ill()
+    with pytest.raises(WorkerError, match="rank 1 of 2 of 'actor'(.|\n)*lower actor.micro_batch_tokens"):
+        actor.compute_log_prob(batches[0])
