@@ -156,7 +156,7 @@ def markdown(results: dict[str, list[tuple[str, str]]], parameters: int, device:
         "",
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {device_name(device)}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}. A random Qwen3 of "
-        f"{parameters / 1e6:.1f} M parameters in bfloat16, engine `hf`; medians over the steps after the first.",
+        f"{parameters:,} parameters in bfloat16, engine `hf`; medians over the steps after the first.",
         "",
         "Made by `python benchmarks/gpu_step.py`.",
         "",
@@ -171,7 +171,7 @@ def markdown(results: dict[str, list[tuple[str, str]]], parameters: int, device:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--runtimes", nargs="+", choices=("local", "ray"), default=["local", "ray"])
-    parser.add_argument("--steps", type=int, default=3, help="measured steps; one more warms up")
+    parser.add_argument("--steps", type=int, default=2, help="measured steps; one more warms up")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of kilobytes")
     parser.add_argument("--output", type=Path, help="a page of Markdown")

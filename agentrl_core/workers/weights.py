@@ -15,6 +15,7 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.workers.models import quiet_progress
@@ -102,8 +103,12 @@ def save_model(model: Any, path: str, file_bytes: int = FILE_BYTES) -> None:
         gathered = gather(bucket)
         if is_first:
             file = "model.safetensors" if len(buckets) == 1 else f"model-{number:05d}-of-{len(buckets):05d}.safetensors"
-            save_file(dict(gathered), Path(path) / file, metadata={"format": "pt"})
-            files.update({name: file for name, _ in gathered})
+            # What transformers fuses when it loads a model, experts for one, has other names and shapes in files.
+            tensors = {
+                name: whole.contiguous() for name, whole in revert_weight_conversion(model, dict(gathered)).items()
+            }
+            save_file(tensors, Path(path) / file, metadata={"format": "pt"})
+            files.update(dict.fromkeys(tensors, file))
     if is_first and len(buckets) > 1:
         total = sum(_nbytes(tensor) for bucket in buckets for _, tensor in bucket)
         index = {"metadata": {"total_size": total}, "weight_map": files}

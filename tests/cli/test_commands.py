@@ -49,6 +49,8 @@ def test_dry_run_prints_plugins_and_arithmetic_and_starts_nothing(tiny_run: Any)
     ):
         assert " ".join(words.split()) in " ".join(result.output.split())
     assert not (tiny_run.folder / "runs").exists()
+    many = agentrl("train", path, "--dry-run", "cluster={runtime: ray, nodes: 2, processes_per_node: 8}")
+    assert "2 node(s) x 8 = 16, each with 1/16 of weights" in " ".join(many.output.split()), many.output
 
 
 def test_train_says_what_to_do_next(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.controller import ClassWithInitArgs, make_runtime
@@ -225,6 +226,28 @@ def test_an_export_is_loaded_by_transformers(groups_of: Any, tmp_path: Path, fil
     if index.exists():
         files = json.loads(index.read_text())["weight_map"]
         assert len(set(files.values())) > 3 and all((tmp_path / file).is_file() for file in files.values())
+
+
+def test_fused_experts_are_exported_as_the_files_of_the_model_have_them(groups_of: Any, tmp_path: Path) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2, pad_token_id=0,
+    )  # fmt: skip
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "moe")
+    actor = groups_of(2)["actor"]
+    path = groups_of(1)["actor"].workers[0].config.model.path
+    actor.set_model_key("path", str(tmp_path / "moe"))
+    actor.init_model()
+    actor.export_in_parts(str(tmp_path / "out"), 20_000)
+    actor.set_model_key("path", path)
+    names, exported = names_in(tmp_path / "moe"), AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
+    assert names_in(tmp_path / "out") == names and "model.layers.0.mlp.experts.3.up_proj.weight" in names
+    original = AutoModelForCausalLM.from_pretrained(tmp_path / "moe").state_dict()
+    assert all(torch.equal(exported[name], tensor) for name, tensor in original.items())
+
+
+def names_in(path: Path) -> set[str]:
+    return {name for file in path.glob("*.safetensors") for name in load_file(file)}
 
 
 def test_an_error_of_one_rank_ends_the_call_though_the_others_wait_for_it(groups_of: Any, batches: list[Any]) -> None:
