@@ -37,6 +37,11 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
             setattr(self.config.model, key, value)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def move_weights(self) -> None:
+            """What offload does to the tensors of a module, with a copy in place of another device."""
+            self.module._apply(torch.clone)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def fall_ill(self) -> None:
             def fail(*inputs: Any) -> None:
                 raise RuntimeError("can't allocate memory")
@@ -191,6 +196,15 @@ def test_recomputed_activations_change_nothing(groups_of: Any, batches: list[Any
     groups["actor"].set_model_key("gradient_checkpointing", True)
     assert step(groups_of(2), batches[0], 0) == pytest.approx(expected, abs=1e-6, rel=1e-6)
     groups["actor"].set_model_key("gradient_checkpointing", False)
+
+
+def test_training_goes_on_with_weights_that_have_moved(groups_of: Any, batches: list[Any]) -> None:
+    groups = groups_of(2)
+    expected = [step(groups, batch, seed) for seed, batch in enumerate(batches[:3])]
+    groups = groups_of(2)
+    for seed, batch in enumerate(batches[:3]):
+        groups["actor"].move_weights()
+        assert step(groups, batch, seed) == pytest.approx(expected[seed], abs=1e-6, rel=1e-6)
 
 
 def test_bfloat16_is_for_computing_only(groups_of: Any, batches: list[Any]) -> None:
