@@ -13,7 +13,6 @@ from typing import Any, Self, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
 from agentrl_core.controller.dispatch import Call
@@ -121,6 +120,7 @@ class RayWorkerGroup(WorkerGroup):
         if isinstance(ray_cls_with_init, ColocatedClasses):
             self._classes = ray_cls_with_init.class_dict
         self.nodes: list[str] = []
+        self.resource_pool: RayResourcePool | None = resource_pool
         self._owns_actors = True
         self._owned_pool = resource_pool if owns_pool else None
         self._num_cpus = resource_pool.num_cpus
@@ -150,6 +150,7 @@ class RayWorkerGroup(WorkerGroup):
             WorkerGroup.__init__(group, self._classes[role].cls, role, self.world_size)
             group._classes, group._actors, group.nodes = {role: self._classes[role]}, self._actors, self.nodes
             group._owns_actors, group._owned_pool, group._num_cpus = False, None, self._num_cpus
+            group.resource_pool = self.resource_pool
             groups[role] = group
         return groups
 
@@ -189,11 +190,8 @@ def _start_hosts(pool: RayResourcePool, classes: Sequence[ClassWithInitArgs]) ->
     for item in classes:
         options.update(getattr(item, "options", {}))
     actors = []
-    for rank, (group, bundle) in enumerate(pool.bundles()):
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        # Groups that share a pool share its processes' resources.
-        share = {key: value / pool.max_colocate_count for key, value in pool.bundle.items()}
-        sized = {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0), "scheduling_strategy": strategy, **options}
+    for rank in range(pool.world_size):
+        sized = {**pool.actor_options(rank), **options}
         actors.append(
             host.options(**sized).remote(
                 rank, pool.world_size, pool.local_rank_list[rank], pool.local_world_size_list[rank], pool.use_gpu
@@ -319,11 +317,21 @@ class RayRuntime:
                 raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
 
     def worker_group(
-        self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0
+        self,
+        cls: ClassWithInitArgs,
+        name: str,
+        world_size: int = 1,
+        num_gpus: float = 0.0,
+        max_colocate_count: int = 1,
     ) -> RayWorkerGroup:
-        """One actor with one CPU for every rank. Raises WorkerError if the cluster is too small."""
+        """One actor with one CPU for every rank. Raises WorkerError if the cluster is too small.
+
+        With ``max_colocate_count`` n each has an n-th of it and of ``num_gpus``: room for actors ``beside`` it.
+        """
         self._check_cpus(name, world_size)
-        pool = RayResourcePool([world_size], num_gpus=num_gpus, strategy="PACK", name_prefix=name)
+        pool = RayResourcePool(
+            [world_size], num_gpus, max_colocate_count=max_colocate_count, strategy="PACK", name_prefix=name
+        )
         group = RayWorkerGroup(pool, cls, role=name, owns_pool=True)
         self._groups.append(group)
         return group
@@ -337,16 +345,21 @@ class RayRuntime:
         num_gpus: float = 0.0,
         python: str | None = None,
         max_concurrency: int = 1000,
+        beside: tuple[WorkerGroup, int] | None = None,
         **kwargs: Any,
     ) -> RayActorHandle:
         """An actor, under ``python`` where given: an environment with this Ray and this Python's minor version.
 
-        Raises WorkerError if the cluster is too small.
+        ``beside`` (a group and a rank) puts it into that rank's bundle, with a share of its CPUs and GPUs in place of
+        ``num_cpus`` and ``num_gpus``. Raises WorkerError if the cluster is too small.
         """
-        self._check_cpus(name, num_cpus)
-        options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "runtime_env": _runtime_env(python)}
-        # Over the nodes, where there are several.
-        options["scheduling_strategy"] = "SPREAD"
+        if beside is not None:
+            placed, num_cpus = _beside(name, *beside), 0.0
+        else:
+            self._check_cpus(name, num_cpus)
+            # Over the nodes, where there are several.
+            placed = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
+        options: dict[str, Any] = {**placed, "runtime_env": _runtime_env(python)}
         if _has_async_methods(cls):
             options["max_concurrency"] = max_concurrency
         handle = RayActorHandle(name, ray.remote(cls).options(**options).remote(*args, **kwargs), num_cpus)
@@ -386,6 +399,17 @@ class RayRuntime:
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
+
+
+def _beside(name: str, group: WorkerGroup, rank: int) -> dict[str, Any]:
+    pool = getattr(group, "resource_pool", None)
+    if pool is None or pool.max_colocate_count < 2:
+        raise WorkerError(
+            f"actor {name!r} has no room beside rank {rank} of {group.role!r}: "
+            "make that group with max_colocate_count of at least 2"
+        )
+    options: dict[str, Any] = pool.actor_options(rank)
+    return options
 
 
 def _has_async_methods(cls: type) -> bool:

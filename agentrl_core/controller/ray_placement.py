@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl_core.api.errors import WorkerError
 
@@ -35,3 +36,8 @@ def remove_placement_groups(groups: Sequence[Any]) -> None:
     """Gives placement groups back."""
     for group in groups:
         remove_placement_group(group)
+
+
+def in_bundle(group: Any, bundle: int) -> Any:
+    """The scheduling strategy for an actor in one bundle of a placement group."""
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)

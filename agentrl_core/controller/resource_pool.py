@@ -74,6 +74,18 @@ class RayResourcePool(ResourcePool):
         """The resources of one process."""
         return {"CPU": self.num_cpus, **({"GPU": self.num_gpus} if self.use_gpu else {})}
 
+    def actor_options(self, rank: int) -> dict[str, Any]:
+        """Options of ``ray.remote`` for one more actor in the bundle of a rank: on its node, and on its GPU.
+
+        It holds one of the ``max_colocate_count`` shares of the bundle, as the group's own process of that rank does.
+        """
+        from agentrl_core.controller import ray_placement
+
+        group, bundle = self.bundles()[rank]
+        share = {name: amount / self.max_colocate_count for name, amount in self.bundle.items()}
+        strategy = ray_placement.in_bundle(group, bundle)
+        return {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0), "scheduling_strategy": strategy}
+
     def bundles(self, timeout: float = 60.0) -> list[tuple[Any, int]]:
         """For every rank its placement group and bundle. Raises WorkerError if Ray cannot place them in ``timeout``."""
         if self._bundles is None:

@@ -37,11 +37,16 @@ class Runtime(Protocol):
     """Makes worker groups and actors. A context manager that shuts down at its end."""
 
     def worker_group(
-        self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0
+        self,
+        cls: ClassWithInitArgs,
+        name: str,
+        world_size: int = 1,
+        num_gpus: float = 0.0,
+        max_colocate_count: int = 1,
     ) -> WorkerGroup:
         """Workers of one class on ``world_size`` ranks, each with ``num_gpus`` or a fraction of one.
 
-        ``name`` is their role in messages.
+        ``name`` is their role in messages. Each rank holds one of ``max_colocate_count`` shares of its resources.
         """
         ...
 
@@ -54,12 +59,14 @@ class Runtime(Protocol):
         num_gpus: float = 0.0,
         python: str | None = None,
         max_concurrency: int = 1000,
+        beside: tuple[WorkerGroup, int] | None = None,
         **kwargs: Any,
     ) -> ActorHandle:
         """An actor of a plain class.
 
         ``python`` is the interpreter of another environment, ``max_concurrency`` the number of calls that may be in
-        flight where the class has async methods; other classes run one call at a time.
+        flight where the class has async methods; other classes run one call at a time. ``beside`` a rank of a group
+        whose resources are shared, it has the same node and GPU.
         """
         ...
 
@@ -137,7 +144,12 @@ class LocalRuntime:
         self._is_open = True
 
     def worker_group(
-        self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0
+        self,
+        cls: ClassWithInitArgs,
+        name: str,
+        world_size: int = 1,
+        num_gpus: float = 0.0,
+        max_colocate_count: int = 1,
     ) -> LocalWorkerGroup:
         """A group whose ``workers`` are plain objects."""
         group = LocalWorkerGroup(cls, world_size, role=name, loop=self._loop)
@@ -153,6 +165,7 @@ class LocalRuntime:
         num_gpus: float = 0.0,
         python: str | None = None,
         max_concurrency: int = 1000,
+        beside: tuple[WorkerGroup, int] | None = None,
         **kwargs: Any,
     ) -> LocalActorHandle:
         """An object of this process. Raises ConfigError if another interpreter is asked for."""

@@ -286,6 +286,19 @@ def test_actors_are_called_from_any_loop_and_can_be_passed_on(runtime: RayRuntim
         runtime.run(first.call("echo", "d"))
 
 
+def test_an_actor_beside_a_rank_shares_its_bundle(runtime: RayRuntime) -> None:
+    with runtime.worker_group(ClassWithInitArgs(worker_class()), "hosting", 2, max_colocate_count=2) as group:
+        assert group.resource_pool is not None
+        options = group.resource_pool.actor_options(1)
+        assert options["num_cpus"] == 0.5 and options["scheduling_strategy"].placement_group_bundle_index == 1
+        beside = runtime.actor(actor_class(), name="beside", beside=(group, 1))
+        assert runtime.run(beside.call("echo", "a")) == "a"
+        beside.kill()
+    with runtime.worker_group(ClassWithInitArgs(worker_class()), "full") as group:
+        with pytest.raises(WorkerError, match="no room beside rank 0 of 'full'"):
+            runtime.actor(actor_class(), name="beside", beside=(group, 0))
+
+
 def test_a_runtime_leaves_a_ray_that_it_did_not_start(runtime: RayRuntime) -> None:
     with make_runtime("ray"):
         pass
