@@ -15,8 +15,10 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
+from agentrl_core.controller import ray_placement
 from agentrl_core.controller.dispatch import Call
 from agentrl_core.controller.event_loop import EventLoop
+from agentrl_core.controller.ray_watch import Watch
 from agentrl_core.controller.resource_pool import RayResourcePool
 from agentrl_core.controller.worker import WorkerContext, worker_context
 from agentrl_core.controller.worker_group import ClassWithInitArgs, Fetch, WorkerGroup
@@ -28,6 +30,8 @@ T = TypeVar("T")
 OTHERS_GRACE_SECONDS = 1.0
 # Logical CPUs only count actors, most of which wait: a laptop's two cores must hold all actors of a small run.
 MIN_LOGICAL_CPUS = 32
+# Detached actors are found by name in it, whatever namespace the driver has.
+NAMESPACE = "agentrl"
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -49,6 +53,14 @@ class _Host:
     def __init__(self, rank: int, world_size: int, local_rank: int, local_world_size: int, use_gpu: bool) -> None:
         self._context = WorkerContext(rank, world_size, local_rank, local_world_size, use_gpu=use_gpu)
         self._workers: dict[str, Any] = {}
+
+    def ping(self) -> None:
+        """Answers when the calls before it are done."""
+
+    def describe(self) -> tuple[int, str, list[str], Any]:
+        """World size, this node's address, the roles, and the placement group."""
+        group = ray.util.get_current_placement_group()
+        return self._context.world_size, ray.util.get_node_ip_address(), list(self._workers), group
 
     def place(self) -> tuple[str, int]:
         """This node's address and a port that is free on it."""
@@ -104,8 +116,16 @@ class RayWorkerGroup(WorkerGroup):
 
     An exception of a rank is raised as WorkerError with the first root traceback, its cause being the original
     exception; a dead worker as WorkerError that names role, rank, node, exit cause and the method that it was in.
-    With ``owns_pool`` the pool is closed with the group.
+    A `Watch` looks after the processes: once one has died, the others are ended, and calls under way and later ones
+    raise that. With ``owns_pool`` the pool is closed with the group. With ``detached_name`` the actors outlive this
+    driver until a group that owns them is closed; `from_detached` finds them.
     """
+
+    nodes: list[str]
+    resource_pool: RayResourcePool | None
+    _owned_pool: RayResourcePool | None
+    _placement_groups: list[Any]
+    _watch: Watch | None
 
     def __init__(
         self,
@@ -113,29 +133,69 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: ClassWithInitArgs,
         role: str = "",
         owns_pool: bool = False,
+        detached_name: str = "",
     ) -> None:
+        if detached_name and not resource_pool.detached:
+            raise WorkerError(f"the detached group {detached_name!r} needs a pool made with detached=True")
         role = role or ray_cls_with_init.cls.__name__
-        super().__init__(ray_cls_with_init.cls, role, resource_pool.world_size)
-        self._classes = {role: ray_cls_with_init}
+        classes = {role: ray_cls_with_init}
         if isinstance(ray_cls_with_init, ColocatedClasses):
-            self._classes = ray_cls_with_init.class_dict
-        self.nodes: list[str] = []
-        self.resource_pool: RayResourcePool | None = resource_pool
+            classes = ray_cls_with_init.class_dict
+        actors = _start_hosts(resource_pool, list(classes.values()), detached_name)
+        self._attach(ray_cls_with_init.cls, role, actors, {name: item.cls for name, item in classes.items()})
+        self.resource_pool = resource_pool
         self._owns_actors = True
         self._owned_pool = resource_pool if owns_pool else None
         self._num_cpus = resource_pool.num_cpus
-        self._actors = _start_hosts(resource_pool, list(self._classes.values()))
         ranks = range(self.world_size)
         try:
-            places = self._fetcher("place", ranks)([actor.place.remote() for actor in self._actors])
+            places = self._fetcher("place", ranks)([actor.place.remote() for actor in actors])
             self.nodes = [address for address, _ in places]
-            for name, item in self._classes.items():
+            for name, item in classes.items():
                 plain = ray.put(ClassWithInitArgs(item.cls, *item.args, **item.kwargs))
-                built = [actor.build.remote(name, plain, *places[0]) for actor in self._actors]
+                built = [actor.build.remote(name, plain, *places[0]) for actor in actors]
                 self._fetcher(f"{name}.__init__", ranks)(built)
         except WorkerError:
             self.close()
             raise
+        self._watch = Watch(role, actors, self.nodes)
+
+    def _attach(self, cls: type, role: str, actors: list[Any], roles: Mapping[str, type]) -> None:
+        WorkerGroup.__init__(self, cls, role, len(actors))
+        self._roles = dict(roles)
+        self._actors = actors
+        self.nodes = []
+        self.resource_pool = None
+        self._owned_pool = None
+        self._owns_actors = False
+        self._num_cpus = 0.0
+        self._placement_groups = []
+        self._watch = None
+
+    @classmethod
+    def from_detached(cls, name: str, classes: Mapping[str, type], owns_actors: bool = False) -> "RayWorkerGroup":
+        """The group over actors that some driver of this cluster started with ``detached_name``.
+
+        ``classes`` maps the roles in them to their classes; with several use `spawn`. Closing the group ends nothing
+        unless it ``owns_actors``; then it gives the placement groups back too.
+        """
+        try:
+            first = ray.get_actor(f"{name}/0", namespace=NAMESPACE)
+            size = ray.get(first.describe.remote())[0]
+            actors = [first, *(ray.get_actor(f"{name}/{rank}", namespace=NAMESPACE) for rank in range(1, size))]
+            facts = ray.get([actor.describe.remote() for actor in actors])
+        except (ValueError, RayActorError) as error:
+            raise WorkerError(f"there is no detached worker group {name!r} in this cluster: {error}") from error
+        if unknown := sorted(classes.keys() - set(facts[0][2])):
+            raise WorkerError(f"the detached worker group {name!r} has the roles {facts[0][2]}, not {unknown}")
+        group = cls.__new__(cls)
+        role, worker = next(iter(classes.items())) if len(classes) == 1 else (name, object)
+        group._attach(worker, role, actors, classes)
+        group.nodes = [node for _, node, _, _ in facts]
+        group._owns_actors = owns_actors
+        group._placement_groups = [placed for *_, placed in facts if placed is not None]
+        group._watch = Watch(role, actors, group.nodes)
+        return group
 
     def spawn(self, prefix_set: Iterable[str]) -> "dict[str, RayWorkerGroup]":
         """A group for each of these roles of a colocated group, over the same processes.
@@ -144,23 +204,26 @@ class RayWorkerGroup(WorkerGroup):
         """
         groups = {}
         for role in prefix_set:
-            if role not in self._classes:
-                raise WorkerError(f"{self.role!r} has no role {role!r}; it has {sorted(self._classes)}")
+            if role not in self._roles:
+                raise WorkerError(f"{self.role!r} has no role {role!r}; it has {sorted(self._roles)}")
             group = RayWorkerGroup.__new__(RayWorkerGroup)
-            WorkerGroup.__init__(group, self._classes[role].cls, role, self.world_size)
-            group._classes, group._actors, group.nodes = {role: self._classes[role]}, self._actors, self.nodes
-            group._owns_actors, group._owned_pool, group._num_cpus = False, None, self._num_cpus
-            group.resource_pool = self.resource_pool
+            group._attach(self._roles[role], role, self._actors, {role: self._roles[role]})
+            group.nodes, group.resource_pool, group._watch = self.nodes, self.resource_pool, self._watch
+            group._num_cpus, group.auto_padding = self._num_cpus, self.auto_padding
             groups[role] = group
         return groups
 
     def _submit(self, method: str, calls: Sequence[Call | None]) -> list[Any]:
         if not self._actors:
             raise WorkerError(f"{self.role}.{method}: the worker group is closed")
+        if self._watch is not None:
+            self._watch.raise_if_dead()
         put = _PutOnce(calls)
         handles = []
-        for actor, call in zip(self._actors, calls, strict=True):
+        for rank, (actor, call) in enumerate(zip(self._actors, calls, strict=True)):
             if call is not None:
+                if self._watch is not None:
+                    self._watch.last_calls[rank] = f"{self.role}.{method}"
                 args, kwargs = map(put, call[0]), {name: put(value) for name, value in call[1].items()}
                 handles.append(actor.call.remote(self.role, method, *args, **kwargs))
         return handles
@@ -168,7 +231,7 @@ class RayWorkerGroup(WorkerGroup):
     def _fetcher(self, method: str, ranks: Sequence[int]) -> Fetch:
         where = [f" on node {node}" for node in self.nodes] or [""] * self.world_size
         labels = [f"rank {rank} of {self.world_size} of {self.role!r}{where[rank]}" for rank in ranks]
-        return functools.partial(_fetch, method, labels)
+        return functools.partial(_fetch, method, labels, self._watch)
 
     @property
     def num_cpus(self) -> float:
@@ -178,13 +241,17 @@ class RayWorkerGroup(WorkerGroup):
     def close(self) -> None:
         """Kills the actors that this group started, and gives the pool back if it owns it."""
         actors, self._actors = self._actors, []
-        for actor in actors if self._owns_actors else []:
-            ray.kill(actor)
+        if self._owns_actors:
+            if self._watch is not None:
+                self._watch.stop()
+            for actor in actors:
+                ray.kill(actor)
+            ray_placement.remove_placement_groups(list(dict.fromkeys(self._placement_groups)))
         if self._owned_pool is not None:
             self._owned_pool.close()
 
 
-def _start_hosts(pool: RayResourcePool, classes: Sequence[ClassWithInitArgs]) -> list[Any]:
+def _start_hosts(pool: RayResourcePool, classes: Sequence[ClassWithInitArgs], detached_name: str) -> list[Any]:
     host = ray.remote(_AsyncHost if any(_has_async_methods(item.cls) for item in classes) else _Host)
     options: dict[str, Any] = {"runtime_env": _runtime_env()}
     for item in classes:
@@ -192,6 +259,8 @@ def _start_hosts(pool: RayResourcePool, classes: Sequence[ClassWithInitArgs]) ->
     actors = []
     for rank in range(pool.world_size):
         sized = {**pool.actor_options(rank), **options}
+        if detached_name:
+            sized |= {"name": f"{detached_name}/{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
         actors.append(
             host.options(**sized).remote(
                 rank, pool.world_size, pool.local_rank_list[rank], pool.local_world_size_list[rank], pool.use_gpu
@@ -218,11 +287,14 @@ class _PutOnce:
         return self._refs[id(value)]
 
 
-def _fetch(method: str, labels: Sequence[str], handles: Sequence[Any]) -> list[Any]:
+def _fetch(method: str, labels: Sequence[str], watch: Watch | None, handles: Sequence[Any]) -> list[Any]:
     """The values of all handles; raises the first failure as soon as there is one."""
     try:
         return list(ray.get(list(handles)))
     except Exception as error:  # noqa: BLE001 - Ray raises the task's own exception class
+        if isinstance(error, RayActorError) and watch is not None:
+            # This rank may have been ended only because another one, whose death is the news, was waited for.
+            watch.raise_if_dead()
         raise _group_error(method, labels, handles, error) from _root(error)
 
 
@@ -300,8 +372,13 @@ class RayRuntime:
     """
 
     def __init__(
-        self, num_cpus: float | None = None, address: str | None = None, cpu_threads: int | None = None
+        self,
+        num_cpus: float | None = None,
+        address: str | None = None,
+        cpu_threads: int | None = None,
+        auto_padding: bool = False,
     ) -> None:
+        self._auto_padding = auto_padding
         self._loop = EventLoop()
         self._groups: list[RayWorkerGroup] = []
         self._actors: list[RayActorHandle] = []
@@ -333,6 +410,7 @@ class RayRuntime:
             [world_size], num_gpus, max_colocate_count=max_colocate_count, strategy="PACK", name_prefix=name
         )
         group = RayWorkerGroup(pool, cls, role=name, owns_pool=True)
+        group.auto_padding = self._auto_padding
         self._groups.append(group)
         return group
 

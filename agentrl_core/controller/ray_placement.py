@@ -17,10 +17,11 @@ def available_resources() -> dict[str, float]:
 
 
 def create_placement_groups(
-    bundles_by_node: Sequence[list[dict[str, float]]], strategy: str, name: str, timeout: float
+    bundles_by_node: Sequence[list[dict[str, float]]], strategy: str, name: str, timeout: float, detached: bool = False
 ) -> list[Any]:
     """One placement group per node. Raises WorkerError with what is missing if they are not ready in ``timeout``."""
-    groups = [placement_group(bundles, strategy=strategy) for bundles in bundles_by_node]
+    lifetime = "detached" if detached else None
+    groups = [placement_group(bundles, strategy=strategy, lifetime=lifetime) for bundles in bundles_by_node]
     deadline = time.monotonic() + timeout
     for group in groups:
         if not group.wait(max(deadline - time.monotonic(), 0.0)):
