@@ -45,6 +45,22 @@ def take_rows(td: Any, index: RowIndex) -> Any:
     return map_columns(td, lambda column: _take(column, index, cache), rows)
 
 
+def repeat_rows(td: Any, index: torch.Tensor, times: int, interleave: bool) -> Any:
+    """What `take_rows` gives for ``index``, which repeats every row ``times`` times; faster for dense columns."""
+    cache = _SharedOffsets()
+
+    def repeat(column: torch.Tensor) -> torch.Tensor:
+        # With one repetition flatten would give a view, which repeated rows must not be: they are for writing.
+        if column.is_nested or times < 2:
+            return _take(column, index, cache)
+        dim = 1 if interleave else 0
+        shape = [-1] * (column.dim() + 1)
+        shape[dim] = times
+        return column.unsqueeze(dim).expand(shape).flatten(0, 1)
+
+    return map_columns(td, repeat, index.numel())
+
+
 def _take(column: torch.Tensor, index: RowIndex, cache: _SharedOffsets) -> torch.Tensor:
     if not column.is_nested:
         if isinstance(index, slice):
