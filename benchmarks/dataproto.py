@@ -267,7 +267,7 @@ def _object_array(values: Sequence[Any]) -> np.ndarray[Any, Any]:
 
 
 def _environment() -> dict[str, str]:
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"), "PYTHONPATH": str(Path(__file__).parent)}
+    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
 def _arguments() -> argparse.Namespace:
