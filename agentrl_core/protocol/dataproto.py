@@ -413,19 +413,18 @@ class DataProto:
         return cls._of(*storage.load(Path(path)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _unpickle, (
-            type(self),
-            serialization.encode(self.batch, protocol),
-            self.non_tensor_batch,
-            self.meta_info,
-        )
+        state = (serialization.encode(self.batch, protocol), self.non_tensor_batch, self.meta_info)
+        # Naming a class costs Ray's pickler as much as a small tensor: only a subclass needs it.
+        return _unpickle, state if type(self) is DataProto else (*state, type(self))
 
     def _become(self, other: Self) -> Self:
         self.batch, self.non_tensor_batch, self.meta_info = other.batch, other.non_tensor_batch, other.meta_info
         return self
 
 
-def _unpickle(cls: type[DataProto], encoded: Any, columns: dict[str, ObjectArray], meta: dict[str, Any]) -> DataProto:
+def _unpickle(
+    encoded: Any, columns: dict[str, ObjectArray], meta: dict[str, Any], cls: type[DataProto] = DataProto
+) -> DataProto:
     return cls._of(serialization.decode(encoded), columns, meta)
 
 
