@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import date
 from pathlib import Path
 
 from rich.console import Console
@@ -60,8 +61,23 @@ def write_json(path: Path, figures: Sequence[Figure]) -> None:
     """The figures with their verdicts, and what they were measured on."""
     document = {
         "python": sys.version.split()[0],
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cpus",
+        "machine": _machine(),
         "note": NOTE,
         "figures": [{**asdict(figure), "verdict": figure.verdict} for figure in figures],
     }
     path.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+
+
+def write_markdown(path: Path, title: str, command: str, figures: Sequence[Figure]) -> None:
+    """The figures as a page with the command that makes them."""
+    lines = [f"# {title}", "", f"`{command}`, {date.today()}, {_machine()}, Python {sys.version.split()[0]}.", ""]
+    lines += ["| case | figure | value | goal | |", "|---|---|---|---|---|"]
+    for figure in figures:
+        goal = "" if figure.goal is None else f"{'≥' if figure.at_least else '≤'} {figure.goal:g}"
+        value = f"{figure.value:.2f} {figure.unit}".strip()
+        lines.append(f"| {figure.case} | {figure.name} | {value} | {goal} | {figure.verdict} |")
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _machine() -> str:
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cpus"

@@ -292,6 +292,9 @@ class ClusterConfig:
     cpu_threads: int | None = option(
         None, ge=1, help="of torch in each process; null: torch decides. 1 suits tiny models and busy machines"
     )
+    auto_padding: bool = option(
+        False, help="give every rank equally many rows: batches that do not divide repeat rows, which then count twice"
+    )
 
 
 @dataclass

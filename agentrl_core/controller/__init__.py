@@ -8,6 +8,7 @@ from agentrl_core.controller.decorator import (
     update_dispatch_mode,
 )
 from agentrl_core.controller.dispatch import DispatchMode, make_nd_compute_dataproto_dispatch_fn
+from agentrl_core.controller.fused import FusedWorker, create_fused_worker_cls
 from agentrl_core.controller.local import LocalWorkerGroup
 from agentrl_core.controller.resource_pool import (
     RayResourcePool,
@@ -26,6 +27,7 @@ __all__ = [
     "Dispatch",
     "DispatchMode",
     "Execute",
+    "FusedWorker",
     "LocalRuntime",
     "LocalWorkerGroup",
     "RayResourcePool",
@@ -34,6 +36,7 @@ __all__ = [
     "Runtime",
     "Worker",
     "WorkerGroup",
+    "create_fused_worker_cls",
     "make_nd_compute_dataproto_dispatch_fn",
     "make_runtime",
     "merge_resource_pool",

@@ -4,7 +4,7 @@ A mode plans a call: which rank gets which arguments, whose results count, and h
 
 Batches are split into consecutive chunks whose lengths differ by at most one; the result has the rows in the order of
 the batch. With fewer rows than ranks, the ranks without a row get a copy of one (so that collectives of all ranks go
-on) and their results are dropped. A batch without rows goes to every rank as it is. A batch made with
+on) and their results are dropped. A batch without rows goes to every rank as it is. A batch, or a group, with
 ``auto_padding`` is filled up with rows from its start until the chunks are equal; the result's rows for them are
 removed.
 """
@@ -21,6 +21,8 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 class Ranks(Protocol):
     """What a dispatch function may ask of a worker group."""
+
+    auto_padding: bool
 
     @property
     def world_size(self) -> int: ...
@@ -86,12 +88,12 @@ def plan_all_to_all(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def plan_dp_compute_proto(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """Batches are split over the ranks, other arguments go to all; the results are concatenated to one batch."""
-    return _plan_split([MeshPlace(rank, True) for rank in range(group.world_size)], args, kwargs, as_batch=True)
+    return _plan_split(group, _one_axis(group), args, kwargs, as_batch=True)
 
 
 def plan_dp_compute_metric(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     """Batches are split over the ranks, other arguments go to all; the result is the list of results."""
-    return _plan_split([MeshPlace(rank, True) for rank in range(group.world_size)], args, kwargs, as_batch=False)
+    return _plan_split(group, _one_axis(group), args, kwargs, as_batch=False)
 
 
 def plan_dp_compute_proto_with_func(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -109,7 +111,7 @@ def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> DispatchMode:
     """
 
     def plan(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
-        return _plan_split(group.mesh_layout(mesh_name), args, kwargs, as_batch=True)
+        return _plan_split(group, group.mesh_layout(mesh_name), args, kwargs, as_batch=True)
 
     return DispatchMode(f"ND_COMPUTE[{mesh_name}]", plan)
 
@@ -129,7 +131,13 @@ def custom_mode(name: str, dispatch_fn: Callable[..., Any], collect_fn: Callable
     return DispatchMode(name, plan)
 
 
-def _plan_split(places: list[MeshPlace], args: tuple[Any, ...], kwargs: dict[str, Any], as_batch: bool) -> Plan:
+def _one_axis(group: Ranks) -> list[MeshPlace]:
+    return [MeshPlace(rank, True) for rank in range(group.world_size)]
+
+
+def _plan_split(
+    group: Ranks, places: list[MeshPlace], args: tuple[Any, ...], kwargs: dict[str, Any], as_batch: bool
+) -> Plan:
     groups = max(place.dp_rank for place in places) + 1
     collecting = {place.dp_rank: rank for rank, place in enumerate(places) if place.collects}
     if sorted(collecting) != list(range(groups)):
@@ -145,7 +153,7 @@ def _plan_split(places: list[MeshPlace], args: tuple[Any, ...], kwargs: dict[str
         raise ProtocolError(f"the batches of one call must have the same number of rows: {sizes}")
     size = rows.pop() if rows else 0
     is_short = 0 < size < groups
-    fill = is_short or any(batch.is_padding_enabled() for batch in batches.values())
+    fill = is_short or group.auto_padding or any(batch.is_padding_enabled() for batch in batches.values())
     padded = {name: pad_dataproto_to_divisor(batch, groups)[0] if fill else batch for name, batch in batches.items()}
     chunks: dict[Any, Sequence[Any]] = {**passing, **{name: batch.chunk(groups) for name, batch in padded.items()}}
 

@@ -13,11 +13,13 @@ from typing import Any, Self, TypeVar
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
+from agentrl_core.controller import ray_placement
+from agentrl_core.controller.decorator import registrations
 from agentrl_core.controller.dispatch import Call
 from agentrl_core.controller.event_loop import EventLoop
+from agentrl_core.controller.ray_watch import Watch
 from agentrl_core.controller.resource_pool import RayResourcePool
 from agentrl_core.controller.worker import WorkerContext, worker_context
 from agentrl_core.controller.worker_group import ClassWithInitArgs, Fetch, WorkerGroup
@@ -29,6 +31,8 @@ T = TypeVar("T")
 OTHERS_GRACE_SECONDS = 1.0
 # Logical CPUs only count actors, most of which wait: a laptop's two cores must hold all actors of a small run.
 MIN_LOGICAL_CPUS = 32
+# Detached actors are found by name in it, whatever namespace the driver has.
+NAMESPACE = "agentrl"
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -50,6 +54,14 @@ class _Host:
     def __init__(self, rank: int, world_size: int, local_rank: int, local_world_size: int, use_gpu: bool) -> None:
         self._context = WorkerContext(rank, world_size, local_rank, local_world_size, use_gpu=use_gpu)
         self._workers: dict[str, Any] = {}
+
+    def ping(self) -> None:
+        """Answers when the calls before it are done."""
+
+    def describe(self) -> tuple[int, str, list[str], Any]:
+        """World size, this node's address, the roles, and the placement group."""
+        group = ray.util.get_current_placement_group()
+        return self._context.world_size, ray.util.get_node_ip_address(), list(self._workers), group
 
     def place(self) -> tuple[str, int]:
         """This node's address and a port that is free on it."""
@@ -85,6 +97,35 @@ class _AsyncHost(_Host):
         return await result if inspect.isawaitable(result) else result
 
 
+def _host_class(classes: Mapping[str, type]) -> type:
+    """The host with a method for each registered one of its roles: naming them in arguments costs a tenth of a call."""
+    is_async = any(_has_async_methods(cls) for cls in classes.values())
+    forward = _forward_async if is_async else _forward
+    routes = {
+        _route(role, method): forward(role, method) for role, cls in classes.items() for method in registrations(cls)
+    }
+    base = _AsyncHost if is_async else _Host
+    return type(f"Host_{'_'.join(classes)}", (base,), routes)
+
+
+def _route(role: str, method: str) -> str:
+    return f"{role}__{method}"
+
+
+def _forward(role: str, method: str) -> Any:
+    def call(self: _Host, *args: Any, **kwargs: Any) -> Any:
+        return self.call(role, method, *args, **kwargs)
+
+    return call
+
+
+def _forward_async(role: str, method: str) -> Any:
+    async def call(self: _AsyncHost, *args: Any, **kwargs: Any) -> Any:
+        return await self.call(role, method, *args, **kwargs)
+
+    return call
+
+
 class ColocatedClasses(RayClassWithInitArgs):
     """Several worker classes by role, for one process per rank."""
 
@@ -105,8 +146,16 @@ class RayWorkerGroup(WorkerGroup):
 
     An exception of a rank is raised as WorkerError with the first root traceback, its cause being the original
     exception; a dead worker as WorkerError that names role, rank, node, exit cause and the method that it was in.
-    With ``owns_pool`` the pool is closed with the group.
+    A `Watch` looks after the processes: once one has died, the others are ended, and calls under way and later ones
+    raise that. With ``owns_pool`` the pool is closed with the group. With ``detached_name`` the actors outlive this
+    driver until a group that owns them is closed; `from_detached` finds them.
     """
+
+    nodes: list[str]
+    resource_pool: RayResourcePool | None
+    _owned_pool: RayResourcePool | None
+    _placement_groups: list[Any]
+    _watch: Watch | None
 
     def __init__(
         self,
@@ -114,28 +163,69 @@ class RayWorkerGroup(WorkerGroup):
         ray_cls_with_init: ClassWithInitArgs,
         role: str = "",
         owns_pool: bool = False,
+        detached_name: str = "",
     ) -> None:
+        if detached_name and not resource_pool.detached:
+            raise WorkerError(f"the detached group {detached_name!r} needs a pool made with detached=True")
         role = role or ray_cls_with_init.cls.__name__
-        super().__init__(ray_cls_with_init.cls, role, resource_pool.world_size)
-        self._classes = {role: ray_cls_with_init}
+        classes = {role: ray_cls_with_init}
         if isinstance(ray_cls_with_init, ColocatedClasses):
-            self._classes = ray_cls_with_init.class_dict
-        self.nodes: list[str] = []
+            classes = ray_cls_with_init.class_dict
+        actors = _start_hosts(resource_pool, classes, detached_name)
+        self._attach(ray_cls_with_init.cls, role, actors, {name: item.cls for name, item in classes.items()})
+        self.resource_pool = resource_pool
         self._owns_actors = True
         self._owned_pool = resource_pool if owns_pool else None
         self._num_cpus = resource_pool.num_cpus
-        self._actors = _start_hosts(resource_pool, list(self._classes.values()))
         ranks = range(self.world_size)
         try:
-            places = self._fetcher("place", ranks)([actor.place.remote() for actor in self._actors])
+            places = self._fetcher("place", ranks)([actor.place.remote() for actor in actors])
             self.nodes = [address for address, _ in places]
-            for name, item in self._classes.items():
+            for name, item in classes.items():
                 plain = ray.put(ClassWithInitArgs(item.cls, *item.args, **item.kwargs))
-                built = [actor.build.remote(name, plain, *places[0]) for actor in self._actors]
+                built = [actor.build.remote(name, plain, *places[0]) for actor in actors]
                 self._fetcher(f"{name}.__init__", ranks)(built)
         except WorkerError:
             self.close()
             raise
+        self._watch = Watch(role, actors, self.nodes)
+
+    def _attach(self, cls: type, role: str, actors: list[Any], roles: Mapping[str, type]) -> None:
+        WorkerGroup.__init__(self, cls, role, len(actors))
+        self._roles = dict(roles)
+        self._actors = actors
+        self.nodes = []
+        self.resource_pool = None
+        self._owned_pool = None
+        self._owns_actors = False
+        self._num_cpus = 0.0
+        self._placement_groups = []
+        self._watch = None
+
+    @classmethod
+    def from_detached(cls, name: str, classes: Mapping[str, type], owns_actors: bool = False) -> "RayWorkerGroup":
+        """The group over actors that some driver of this cluster started with ``detached_name``.
+
+        ``classes`` maps the roles in them to their classes; with several use `spawn`. Closing the group ends nothing
+        unless it ``owns_actors``; then it gives the placement groups back too.
+        """
+        try:
+            first = ray.get_actor(f"{name}/0", namespace=NAMESPACE)
+            size = ray.get(first.describe.remote())[0]
+            actors = [first, *(ray.get_actor(f"{name}/{rank}", namespace=NAMESPACE) for rank in range(1, size))]
+            facts = ray.get([actor.describe.remote() for actor in actors])
+        except (ValueError, RayActorError) as error:
+            raise WorkerError(f"there is no detached worker group {name!r} in this cluster: {error}") from error
+        if unknown := sorted(classes.keys() - set(facts[0][2])):
+            raise WorkerError(f"the detached worker group {name!r} has the roles {facts[0][2]}, not {unknown}")
+        group = cls.__new__(cls)
+        role, worker = next(iter(classes.items())) if len(classes) == 1 else (name, object)
+        group._attach(worker, role, actors, classes)
+        group.nodes = [node for _, node, _, _ in facts]
+        group._owns_actors = owns_actors
+        group._placement_groups = [placed for *_, placed in facts if placed is not None]
+        group._watch = Watch(role, actors, group.nodes)
+        return group
 
     def spawn(self, prefix_set: Iterable[str]) -> "dict[str, RayWorkerGroup]":
         """A group for each of these roles of a colocated group, over the same processes.
@@ -144,30 +234,38 @@ class RayWorkerGroup(WorkerGroup):
         """
         groups = {}
         for role in prefix_set:
-            if role not in self._classes:
-                raise WorkerError(f"{self.role!r} has no role {role!r}; it has {sorted(self._classes)}")
+            if role not in self._roles:
+                raise WorkerError(f"{self.role!r} has no role {role!r}; it has {sorted(self._roles)}")
             group = RayWorkerGroup.__new__(RayWorkerGroup)
-            WorkerGroup.__init__(group, self._classes[role].cls, role, self.world_size)
-            group._classes, group._actors, group.nodes = {role: self._classes[role]}, self._actors, self.nodes
-            group._owns_actors, group._owned_pool, group._num_cpus = False, None, self._num_cpus
+            group._attach(self._roles[role], role, self._actors, {role: self._roles[role]})
+            group.nodes, group.resource_pool, group._watch = self.nodes, self.resource_pool, self._watch
+            group._num_cpus, group.auto_padding = self._num_cpus, self.auto_padding
             groups[role] = group
         return groups
 
     def _submit(self, method: str, calls: Sequence[Call | None]) -> list[Any]:
         if not self._actors:
             raise WorkerError(f"{self.role}.{method}: the worker group is closed")
+        if self._watch is not None:
+            self._watch.raise_if_dead()
         put = _PutOnce(calls)
         handles = []
-        for actor, call in zip(self._actors, calls, strict=True):
+        for rank, (actor, call) in enumerate(zip(self._actors, calls, strict=True)):
             if call is not None:
+                if self._watch is not None:
+                    self._watch.last_calls[rank] = f"{self.role}.{method}"
                 args, kwargs = map(put, call[0]), {name: put(value) for name, value in call[1].items()}
-                handles.append(actor.call.remote(self.role, method, *args, **kwargs))
+                route = getattr(actor, _route(self.role, method), None)
+                if route is None:
+                    handles.append(actor.call.remote(self.role, method, *args, **kwargs))
+                else:
+                    handles.append(route.remote(*args, **kwargs))
         return handles
 
     def _fetcher(self, method: str, ranks: Sequence[int]) -> Fetch:
         where = [f" on node {node}" for node in self.nodes] or [""] * self.world_size
         labels = [f"rank {rank} of {self.world_size} of {self.role!r}{where[rank]}" for rank in ranks]
-        return functools.partial(_fetch, method, labels)
+        return functools.partial(_fetch, method, labels, self._watch)
 
     @property
     def num_cpus(self) -> float:
@@ -177,23 +275,26 @@ class RayWorkerGroup(WorkerGroup):
     def close(self) -> None:
         """Kills the actors that this group started, and gives the pool back if it owns it."""
         actors, self._actors = self._actors, []
-        for actor in actors if self._owns_actors else []:
-            ray.kill(actor)
+        if self._owns_actors:
+            if self._watch is not None:
+                self._watch.stop()
+            for actor in actors:
+                ray.kill(actor)
+            ray_placement.remove_placement_groups(list(dict.fromkeys(self._placement_groups)))
         if self._owned_pool is not None:
             self._owned_pool.close()
 
 
-def _start_hosts(pool: RayResourcePool, classes: Sequence[ClassWithInitArgs]) -> list[Any]:
-    host = ray.remote(_AsyncHost if any(_has_async_methods(item.cls) for item in classes) else _Host)
+def _start_hosts(pool: RayResourcePool, classes: Mapping[str, ClassWithInitArgs], detached_name: str) -> list[Any]:
+    host = ray.remote(_host_class({role: item.cls for role, item in classes.items()}))
     options: dict[str, Any] = {"runtime_env": _runtime_env()}
-    for item in classes:
+    for item in classes.values():
         options.update(getattr(item, "options", {}))
     actors = []
-    for rank, (group, bundle) in enumerate(pool.bundles()):
-        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        # Groups that share a pool share its processes' resources.
-        share = {key: value / pool.max_colocate_count for key, value in pool.bundle.items()}
-        sized = {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0), "scheduling_strategy": strategy, **options}
+    for rank in range(pool.world_size):
+        sized = {**pool.actor_options(rank), **options}
+        if detached_name:
+            sized |= {"name": f"{detached_name}/{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
         actors.append(
             host.options(**sized).remote(
                 rank, pool.world_size, pool.local_rank_list[rank], pool.local_world_size_list[rank], pool.use_gpu
@@ -220,11 +321,14 @@ class _PutOnce:
         return self._refs[id(value)]
 
 
-def _fetch(method: str, labels: Sequence[str], handles: Sequence[Any]) -> list[Any]:
+def _fetch(method: str, labels: Sequence[str], watch: Watch | None, handles: Sequence[Any]) -> list[Any]:
     """The values of all handles; raises the first failure as soon as there is one."""
     try:
         return list(ray.get(list(handles)))
     except Exception as error:  # noqa: BLE001 - Ray raises the task's own exception class
+        if isinstance(error, RayActorError) and watch is not None:
+            # This rank may have been ended only because another one, whose death is the news, was waited for.
+            watch.raise_if_dead()
         raise _group_error(method, labels, handles, error) from _root(error)
 
 
@@ -302,8 +406,13 @@ class RayRuntime:
     """
 
     def __init__(
-        self, num_cpus: float | None = None, address: str | None = None, cpu_threads: int | None = None
+        self,
+        num_cpus: float | None = None,
+        address: str | None = None,
+        cpu_threads: int | None = None,
+        auto_padding: bool = False,
     ) -> None:
+        self._auto_padding = auto_padding
         self._loop = EventLoop()
         self._groups: list[RayWorkerGroup] = []
         self._actors: list[RayActorHandle] = []
@@ -319,12 +428,23 @@ class RayRuntime:
                 raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
 
     def worker_group(
-        self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0
+        self,
+        cls: ClassWithInitArgs,
+        name: str,
+        world_size: int = 1,
+        num_gpus: float = 0.0,
+        max_colocate_count: int = 1,
     ) -> RayWorkerGroup:
-        """One actor with one CPU for every rank. Raises WorkerError if the cluster is too small."""
+        """One actor with one CPU for every rank. Raises WorkerError if the cluster is too small.
+
+        With ``max_colocate_count`` n each has an n-th of it and of ``num_gpus``: room for actors ``beside`` it.
+        """
         self._check_cpus(name, world_size)
-        pool = RayResourcePool([world_size], num_gpus=num_gpus, strategy="PACK", name_prefix=name)
+        pool = RayResourcePool(
+            [world_size], num_gpus, max_colocate_count=max_colocate_count, strategy="PACK", name_prefix=name
+        )
         group = RayWorkerGroup(pool, cls, role=name, owns_pool=True)
+        group.auto_padding = self._auto_padding
         self._groups.append(group)
         return group
 
@@ -352,16 +472,21 @@ class RayRuntime:
         num_gpus: float = 0.0,
         python: str | None = None,
         max_concurrency: int = 1000,
+        beside: tuple[WorkerGroup, int] | None = None,
         **kwargs: Any,
     ) -> RayActorHandle:
         """An actor, under ``python`` where given: an environment with this Ray and this Python's minor version.
 
-        Raises WorkerError if the cluster is too small.
+        ``beside`` (a group and a rank) puts it into that rank's bundle, with a share of its CPUs and GPUs in place of
+        ``num_cpus`` and ``num_gpus``. Raises WorkerError if the cluster is too small.
         """
-        self._check_cpus(name, num_cpus)
-        options: dict[str, Any] = {"num_cpus": num_cpus, "num_gpus": num_gpus, "runtime_env": _runtime_env(python)}
-        # Over the nodes, where there are several.
-        options["scheduling_strategy"] = "SPREAD"
+        if beside is not None:
+            placed, num_cpus = _beside(name, *beside), 0.0
+        else:
+            self._check_cpus(name, num_cpus)
+            # Over the nodes, where there are several.
+            placed = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
+        options: dict[str, Any] = {**placed, "runtime_env": _runtime_env(python)}
         if _has_async_methods(cls):
             options["max_concurrency"] = max_concurrency
         handle = RayActorHandle(name, ray.remote(cls).options(**options).remote(*args, **kwargs), num_cpus)
@@ -401,6 +526,17 @@ class RayRuntime:
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
+
+
+def _beside(name: str, group: WorkerGroup, rank: int) -> dict[str, Any]:
+    pool = getattr(group, "resource_pool", None)
+    if pool is None or pool.max_colocate_count < 2:
+        raise WorkerError(
+            f"actor {name!r} has no room beside rank {rank} of {group.role!r}: "
+            "make that group with max_colocate_count of at least 2"
+        )
+    options: dict[str, Any] = pool.actor_options(rank)
+    return options
 
 
 def _has_async_methods(cls: type) -> bool:

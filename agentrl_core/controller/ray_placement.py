@@ -6,6 +6,7 @@ from typing import Any
 
 import ray
 from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl_core.api.errors import WorkerError
 
@@ -16,10 +17,11 @@ def available_resources() -> dict[str, float]:
 
 
 def create_placement_groups(
-    bundles_by_node: Sequence[list[dict[str, float]]], strategy: str, name: str, timeout: float
+    bundles_by_node: Sequence[list[dict[str, float]]], strategy: str, name: str, timeout: float, detached: bool = False
 ) -> list[Any]:
     """One placement group per node. Raises WorkerError with what is missing if they are not ready in ``timeout``."""
-    groups = [placement_group(bundles, strategy=strategy) for bundles in bundles_by_node]
+    lifetime = "detached" if detached else None
+    groups = [placement_group(bundles, strategy=strategy, lifetime=lifetime) for bundles in bundles_by_node]
     deadline = time.monotonic() + timeout
     for group in groups:
         if not group.wait(max(deadline - time.monotonic(), 0.0)):
@@ -35,3 +37,8 @@ def remove_placement_groups(groups: Sequence[Any]) -> None:
     """Gives placement groups back."""
     for group in groups:
         remove_placement_group(group)
+
+
+def in_bundle(group: Any, bundle: int) -> Any:
+    """The scheduling strategy for an actor in one bundle of a placement group."""
+    return PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)

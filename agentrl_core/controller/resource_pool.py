@@ -45,7 +45,8 @@ class RayResourcePool(ResourcePool):
     """A pool of placement groups, one per node, with one bundle per process; they are made when first needed.
 
     ``strategy`` is Ray's, for the bundles of one node. ``num_cpus`` and ``num_gpus`` (a fraction where processes share
-    one) belong to each process, shared by the groups that are colocated in it.
+    one) belong to each process, shared by the groups that are colocated in it. A ``detached`` pool outlives the driver
+    that made it.
     """
 
     def __init__(
@@ -56,8 +57,10 @@ class RayResourcePool(ResourcePool):
         max_colocate_count: int = 1,
         strategy: str = "STRICT_PACK",
         name_prefix: str = "",
+        detached: bool = False,
     ) -> None:
         super().__init__(process_on_nodes, max_colocate_count)
+        self.detached = detached
         self.num_gpus = num_gpus
         self.num_cpus = num_cpus
         self.strategy = strategy
@@ -74,13 +77,29 @@ class RayResourcePool(ResourcePool):
         """The resources of one process."""
         return {"CPU": self.num_cpus, **({"GPU": self.num_gpus} if self.use_gpu else {})}
 
+    def actor_options(self, rank: int) -> dict[str, Any]:
+        """Options of ``ray.remote`` for one more actor in the bundle of a rank: on its node, and on its GPU.
+
+        It holds one of the ``max_colocate_count`` shares of the bundle, as the group's own process of that rank does.
+        """
+        from agentrl_core.controller import ray_placement
+
+        group, bundle = self.bundles()[rank]
+        share = {name: amount / self.max_colocate_count for name, amount in self.bundle.items()}
+        strategy = ray_placement.in_bundle(group, bundle)
+        return {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0), "scheduling_strategy": strategy}
+
     def bundles(self, timeout: float = 60.0) -> list[tuple[Any, int]]:
         """For every rank its placement group and bundle. Raises WorkerError if Ray cannot place them in ``timeout``."""
         if self._bundles is None:
             from agentrl_core.controller import ray_placement
 
             groups = ray_placement.create_placement_groups(
-                [[self.bundle] * count for count in self.process_on_nodes], self.strategy, self.name_prefix, timeout
+                [[self.bundle] * count for count in self.process_on_nodes],
+                self.strategy,
+                self.name_prefix,
+                timeout,
+                self.detached,
             )
             numbered = zip(groups, self.process_on_nodes, strict=True)
             self._bundles = [(group, bundle) for group, count in numbered for bundle in range(count)]
@@ -98,6 +117,7 @@ class RayResourcePool(ResourcePool):
     def _sharing(cls, pool: "RayResourcePool", bundles: list[tuple[Any, int]]) -> "RayResourcePool":
         counts = [len(list(same)) for _, same in itertools.groupby(bundles, key=lambda bundle: bundle[0])]
         shared = cls(counts, pool.num_gpus, pool.num_cpus, pool.max_colocate_count, pool.strategy, pool.name_prefix)
+        shared.detached = pool.detached
         shared._bundles = bundles
         return shared
 

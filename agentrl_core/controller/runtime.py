@@ -37,11 +37,16 @@ class Runtime(Protocol):
     """Makes worker groups and actors. A context manager that shuts down at its end."""
 
     def worker_group(
-        self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0
+        self,
+        cls: ClassWithInitArgs,
+        name: str,
+        world_size: int = 1,
+        num_gpus: float = 0.0,
+        max_colocate_count: int = 1,
     ) -> WorkerGroup:
         """Workers of one class on ``world_size`` ranks, each with ``num_gpus`` or a fraction of one.
 
-        ``name`` is their role in messages.
+        ``name`` is their role in messages. Each rank holds one of ``max_colocate_count`` shares of its resources.
         """
         ...
 
@@ -60,12 +65,14 @@ class Runtime(Protocol):
         num_gpus: float = 0.0,
         python: str | None = None,
         max_concurrency: int = 1000,
+        beside: tuple[WorkerGroup, int] | None = None,
         **kwargs: Any,
     ) -> ActorHandle:
         """An actor of a plain class.
 
         ``python`` is the interpreter of another environment, ``max_concurrency`` the number of calls that may be in
-        flight where the class has async methods; other classes run one call at a time.
+        flight where the class has async methods; other classes run one call at a time. ``beside`` a rank of a group
+        whose resources are shared, it has the same node and GPU.
         """
         ...
 
@@ -83,9 +90,16 @@ class Runtime(Protocol):
 
 
 def make_runtime(
-    name: str, *, num_cpus: float | None = None, address: str | None = None, cpu_threads: int | None = None
+    name: str,
+    *,
+    num_cpus: float | None = None,
+    address: str | None = None,
+    cpu_threads: int | None = None,
+    auto_padding: bool = False,
 ) -> Runtime:
     """The runtime ``local`` or ``ray``.
+
+    With ``auto_padding`` its worker groups give every rank equally many rows, as `WorkerGroup.auto_padding` says.
 
     ``cpu_threads`` bounds torch's threads in each process; None leaves this process as it is, and gives Ray's actors
     what ``OMP_NUM_THREADS`` says here, or 1.
@@ -95,7 +109,7 @@ def make_runtime(
     Ray is not installed.
     """
     if name == "local":
-        return LocalRuntime(cpu_threads)
+        return LocalRuntime(cpu_threads, auto_padding)
     if name != "ray":
         raise ConfigError(f"cluster.runtime: found {name!r}, allowed are 'local' and 'ray'")
     try:
@@ -104,7 +118,7 @@ def make_runtime(
         if error.name != "ray":
             raise
         raise ConfigError("cluster.runtime: ray is not installed: pip install 'agentrl-core[ray]'") from error
-    return RayRuntime(num_cpus=num_cpus, address=address, cpu_threads=cpu_threads)
+    return RayRuntime(num_cpus=num_cpus, address=address, cpu_threads=cpu_threads, auto_padding=auto_padding)
 
 
 class LocalActorHandle:
@@ -134,7 +148,8 @@ class LocalActorHandle:
 class LocalRuntime:
     """Everything in this process."""
 
-    def __init__(self, cpu_threads: int | None = None) -> None:
+    def __init__(self, cpu_threads: int | None = None, auto_padding: bool = False) -> None:
+        self._auto_padding = auto_padding
         if cpu_threads is not None:
             torch.set_num_threads(cpu_threads)
         self._loop = EventLoop()
@@ -143,10 +158,16 @@ class LocalRuntime:
         self._is_open = True
 
     def worker_group(
-        self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0
+        self,
+        cls: ClassWithInitArgs,
+        name: str,
+        world_size: int = 1,
+        num_gpus: float = 0.0,
+        max_colocate_count: int = 1,
     ) -> LocalWorkerGroup:
         """A group whose ``workers`` are plain objects."""
         group = LocalWorkerGroup(cls, world_size, role=name, loop=self._loop)
+        group.auto_padding = self._auto_padding
         self._groups.append(group)
         return group
 
@@ -166,6 +187,7 @@ class LocalRuntime:
         num_gpus: float = 0.0,
         python: str | None = None,
         max_concurrency: int = 1000,
+        beside: tuple[WorkerGroup, int] | None = None,
         **kwargs: Any,
     ) -> LocalActorHandle:
         """An object of this process. Raises ConfigError if another interpreter is asked for."""

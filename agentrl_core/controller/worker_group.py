@@ -31,10 +31,14 @@ class WorkerGroup(ABC):
 
     The class's registered methods are methods of the group. Unregistered ones are reached by name through
     ``execute_all…`` (same arguments for every rank) and ``execute_rank_zero…``.
+
+    With ``auto_padding`` every batch that is split over the ranks is filled up with rows from its start until the
+    chunks are equal, as if it had been made with ``auto_padding``; the result's rows for them are removed.
     """
 
     def __init__(self, cls: type, role: str, world_size: int) -> None:
         self.role = role
+        self.auto_padding = False
         self._world_size = world_size
         self._mesh_layouts: dict[str, list[MeshPlace]] = {}
         for name, registration in registrations(cls).items():

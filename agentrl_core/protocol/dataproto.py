@@ -176,7 +176,7 @@ class DataProto:
         selector = index if isinstance(index, slice) else index.numpy()
         return self._new(
             None if self.batch is None else rows.take_rows(self.batch, index),
-            {key: column[selector].copy() for key, column in self.non_tensor_batch.items()},
+            {key: _own_rows(column[selector]) for key, column in self.non_tensor_batch.items()},
         )
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
@@ -202,7 +202,11 @@ class DataProto:
         if repeat_times < 0:
             raise ProtocolError(f"repeat: repeat_times is {repeat_times}, it must not be negative")
         order = torch.arange(len(self))
-        return self._take(order.repeat_interleave(repeat_times) if interleave else order.repeat(repeat_times))
+        index = order.repeat_interleave(repeat_times) if interleave else order.repeat(repeat_times)
+        return self._new(
+            None if self.batch is None else rows.repeat_rows(self.batch, index, repeat_times, interleave),
+            {key: column[index.numpy()] for key, column in self.non_tensor_batch.items()},
+        )
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray[Any, Any]) -> Self:
         """Row i ``repeat_times[i]`` times, in order."""
@@ -409,15 +413,24 @@ class DataProto:
         return cls._of(*storage.load(Path(path)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return _unpickle, (type(self), serialization.encode(self.batch), self.non_tensor_batch, self.meta_info)
+        state = (serialization.encode(self.batch, protocol), self.non_tensor_batch, self.meta_info)
+        # Naming a class costs Ray's pickler as much as a small tensor: only a subclass needs it.
+        return _unpickle, state if type(self) is DataProto else (*state, type(self))
 
     def _become(self, other: Self) -> Self:
         self.batch, self.non_tensor_batch, self.meta_info = other.batch, other.non_tensor_batch, other.meta_info
         return self
 
 
-def _unpickle(cls: type[DataProto], encoded: Any, columns: dict[str, ObjectArray], meta: dict[str, Any]) -> DataProto:
+def _unpickle(
+    encoded: Any, columns: dict[str, ObjectArray], meta: dict[str, Any], cls: type[DataProto] = DataProto
+) -> DataProto:
     return cls._of(serialization.decode(encoded), columns, meta)
+
+
+def _own_rows(column: ObjectArray) -> ObjectArray:
+    # Slicing gives a view, every other selection its own array already.
+    return column if column.base is None else column.copy()
 
 
 def _described(value: Any) -> str:

@@ -1,11 +1,18 @@
-"""Pickling: tensors travel as numpy buffers, which pickle protocol 5 keeps out of band.
+"""Pickling: tensors travel as buffers, which pickle protocol 5 keeps out of band.
 
 Ray's object store then holds a batch without an extra copy, and readers map it without one. What a reader maps is
 shared memory: it is read-only by contract, `DataProto.writable` gives a private copy.
+
+The encoded form is made of tuples and buffers only, since every object of a class of its own costs Ray's pickler more
+than a small tensor does:
+
+    tensor       ("dense", buffer, dtype's name, shape)
+    nested       ("jagged", values, offsets) or ("nested", rows, dtype's name)
+    TensorDict   ("td", {key: encoded}, batch size)
 """
 
+import pickle
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,41 +23,20 @@ from agentrl_core.api.errors import ProtocolError
 from agentrl_core.protocol.rows import jagged, jagged_parts
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
+Encoded = tuple[Any, ...]
+
+# Up to this size a copy inside the pickle is cheaper than a buffer beside it.
+SMALL_BYTES = 1024
+OUT_OF_BAND_PROTOCOL = 5
 
 
-@dataclass(frozen=True, slots=True)
-class EncodedTensor:
-    """A dense tensor: its bytes, dtype and shape."""
-
-    data: Bytes
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedNested:
-    """A nested tensor: jagged as values and offsets, strided as its rows."""
-
-    parts: tuple[EncodedTensor, ...]
-    dtype: torch.dtype
-    is_jagged: bool
-
-
-@dataclass(frozen=True, slots=True)
-class EncodedTensorDict:
-    """A TensorDict: its columns and batch size."""
-
-    columns: dict[str, Any]
-    batch_size: tuple[int, ...]
-
-
-def encode(td: Any) -> EncodedTensorDict | None:
+def encode(td: Any, protocol: int = OUT_OF_BAND_PROTOCOL) -> Encoded | None:
     """A picklable form of a TensorDict; device tensors are copied to the CPU. Raises ProtocolError on non-tensors."""
     # Columns that share their offsets share the encoded ones too: pickle keeps that identity.
-    return None if td is None else _encode_tensordict(td, {})
+    return None if td is None else _Encoder(protocol).tensordict(td)
 
 
-def decode(encoded: EncodedTensorDict | None) -> Any:
+def decode(encoded: Encoded | None) -> Any:
     """The TensorDict of `encode`, on the CPU; its tensors use the buffers as they are."""
     return None if encoded is None else _decode_tensordict(encoded, {})
 
@@ -66,52 +52,58 @@ def dense_parts(td: Any) -> Iterator[torch.Tensor]:
             yield value
 
 
-def _encode_tensordict(td: Any, seen: dict[int, EncodedTensor]) -> EncodedTensorDict:
-    columns = {}
-    for key, value in td.items():
-        if is_non_tensor(value):
-            raise ProtocolError(f"batch[{key!r}] is not a tensor: put it into non_tensor_batch or meta_info")
-        is_td = isinstance(value, TensorDictBase)
-        columns[key] = _encode_tensordict(value, seen) if is_td else _encode_column(value, seen)
-    return EncodedTensorDict(columns, tuple(td.batch_size))
+class _Encoder:
+    def __init__(self, protocol: int) -> None:
+        self._out_of_band = protocol >= OUT_OF_BAND_PROTOCOL
+        self._offsets: dict[int, tuple[torch.Tensor, Encoded]] = {}
+
+    def tensordict(self, td: Any) -> Encoded:
+        columns = {}
+        for key, value in td.items():
+            if is_non_tensor(value):
+                raise ProtocolError(f"batch[{key!r}] is not a tensor: put it into non_tensor_batch or meta_info")
+            columns[key] = self.tensordict(value) if isinstance(value, TensorDictBase) else self.column(value)
+        return ("td", columns, tuple(td.batch_size))
+
+    def column(self, column: Any) -> Encoded:
+        if not column.is_nested:
+            return self.dense(column)
+        if column.layout != torch.jagged:
+            return ("nested", tuple(map(self.dense, column.unbind())), _name(column.dtype))
+        values, offsets = jagged_parts(column)
+        if id(offsets) not in self._offsets:
+            # The tensor is kept too: a freed one could pass its id on.
+            self._offsets[id(offsets)] = (offsets, self.dense(offsets))
+        return ("jagged", self.dense(values), self._offsets[id(offsets)][1])
+
+    def dense(self, tensor: torch.Tensor) -> Encoded:
+        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        data: Any = flat.view(torch.uint8).numpy()
+        in_band = data.nbytes <= SMALL_BYTES or not self._out_of_band
+        buffer = bytearray(data) if in_band else pickle.PickleBuffer(data)
+        return ("dense", buffer, _name(tensor.dtype), tuple(tensor.shape))
 
 
-def _encode_column(column: Any, seen: dict[int, EncodedTensor]) -> EncodedTensor | EncodedNested:
-    if not column.is_nested:
-        return _encode_tensor(column)
-    if column.layout != torch.jagged:
-        return EncodedNested(tuple(map(_encode_tensor, column.unbind())), column.dtype, False)
-    values, offsets = jagged_parts(column)
-    if column.lengths() is None:
-        encoded = seen.setdefault(id(offsets), _encode_tensor(offsets))
-    else:
-        encoded = _encode_tensor(offsets)
-    return EncodedNested((_encode_tensor(values), encoded), column.dtype, True)
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
-def _encode_tensor(tensor: torch.Tensor) -> EncodedTensor:
-    shape = tuple(tensor.shape)
-    flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
-    return EncodedTensor(flat.view(torch.uint8).numpy(), tensor.dtype, shape)
+def _decode_tensordict(encoded: Encoded, seen: dict[int, torch.Tensor]) -> Any:
+    _, columns, batch_size = encoded
+    return TensorDict({key: _decode(value, seen) for key, value in columns.items()}, batch_size=batch_size)
 
 
-def _decode_tensordict(encoded: EncodedTensorDict, seen: dict[int, torch.Tensor]) -> Any:
-    columns = {
-        key: _decode_tensordict(value, seen) if isinstance(value, EncodedTensorDict) else _decode_column(value, seen)
-        for key, value in encoded.columns.items()
-    }
-    return TensorDict(columns, batch_size=encoded.batch_size)
-
-
-def _decode_column(encoded: EncodedTensor | EncodedNested, seen: dict[int, torch.Tensor]) -> torch.Tensor:
-    if isinstance(encoded, EncodedTensor):
-        return _decode_tensor(encoded)
-    if not encoded.is_jagged:
-        return torch.nested.nested_tensor(list(map(_decode_tensor, encoded.parts)), dtype=encoded.dtype)
-    values, offsets = encoded.parts
-    if id(offsets) not in seen:
-        seen[id(offsets)] = _decode_tensor(offsets)
-    return jagged(_decode_tensor(values), seen[id(offsets)])
+def _decode(encoded: Encoded, seen: dict[int, torch.Tensor]) -> Any:
+    match encoded:
+        case ("td", *_):
+            return _decode_tensordict(encoded, seen)
+        case ("jagged", values, offsets):
+            if id(offsets) not in seen:
+                seen[id(offsets)] = _decode_dense(offsets)
+            return jagged(_decode_dense(values), seen[id(offsets)])
+        case ("nested", rows, dtype):
+            return torch.nested.nested_tensor(list(map(_decode_dense, rows)), dtype=getattr(torch, dtype))
+    return _decode_dense(encoded)
 
 
 class _Mapped:
@@ -126,10 +118,14 @@ class _Mapped:
         self.__array_interface__ = {**data.__array_interface__, "data": (data.ctypes.data, False)}
 
 
-def _decode_tensor(encoded: EncodedTensor) -> torch.Tensor:
-    if encoded.data.size == 0:
-        return torch.empty(encoded.shape, dtype=encoded.dtype)
-    data = encoded.data if encoded.data.flags.writeable else np.asarray(_Mapped(encoded.data))
-    if data.ctypes.data % encoded.dtype.itemsize:
+def _decode_dense(encoded: Encoded) -> torch.Tensor:
+    _, buffer, name, shape = encoded
+    dtype: torch.dtype = getattr(torch, name)
+    if type(buffer) is bytearray:
+        return torch.frombuffer(buffer, dtype=dtype).reshape(shape) if buffer else torch.empty(shape, dtype=dtype)
+    data: Bytes = np.frombuffer(buffer, dtype=np.uint8)
+    if not data.flags.writeable:
+        data = np.asarray(_Mapped(data))
+    if data.ctypes.data % dtype.itemsize:
         data = data.copy()
-    return torch.from_numpy(data).view(encoded.dtype).reshape(encoded.shape)
+    return torch.from_numpy(data).view(dtype).reshape(shape)

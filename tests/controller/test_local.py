@@ -15,7 +15,9 @@ from agentrl_core.controller import (
     ResourcePool,
     ResourcePoolManager,
     Worker,
+    create_fused_worker_cls,
     make_nd_compute_dataproto_dispatch_fn,
+    make_runtime,
     register,
     register_dispatch_mode,
     update_dispatch_mode,
@@ -100,6 +102,12 @@ class Counting(Worker):
         raise KeyError("as it was raised")
 
 
+class Prefixed(Worker):
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def b_add(self) -> None:
+        return None
+
+
 def group_of(world_size: int) -> LocalWorkerGroup:
     return LocalWorkerGroup(ClassWithInitArgs(Counting, start=7), world_size)
 
@@ -129,6 +137,29 @@ def test_auto_padding_makes_equal_chunks_and_removes_the_rows_again() -> None:
     group = group_of(3)
     assert group.add(batch_of(4, auto_padding=True)).batch["x"].tolist() == [1, 2, 3, 4]
     assert [worker.seen for worker in group.workers] == [[[0, 1]], [[2, 3]], [[0, 1]]]
+
+
+def test_a_group_of_a_runtime_with_auto_padding_pads_every_batch() -> None:
+    with make_runtime("local", auto_padding=True) as runtime:
+        group = runtime.worker_group(ClassWithInitArgs(Counting), "padding", world_size=3)
+        assert group.add(batch_of(4)).batch["x"].tolist() == [1, 2, 3, 4]
+        assert [worker.seen for worker in group.workers] == [[[0, 1]], [[2, 3]], [[0, 1]]]
+        assert group.add(group.add_later(batch_of(4))).batch["x"].tolist() == [2, 3, 4, 5]
+
+
+def test_fused_workers_are_one_object_with_the_methods_and_meshes_of_all_roles() -> None:
+    cls = create_fused_worker_cls(
+        {"actor": ClassWithInitArgs(Counting, start=1), "critic": ClassWithInitArgs(Counting, start=2)}
+    )
+    group = LocalWorkerGroup(ClassWithInitArgs(cls), world_size=2)
+    assert group.actor_place() == [(0, 2, 1), (1, 2, 1)] and group.critic_place() == [(0, 2, 2), (1, 2, 2)]
+    assert group.critic_add_async(batch_of(3)).batch["x"].tolist() == [10, 11, 12]
+    for rank, worker in enumerate(group.workers):
+        worker.fused_workers["critic"].set_mesh_place("train", dp_rank=0, collects=rank == 1)
+        assert worker.fused_workers["actor"].fused_workers["critic"] is worker.fused_workers["critic"]
+    assert group.critic_meshed(batch_of(2)).batch["rank"].tolist() == [1, 1]
+    with pytest.raises(WorkerError, match="have a method a_b_add"):
+        create_fused_worker_cls({"a": ClassWithInitArgs(Prefixed), "a_b": ClassWithInitArgs(Counting)})
 
 
 def test_futures_of_one_call_are_arguments_of_the_next() -> None:

@@ -2,9 +2,12 @@
 
 import asyncio
 import os
+import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import ray
@@ -19,6 +22,8 @@ from agentrl_core.controller import (
     RayResourcePool,
     ResourcePoolManager,
     Worker,
+    create_fused_worker_cls,
+    make_nd_compute_dataproto_dispatch_fn,
     make_runtime,
     merge_resource_pool,
     register,
@@ -87,6 +92,10 @@ def worker_class() -> type:
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def fail_everywhere(self) -> None:
             raise ValueError(f"from rank {self.rank}")
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+        def wait_for_ever(self) -> None:
+            threading.Event().wait()
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def die_on(self, rank: int) -> None:
@@ -219,6 +228,18 @@ def test_a_rank_that_raises_or_dies_is_named_while_another_hangs(runtime: RayRun
             group.die_on(1)
 
 
+def test_a_rank_that_dies_idle_surfaces_and_ends_a_call_of_others_that_hangs(runtime: RayRuntime) -> None:
+    with runtime.worker_group(ClassWithInitArgs(worker_class()), "watched", world_size=2) as group:
+        pids = group.pid()
+        hanging = group.execute_rank_zero_async("wait_for_ever")
+        os.kill(pids[1], signal.SIGKILL)
+        died = r"rank 1 of 2 of 'watched' on node .* the last method called on it was watched\.pid(.|\n)*exit"
+        with pytest.raises(WorkerError, match=died):
+            hanging.get()
+        with pytest.raises(WorkerError, match=died):
+            group.pid()
+
+
 def test_an_error_in_the_constructor_names_the_rank(runtime: RayRuntime) -> None:
     with pytest.raises(WorkerError, match=r"'broken'.*__init__(.|\n)*unexpected keyword"):
         runtime.worker_group(ClassWithInitArgs(worker_class(), wrong=1), "broken")
@@ -231,6 +252,100 @@ def test_colocated_classes_share_processes_and_async_methods_work(colocated: Ray
     assert len(groups["waiting"].waited()) == 2
     with pytest.raises(WorkerError, match=r"no role 'reward'; it has \['counting', 'waiting'\]"):
         colocated.spawn(["reward"])
+
+
+def test_fused_classes_are_one_worker_with_the_methods_of_all_roles(runtime: RayRuntime) -> None:
+    fused = create_fused_worker_cls(
+        {"counting": ClassWithInitArgs(worker_class(), start=7), "waiting": ClassWithInitArgs(async_worker_class())}
+    )
+    with runtime.worker_group(ClassWithInitArgs(fused), "fused", world_size=2) as group:
+        assert group.counting_pid() == group.waiting_waited()
+        assert [place[:3] for place in group.counting_place()] == [(0, 2, 7), (1, 2, 7)]
+        assert group.counting_add(group.counting_add_later(batch_of(3))).batch["x"].tolist() == [2, 3, 4]
+
+
+SECOND_DRIVER = """
+import ray, sys, torch
+from agentrl_core.controller import Dispatch, Worker, register
+from agentrl_core.controller.ray_backend import RayWorkerGroup
+from agentrl_core.protocol import DataProto
+
+class Counting(Worker):
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def add(self, batch: DataProto, amount: int = 1) -> DataProto: ...
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def pid(self) -> int: ...
+
+ray.init(address=sys.argv[1], logging_level="ERROR")
+group = RayWorkerGroup.from_detached("lasting", {"counting": Counting})
+out = group.add(DataProto.from_dict({"x": torch.arange(3)}), amount=5)
+sys.stdout.write(f"{out.batch['x'].tolist()} {group.pid()}")
+group.close()
+"""
+
+
+def test_another_driver_attaches_to_detached_actors_by_name(runtime: RayRuntime, tmp_path: Path) -> None:
+    pool = RayResourcePool([2], strategy="PACK", detached=True)
+    cls = RayClassWithInitArgs(worker_class())
+    with pytest.raises(WorkerError, match="needs a pool made with detached=True"):
+        RayWorkerGroup(RayResourcePool([1]), cls, detached_name="lasting")
+    first = RayWorkerGroup(pool, cls, role="counting", detached_name="lasting")
+    script = tmp_path / "driver.py"
+    script.write_text(SECOND_DRIVER)
+    address = ray.get_runtime_context().gcs_address
+    done = subprocess.run(
+        [sys.executable, str(script), address], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"[5, 6, 7] {first.pid()}"
+    with pytest.raises(WorkerError, match=r"'lasting' has the roles \['counting'\], not \['reward'\]"):
+        RayWorkerGroup.from_detached("lasting", {"reward": worker_class()})
+    with RayWorkerGroup.from_detached("lasting", {"counting": worker_class()}, owns_actors=True) as owner:
+        assert owner.pid() == first.pid()
+    with pytest.raises(WorkerError, match="no detached worker group 'lasting'"):
+        RayWorkerGroup.from_detached("lasting", {"counting": worker_class()})
+    first.close()
+
+
+def test_a_batch_for_several_ranks_is_put_once_and_futures_are_not_fetched(
+    group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    puts: list[object] = []
+    gets: list[object] = []
+    put, get = ray.put, ray.get
+    monkeypatch.setattr(ray, "put", lambda value, **options: (puts.append(value), put(value, **options))[1])
+    monkeypatch.setattr(ray, "get", lambda refs, **options: (gets.append(refs), get(refs, **options))[1])
+    batch = batch_of(4)
+    assert group.rows(batch) == [4, 4]
+    assert puts == [batch] and len(gets) == 1
+    # The watch has its pings; a call with futures fetches nothing of its own.
+    before = len(gets)
+    second = group.add_later(group.add_later(batch))
+    fetched = [refs for refs in gets[before:] if isinstance(refs, list)]
+    assert not fetched and len(puts) == 1
+    assert second.get().batch["x"].tolist() == [2, 3, 4, 5]
+
+
+def test_mesh_axes_split_over_dp_and_replicate_over_the_others(runtime: RayRuntime) -> None:
+    class Meshed(Worker):
+        def __init__(self) -> None:
+            # Two data-parallel groups of two ranks each.
+            self.set_mesh_place("actor", self.rank // 2, collects=self.rank % 2 == 0)
+
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+        def where(self, batch: DataProto) -> DataProto:
+            x = batch.batch["x"]
+            return DataProto.from_dict({"x": x, "rank": torch.full_like(x, self.rank)})
+
+        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("absent"))
+        def nowhere(self, batch: DataProto) -> DataProto:
+            return batch
+
+    with runtime.worker_group(ClassWithInitArgs(Meshed), "meshed", world_size=4) as group:
+        out = group.where(batch_of(5))
+        assert out.batch["x"].tolist() == list(range(5)) and out.batch["rank"].tolist() == [0, 0, 0, 2, 2]
+        with pytest.raises(WorkerError, match=r"no place in the mesh 'absent', only in \['actor'\]"):
+            group.nowhere(batch_of(2))
 
 
 def test_pools_split_and_merge() -> None:
@@ -284,6 +399,19 @@ def test_actors_are_called_from_any_loop_and_can_be_passed_on(runtime: RayRuntim
     first.kill()
     with pytest.raises(WorkerError, match="'first'"):
         runtime.run(first.call("echo", "d"))
+
+
+def test_an_actor_beside_a_rank_shares_its_bundle(runtime: RayRuntime) -> None:
+    with runtime.worker_group(ClassWithInitArgs(worker_class()), "hosting", 2, max_colocate_count=2) as group:
+        assert group.resource_pool is not None
+        options = group.resource_pool.actor_options(1)
+        assert options["num_cpus"] == 0.5 and options["scheduling_strategy"].placement_group_bundle_index == 1
+        beside = runtime.actor(actor_class(), name="beside", beside=(group, 1))
+        assert runtime.run(beside.call("echo", "a")) == "a"
+        beside.kill()
+    with runtime.worker_group(ClassWithInitArgs(worker_class()), "full") as group:
+        with pytest.raises(WorkerError, match="no room beside rank 0 of 'full'"):
+            runtime.actor(actor_class(), name="beside", beside=(group, 0))
 
 
 def test_a_runtime_leaves_a_ray_that_it_did_not_start(runtime: RayRuntime) -> None:

@@ -8,6 +8,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tensordict import TensorDict
 
+from agentrl_core.api.errors import ProtocolError
+from agentrl_core.controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, register
 from agentrl_core.protocol import DataProto, pad_dataproto_to_divisor, unpad_dataproto
 from agentrl_core.protocol.containers import equal
 
@@ -36,7 +38,13 @@ def batches(draw: st.DrawFn) -> DataProto:
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         return torch.nested.nested_tensor_from_jagged(torch.randn(int(lengths.sum()), generator=generator), offsets)
 
+    def nested() -> torch.Tensor:
+        lengths = torch.randint(0, 4, [rows], generator=generator).tolist()
+        return torch.nested.nested_tensor([torch.ones(length, 2) * i for i, length in enumerate(lengths)])
+
     makers = {"dense": dense, "jagged": jagged, "inside": lambda: TensorDict({"leaf": dense()}, [rows])}
+    if rows:
+        makers["nested"] = nested
     kinds = draw(st.none() | st.lists(st.sampled_from(sorted(makers)), max_size=4))
     td = None if kinds is None else TensorDict({f"{k}{i}": makers[k]() for i, k in enumerate(kinds)}, [rows])
     names = draw(st.lists(st.sampled_from("opq"), unique=True))
@@ -52,6 +60,10 @@ def assert_same(left: DataProto, right: DataProto) -> None:
         assert equal(dict(left.batch.items()), dict(right.batch.items()))
     assert equal(left.non_tensor_batch, right.non_tensor_batch)
     assert equal(left.meta_info, right.meta_info)
+
+
+def columns_of(data: DataProto) -> dict[str, object]:
+    return {} if data.batch is None else dict(data.batch.items())
 
 
 def rows_of(data: DataProto) -> list[tuple[object, object]]:
@@ -70,6 +82,83 @@ def test_concat_of_chunks_and_of_splits_is_the_batch(data: DataProto, number: in
     assert len(chunks) == number and max(map(len, chunks)) - min(map(len, chunks)) <= 1
     assert_same(DataProto.concat(chunks), data)
     assert_same(DataProto.concat(data.split(number)), data)
+
+
+def test_large_columns_are_concatenated_like_small_ones() -> None:
+    for dtype in DTYPES:
+        data = DataProto.from_dict({"x": (torch.arange(6 * 2**20) % 7).to(dtype).reshape(-1, 2)})
+        assert_same(DataProto.concat(data.chunk(3)), data)
+    weights = torch.ones(2**20, 2, requires_grad=True)
+    DataProto.concat([DataProto.from_dict({"x": weights}), DataProto.from_dict({"x": weights})]).batch[
+        "x"
+    ].sum().backward()
+    assert weights.grad is not None and bool((weights.grad == 2).all())
+
+
+@quick
+@given(batches(), st.integers(1, 4))
+def test_every_operation_takes_every_batch(data: DataProto, number: int) -> None:
+    size = len(data)
+    rows = list(range(size))
+    assert_same(data.writable(), data)
+    assert_same(data.select(), data)
+    assert_same(data.slice().to("cpu"), data)
+    assert data.nbytes() >= 0 and f"{size} rows" in data.get_data_info()
+    data.print_size()
+    data.check_consistency()
+    assert_rows(data[::-1], data, rows[::-1])
+    assert_rows(data.sample_level_repeat([number] * size), data, [row for row in rows for _ in range(number)])
+    assert_rows(data.unfold_column_chunks(number), data, [row for row in rows for _ in range(number)])
+    if size:
+        assert_rows(data.slice().padding(number, "first"), data, [*rows, *[0] * number])
+    seen = DataProto.concat([data[:0], *data.make_iterator(number, 2, seed=3)])
+    assert len(seen) == 2 * size
+    assert_same(DataProto.concat(list(data.make_iterator(number, 1)) or [data]), data)
+    names = [*(data.batch.keys() if data.batch is not None else ()), *data.non_tensor_batch]
+    renamed = data.slice().rename(names, [f"new {name}" for name in names])
+    assert_same(renamed.rename([f"new {name}" for name in names], names), data)
+    kept = data.slice()
+    popped = kept.pop(list(data.batch.keys()) if data.batch is not None else None, list(data.non_tensor_batch))
+    assert not kept.non_tensor_batch and popped.non_tensor_batch.keys() == data.non_tensor_batch.keys()
+    columns = [] if data.batch is None else list(data.batch.values())
+    is_nested = any(isinstance(value, torch.Tensor) and value.is_nested for value in columns)
+    if size % number == 0 and not is_nested:
+        assert_same(data.fold_batch_dim(number).unfold_batch_dim(), data)
+    if not set(data.non_tensor_batch) & set(data.meta_info) and (data.batch is not None or data.non_tensor_batch):
+        again = DataProto.from_tensordict(data.to_tensordict())
+        assert equal(again.non_tensor_batch, data.non_tensor_batch) and equal(again.meta_info, data.meta_info)
+        assert len(again) == size
+
+
+@quick
+@given(batches(), batches())
+def test_union_has_all_columns_of_both_or_changes_nothing(left: DataProto, right: DataProto) -> None:
+    before, other = left.writable(), right.writable()
+    try:
+        left.union(right)
+    except ProtocolError:
+        assert_same(left, before)
+    else:
+        for part in (before, other):
+            assert all(equal(left.non_tensor_batch[key], column) for key, column in part.non_tensor_batch.items())
+            assert all(equal(left.batch[key], column) for key, column in columns_of(part).items())
+            assert all(equal(left.meta_info[key], value) for key, value in part.meta_info.items())
+        assert_same(left.slice().union(right), left)
+    assert_same(right, other)
+
+
+@quick
+@given(batches(), st.integers(1, 4))
+def test_worker_groups_give_every_batch_back_as_it_was(data: DataProto, ranks: int) -> None:
+    class Echo(Worker):
+        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+        def echo(self, batch: DataProto) -> DataProto:
+            return batch
+
+    with LocalWorkerGroup(ClassWithInitArgs(Echo), ranks) as group:
+        assert_same(group.echo(data), data)
+        group.auto_padding = True
+        assert_same(group.echo(data), data)
 
 
 @quick

@@ -1,0 +1,69 @@
+"""Fused workers: one worker object that is all roles of a rank."""
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from agentrl_core.api.errors import WorkerError
+from agentrl_core.controller.decorator import MARK, Registration, registrations
+from agentrl_core.controller.dispatch import MeshPlace
+from agentrl_core.controller.worker import Worker
+from agentrl_core.controller.worker_group import ClassWithInitArgs
+
+
+class FusedWorker(Worker):
+    """The workers of all roles, made in the order of their classes, in one object.
+
+    Each finds the others in its ``fused_workers``, by role, once all are made.
+    """
+
+    classes: Mapping[str, ClassWithInitArgs]
+
+    def __init__(self) -> None:
+        self.fused_workers: dict[str, Any] = {role: item() for role, item in self.classes.items()}
+        for worker in self.fused_workers.values():
+            worker.fused_workers = self.fused_workers
+
+    def get_mesh_place(self, mesh_name: str) -> MeshPlace:
+        """The place that one of the roles declared."""
+        for worker in self.fused_workers.values():
+            if mesh_name in worker._mesh_places:
+                place: MeshPlace = worker.get_mesh_place(mesh_name)
+                return place
+        return super().get_mesh_place(mesh_name)
+
+    def close(self) -> None:
+        """Closes the workers that have a ``close`` method."""
+        for worker in self.fused_workers.values():
+            if callable(close := getattr(worker, "close", None)):
+                close()
+
+
+def create_fused_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> type[FusedWorker]:
+    """A worker class that is all roles: the method ``update`` of the role ``actor`` is its ``actor_update``.
+
+    Where `create_colocated_worker_cls` gives every role a group of its own over shared processes, this is one worker
+    for one group, local or on Ray, whose parts may call each other without a round trip.
+    """
+    methods: dict[str, Any] = {}
+    for role, item in class_dict.items():
+        for name, registration in registrations(item.cls).items():
+            if f"{role}_{name}" in methods:
+                raise WorkerError(f"two roles of {sorted(class_dict)} have a method {role}_{name}: rename a role")
+            is_async = inspect.iscoroutinefunction(inspect.getattr_static(item.cls, name))
+            methods[f"{role}_{name}"] = _forward(role, name, registration, is_async)
+    return type(f"Fused_{'_'.join(class_dict)}", (FusedWorker,), {"classes": dict(class_dict), **methods})
+
+
+def _forward(role: str, name: str, registration: Registration, is_async: bool) -> Callable[..., Any]:
+    def call(self: FusedWorker, *args: Any, **kwargs: Any) -> Any:
+        return getattr(self.fused_workers[role], name)(*args, **kwargs)
+
+    # A group makes room for overlapping calls where it sees that a class has async methods.
+    async def call_async(self: FusedWorker, *args: Any, **kwargs: Any) -> Any:
+        return await getattr(self.fused_workers[role], name)(*args, **kwargs)
+
+    method: Any = call_async if is_async else call
+    method.__name__ = f"{role}_{name}"
+    setattr(method, MARK, registration)
+    return method  # type: ignore[no-any-return]  # one of the two above
