@@ -22,13 +22,14 @@ from agentrl_core.workers.micro_batching import MicroBatch, columns_of, map_micr
 from agentrl_core.workers.models import enable_gradient_checkpointing, load_causal_lm, resolve_device
 from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.update import MicroLoss, Update, check_single_rank, seed_of
+from agentrl_core.workers.weight_files import WeightFiles
 from agentrl_core.workers.weights import (
     copy_weights,
+    iter_weight_buckets,
     load_training_state,
     save_model,
     save_training_state,
     unreadable,
-    weight_buckets,
 )
 
 
@@ -51,6 +52,7 @@ class ActorWorker(Worker):
         self._total_optimizer_steps = total_optimizer_steps
         self._device = resolve_device(config.cluster.device)
         self._model: Any = None
+        self._weight_files: WeightFiles | None = None
 
     @property
     def module(self) -> Any:
@@ -121,7 +123,14 @@ class ActorWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def weight_buckets(self, bucket_bytes: int) -> list[ArrayBucket]:
-        return weight_buckets(self._model, bucket_bytes)
+        return list(iter_weight_buckets(self._model, bucket_bytes))
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def weight_files(self) -> tuple[str, ...]:
+        if self._weight_files is None:
+            self._weight_files = WeightFiles(sum(tensor.nbytes for tensor in self._model.state_dict().values()))
+        # Tensor by tensor, so that nothing is gathered into a bucket first only to be copied once more.
+        return self._weight_files.write(iter_weight_buckets(self._model, 0))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

@@ -17,21 +17,22 @@ from agentrl_core.workers.optimizer import ScheduledAdamW
 OPTIMIZER_FILE = "optimizer.pt"
 
 
-def weight_buckets(model: nn.Module, bucket_bytes: int) -> list[ArrayBucket]:
+def iter_weight_buckets(model: nn.Module, bucket_bytes: int) -> Iterator[ArrayBucket]:
     """All weights as raw bytes on the host, in order, under the names of ``model.state_dict()``.
 
-    Tied weights come once, under the first of their names. A bucket holds at most ``bucket_bytes``, or one tensor.
+    Tied weights come once, under the first of their names. A bucket holds at most ``bucket_bytes``, or one tensor; a
+    single tensor that is on the host already is not copied.
     """
-    buckets: list[ArrayBucket] = []
     pending: list[tuple[str, Tensor]] = []
     size = 0
     for name, tensor in _untied(model):
         if pending and size + tensor.nbytes > bucket_bytes:
-            buckets.append(_bucket(pending))
+            yield _bucket(pending)
             pending, size = [], 0
         pending.append((name, tensor))
         size += tensor.nbytes
-    return [*buckets, _bucket(pending)] if pending else buckets
+    if pending:
+        yield _bucket(pending)
 
 
 def _untied(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -49,7 +50,7 @@ def _bucket(tensors: list[tuple[str, Tensor]]) -> ArrayBucket:
         names=tuple(name for name, _ in tensors),
         shapes=tuple(tuple(tensor.shape) for _, tensor in tensors),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for _, tensor in tensors),
-        data=np.concatenate(raw),
+        data=raw[0] if len(raw) == 1 else np.concatenate(raw),
     )
 
 
