@@ -94,6 +94,12 @@ def deterministic_rollouts(sound: Sound) -> Problems:
         yield "rollout.engine.name", f"rollout.deterministic needs an engine that can; '{rollout.engine.name}' cannot"
     if rollout.engine.replicas != 1:
         yield "rollout.engine.replicas", f"rollout.deterministic needs 1 replica, found {rollout.engine.replicas}"
+    if rollout.engine.max_in_flight is not None:
+        yield (
+            "rollout.engine.max_in_flight",
+            f"rollout.deterministic needs all requests of a step in the engine, found {rollout.engine.max_in_flight}; "
+            "set rollout.engine.max_in_flight=null",
+        )
     if rollout.agent.num_workers != 1:
         yield "rollout.agent.num_workers", f"rollout.deterministic needs 1 worker, found {rollout.agent.num_workers}"
     trajectories = sound.config.data.batch_size * rollout.n

@@ -34,8 +34,22 @@ class Slot:
 class EngineSlot(Slot):
     kind: ClassVar[str] = "engine"
     name: str = option("hf", help="a registered name, 'package:name', or './file.py:object'")
-    python: str | None = option(None, help="interpreter of the engine's own environment (cluster.runtime=ray only)")
+    python: str | None = option(
+        None, path=True, help="interpreter of the engine's own environment (cluster.runtime=ray only)"
+    )
     replicas: int = option(1, ge=1, help="engine servers")
+    max_in_flight: int | None = option(
+        None, ge=1, unit="requests", help="in one replica at once, the others queue; null: all"
+    )
+    retry: Literal["continue", "restart"] = option(
+        "continue", help="a request that its replica ended early: go on after what was sampled, or sample it anew"
+    )
+    restarts: int = option(3, ge=0, help="new starts of each replica that died, in a run; 0: none")
+    start_timeout: float = option(
+        600.0, gt=0, unit="seconds", help="deadline of a replica's start, and of its taking new weights"
+    )
+    health_interval: float = option(5.0, gt=0, unit="seconds", help="how often replicas are asked during a rollout")
+    health_timeout: float = option(60.0, gt=0, unit="seconds", help="a replica that has not answered by then is dead")
 
 
 @dataclass
@@ -172,6 +186,9 @@ class RolloutConfig:
     max_failed_fraction: float = option(0.1, ge=0, le=1, help="of a step's trajectories; above it the run stops")
     turn_timeout: float = option(300.0, gt=0, unit="seconds", help="deadline of one generation")
     trajectory_timeout: float = option(1800.0, gt=0, unit="seconds", help="deadline of a whole trajectory")
+    max_logprob_gap: float | None = option(
+        None, gt=0, help="largest mean gap between the engine's log-probs and the actor's; above it the run stops"
+    )
     watchdog_interval: float = option(60.0, gt=0, unit="seconds", help="how often slow trajectories are reported")
     endpoint: EndpointConfig = option(default_factory=EndpointConfig)
 

@@ -503,6 +503,10 @@ class RayRuntime:
                 f"taken by this run: set cluster.num_cpus to {taken + wanted:g} or more (logical CPUs may exceed cores)"
             )
 
+    def share(self, value: Any) -> Any:
+        """The value in Ray's object store."""
+        return ray.put(value)
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine on this process's event loop."""
         return self._loop.run(coroutine)

@@ -76,6 +76,10 @@ class Runtime(Protocol):
         """
         ...
 
+    def share(self, value: Any) -> Any:
+        """What to pass to several actors in the place of a large value, which then travels once to each node."""
+        ...
+
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine to its end from synchronous code, always on the same event loop."""
         ...
@@ -199,6 +203,10 @@ class LocalRuntime:
         handle = LocalActorHandle(name, cls(*args, **kwargs))
         self._actors.append(handle)
         return handle
+
+    def share(self, value: Any) -> Any:
+        """The value itself."""
+        return value
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs in the calling thread, so that ``breakpoint()`` works in what it runs."""

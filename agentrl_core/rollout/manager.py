@@ -5,25 +5,25 @@ import logging
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
-from typing import Any
 
 from agentrl_core.api import (
     ConfigError,
     EngineContext,
     RewardError,
     RolloutError,
+    SamplingParams,
     Termination,
+    TokenOutput,
     WeightUpdate,
     WorkerError,
 )
 from agentrl_core.config.schema import Config
-from agentrl_core.controller.runtime import ActorHandle, Runtime
+from agentrl_core.controller.runtime import Runtime
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
+from agentrl_core.rollout.fleet import EngineFleet
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.rewards import RewardWorker
-from agentrl_core.rollout.server import EngineServer
 from agentrl_core.rollout.worker import AgentLoopWorker
 
 logger = logging.getLogger(__name__)
@@ -49,25 +49,23 @@ class AgentLoopManager:
         self._runtime = runtime
         self.capabilities = resolve_ref(ref).spec.capabilities
         self.shares_module = engine.shared_module is not None
-        self._servers: list[ActorHandle] = [
-            runtime.actor(
-                EngineServer, ref, rollout.engine.config, replace(engine, replica=replica),
-                name=f"engine-{replica}", num_gpus=engine_gpus, python=rollout.engine.python,
-            )
-            for replica in range(rollout.engine.replicas)
-        ]  # fmt: skip
+        agent = rollout.agent
+        self._fleet = EngineFleet(
+            runtime, rollout.engine, engine, engine_gpus, most_requests=agent.num_workers * agent.max_concurrent
+        )
         self._rewarders = [
             runtime.actor(RewardWorker, config.reward, name=f"reward-{index}")
             for index in range(config.reward.num_workers)
         ]
         self._workers = [
             runtime.actor(
-                AgentLoopWorker, config, self._servers, self._rewarders, name=f"agent-loop-{index}",
+                AgentLoopWorker, config, self._fleet.servers, self._rewarders, name=f"agent-loop-{index}",
                 index=index, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size,
                 engine_sessions="sessions" in self.capabilities,
             )
             for index in range(rollout.agent.num_workers)
         ]  # fmt: skip
+        self._fleet.introduce(self._workers)
 
     def start(self) -> None:
         """Start the engines.
@@ -75,10 +73,7 @@ class AgentLoopManager:
         Raises:
             EngineError: one of them did not start.
         """
-        self._runtime.run(self._all(self._servers, "start"))
-
-    async def _all(self, actors: Sequence[ActorHandle], method: str, *args: Any) -> list[Any]:
-        return list(await asyncio.gather(*(actor.call(method, *args) for actor in actors)))
+        self._runtime.run(self._fleet.start())
 
     def generate_sequences(self, prompts: DataProto) -> list[TrajectoryResult]:
         """Run every prompt row; results in the order of the rows. ``meta_info``: see ``AgentLoopWorker``.
@@ -86,7 +81,7 @@ class AgentLoopManager:
         Raises:
             RolloutError: more than ``rollout.max_failed_fraction`` failed; holds the first root traceback.
         """
-        results: list[TrajectoryResult] = self._runtime.run(self._generate(prompts))
+        results: list[TrajectoryResult] = self._runtime.run(self._fleet.watched(self._generate(prompts)))
         self._check_failed(results)
         for result in results:
             if result.failed:
@@ -145,21 +140,37 @@ class AgentLoopManager:
 
         await asyncio.gather(*(revise(index, group) for index, group in enumerate(groups.values())))
 
-    def update_weights(self, update: WeightUpdate, version: int) -> None:
-        """Give every replica the new weights."""
-        self._runtime.run(self._all(self._servers, "update_weights", update, version))
+    def can_all_read(self, files: Sequence[str]) -> bool:
+        """Whether every living replica is where these files are."""
+        return self._runtime.run(self._fleet.can_all_read(files))
+
+    def update_weights(self, update: WeightUpdate, version: int, elsewhere: WeightUpdate | None = None) -> None:
+        """Give every replica the new weights; ``elsewhere`` is for those that cannot read the files of ``update``.
+
+        Raises:
+            EngineError: a replica refuses them, naming what does not fit, or none is alive.
+        """
+        self._runtime.run(self._fleet.update_weights(update, version, elsewhere))
+
+    def probe(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[TokenOutput]:
+        """What each replica answers to one request, in their order; no trajectory, tool or reward takes part."""
+        session = "sessions" in self.capabilities
+        request = "probe"
+
+        async def ask() -> list[TokenOutput]:
+            replicas = range(self._config.rollout.engine.replicas)
+            calls = (self._fleet.sample(each, prompt_ids, params, request, session=session) for each in replicas)
+            return list(await asyncio.gather(*calls))
+
+        return self._runtime.run(ask())
 
     def engine_metrics(self) -> dict[str, float]:
-        """Counters of all replicas, added up."""
-        totals: dict[str, float] = defaultdict(float)
-        for metrics in self._runtime.run(self._all(self._servers, "metrics")):
-            for name, value in metrics.items():
-                totals[name] += value
-        return dict(totals)
+        """Counters of all replicas: see :meth:`EngineFleet.metrics`."""
+        return self._runtime.run(self._fleet.metrics())
 
     def close(self) -> None:
         """Close everything; a failure to close one does not keep the others open."""
-        for actors in (self._workers, self._rewarders, self._servers):
+        for actors in (self._workers, self._rewarders, self._fleet.servers):
             for actor in actors:
                 try:
                     self._runtime.run(asyncio.wait_for(actor.call("close"), CLOSE_TIMEOUT))

@@ -1,18 +1,38 @@
 """Routing of requests to engine replicas."""
 
 import asyncio
+import hashlib
 import logging
 from collections import OrderedDict
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from agentrl_core.api import DeadlineError, EngineError, SamplingParams, TokenOutput, WorkerError
+from agentrl_core.api import DeadlineError, EngineError, PolicySpan, SamplingParams, TokenOutput, WorkerError
 from agentrl_core.controller.runtime import ActorHandle
 
 logger = logging.getLogger(__name__)
+MAX_LOSSES = 3
+"""Replicas that one request may lose, or give it up, before it is taken to be the cause."""
+
+Retry = Literal["continue", "restart"]
+
+
+@dataclass
+class Replica:
+    """One engine server as this router sees it."""
+
+    server: ActorHandle
+    is_alive: bool = True
+    in_flight: int = 0
+    assigned: int = 0
 
 
 class AsyncLLMServerManager:
     """Sends each request to a replica: sticky by request id, the least loaded for a new one, another if one dies.
+
+    A dead replica is left out until :meth:`put_server` brings it back. Where all are dead requests wait for that
+    within their deadline, unless :meth:`give_up` has said that none will come back.
 
     Args:
         servers: handles of :class:`EngineServer` actors.
@@ -20,6 +40,8 @@ class AsyncLLMServerManager:
         max_model_len: tokens of prompt and response together.
         vocab_size: ids at or above it are refused.
         sessions: the engine wants to know when trajectories begin and end.
+        restarts: dead replicas come back.
+        retry: a request that its replica ended early goes on after what was sampled, or is sampled anew.
         max_sticky: remembered request ids; the oldest are forgotten.
     """
 
@@ -31,79 +53,125 @@ class AsyncLLMServerManager:
         max_model_len: int,
         vocab_size: int,
         sessions: bool,
+        restarts: bool = False,
+        retry: Retry = "continue",
         max_sticky: int = 65536,
     ) -> None:
-        self._servers = list(servers)
-        self._in_flight = [0] * len(servers)
-        self._assigned = [0] * len(servers)
-        self._alive = [True] * len(servers)
+        self._replicas = [Replica(server) for server in servers]
         self._sticky: OrderedDict[str, int] = OrderedDict()
         self._turn_timeout = turn_timeout
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
         self._sessions = sessions
+        self._hopeless: str | None = None if restarts else "no engine replica is alive"
+        self._retry = retry
         self._max_sticky = max_sticky
+        self._came_back = asyncio.Event()
+
+    # Replicas that go and come back -----------------------------------------------------------------------------
+
+    def lost_servers(self) -> list[int]:
+        """Numbers of the replicas that are left out."""
+        return [index for index, replica in enumerate(self._replicas) if not replica.is_alive]
+
+    def put_server(self, index: int, server: ActorHandle) -> None:
+        """Replica ``index`` serves again, behind this handle."""
+        self._replicas[index].server = server
+        self._replicas[index].is_alive = True
+        self._came_back.set()
+
+    def give_up(self, reason: str) -> None:
+        """No dead replica will come back: requests that find none alive fail with ``reason``."""
+        self._hopeless = reason
+        self._came_back.set()
+
+    def _lose(self, index: int, server: ActorHandle, request_id: str, error: WorkerError) -> None:
+        self._forget(request_id)
+        replica = self._replicas[index]
+        # A late failure of the process before says nothing about the one that took its place.
+        if replica.server is server and replica.is_alive:
+            replica.is_alive = False
+            logger.error("engine replica %d is gone, its requests move to the others: %s", index, error)
+        if self._hopeless and not any(each.is_alive for each in self._replicas):
+            raise EngineError(f"{self._hopeless}; the last one: {error}") from error
+
+    async def _route(self, request_id: str) -> int:
+        while not any(replica.is_alive for replica in self._replicas):
+            if self._hopeless:
+                raise EngineError(self._hopeless)
+            self._came_back.clear()
+            await self._came_back.wait()
+        index = self._sticky.get(request_id)
+        if index is not None and self._replicas[index].is_alive:
+            self._sticky.move_to_end(request_id)
+            return index
+        alive = [number for number, replica in enumerate(self._replicas) if replica.is_alive]
+        # Trajectories that have a home but wait on a tool break ties.
+        index = min(alive, key=lambda number: (self._replicas[number].in_flight, self._replicas[number].assigned))
+        self._forget(request_id)
+        self._sticky[request_id] = index
+        self._replicas[index].assigned += 1
+        if len(self._sticky) > self._max_sticky:
+            self._replicas[self._sticky.popitem(last=False)[1]].assigned -= 1
+        return index
+
+    def _forget(self, request_id: str) -> int | None:
+        index = self._sticky.pop(request_id, None)
+        if index is not None:
+            self._replicas[index].assigned -= 1
+        return index
+
+    # Requests ---------------------------------------------------------------------------------------------------
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput:
-        """One request, within its deadline.
+        """One request, within its deadline, whatever replicas it takes.
 
         Raises:
             EngineError: the request is impossible, or no replica could serve it.
             DeadlineError: ``rollout.turn_timeout`` passed.
         """
         self._check(prompt_ids, params)
-        try:
-            async with asyncio.timeout(self._turn_timeout) as deadline:
-                return await self._generate(request_id, prompt_ids, params)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise DeadlineError(f"request {request_id}: no answer within {self._turn_timeout:g} s") from None
+        answer = self._generate(request_id, prompt_ids, params)
+        output: TokenOutput = await self._bounded(f"request {request_id}", answer)
+        return output
 
     async def _generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput:
+        so_far: TokenOutput | None = None
+        failures = 0
         while True:
-            home = self._sticky.get(request_id)
-            index = self._route(request_id)
-            self._in_flight[index] += 1
-            try:
-                if self._sessions and index != home:
-                    await self._servers[index].call("open_session", request_id)
-                output: TokenOutput = await self._servers[index].call("generate", prompt_ids, params, request_id)
-                return output
-            except WorkerError as error:
-                self._lose(index, request_id, error)
-            finally:
-                self._in_flight[index] -= 1
+            output = await self._attempt(request_id, *remaining(prompt_ids, params, so_far))
+            if output is not None:
+                whole = joined(so_far, output)
+                if output.finish_reason != "abort" or failures >= MAX_LOSSES:
+                    return whole
+                if self._retry == "continue":
+                    so_far = whole
+                    if len(whole.token_ids) >= params.max_tokens:
+                        return replace(whole, finish_reason="length")
+            failures += 1
+            if failures > MAX_LOSSES:
+                raise EngineError(
+                    f"request {request_id} has lost {failures} engine replicas one after the other; it may be what "
+                    f"kills them ({len(prompt_ids)} prompt tokens, {params})"
+                )
 
-    def _lose(self, index: int, request_id: str, error: WorkerError) -> None:
-        self._alive[index] = False
-        self._forget(request_id)
-        logger.error("engine replica %d is gone, its requests move to the others: %s", index, error)
-        if not any(self._alive):
-            raise EngineError(f"no engine replica is alive; the last one: {error}") from error
-
-    def _route(self, request_id: str) -> int:
-        index = self._sticky.get(request_id)
-        if index is not None and self._alive[index]:
-            self._sticky.move_to_end(request_id)
-            return index
-        alive = [index for index, alive in enumerate(self._alive) if alive]
-        if not alive:
-            raise EngineError("no engine replica is alive")
-        # Trajectories that have a home but wait on a tool break ties.
-        index = min(alive, key=lambda candidate: (self._in_flight[candidate], self._assigned[candidate]))
-        self._forget(request_id)
-        self._sticky[request_id] = index
-        self._assigned[index] += 1
-        if len(self._sticky) > self._max_sticky:
-            self._assigned[self._sticky.popitem(last=False)[1]] -= 1
-        return index
-
-    def _forget(self, request_id: str) -> int | None:
-        index = self._sticky.pop(request_id, None)
-        if index is not None:
-            self._assigned[index] -= 1
-        return index
+    async def _attempt(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput | None:
+        """The answer of one replica; None if it died."""
+        home = self._sticky.get(request_id)
+        index = await self._route(request_id)
+        replica = self._replicas[index]
+        server = replica.server
+        replica.in_flight += 1
+        try:
+            if self._sessions and index != home:
+                await server.call("open_session", request_id)
+            output: TokenOutput = await server.call("generate", prompt_ids, params, request_id)
+            return output
+        except WorkerError as error:
+            self._lose(index, server, request_id, error)
+            return None
+        finally:
+            replica.in_flight -= 1
 
     def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
         total = len(prompt_ids) + params.max_tokens
@@ -115,30 +183,69 @@ class AsyncLLMServerManager:
         if max(prompt_ids) >= self._vocab_size or min(prompt_ids) < 0:
             raise EngineError(f"a prompt holds token ids outside 0..{self._vocab_size - 1}")
 
+    # Sessions ---------------------------------------------------------------------------------------------------
+
     async def open_session(self, session_id: str) -> None:
         """A trajectory begins.
 
         Raises:
             EngineError: no replica is alive.
+            DeadlineError: ``rollout.turn_timeout`` passed.
         """
-        while self._sessions:
-            index = self._route(session_id)
+        if self._sessions:
+            await self._bounded(f"open_session of {session_id}", self._open_session(session_id))
+
+    async def _open_session(self, session_id: str) -> None:
+        while True:
+            index = await self._route(session_id)
+            server = self._replicas[index].server
             try:
-                return await self._bounded(index, "open_session", session_id)
+                await server.call("open_session", session_id)
+                return
             except WorkerError as error:
-                self._lose(index, session_id, error)
+                self._lose(index, server, session_id, error)
 
     async def close_session(self, session_id: str) -> None:
         """A trajectory has ended."""
         index = self._forget(session_id)
-        if self._sessions and index is not None and self._alive[index]:
-            await self._bounded(index, "close_session", session_id)
+        if self._sessions and index is not None and self._replicas[index].is_alive:
+            call = self._replicas[index].server.call("close_session", session_id)
+            await self._bounded(f"close_session of {session_id}", call)
 
-    async def _bounded(self, index: int, method: str, session_id: str) -> None:
+    async def _bounded(self, what: str, call: Any) -> Any:
         try:
             async with asyncio.timeout(self._turn_timeout) as deadline:
-                await self._servers[index].call(method, session_id)
+                return await call
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise DeadlineError(f"{method} of {session_id}: no answer within {self._turn_timeout:g} s") from None
+            raise DeadlineError(f"{what}: no answer within {self._turn_timeout:g} s") from None
+
+
+def remaining(
+    prompt_ids: Sequence[int], params: SamplingParams, so_far: TokenOutput | None
+) -> tuple[Sequence[int], SamplingParams]:
+    """The request that continues ``so_far``."""
+    if so_far is None or not so_far.token_ids:
+        return prompt_ids, params
+    done = len(so_far.token_ids)
+    seed = params.seed
+    if seed is not None:
+        # The same seed again would give the continuation the random numbers of the beginning.
+        digest = hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big") >> 1
+    return [*prompt_ids, *so_far.token_ids], replace(params, max_tokens=params.max_tokens - done, seed=seed)
+
+
+def joined(so_far: TokenOutput | None, output: TokenOutput) -> TokenOutput:
+    """One output of two that follow each other."""
+    if so_far is None or not so_far.token_ids:
+        return output
+    done = len(so_far.token_ids)
+    both = so_far.log_probs is not None and output.log_probs is not None
+    return TokenOutput(
+        [*so_far.token_ids, *output.token_ids],
+        [*(so_far.log_probs or []), *(output.log_probs or [])] if both else None,
+        output.finish_reason,
+        [*so_far.spans, *(PolicySpan(span.version, span.start + done, span.end + done) for span in output.spans)],
+    )

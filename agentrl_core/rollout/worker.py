@@ -76,6 +76,15 @@ class AgentLoopWorker:
         self._rewarders = rewarders
         self._next_rewarder = index
         self._live: dict[str, RolloutSession] = {}
+        self._engines = AsyncLLMServerManager(
+            servers,
+            turn_timeout=rollout.turn_timeout,
+            max_model_len=max_model_len,
+            vocab_size=vocab_size,
+            sessions=engine_sessions,
+            restarts=rollout.engine.restarts > 0,
+            retry=rollout.engine.retry,
+        )
         seed = config.trainer.seed
         renderer = HFChatRenderer.from_config(config.model)
         tools = [HostedTool(slot, seed) for slot in config.tools]
@@ -88,13 +97,7 @@ class AgentLoopWorker:
             renderer=renderer,
             parser=parser,
             limits=TrajectoryLimits(rollout.max_response_length, max_model_len, rollout.template_break),
-            servers=AsyncLLMServerManager(
-                servers,
-                turn_timeout=rollout.turn_timeout,
-                max_model_len=max_model_len,
-                vocab_size=vocab_size,
-                sessions=engine_sessions,
-            ),
+            servers=self._engines,
             tools={tool.name: tool for tool in tools},
             interactions={
                 slot.registered_name: HostedInteraction(
@@ -141,6 +144,18 @@ class AgentLoopWorker:
                 wave = slice(start, start + size)
                 results += await self._wave(keys[wave], rows[wave], meta["sampling"], asyncio.Semaphore(most))
         return results
+
+    async def lost_engines(self) -> list[int]:
+        """Numbers of the engine replicas that this worker leaves out."""
+        return self._engines.lost_servers()
+
+    async def put_engine(self, index: int, server: ActorHandle) -> None:
+        """An engine replica serves again, behind this handle."""
+        self._engines.put_server(index, server)
+
+    async def give_up_engines(self, reason: str) -> None:
+        """No dead engine replica will come back."""
+        self._engines.give_up(reason)
 
     async def _wave(
         self,

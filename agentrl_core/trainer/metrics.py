@@ -10,7 +10,6 @@ import numpy as np
 import psutil
 import torch
 
-from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 
 
@@ -97,20 +96,6 @@ def _slowest(results: Sequence[TrajectoryResult]) -> dict[str, float]:
     if slowest is None:
         return {}
     return {f"timing/slowest_trajectory/{name}": seconds for name, seconds in slowest.timings.items()}
-
-
-def logprob_gap(batch: DataProto, log_probs: torch.Tensor) -> dict[str, float]:
-    """How far the engine's log-probs are from the actor's, over tokens with mask 1.
-
-    Args:
-        batch: with ``rollout_log_probs`` and ``response_mask``, both [B, R].
-        log_probs: [B, R] of the actor.
-    """
-    mask = batch.batch["response_mask"]
-    gap = (batch.batch["rollout_log_probs"] - log_probs).abs()[mask]
-    if gap.numel() == 0:
-        return {}
-    return {"rollout/logprob_gap_mean": float(gap.mean()), "rollout/logprob_gap_max": float(gap.max())}
 
 
 def resource_metrics() -> dict[str, float]:

@@ -7,6 +7,8 @@ from agentrl_core.config import Config
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.sampler import fingerprint
 from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
+from agentrl_core.plugins import resolve_ref
+from agentrl_core.rollout.interpreter import check_interpreter
 from agentrl_core.rollout.rewards import RewardWorker
 from agentrl_core.trainer.plan import RunPlan, describe, memory_lines
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
@@ -42,6 +44,7 @@ class Preparation:
         """
         if config.rollout.engine.ref is None:
             raise ConfigError("this Config is not resolved: make it with load_config(path), or pass it through bind()")
+        _check_engine_environment(config)
         # Reward workers build these again; here a reward that cannot work is told before anything starts.
         RewardWorker(config.reward)
         facts = ModelFacts.read(config)
@@ -65,3 +68,9 @@ class Preparation:
             ]
         policy = config.rollout.template_break
         return [*lines, *(f"template    rewrites history ({policy}): {found}" for found in self.template.breaks)]
+
+
+def _check_engine_environment(config: Config) -> None:
+    engine = config.rollout.engine
+    if engine.python is not None and engine.ref is not None:
+        check_interpreter(engine.python, engine.ref, resolve_ref(engine.ref).spec)

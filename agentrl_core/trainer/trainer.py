@@ -22,9 +22,9 @@ from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.trainer.logprob_gap import check_gap, compare_with_engines, logprob_gap
 from agentrl_core.trainer.metrics import (
     PhaseTimer,
-    logprob_gap,
     resource_metrics,
     rollout_metrics,
     scalars,
@@ -118,9 +118,17 @@ class Trainer:
         self.validator = Validator(self.config, self.preparation.data.validation, self.roles.rollout)
         self.step = self.run.resume(self.roles.actor, self.roles.critic)
         self.sync_weights(self.step)
+        self._compare_with_engines()
         self.run.hooks.on_run_start(config=to_dict(self.config), run_dir=self.run.path)
         if self.step == 0 and self.config.trainer.validation.before and self.preparation.data.validation:
             self._log(0, self.validate(0))
+
+    def _compare_with_engines(self) -> None:
+        """What each engine says its tokens' log-probs are, against one forward of the actor."""
+        if "logprobs" in self.roles.rollout.capabilities:
+            messages = self.preparation.data.train[0]["raw_prompt"]
+            prompt_ids = self.renderer.encode(self.renderer.render(messages, generation_prompt=True))
+            compare_with_engines(self.config, self.roles.rollout, self.roles.actor, prompt_ids)
 
     def _save_last(self) -> None:
         """A signal may have come after the last step had decided that it was not the last."""
@@ -166,11 +174,12 @@ class Trainer:
             if measured and self.roles.rollout.shares_module:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
                 few = batch.slice(0, GAP_ROWS)
-                self._current.metrics |= logprob_gap(few, self.roles.actor.compute_log_prob(few).batch["old_log_probs"])
+                gap = logprob_gap(few, self.roles.actor.compute_log_prob(few).batch["old_log_probs"])
             else:
                 batch.union(self.roles.actor.compute_log_prob(batch))
-                if measured:
-                    self._current.metrics |= logprob_gap(batch, batch.batch["old_log_probs"])
+                gap = logprob_gap(batch, batch.batch["old_log_probs"]) if measured else {}
+            check_gap(gap, self.config.rollout.max_logprob_gap, f"step {self._current.step}")
+            self._current.metrics |= gap
             if self.roles.reference is not None:
                 batch.union(self.roles.reference.compute_ref_log_prob(batch))
         if self.roles.critic is not None:
@@ -215,11 +224,20 @@ class Trainer:
     def sync_weights(self, step: int) -> None:
         """Give the engines the actor's weights, as version ``step``."""
         with self.timer.phase("sync_weights"):
-            if self.roles.rollout.shares_module:
-                update = WeightUpdate(shared=True)
-            else:
-                update = WeightUpdate(buckets=self.roles.actor.weight_buckets(WEIGHT_BUCKET_BYTES))
-            self.roles.rollout.update_weights(update, step)
+            self.roles.rollout.update_weights(*self._new_weights(step))
+
+    def _new_weights(self, version: int) -> tuple[WeightUpdate, int, WeightUpdate | None]:
+        """The cheapest road to every engine: the module itself, files in memory on the actor's host, buckets."""
+        rollout, actor = self.roles.rollout, self.roles.actor
+        if rollout.shares_module:
+            return WeightUpdate(shared=True), version, None
+        if self.config.cluster.runtime == "local":
+            return WeightUpdate(buckets=actor.weight_buckets(WEIGHT_BUCKET_BYTES)), version, None
+        files = actor.weight_files()
+        elsewhere = None
+        if not rollout.can_all_read(files):
+            elsewhere = WeightUpdate(buckets=actor.weight_buckets(WEIGHT_BUCKET_BYTES))
+        return WeightUpdate(files=files), version, elsewhere
 
     def finish_step(self, step: int, batch: DataProto, metrics: dict[str, float]) -> None:
         """Records, validation, checkpoint, trackers, hooks."""

@@ -26,7 +26,8 @@ from agentrl_core.workers.models import empty_causal_lm, enable_gradient_checkpo
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.update import MicroLoss, Update, seed_of
-from agentrl_core.workers.weights import iter_weight_buckets, save_model
+from agentrl_core.workers.weight_files import WeightFiles
+from agentrl_core.workers.weights import iter_weight_buckets, save_model, weight_bytes
 
 
 class ActorWorker(ModelWorker):
@@ -44,6 +45,7 @@ class ActorWorker(ModelWorker):
     def __init__(self, config: Config, total_optimizer_steps: int) -> None:
         super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
+        self._weight_files: WeightFiles | None = None
 
     @property
     def module(self) -> Any:
@@ -133,6 +135,20 @@ class ActorWorker(ModelWorker):
             buckets = list(iter_weight_buckets(self._model, bucket_bytes))
         return buckets if self._parallel.is_first else []
 
+    @register(dispatch_mode=COLLECTIVE)
+    def weight_files(self) -> tuple[str, ...]:
+        with self._offload.on_device():
+            # Tensor by tensor, so that nothing is gathered into a bucket first only to be copied once more.
+            buckets = iter_weight_buckets(self._model, 0)
+            if not self._parallel.is_first:
+                # The other ranks take part in gathering, rank 0 has the tensors.
+                for _ in buckets:
+                    pass
+                return ()
+            if self._weight_files is None:
+                self._weight_files = WeightFiles(weight_bytes(self._model))
+            return self._weight_files.write(buckets)
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
         with self._offload.on_device(optimizer=True):
@@ -148,6 +164,13 @@ class ActorWorker(ModelWorker):
     def export(self, path: str) -> None:
         with self._offload.on_device():
             save_model(self._model, path)
+
+    def close(self) -> None:
+        """Forget the model and leave the other ranks; the weight files go with it."""
+        if self._weight_files is not None:
+            self._weight_files.close()
+            self._weight_files = None
+        super().close()
 
 
 def _build_policy_loss(config: Config) -> PolicyLoss:

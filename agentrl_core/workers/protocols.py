@@ -52,6 +52,12 @@ class Actor(Protocol):
     def weight_buckets(self, bucket_bytes: int) -> list[ArrayBucket]:
         """All weights under their Hugging Face names, tied ones once, in buckets of about ``bucket_bytes``."""
 
+    def weight_files(self) -> tuple[str, ...]:
+        """The same in safetensors files on the actor's host, in memory where it has room.
+
+        They are the same files each time, overwritten by the next call, and gone when the actor's process ends.
+        """
+
 
 class Critic(Protocol):
     """The value function of estimators that need one."""

@@ -29,9 +29,9 @@ _DTYPE_PREFIX = "torch."
 def iter_weight_buckets(model: nn.Module, bucket_bytes: int) -> Iterator[ArrayBucket]:
     """All weights as raw bytes on the host, in order, under the names of ``model.state_dict()``.
 
-    Tied weights come once, under the first of their names. A bucket holds at most ``bucket_bytes``, or one tensor.
-    Where the model is sharded every rank must exhaust the iterator; those other than 0 get the same buckets without
-    ``data``.
+    Tied weights come once, under the first of their names. A bucket holds at most ``bucket_bytes``, or one tensor;
+    a single tensor that is on the host already is not copied. Where the model is sharded every rank must exhaust the
+    iterator; those other than 0 get the same buckets without ``data``.
     """
     for bucket in plan_buckets(model, bucket_bytes):
         gathered = gather(bucket)
@@ -40,7 +40,7 @@ def iter_weight_buckets(model: nn.Module, bucket_bytes: int) -> Iterator[ArrayBu
             names=tuple(name for name, _ in bucket),
             shapes=tuple(tuple(tensor.shape) for _, tensor in bucket),
             dtypes=tuple(str(tensor.dtype).removeprefix(_DTYPE_PREFIX) for _, tensor in bucket),
-            data=np.concatenate(raw) if raw else np.empty(0, np.uint8),
+            data=raw[0] if len(raw) == 1 else np.concatenate(raw) if raw else np.empty(0, np.uint8),
         )
 
 
@@ -69,6 +69,11 @@ def gather(bucket: Named) -> Named:
         if not is_sharded or dist.get_rank() == 0:
             gathered.append((name, whole.cpu()))
     return gathered
+
+
+def weight_bytes(model: nn.Module) -> int:
+    """Of all weights, whole and each counted once."""
+    return sum(_nbytes(tensor) for _, tensor in _untied(model))
 
 
 def _untied(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

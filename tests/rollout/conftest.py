@@ -260,7 +260,7 @@ class Rollout:
 
     @property
     def engines(self) -> list[Any]:
-        return [server._instance._engine for server in self.manager._servers]
+        return [server._instance._engine for server in self.manager._fleet.servers]
 
     def loop(self, name: str) -> Any:
         """The agent loop of that name in the first worker."""

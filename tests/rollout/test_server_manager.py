@@ -144,7 +144,8 @@ def test_the_oldest_homes_are_forgotten() -> None:
     manager, replicas = make(2, max_sticky=2)
     drive(manager, "a", "b", "a", "c")
     assert set(manager._sticky) == {"a", "c"}
-    assert manager._assigned == [sum(home == index for home in manager._sticky.values()) for index in range(2)]
+    assigned = [replica.assigned for replica in manager._replicas]
+    assert assigned == [sum(home == index for home in manager._sticky.values()) for index in range(2)]
 
 
 def test_nothing_is_counted_as_in_flight_or_assigned_after_the_end() -> None:
@@ -158,7 +159,7 @@ def test_nothing_is_counted_as_in_flight_or_assigned_after_the_end() -> None:
         await manager.close_session("unknown")
 
     asyncio.run(scenario())
-    assert manager._in_flight == manager._assigned == [0, 0] and not manager._sticky
+    assert all(replica.in_flight == replica.assigned == 0 for replica in manager._replicas) and not manager._sticky
 
 
 def test_a_request_has_a_deadline() -> None:
@@ -170,7 +171,7 @@ def test_a_request_has_a_deadline() -> None:
 
     with pytest.raises(DeadlineError, match="request a: no answer within 0.01 s"):
         asyncio.run(scenario())
-    assert manager._in_flight == [0]
+    assert manager._replicas[0].in_flight == 0
 
 
 @pytest.mark.parametrize("method", ["open_session", "close_session"])
@@ -203,3 +204,114 @@ def test_an_error_of_the_engine_comes_through_and_the_replica_lives_on(error: Ex
         drive(manager, "a")
     replicas[0].call = works  # type: ignore[method-assign]
     drive(manager, "a")
+
+
+def test_a_replica_that_came_back_is_used_again() -> None:
+    manager, replicas = make(2, restarts=True)
+    replicas[0].alive = False
+    drive(manager, "a", "b")
+    assert manager.lost_servers() == [0] and replicas[1].requests == ["a", "b"]
+    replicas[0].alive = True
+    manager.put_server(0, replicas[0])
+    drive(manager, "c")
+    assert manager.lost_servers() == [] and replicas[0].requests == ["c"]
+
+
+def test_requests_wait_for_the_return_of_a_replica_where_all_are_dead() -> None:
+    manager, replicas = make(1, restarts=True)
+    replicas[0].alive = False
+    fresh = Replica()
+
+    async def scenario() -> None:
+        waiting = [asyncio.create_task(manager.generate(name, [1], PARAMS)) for name in ("a", "b")]
+        while not manager.lost_servers():
+            await asyncio.sleep(0)
+        manager.put_server(0, fresh)
+        assert await asyncio.gather(*waiting) == [OUTPUT, OUTPUT]
+
+    asyncio.run(scenario())
+    assert sorted(fresh.requests) == ["a", "b"]
+
+
+def test_requests_that_wait_in_vain_fail_with_the_reason() -> None:
+    manager, replicas = make(1, restarts=True)
+    replicas[0].alive = False
+
+    async def scenario() -> None:
+        waiting = asyncio.create_task(manager.generate("a", [1], PARAMS))
+        while not manager.lost_servers():
+            await asyncio.sleep(0)
+        manager.give_up("the GPU has fallen off the bus")
+        await waiting
+
+    with pytest.raises(EngineError, match="fallen off the bus"):
+        asyncio.run(scenario())
+
+
+def test_a_late_failure_of_the_process_before_does_not_take_the_new_one_out() -> None:
+    manager, replicas = make(1, restarts=True)
+    old, fresh = replicas[0], Replica()
+
+    async def scenario() -> None:
+        old.gate = asyncio.Event()
+        waiting = asyncio.create_task(manager.generate("a", [1], PARAMS))
+        while not old.requests:
+            await asyncio.sleep(0)
+        manager.put_server(0, fresh)
+
+        old.gate.set()
+        manager._lose(0, old, "b", WorkerError("late"))
+        await waiting
+
+    asyncio.run(scenario())
+    assert manager.lost_servers() == []
+
+
+def test_a_request_that_kills_one_replica_after_the_other_is_given_up() -> None:
+    manager, replicas = make(1, restarts=True)
+
+    async def dies(method: str, *args: Any) -> Any:
+        manager.put_server(0, replicas[0] if manager._replicas[0].server is not replicas[0] else other)
+        raise WorkerError("out of memory")
+
+    other = Replica()
+    replicas[0].call = other.call = dies  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="request a has lost 4 engine replicas.*2 prompt tokens"):
+        drive(manager, "a")
+
+
+PARTIAL = TokenOutput([5, 6], [-0.5, -0.6], "abort", [PolicySpan(3, 0, 2)])
+
+
+@pytest.mark.parametrize(
+    ("retry", "prompt", "left", "whole"),
+    [
+        ("continue", [1, 2, 5, 6], 2, TokenOutput([5, 6, 1], [-0.5, -0.6, -1.0], "stop",
+                                                  [PolicySpan(3, 0, 2), PolicySpan(0, 2, 3)])),
+        ("restart", [1, 2], 4, OUTPUT),
+    ],
+)  # fmt: skip
+def test_a_request_that_was_ended_early_is_taken_up_again(retry, prompt, left, whole) -> None:
+    manager, replicas = make(1, retry=retry)
+    seen: list[tuple[list[int], SamplingParams]] = []
+
+    async def call(method: str, prompt_ids: list[int], params: SamplingParams, request_id: str) -> TokenOutput:
+        seen.append((list(prompt_ids), params))
+        return PARTIAL if len(seen) == 1 else OUTPUT
+
+    replicas[0].call = call  # type: ignore[method-assign]
+    assert asyncio.run(manager.generate("a", [1, 2], SamplingParams(4, seed=9))) == whole
+    assert (seen[1][0], seen[1][1].max_tokens) == (prompt, left)
+    # The continuation does not draw the beginning's random numbers again.
+    assert (seen[1][1].seed == 9) == (retry == "restart")
+
+
+def test_a_request_that_was_ended_early_with_its_budget_spent_is_not_asked_again() -> None:
+    manager, replicas = make(1)
+
+    async def call(method: str, *args: Any) -> TokenOutput:
+        return PARTIAL
+
+    replicas[0].call = call  # type: ignore[method-assign]
+    output = asyncio.run(manager.generate("a", [1, 2], SamplingParams(2)))
+    assert (output.token_ids, output.finish_reason) == ([5, 6], "length")

@@ -1,0 +1,302 @@
+"""The engine replicas of a run: started, watched, given new weights, and replaced where they die."""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Coroutine, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from agentrl_core.api import (
+    EngineContext,
+    EngineError,
+    SamplingParams,
+    TokenOutput,
+    WeightUpdate,
+    WorkerError,
+    map_safetensors,
+)
+from agentrl_core.config.schema import EngineSlot
+from agentrl_core.controller.runtime import ActorHandle, Runtime
+from agentrl_core.rollout.server import EngineServer, tail_of
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+START_GRACE = 15.0
+"""Seconds beyond ``start_timeout`` after which a server that cannot even say that it is late is given up."""
+
+
+@dataclass
+class Member:
+    """One replica.
+
+    Args:
+        server: its handle.
+        version: of its weights; None before the first update.
+        restarts_left: new starts that it still has.
+        is_alive: serves, as far as is known.
+    """
+
+    server: ActorHandle
+    restarts_left: int
+    version: int | None = None
+    is_alive: bool = True
+
+
+class EngineFleet:
+    """Owns the engine servers.
+
+    A replica that dies is started anew and gets the current weights before it serves again. That happens while
+    trajectories run; weights are read only then and in :meth:`update_weights`, so that the files of an update may be
+    overwritten between the two.
+
+    Args:
+        runtime: where they live.
+        slot: ``rollout.engine``, resolved.
+        context: place of replica 0.
+        gpus: for each replica.
+        most_requests: that may be on their way to one replica at once.
+    """
+
+    def __init__(
+        self, runtime: Runtime, slot: EngineSlot, context: EngineContext, gpus: float, most_requests: int
+    ) -> None:
+        self._runtime = runtime
+        self._slot = slot
+        self._context = context
+        self._gpus = gpus
+        # Beside the requests there must be room for questions about health and for updates.
+        self._concurrency = most_requests + 100
+        self._members = [Member(self._make(replica), slot.restarts) for replica in range(slot.replicas)]
+        self._routers: Sequence[ActorHandle] = ()
+        self._update: tuple[WeightUpdate, Any, int] | None = None
+        self._restarting: dict[int, asyncio.Task[None]] = {}
+        self._restarts = 0
+        self._may_load = asyncio.Event()
+        self._loading: set[int] = set()
+
+    @property
+    def servers(self) -> list[ActorHandle]:
+        """The present handles, in the order of the replicas."""
+        return [member.server for member in self._members]
+
+    def introduce(self, routers: Sequence[ActorHandle]) -> None:
+        """Agent-loop workers to tell of replicas that came back, or will not."""
+        self._routers = routers
+
+    def _make(self, replica: int) -> ActorHandle:
+        slot = self._slot
+        return self._runtime.actor(
+            EngineServer, slot.ref, slot.config, replace(self._context, replica=replica),
+            slot.start_timeout, slot.health_timeout, slot.max_in_flight,
+            name=f"engine-{replica}", num_gpus=self._gpus, python=slot.python, max_concurrency=self._concurrency,
+        )  # fmt: skip
+
+    # Start ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start every replica. Raises EngineError where one does not."""
+        await asyncio.gather(*(self._boot(member.server) for member in self._members))
+
+    async def _boot(self, server: ActorHandle) -> None:
+        limit = self._slot.start_timeout + START_GRACE
+        files: tuple[str, ...] = ()
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                _, files = await server.call("process")
+                await server.call("start")
+        except WorkerError as error:
+            raise EngineError(f"{server.name} died as it started: {error}\n{self._last_words(files)}") from error
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise EngineError(
+                f"{server.name} has not answered for {limit:g} s (rollout.engine.start_timeout="
+                f"{self._slot.start_timeout:g}).\n{self._last_words(files)}"
+            ) from None
+
+    @staticmethod
+    def _last_words(files: Sequence[str]) -> str:
+        text = tail_of(files)
+        return f"The last lines of its log:\n{text}" if text else ""
+
+    # Watch ------------------------------------------------------------------------------------------------------
+
+    async def watched(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, with the replicas watched and replaced meanwhile.
+
+        Raises:
+            EngineError: every replica is dead, and none has a new start left.
+        """
+        self._may_load.set()
+        watcher = asyncio.create_task(self._watch())
+        try:
+            return await work
+        finally:
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """From here on no replica reads weights."""
+        self._may_load.clear()
+        loading = [self._restarting[index] for index in self._loading if index in self._restarting]
+        if loading:
+            await asyncio.wait(loading)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._slot.health_interval)
+            lost: set[int] = set()
+            for reported in await asyncio.gather(
+                *(router.call("lost_engines") for router in self._routers), return_exceptions=True
+            ):
+                lost |= set() if isinstance(reported, BaseException) else set(reported)
+            await asyncio.gather(
+                *(self._examine(index, index in lost) for index, each in enumerate(self._members) if each.is_alive)
+            )
+
+    async def _examine(self, index: int, is_left_out: bool) -> None:
+        server = self._members[index].server
+        try:
+            async with asyncio.timeout(self._slot.health_timeout):
+                await server.call("health")
+        except (EngineError, WorkerError, TimeoutError) as error:
+            reason = f"no answer within {self._slot.health_timeout:g} s" if isinstance(error, TimeoutError) else error
+            self._replace(index, f"{reason}")
+            return
+        if is_left_out:
+            await self._tell("put_engine", index, server)
+
+    def _replace(self, index: int, reason: str) -> None:
+        """Begin to replace a dead replica."""
+        if index not in self._restarting:
+            self._members[index].is_alive = False
+            task = asyncio.get_running_loop().create_task(self._restart(index, reason))
+            self._restarting[index] = task
+            task.add_done_callback(lambda _: self._restarting.pop(index, None))
+
+    async def _restart(self, index: int, reason: str) -> None:
+        member = self._members[index]
+        while member.restarts_left > 0:
+            member.restarts_left -= 1
+            logger.error(
+                "engine replica %d is dead (%s); it is started anew, %d more times at most",
+                index, reason, member.restarts_left,
+            )  # fmt: skip
+            try:
+                member.server.kill()
+                member.server, member.version = self._make(index), None
+                await self._boot(member.server)
+                await self._may_load.wait()
+                self._loading.add(index)
+                await self._load(member)
+            except (EngineError, WorkerError) as error:
+                reason = str(error)
+                continue
+            finally:
+                self._loading.discard(index)
+            member.is_alive = True
+            self._restarts += 1
+            await self._tell("put_engine", index, member.server)
+            logger.warning("engine replica %d is back with weights %s", index, member.version)
+            return
+        logger.error("engine replica %d is dead for good (%s)", index, reason)
+        if not any(each.is_alive or each.restarts_left for each in self._members):
+            await self._tell("give_up_engines", f"no engine replica is alive and none can be started: {reason}")
+
+    async def _tell(self, method: str, *args: Any) -> None:
+        await asyncio.gather(*(router.call(method, *args) for router in self._routers), return_exceptions=True)
+
+    # Weights ----------------------------------------------------------------------------------------------------
+
+    async def can_all_read(self, files: Sequence[str]) -> bool:
+        """Whether these files are readable for every replica that lives."""
+        return False not in await self._ask("can_read", files)
+
+    async def update_weights(self, update: WeightUpdate, version: int, elsewhere: WeightUpdate | None = None) -> None:
+        """Give every replica the new weights.
+
+        Args:
+            update: for those that can read its files, or for all where it has none.
+            version: of the weights.
+            elsewhere: for the others.
+
+        Raises:
+            EngineError: a replica refuses them, or none is alive.
+        """
+        # Through the store, once for each node.
+        self._update = (update, elsewhere and self._runtime.share(elsewhere), version)
+        self._may_load.set()
+        try:
+            alive = [(index, member) for index, member in enumerate(self._members) if member.is_alive]
+            results = await asyncio.gather(*(self._load(member) for _, member in alive), return_exceptions=True)
+            for (index, _), result in zip(alive, results, strict=True):
+                if isinstance(result, WorkerError):
+                    self._replace(index, str(result))
+                elif isinstance(result, BaseException):
+                    raise result
+            while not any(member.is_alive for member in self._members):
+                if not self._restarting:
+                    raise EngineError("no engine replica is alive to take the new weights")
+                await asyncio.wait(self._restarting.values(), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await self._settle()
+
+    async def _load(self, member: Member) -> None:
+        while self._update is not None and member.version != self._update[2]:
+            update, elsewhere, version = self._update
+            if update.files and not await member.server.call("can_read", update.files):
+                if elsewhere is None:
+                    # A replica that came back on another node; these files are at hand where the driver is.
+                    elsewhere = WeightUpdate(buckets=[map_safetensors(path) for path in update.files])
+                update = elsewhere
+            await member.server.call("update_weights", update, version)
+            member.version = version
+
+    # Questions --------------------------------------------------------------------------------------------------
+
+    async def sample(
+        self, replica: int, prompt_ids: Sequence[int], params: SamplingParams, request_id: str, *, session: bool
+    ) -> TokenOutput:
+        """One request to one replica, past the routing."""
+        server = self._members[replica].server
+        async with asyncio.timeout(self._slot.start_timeout):
+            if session:
+                await server.call("open_session", request_id)
+            output: TokenOutput = await server.call("generate", prompt_ids, params, request_id)
+            if session:
+                await server.call("close_session", request_id)
+        return output
+
+    async def metrics(self) -> dict[str, float]:
+        """Counters of all replicas added up, ``restarts``, ``tokens_per_second`` and ``cache_hit_rate``."""
+        totals: dict[str, float] = defaultdict(float)
+        rate = 0.0
+        for metrics in await self._ask("metrics"):
+            for name, value in (metrics or {}).items():
+                totals[name] += value
+            if metrics and metrics.get("serving_seconds"):
+                rate += metrics["tokens"] / metrics["serving_seconds"]
+        if rate:
+            totals["tokens_per_second"] = rate
+        if totals.get("prompt_tokens"):
+            totals["cache_hit_rate"] = totals["cached_tokens"] / totals["prompt_tokens"]
+        if self._restarts:
+            totals["restarts"] = float(self._restarts)
+        return dict(totals)
+
+    async def _ask(self, method: str, *args: Any) -> list[Any]:
+        """The answers of all replicas; None of those that are dead."""
+
+        async def one(member: Member) -> Any:
+            if not member.is_alive:
+                return None
+            try:
+                return await member.server.call(method, *args)
+            except WorkerError:
+                return None
+
+        return list(await asyncio.gather(*map(one, self._members)))

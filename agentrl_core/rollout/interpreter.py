@@ -1,0 +1,116 @@
+"""Whether the interpreter of an engine's own environment can serve, asked before anything starts."""
+
+import importlib.metadata
+import json
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl_core.api import ConfigError, PluginRef, PluginSpec
+from agentrl_core.plugins.file_plugin import FILE_DIST
+
+TIMEOUT = 60.0
+"""Seconds for one start of the interpreter; a cold disk makes it slow."""
+KEY = "rollout.engine.python"
+CORE = "agentrl-core"
+
+# Standard library only: nothing of ours need be installed there. `unmet` is asked only where it is.
+_QUESTION = """
+import importlib.metadata, json, sys
+names, requires = json.loads(sys.argv[1])
+found = {}
+for name in names:
+    try:
+        found[name] = importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        found[name] = None
+missing = []
+try:
+    from agentrl_core.plugins.requirements import unmet
+    missing = [[state.requirement, state.found] for state in unmet(requires)]
+except ImportError:
+    pass
+print("agentrl:" + json.dumps([list(sys.version_info[:3]), found, missing]))
+"""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What an interpreter says of itself: its version, installed versions by distribution, unmet requirements."""
+
+    python: tuple[int, ...]
+    versions: dict[str, str | None]
+    missing: list[tuple[str, str]]
+
+
+def check_interpreter(python: str, ref: PluginRef, spec: PluginSpec, packages: Sequence[str] = ("ray",)) -> None:
+    """Refuse an interpreter that cannot run the engine's server.
+
+    It needs this Python's minor version, exactly this version of ``packages``, of agentrl-core and of the plugin's
+    distribution, and what the plugin requires.
+
+    Raises:
+        ConfigError: with everything that is wrong, and the commands that mend it.
+    """
+    wanted = [*packages, CORE, *([] if ref.dist in (CORE, FILE_DIST) else [ref.dist])]
+    problems = list(_problems(python, _ask(python, wanted, spec.requires), wanted))
+    if problems:
+        raise ConfigError(problems)
+
+
+def _problems(python: str, answer: Answer, wanted: Sequence[str]) -> Iterator[str]:
+    here = sys.version_info
+    if answer.python[:2] != here[:2]:
+        version = ".".join(map(str, answer.python))
+        yield (
+            f"{KEY}: {python} is Python {version}, the driver runs {here[0]}.{here[1]}, and Ray needs the same minor "
+            f"version everywhere; make the environment anew: python{here[0]}.{here[1]} -m venv {_folder(python)}"
+        )
+        return
+    wrong = [(name, answer.versions[name]) for name in wanted if answer.versions[name] != _installed(name)]
+    for name, found in wrong:
+        state = f"has {name} {found}" if found else f"has no {name}"
+        mend = f"{shlex.quote(python)} -m pip install '{name}=={_installed(name)}'"
+        yield f"{KEY}: {python} {state}, the driver has {_installed(name)}; install the same there: {mend}"
+    for requirement, found in answer.missing:
+        yield (
+            f"{KEY}: the engine needs {requirement} in {python}, found {found or 'nothing'}; "
+            f"{shlex.quote(python)} -m pip install '{requirement}'"
+        )
+
+
+def _ask(python: str, names: Sequence[str], requires: Sequence[str]) -> Answer:
+    make = f"python{sys.version_info[0]}.{sys.version_info[1]} -m venv {_folder(python)}"
+    if not os.path.isfile(python):
+        raise ConfigError(f"{KEY}: no such file: {python}; make the environment with: {make}")
+    command = [python, "-c", _QUESTION, json.dumps([list(names), list(requires)])]
+    # Its own packages only: PYTHONPATH here may be the driver's.
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT, env=environment, check=True)
+        line = next(line for line in done.stdout.splitlines() if line.startswith("agentrl:"))
+        found: list[Any] = json.loads(line.removeprefix("agentrl:"))
+        return Answer(tuple(found[0]), dict(found[1]), [(str(name), str(version)) for name, version in found[2]])
+    except subprocess.TimeoutExpired:
+        reason = f"it did not answer within {TIMEOUT:g} s"
+    except subprocess.CalledProcessError as error:
+        reason = f"it ended with {error.returncode}: {error.stderr.strip()[-500:]}"
+    except (OSError, StopIteration, ValueError) as error:
+        reason = f"it is no Python interpreter ({error or 'it said nothing'})"
+    raise ConfigError(f"{KEY}: {python} cannot be asked for its packages: {reason}; make it anew: {make}")
+
+
+def _folder(python: str) -> str:
+    """The environment that an interpreter belongs to."""
+    return shlex.quote(os.path.dirname(os.path.dirname(os.path.abspath(python))))
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None

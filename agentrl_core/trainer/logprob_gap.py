@@ -1,0 +1,127 @@
+"""How far the engine's log-probs are from the actor's: the one number that shows most faults of an engine.
+
+Legend: B rows, R response tokens.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from agentrl_core.api import AgentLoopOutput, EngineError, SamplingParams, Termination, WorkerError
+from agentrl_core.config.schema import Config
+from agentrl_core.protocol import DataProto
+from agentrl_core.rollout.batching import to_data_proto
+from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.workers.protocols import Actor
+
+logger = logging.getLogger(__name__)
+GAP = "rollout/logprob_gap"
+PROBE_TOKENS = 64
+MOST_TURNS = 16
+"""Turns with a metric of their own."""
+SUSPICIOUS_GAP = 0.5
+"""A mean above it is told even without a limit: half precision explains a tenth of it."""
+CAUSES = (
+    "the engine samples from other weights (an update that did not reach all of it, such as the output layer of tied "
+    "embeddings)",
+    "it kept keys and values of the old weights after an update (a stale prefix cache)",
+    "it reports log-probs before temperature, or after top-p and top-k",
+    "its dtype or attention differs from the actor's (model.dtype, and the engine's own options)",
+    "its model is another one (model.path there, a changed config.json or chat template)",
+)
+
+
+def logprob_gap(batch: DataProto, log_probs_BR: torch.Tensor) -> dict[str, float]:
+    """Mean and largest |engine - actor| over tokens with mask 1, and the same for each turn, counted from 1.
+
+    Args:
+        batch: with ``rollout_log_probs`` and ``response_mask``, both [B, R].
+        log_probs_BR: of the actor.
+    """
+    mask_BR = batch.batch["response_mask"].bool()
+    gap_BR = (batch.batch["rollout_log_probs"] - log_probs_BR).abs()
+    if not mask_BR.any():
+        return {}
+    metrics = {f"{GAP}_mean": float(gap_BR[mask_BR].mean()), f"{GAP}_max": float(gap_BR[mask_BR].max())}
+    # A turn begins where the mask rises.
+    before_BR = torch.nn.functional.pad(mask_BR, (1, 0))[:, :-1]
+    turn_BR = (mask_BR & ~before_BR).cumsum(-1)
+    for turn in range(1, min(int(turn_BR.max()), MOST_TURNS) + 1):
+        gaps = gap_BR[mask_BR & (turn_BR == turn)]
+        metrics |= {f"{GAP}/turn_{turn}_mean": float(gaps.mean()), f"{GAP}/turn_{turn}_max": float(gaps.max())}
+    return metrics
+
+
+def check_gap(metrics: Mapping[str, float], limit: float | None, where: str) -> None:
+    """Stop over ``rollout.max_logprob_gap``.
+
+    Raises:
+        EngineError: names the likely causes.
+    """
+    if limit is not None and metrics.get(f"{GAP}_mean", 0.0) > limit:
+        raise EngineError(f"{_explained(metrics, where)}\nThe limit is rollout.max_logprob_gap={limit:g}.")
+
+
+def _explained(metrics: Mapping[str, float], where: str) -> str:
+    return (
+        f"{where}: the engine's log-probs differ from the actor's by {metrics[f'{GAP}_mean']:.3g} on average, "
+        f"{metrics[f'{GAP}_max']:.3g} at most (mean by turn: {_by_turn(metrics)}). Likely causes:\n"
+        + "\n".join(f"  - {cause}" for cause in CAUSES)
+    )
+
+
+def _by_turn(metrics: Mapping[str, float]) -> str:
+    prefix, suffix = f"{GAP}/turn_", "_mean"
+    turns = {
+        int(name[len(prefix) : -len(suffix)]): value
+        for name, value in metrics.items()
+        if name.startswith(prefix) and name.endswith(suffix)
+    }
+    return ", ".join(f"{turn}: {value:.3g}" for turn, value in sorted(turns.items()))
+
+
+def compare_with_engines(
+    config: Config, rollout: AgentLoopManager, actor: Actor, prompt_ids: Sequence[int]
+) -> dict[str, float]:
+    """One answer of every replica, and one forward of the actor over it; the gap goes to the log.
+
+    Raises:
+        EngineError: it is above ``rollout.max_logprob_gap``.
+    """
+    sampling = config.rollout.sampling
+    params = SamplingParams(
+        min(PROBE_TOKENS, config.rollout.max_response_length), sampling.temperature, sampling.top_p, sampling.top_k,
+        seed=config.trainer.seed,
+    )  # fmt: skip
+    prompt = list(prompt_ids[-config.data.max_prompt_length :])
+    try:
+        outputs = rollout.probe(prompt, params)
+    except (EngineError, WorkerError, TimeoutError) as error:
+        # The rollouts have their retries, and say more.
+        logger.warning("the engine did not answer the request before the first step: %s", error)
+        return {}
+    results = [
+        TrajectoryResult(
+            {"uid": "probe"}, f"replica {replica}", Termination.COMPLETED,
+            [AgentLoopOutput(
+                prompt, output.token_ids, [1] * len(output.token_ids), output.log_probs, Termination.COMPLETED
+            )],
+        )
+        for replica, output in enumerate(outputs)
+        if output.token_ids and output.log_probs is not None
+    ]  # fmt: skip
+    if not results:
+        return {}
+    batch = to_data_proto(results, 0, {"temperature": sampling.temperature})
+    gap = logprob_gap(batch, actor.compute_log_prob(batch).batch["old_log_probs"])
+    logger.info(
+        "log-probs before the first step: engine and actor differ by %.2g on average, %.2g at most, over %d tokens of "
+        "%d replicas", gap[f"{GAP}_mean"], gap[f"{GAP}_max"], int(batch.batch["response_mask"].sum()), len(results),
+    )  # fmt: skip
+    limit = config.rollout.max_logprob_gap
+    check_gap(gap, limit, "before the first step")
+    if limit is None and gap[f"{GAP}_mean"] > SUSPICIOUS_GAP:
+        logger.warning("%s\nrollout.max_logprob_gap stops a run over this.", _explained(gap, "before the first step"))
+    return gap

@@ -1,0 +1,114 @@
+"""Replicas that fail in every way, on the local runtime."""
+
+import itertools
+import textwrap
+from typing import Any
+
+import pytest
+
+from agentrl_core.api import EngineError, RolloutError, WeightUpdate
+
+ENGINE = """
+import asyncio
+from agentrl_core.api import InferenceEngine, PolicySpan, TokenOutput
+
+MADE = []
+PLAN = {}  # what the nth engine made does wrong
+
+class Frail(InferenceEngine):
+    capabilities = frozenset({"logprobs", "weight_update"})
+
+    def __init__(self, config, context):
+        self.fault, self.version, self.updates, self.requests = PLAN.get(len(MADE)), 0, [], 0
+        MADE.append(self)
+
+    async def start(self):
+        if self.fault == "start":
+            raise RuntimeError("no such device")
+
+    async def health(self):
+        if self.fault == "ill" and self.requests:
+            raise RuntimeError("the scheduler has died")
+        if self.fault == "hangs" and self.requests:
+            await asyncio.Event().wait()
+
+    async def generate(self, prompt_ids, params, request_id, multi_modal=None):
+        self.requests += 1
+        if self.fault == "ill":
+            raise RuntimeError("cannot reach the scheduler")
+        await (asyncio.Event().wait() if self.fault == "hangs" else asyncio.sleep(0))
+        return TokenOutput([65], [-1.0], "length", [PolicySpan(self.version, 0, 1)])
+
+    async def update_weights(self, update, version):
+        self.version = version
+"""
+LOOP = """
+from agentrl_core.api import AgentLoopBase
+
+class Once(AgentLoopBase):
+    async def run(self, sampling_params, *, session, raw_prompt, **row):
+        trajectory = session.trajectory(raw_prompt)
+        turn = await trajectory.generate(sampling_params)
+        return trajectory.finish(turn.termination)
+"""
+
+
+_numbers = itertools.count()
+
+
+class Fleet:
+    """A rollout whose nth engine has the nth fault."""
+
+    def __init__(self, make_rollout: Any, faults: dict[int, str], **engine: Any) -> None:
+        source = textwrap.dedent(ENGINE).replace("PLAN = {}", f"PLAN = {faults!r}")
+        # A file with the same text is the same module, with its list.
+        source += f"# {next(_numbers)}\n"
+        slot = {"name": "./frail.py:Frail", "health_interval": 0.01, "health_timeout": 0.05, **engine}
+        changes = {"rollout.engine": slot, "rollout.agent": {"loops": [{"name": "./once.py:Once"}]}}
+        self.rollout = make_rollout(changes, {"frail.py": source, "once.py": LOOP})
+        self.manager = self.rollout.manager
+        self.manager.update_weights(WeightUpdate(), 5)
+
+    def versions(self) -> list[int]:
+        return [engine.version for engine in self.rollout.engines]
+
+
+@pytest.mark.parametrize("fault", ["ill", "hangs"])
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_replica_that_cannot_serve_any_more_is_replaced(
+    make_rollout: Any, make_row: Any, fault: str, replicas: int
+) -> None:
+    fleet = Fleet(make_rollout, {0: fault}, replicas=replicas, restarts=1)
+    faulty = fleet.rollout.engines[0]
+    if fault == "hangs":
+        # Here an engine that hangs keeps its request, as no process ends; on Ray it would fail with the process.
+        fleet.rollout.config.rollout.retries = 1
+        for worker in fleet.rollout.workers:
+            worker._engines._turn_timeout = 0.5
+    results = fleet.rollout([make_row(str(index)) for index in range(4)])
+    assert all(not result.failed for result in results)
+    assert {version for result in results for version in result.outputs[0].policy_versions} == {5}
+    assert fleet.rollout.engines[0] is not faulty and fleet.versions() == [5] * replicas
+    assert fleet.manager.engine_metrics()["restarts"] == 1
+
+
+def test_without_restarts_the_last_replica_ends_the_rollout(make_rollout: Any, make_row: Any) -> None:
+    fleet = Fleet(make_rollout, {0: "ill"}, restarts=0)
+    with pytest.raises(RolloutError, match="(?s)no engine replica is alive.*the scheduler has died"):
+        fleet.rollout([make_row()])
+
+
+def test_a_replica_that_cannot_be_started_again_is_given_up(make_rollout: Any, make_row: Any) -> None:
+    fleet = Fleet(make_rollout, {0: "ill", 1: "start", 2: "start"}, restarts=2)
+    with pytest.raises(RolloutError, match="(?s)none can be started.*no such device"):
+        fleet.rollout([make_row()])
+    with pytest.raises(EngineError, match="no engine replica is alive to take the new weights"):
+        fleet.manager.update_weights(WeightUpdate(), 6)
+
+
+def test_requests_beyond_the_limit_queue_at_the_replica(make_rollout: Any, make_row: Any) -> None:
+    fleet = Fleet(make_rollout, {}, max_in_flight=3)
+    fleet.rollout([make_row(str(index)) for index in range(10)])
+    metrics = fleet.manager.engine_metrics()
+    assert metrics["running_max"] == 3 and metrics["queue_max"] > 0 and metrics["requests"] == 10
+    assert fleet.manager.engine_metrics() == {}

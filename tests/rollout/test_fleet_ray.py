@@ -1,0 +1,190 @@
+"""Engine replicas in processes and an interpreter of their own: killed, replaced, and fed with new weights."""
+
+import asyncio
+import site
+import sys
+import venv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl_core.api import ArrayBucket, EngineContext, EngineError, SamplingParams, WeightUpdate
+from agentrl_core.config import load_config
+from agentrl_core.controller.runtime import Runtime, make_runtime
+from agentrl_core.data.rows import collate
+from agentrl_core.rollout.batching import to_data_proto
+from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.workers.weight_files import WeightFiles
+
+pytestmark = pytest.mark.ray
+TURNS = 3
+BLOCKED = ("torch", "tensordict", "transformers", "datasets", "safetensors")
+
+ENGINE = """
+import asyncio
+import os
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from agentrl_core.api import EngineError, InferenceEngine, PolicySpan, TokenOutput
+
+
+class Byte(InferenceEngine):
+    # Answers with the first byte of its weights. One replica kills its process, once, when a file asks for it.
+    capabilities = frozenset({"logprobs", "weight_update", "sessions"})
+
+    def __init__(self, config, context):
+        self.context, self.token, self.version, self.requests = context, 0, 0, 0
+
+    async def start(self):
+        print("loading the model")
+        assert all(sys.modules[name] is None for name in BLOCKED), "this is the engine's own environment"
+        if Path(MARKS, "slow").exists():
+            await asyncio.Event().wait()
+
+    async def generate(self, prompt_ids, params, request_id, multi_modal=None):
+        self.requests += 1
+        mark = Path(MARKS, "kill")
+        if self.context.replica == 0 and self.requests == 20 and mark.exists():
+            mark.unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
+        await asyncio.sleep(0.02)
+        return TokenOutput([self.token, 260], [-1.0, -1.0], "stop", [PolicySpan(self.version, 0, 2)])
+
+    async def update_weights(self, update, version):
+        assert update.files, "these weights come by files"
+        tensors = [data for bucket in update for name, shape, dtype, data in bucket.tensors() if name == "token"]
+        if not tensors:
+            raise EngineError("the model has token [4], which the update lacks")
+        self.token, self.version = int(tensors[0][0]), version
+"""
+LOOP = f"""
+from agentrl_core.api import AgentLoopBase, Termination
+
+
+class Turns(AgentLoopBase):
+    async def run(self, sampling_params, *, session, raw_prompt, **row):
+        t = session.trajectory(raw_prompt)
+        for turn in range({TURNS}):
+            await t.generate({{**sampling_params, "max_tokens": 2}})
+            if turn < {TURNS - 1}:
+                t.add_messages([{{"role": "user", "content": "more"}}])
+        return t.finish(Termination.COMPLETED)
+"""
+
+
+@pytest.fixture(scope="module")
+def interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Another interpreter with this environment's packages, less those that an engine's environment need not have."""
+    folder = tmp_path_factory.mktemp("engine-env")
+    venv.create(folder, with_pip=False)
+    version = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+    packages = folder / "lib" / version / "site-packages"
+    lines = [f"import site; site.addsitedir({path!r})" for path in site.getsitepackages()]
+    (packages / "driver.pth").write_text("\n".join([*lines, "import block_heavy"]))
+    (packages / "block_heavy.py").write_text(f"import sys\nsys.modules.update(dict.fromkeys({BLOCKED}))\n")
+    return str(folder / "bin" / "python")
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with make_runtime("ray", num_cpus=32) as made:
+        yield made
+
+
+@pytest.fixture
+def weights(tmp_path: Path) -> Iterator[WeightFiles]:
+    files = WeightFiles(100)
+    yield files
+    files.close()
+
+
+def token(value: int) -> list[ArrayBucket]:
+    return [ArrayBucket(("token",), ((4,),), ("uint8",), np.full(4, value, np.uint8))]
+
+
+@pytest.fixture
+def make_manager(tiny_run: Any, runtime: Runtime, interpreter: str) -> Iterator[Any]:
+    made: list[AgentLoopManager] = []
+
+    def make(**engine: Any) -> AgentLoopManager:
+        header = f"BLOCKED, MARKS = {BLOCKED!r}, {str(tiny_run.folder)!r}\n"
+        (tiny_run.folder / "engine.py").write_text(header + ENGINE)
+        (tiny_run.folder / "loop.py").write_text(LOOP)
+        slot = {"name": "./engine.py:Byte", "python": interpreter, "health_interval": 0.1, "max_in_flight": 8}
+        changes = {
+            "cluster.runtime": "ray",
+            "rollout.engine": {**slot, **engine},
+            "rollout.agent": {"loops": [{"name": "./loop.py:Turns"}], "num_workers": 2},
+            "rollout.max_response_length": 500,
+        }
+        config = load_config(tiny_run(changes))
+        context = EngineContext(config.model.path, max_model_len=1000, vocab_size=261)
+        made.append(AgentLoopManager(config, runtime, context))
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+def prompts(count: int, step: int) -> Any:
+    row = {"raw_prompt": [{"role": "user", "content": "go"}], "data_source": "tests", "reward_model": {}}
+    rows = [{**row, "uid": f"p{index}", "prompt_index": index, "sample_index": 0} for index in range(count)]
+    return collate(rows, {"step": step, "split": "train", "sampling": {"temperature": 1.0}})
+
+
+def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
+    make_manager: Any, weights: WeightFiles, tiny_run: Any
+) -> None:
+    manager = make_manager(replicas=2)
+    manager.start()
+    (tiny_run.folder / "kill").touch()
+    manager.update_weights(WeightUpdate(files=weights.write(token(65))), 7)
+    results = manager.generate_sequences(prompts(64, step=1))
+
+    assert not (tiny_run.folder / "kill").exists(), "the replica was killed"
+    assert len({result.trajectory_id for result in results}) == len(results) == 64
+    assert all(not result.failed and result.attempts == 1 for result in results)
+    batch = to_data_proto(results, 0, {})
+    assert len(batch) == 64 and batch.batch["response_mask"].sum() == 64 * TURNS * 2
+    assert all(set(output.policy_versions) == {7, -1} for result in results for output in result.outputs)
+
+    fleet = manager._fleet
+
+    async def all_back() -> None:
+        while fleet._restarting:
+            await asyncio.wait(fleet._restarting.values())
+
+    manager._runtime.run(fleet.watched(all_back()))
+    assert manager.engine_metrics()["restarts"] == 1
+    answers = manager.probe([1, 2], SamplingParams(2))
+    assert [(answer.token_ids[0], answer.spans[0].version) for answer in answers] == [(65, 7), (65, 7)]
+
+    # Overwritten in place, and both replicas serve trajectories again.
+    manager.update_weights(WeightUpdate(files=weights.write(token(66))), 8)
+    results = manager.generate_sequences(prompts(32, step=2))
+    assert all(output.response_ids[0] == 66 for result in results for output in result.outputs)
+    served = [manager._runtime.run(server.call("metrics"))["requests"] for server in fleet.servers]
+    assert all(requests > 0 for requests in served)
+
+
+def test_weights_that_do_not_fit_are_refused_by_name(make_manager: Any, weights: WeightFiles) -> None:
+    manager = make_manager()
+    manager.start()
+    other = [ArrayBucket(("other",), ((1,),), ("uint8",), np.zeros(1, np.uint8))]
+    with pytest.raises(EngineError, match="the model has token"):
+        manager.update_weights(WeightUpdate(files=weights.write(other)), 1)
+
+
+def test_a_server_that_never_becomes_healthy_ends_with_its_last_log_lines(make_manager: Any, tiny_run: Any) -> None:
+    (tiny_run.folder / "slow").touch()
+    manager = make_manager(start_timeout=0.2)
+    with pytest.raises(EngineError, match=r"(?s)not healthy after 0.2 s.*loading the model"):
+        manager.start()

@@ -1,0 +1,80 @@
+"""The gap between the engine's log-probs and the actor's."""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl_core.api import EngineError
+from agentrl_core.protocol import DataProto
+from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.trainer.logprob_gap import logprob_gap
+
+Fit = Callable[..., RunDir]
+STALE = """
+from agentrl_core.api import WeightUpdate
+from agentrl_engine_hf.config import HFEngineConfig
+from agentrl_engine_hf.engine import HFEngine
+
+
+class Stale(HFEngine):
+    # Takes the first weights, and after that only their number.
+    capabilities = frozenset({"logprobs", "weight_update", "sessions"})
+    taken = False
+
+    def __init__(self, config, context):
+        super().__init__(HFEngineConfig(), context)
+
+    async def update_weights(self, update, version):
+        if not self.taken:
+            self.taken = True
+            await super().update_weights(update, version)
+"""
+
+
+def test_gaps_are_told_by_turn_and_only_over_sampled_tokens() -> None:
+    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    engine = torch.tensor([[-1.0, -2.0, -99.0, -3.0], [-1.0, 0.0, 0.0, 0.0]])
+    actor = torch.tensor([[-1.5, -2.0, 0.0, -1.0], [-1.25, 9.0, 9.0, 9.0]])
+    batch = DataProto.from_dict(tensors={"response_mask": mask, "rollout_log_probs": engine})
+    assert logprob_gap(batch, actor) == pytest.approx({
+        "rollout/logprob_gap_mean": 2.75 / 4,
+        "rollout/logprob_gap_max": 2.0,
+        "rollout/logprob_gap/turn_1_mean": 0.25,
+        "rollout/logprob_gap/turn_1_max": 0.5,
+        "rollout/logprob_gap/turn_2_mean": 2.0,
+        "rollout/logprob_gap/turn_2_max": 2.0,
+    })  # fmt: skip
+    assert logprob_gap(DataProto.from_dict(tensors={**batch.batch, "response_mask": mask & False}), actor) == {}
+
+
+def test_the_gap_is_told_before_the_first_step_and_in_every_step(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, logger="agentrl_core")
+    run = fit({"rollout.max_logprob_gap": 1e-4, "rollout.engine.config": {}})
+    assert "log-probs before the first step: engine and actor differ by" in caplog.text
+    for metrics in run.read_metrics():
+        assert metrics["rollout/logprob_gap/turn_1_mean"] <= metrics["rollout/logprob_gap/turn_1_max"] < 1e-4
+
+
+def test_an_engine_with_stale_weights_stops_the_run(fit: Fit, tiny_run: Any) -> None:
+    (tiny_run.folder / "stale.py").write_text(STALE)
+    changes = {
+        "rollout.engine": {"name": "./stale.py:Stale"},
+        "rollout.max_logprob_gap": 1e-3,
+        "actor.optimizer.lr": 0.01,
+        "trainer.steps": 4,
+    }
+    with pytest.raises(EngineError, match=r"(?s)step [234]: the engine's log-probs differ.*did not reach all of it"):
+        fit(changes)
+
+
+def test_an_engine_that_is_wrong_from_the_start_stops_the_run_before_step_1(fit: Fit) -> None:
+    with pytest.raises(EngineError, match="before the first step: the engine's log-probs differ"):
+        fit({"rollout.engine": {"name": "scripted"}, "rollout.max_logprob_gap": 0.5})
+
+
+def test_without_a_limit_a_large_gap_is_a_warning(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
+    fit({"rollout.engine": {"name": "scripted"}, "trainer.steps": 1})
+    assert "rollout.max_logprob_gap stops a run over this" in caplog.text
