@@ -60,6 +60,7 @@ from agentrl_core.api.errors import (
 from agentrl_core.api.hooks import HookContext, HookSpecs, hookimpl
 from agentrl_core.api.interaction import Interaction, InteractionContext, InteractionTurn
 from agentrl_core.api.plugin import KINDS, PluginKind, PluginRef, PluginSpec
+from agentrl_core.api.ports import free_port
 from agentrl_core.api.reward import (
     BoundRewardFunction,
     RewardFunction,
@@ -160,6 +161,7 @@ __all__ = [
     "Turn",
     "WeightUpdate",
     "WorkerError",
+    "free_port",
     "function_schema",
     "hookimpl",
     "map_safetensors",

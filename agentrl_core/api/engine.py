@@ -84,6 +84,7 @@ class EngineContext:
         seed: of the run.
         deterministic: ``rollout.deterministic``.
         vocab_size: size of the embedding; ids at or above it never reach the engine.
+        tensor_parallel, pipeline_parallel, data_parallel: GPUs of this replica along each axis.
         shared_module: the actor's module, for an engine with the capability ``shared_module`` in its process.
     """
 
@@ -95,6 +96,9 @@ class EngineContext:
     seed: int = 0
     deterministic: bool = False
     vocab_size: int = 0
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    data_parallel: int = 1
     shared_module: Any = None
 
 
@@ -114,7 +118,8 @@ class InferenceEngine(ABC):
         return None
 
     async def health(self) -> None:
-        """Raise if the engine cannot serve."""
+        """Raise if the engine cannot serve. Asked every few seconds and after a failed request: a replica that raises
+        here, or does not answer, is replaced by a new one with the current weights. Must be cheap, also under load."""
         return None
 
     @abstractmethod
