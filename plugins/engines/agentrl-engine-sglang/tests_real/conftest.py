@@ -60,33 +60,29 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("models"))
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
     """Runs coroutines on one loop, which an engine stays on for its life."""
     with asyncio.Runner() as runner:
         yield runner.run
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def serve(models: Models, run: Any) -> Iterator[Callable[..., SGLangEngine]]:
-    """Starts an engine, which is closed after the module."""
-    engines: list[SGLangEngine] = []
+    """An engine, started when it is first asked for: a start takes most of a minute."""
+    engines: dict[str, SGLangEngine] = {}
 
-    def start(model_path: str, **config: Any) -> SGLangEngine:
-        context = EngineContext(model_path=model_path, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB)
-        engines.append(SGLangEngine(SGLangConfig(max_running_requests=64, **config), context))
-        run(engines[-1].start())
-        return engines[-1]
+    def start(road: str) -> SGLangEngine:
+        if road not in engines:
+            context = EngineContext(models(tied=road == "files"), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB)
+            engine = SGLangEngine(SGLangConfig(max_running_requests=64, weight_road=road), context)
+            run(engine.start())
+            engines[road] = engine
+        return engines[road]
 
     yield start
-    for engine in engines:
+    for engine in engines.values():
         run(engine.close())
-
-
-@pytest.fixture(scope="module")
-def engine(serve: Callable[..., SGLangEngine], models: Models) -> SGLangEngine:
-    """With the tied model, of which :func:`fresh` restores seed 0."""
-    return serve(models())
 
 
 def make_prompts(count: int, low: int = 1, high: int = 40, seed: int = 0) -> list[list[int]]:

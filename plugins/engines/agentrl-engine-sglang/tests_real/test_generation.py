@@ -5,9 +5,16 @@ import asyncio
 import pytest
 import torch
 
-from agentrl_core.api import PolicySpan, SamplingParams
+from agentrl_core.api import PolicySpan, SamplingParams, WeightUpdate
 
 from .conftest import EOS, MAX_MODEL_LEN, VOCAB, generate_all, make_prompts, worst_gap
+
+
+@pytest.fixture(scope="module")
+def engine(serve, models, run):
+    engine = serve("files")
+    run(engine.update_weights(WeightUpdate(files=models.files()), 0))
+    return engine
 
 
 @pytest.mark.parametrize(

@@ -63,7 +63,7 @@ class SGLangClient:
 
     async def flush_cache(self) -> None:
         """Forget every cached prefix. Raises EngineError while anything runs that is not paused."""
-        await self._call("POST", "/flush_cache?timeout=30")
+        await self._call("POST", "/flush_cache")
 
     async def release_memory(self, tags: list[str]) -> None:
         """Give up ``kv_cache``, ``weights`` or both. Nothing may run."""

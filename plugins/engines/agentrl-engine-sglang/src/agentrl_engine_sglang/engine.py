@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 PORT_ATTEMPTS = 3
 POLL_INTERVAL = 0.2
+END_INTERVAL = 1.0
 ABORT_ATTEMPTS = 3
 ABORT_INTERVAL = 2.0
 MEMORY_TAGS = ("weights", "kv_cache")
@@ -153,8 +154,8 @@ class SGLangEngine(InferenceEngine):
                 # On a port that was taken meanwhile, somebody else may answer.
                 if await client.model_path() == folder:
                     return True
-            except (EngineError, KeyError, TypeError):
-                logger.debug("the SGLang server is not ready yet")
+            except (EngineError, KeyError, TypeError) as error:
+                logger.debug("the SGLang server is not ready yet: %s", error)
             await asyncio.sleep(POLL_INTERVAL)
         return False
 
@@ -223,8 +224,7 @@ class SGLangEngine(InferenceEngine):
             raise
         except BaseException:
             self._end(rid, None)
-            # Where the server has died, its log says more than a broken connection.
-            self._server()
+            await self._explain_end()
             raise
         try:
             output = token_output(reply, self._version)
@@ -233,6 +233,11 @@ class SGLangEngine(InferenceEngine):
             raise
         self._counters.finished(reply["meta_info"])
         return self._end(rid, output)
+
+    async def _explain_end(self) -> None:
+        """Where the server has died, its log says more than a broken connection: raises EngineError with it."""
+        if self._process is not None and await self._process.ends_within(END_INTERVAL):
+            self._server()
 
     def _end(self, rid: str, output: Output) -> Output:
         self._running.pop(rid).ended.set_result(output)
@@ -307,13 +312,13 @@ class SGLangEngine(InferenceEngine):
         async with self._control:
             self._gate.close("update")
             try:
-                # A retracted request gives up its KV cache, and computes it again with the new weights.
-                passing = bool(self._running) and not self._frozen
-                if passing:
+                # A retracted request gives up its KV cache, and computes it again with the new weights. Also where
+                # nothing runs any more: the server's last step may not have ended, and would keep the cache.
+                if not self._frozen:
                     await client.pause()
                 await road.send(client, update, version)
                 self._version = version
-                if passing:
+                if not self._frozen:
                     await client.resume()
             except BaseException as error:
                 self._stopped_because = f"stopped after an update to weights {version} that failed ({error!r})"

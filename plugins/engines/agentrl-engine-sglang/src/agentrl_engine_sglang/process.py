@@ -66,6 +66,16 @@ class ServerProcess:
         """None while the server runs; negative where a signal ended it."""
         return self._server.poll() if self._server else None
 
+    async def ends_within(self, seconds: float) -> bool:
+        """Wait for the server's end, at most so long."""
+        if self._server is None:
+            return True
+        try:
+            await asyncio.to_thread(self._server.wait, seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
     def last_lines(self) -> str:
         """The end of what this process has written."""
         try:
