@@ -31,7 +31,9 @@ def make_engine(monkeypatch: pytest.MonkeyPatch, model_path: str) -> Callable[..
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
 
     def make(mode: str = "", model: str = model_path, **config: Any) -> SGLangEngine:
-        context = EngineContext(model, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB, seed=3, replica=1)
+        context = EngineContext(
+            model, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB, seed=3, replica=1, tensor_parallel=2
+        )
         return SGLangEngine(SGLangConfig(env={"STAND_IN": mode}, **config), context)
 
     return make

@@ -14,6 +14,8 @@ import pytest
 
 from agentrl_core.api import EngineContext, SamplingParams
 from agentrl_core.api.errors import EngineError
+from agentrl_core.api.ports import free_port
+from agentrl_engine_sglang import engine as engine_module
 from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.engine import SGLangEngine
 from agentrl_engine_sglang.process import ServerProcess
@@ -29,7 +31,7 @@ def test_the_server_gets_what_the_context_and_the_options_say(serve, run, tmp_pa
     log = tmp_path / "logs" / "server.log"
 
     async def main() -> None:
-        options = {"mem_fraction": 0.5, "tensor_parallel_size": 2, "server_args": {"attention_backend": "triton"}}
+        options = {"mem_fraction": 0.5, "server_args": {"attention_backend": "triton"}}
         async with serve(log_file=str(log), **options) as engine:
             await engine.health()
 
@@ -92,9 +94,7 @@ def test_a_port_lost_while_the_server_starts_is_tried_again_elsewhere(serve, run
         other.bind(("127.0.0.1", 0))
         other.listen()
         ports = iter([other.getsockname()[1]])
-        from agentrl_engine_sglang import engine, launch
-
-        monkeypatch.setattr(engine, "free_port", lambda preferred: next(ports, 0) or launch.free_port())
+        monkeypatch.setattr(engine_module, "free_port", lambda preferred: next(ports, 0) or free_port())
         run(main())
     assert log.read_text().count("arguments ") == 2
     assert "address already in use" in log.read_text()

@@ -10,7 +10,6 @@ from agentrl_core.api.config import option
 class SGLangConfig:
     """``rollout.engine.config`` where ``rollout.engine.name`` is ``sglang``."""
 
-    tensor_parallel_size: int = option(1, help="processes that share one model", unit="processes", ge=1)
     mem_fraction: float = option(
         0.0, help="share of the GPU's memory for weights and KV cache; 0 leaves it to SGLang", ge=0.0, lt=1.0
     )

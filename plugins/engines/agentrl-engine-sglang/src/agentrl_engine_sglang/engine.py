@@ -19,6 +19,7 @@ from agentrl_core.api.engine import (
     TokenOutput,
 )
 from agentrl_core.api.errors import EngineError
+from agentrl_core.api.ports import free_port
 from agentrl_core.api.weights import WeightUpdate
 from agentrl_engine_sglang.client import SGLangClient
 from agentrl_engine_sglang.config import SGLangConfig
@@ -26,7 +27,6 @@ from agentrl_engine_sglang.counters import Counters
 from agentrl_engine_sglang.gate import Gate
 from agentrl_engine_sglang.launch import (
     command_line,
-    free_port,
     on_cpu,
     read_config,
     served_folder,
@@ -42,6 +42,7 @@ logger = logging.getLogger(__name__)
 
 PORT_ATTEMPTS = 3
 POLL_INTERVAL = 0.2
+PROBE_TIMEOUT = 2.0
 END_INTERVAL = 1.0
 ABORT_ATTEMPTS = 3
 ABORT_INTERVAL = 2.0
@@ -111,7 +112,7 @@ class SGLangEngine(InferenceEngine):
         self._vocab_size = min(int(size), context.vocab_size or int(size))
         self._tensors = ModelTensors.read(context.model_path, model)
         self._folder = served_folder(context.model_path)
-        self._road = FileRoad() if config.weight_road == "files" else TensorRoad(config.tensor_parallel_size)
+        self._road = FileRoad() if config.weight_road == "files" else TensorRoad(context.tensor_parallel)
         try:
             await self._launch(self._folder.name)
         except BaseException:
@@ -150,11 +151,12 @@ class SGLangEngine(InferenceEngine):
                     f"(rollout.engine.config.start_timeout); its last lines:\n{process.last_lines()}"
                 )
             try:
-                await client.health()
-                # On a port that was taken meanwhile, somebody else may answer.
-                if await client.model_path() == folder:
-                    return True
-            except (EngineError, KeyError, TypeError) as error:
+                async with asyncio.timeout(PROBE_TIMEOUT):
+                    await client.health()
+                    # On a port that was taken meanwhile, somebody else may answer, or nobody.
+                    if await client.model_path() == folder:
+                        return True
+            except (EngineError, TimeoutError, KeyError, TypeError) as error:
                 logger.debug("the SGLang server is not ready yet: %s", error)
             await asyncio.sleep(POLL_INTERVAL)
         return False

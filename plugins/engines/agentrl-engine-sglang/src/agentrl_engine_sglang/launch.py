@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -28,7 +27,9 @@ def server_arguments(config: SGLangConfig, context: EngineContext, model: str, p
         "port": port,
         "dtype": context.dtype,
         "context_length": length,
-        "tp_size": config.tensor_parallel_size,
+        "tp_size": context.tensor_parallel,
+        "pp_size": context.pipeline_parallel,
+        "dp_size": context.data_parallel,
         "max_running_requests": config.max_running_requests,
         "random_seed": context.seed + context.replica,
         "weight_version": "0",
@@ -83,19 +84,6 @@ def server_environment(config: SGLangConfig, context: EngineContext) -> dict[str
 def on_cpu(context: EngineContext) -> bool:
     """The engine computes on the CPU."""
     return context.device.startswith("cpu")
-
-
-def free_port(preferred: int = 0) -> int:
-    """``preferred`` where it is free, otherwise any free port of the loopback interface."""
-    for port in (preferred, 0) if preferred else (0,):
-        with socket.socket() as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("127.0.0.1", port))
-            except OSError:
-                continue
-            return int(probe.getsockname()[1])
-    raise EngineError("no free port on 127.0.0.1")
 
 
 def read_config(model_path: str) -> dict[str, Any]:
