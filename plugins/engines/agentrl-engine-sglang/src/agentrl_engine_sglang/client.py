@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiohttp
@@ -17,11 +18,13 @@ class SGLangClient:
     Args:
         url: without a slash at the end.
         control_timeout: seconds for a weight update, sleep or wake-up.
+        explain: called where a connection is refused or lost; raises EngineError if it knows why.
     """
 
-    def __init__(self, url: str, control_timeout: float) -> None:
+    def __init__(self, url: str, control_timeout: float, explain: Callable[[], Awaitable[None]]) -> None:
         self.url = url
         self._control_timeout = control_timeout
+        self._explain = explain
         # The engine bounds what runs at a time, and its caller how long: neither is a matter of connections.
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
@@ -113,6 +116,7 @@ class SGLangClient:
         except TimeoutError as error:
             raise EngineError(f"SGLang server, {method} {path}: no answer within {limit:g} s") from error
         except aiohttp.ClientError as error:
+            await self._explain()
             raise EngineError(f"SGLang server, {method} {path}: {type(error).__name__}: {error}") from error
         if status != 200:
             raise EngineError(f"SGLang server, {method} {path}: status {status}: {_reason(text)}")

@@ -129,7 +129,9 @@ class SGLangEngine(InferenceEngine):
                 command_line(arguments), server_environment(self._config, self._context), self._config.log_file
             )
             process.start()
-            self._client = SGLangClient(f"http://127.0.0.1:{arguments['port']}", self._config.update_timeout)
+            self._client = SGLangClient(
+                f"http://127.0.0.1:{arguments['port']}", self._config.update_timeout, self._explain_end
+            )
             if await self._until_ready(process, self._client, folder, deadline):
                 logger.info("SGLang server on port %d, log in %s", arguments["port"], process.log_path)
                 return
@@ -226,7 +228,6 @@ class SGLangEngine(InferenceEngine):
             raise
         except BaseException:
             self._end(rid, None)
-            await self._explain_end()
             raise
         try:
             output = token_output(reply, self._version)
@@ -347,7 +348,10 @@ class SGLangEngine(InferenceEngine):
             wanted = {"kv_cache"} if level == 1 else set(MEMORY_TAGS)
             tags = sorted(wanted - self._asleep)
             if tags:
+                # A server whose last step has not ended would die of it; one that is paused has ended it.
+                await client.pause()
                 await client.release_memory(tags)
+                await client.resume()
                 self._asleep |= wanted
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
