@@ -25,9 +25,11 @@ class SGLangClient:
         self.url = url
         self._control_timeout = control_timeout
         self._explain = explain
-        # The engine bounds what runs at a time, and its caller how long: neither is a matter of connections.
+        # The engine bounds what runs at a time, and its caller how long: neither is a matter of connections. None is
+        # used twice: the server closes idle ones after a few seconds, and whoever uses one at that moment loses.
         self._session = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None, sock_connect=30)
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
         )
 
     async def close(self) -> None:

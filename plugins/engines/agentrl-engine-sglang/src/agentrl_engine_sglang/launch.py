@@ -42,6 +42,8 @@ def server_arguments(config: SGLangConfig, context: EngineContext, model: str, p
         arguments["max_total_tokens"] = config.max_total_tokens
     if on_cpu(context):
         arguments["device"] = "cpu"
+        # Its idle loop would hold a core that the trainer computes with.
+        arguments["sleep_on_idle"] = True
         # SGLang would take most of the machine's memory, which other processes need.
         arguments.setdefault("max_total_tokens", config.max_running_requests * length)
     else:
