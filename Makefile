@@ -56,7 +56,7 @@ engines-cpu-sglang: .engines/sglang/.installed
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt torch
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps -r $(SGLANG)/cpu-requirements.txt
-	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables hypothesis pytest pytest-timeout
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables hypothesis pytest pytest-timeout tensordict
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e .
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e $(SGLANG)
 	printf '%s\nimport sglang_cpu_stand_ins\n' '$(CURDIR)/$(SGLANG)/tests_real/cpu_support' \
