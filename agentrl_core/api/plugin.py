@@ -45,6 +45,7 @@ KINDS: dict[str, PluginKind] = {
         }),
         PluginKind("engine", "agentrl.engines", 1, "inference engine", {
             "logprobs": "returns the log-probability of every sampled token",
+            "seeds": "SamplingParams.seed decides a request's tokens, whatever else is in the batch",
             "abort": "a request can be ended early and returns what it has",
             "pause": "generation can be halted and resumed",
             "sleep": "memory can be released and taken back",

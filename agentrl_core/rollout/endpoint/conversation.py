@@ -11,7 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl_core.api import AgentLoopOutput, AgentRLError, Message, Termination, Trajectory, TrajectorySession, Turn
+from agentrl_core.api import (
+    AgentLoopOutput,
+    AgentRLError,
+    EngineError,
+    Message,
+    Termination,
+    Trajectory,
+    TrajectorySession,
+    Turn,
+)
 
 Schemas = Sequence[dict[str, Any]]
 
@@ -66,6 +75,7 @@ class Conversation:
         self.forks = 0
         self.exhausted = False
         self.failure: Exception | None = None
+        self.aborted: EngineError | None = None
         self._session = session
         self._sampling_params = dict(sampling_params)
         self._branches: list[_Branch] = []
@@ -140,10 +150,12 @@ class Conversation:
     def finish(self, termination: Termination) -> list[AgentLoopOutput]:
         """The rows of all branches.
 
-        Raises what the last request failed with, if no later one succeeded: the trajectory failed with it.
+        Raises what the last request failed with, if no later one succeeded: the trajectory failed with it. So it does
+        after a request that the engine aborted: half an answer is in the record.
         """
-        if self.failure is not None:
-            raise self.failure
+        failure = self.aborted or self.failure
+        if failure is not None:
+            raise failure
         outputs: list[AgentLoopOutput] = []
         for branch in self._branches:
             finished = branch.trajectory.finish(termination)
@@ -186,6 +198,9 @@ class Reply:
             raise
         finally:
             self.release()
+        if turn.finish_reason == "abort":
+            self.conversation.aborted = EngineError("the engine aborted a request of this conversation")
+            raise self.conversation.aborted
         self.conversation.failure = None
         if turn.finish_reason == "length" and trajectory.remaining <= 0:
             self.conversation.exhausted = True

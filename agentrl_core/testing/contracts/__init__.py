@@ -1,0 +1,53 @@
+"""Contract suites: what every plugin of a kind must do, as tests that an author inherits.
+
+    from agentrl_core.testing.contracts import ToolCase, ToolContract
+    from my_tool.plugin import PLUGIN
+
+    class TestMyTool(ToolContract):
+        @pytest.fixture
+        def plugin(self):
+            return ToolCase(PLUGIN, arguments={"text": "hello"})
+
+One fixture, ``plugin``, says what is tested; the capabilities that its spec declares select the tests. The suites run
+with pytest alone: no cluster, no network, no GPU.
+"""
+
+from agentrl_core.testing.contracts.advantage_estimator import AdvantageEstimatorCase, AdvantageEstimatorContract
+from agentrl_core.testing.contracts.agent_loop import AgentLoopCase, AgentLoopContract
+from agentrl_core.testing.contracts.case import PluginCase, PluginContract
+from agentrl_core.testing.contracts.dataset import DatasetCase, DatasetContract
+from agentrl_core.testing.contracts.engine import EngineCase, EngineContract
+from agentrl_core.testing.contracts.interaction import InteractionCase, InteractionContract
+from agentrl_core.testing.contracts.policy_loss import PolicyLossCase, PolicyLossContract
+from agentrl_core.testing.contracts.reward_function import RewardFunctionCase, RewardFunctionContract
+from agentrl_core.testing.contracts.reward_manager import RewardManagerCase, RewardManagerContract
+from agentrl_core.testing.contracts.tool import ToolCase, ToolContract
+from agentrl_core.testing.contracts.tool_parser import ToolParserCase, ToolParserContract
+from agentrl_core.testing.contracts.tracker import TrackerCase, TrackerContract
+
+__all__ = [
+    "AdvantageEstimatorCase",
+    "AdvantageEstimatorContract",
+    "AgentLoopCase",
+    "AgentLoopContract",
+    "DatasetCase",
+    "DatasetContract",
+    "EngineCase",
+    "EngineContract",
+    "InteractionCase",
+    "InteractionContract",
+    "PluginCase",
+    "PluginContract",
+    "PolicyLossCase",
+    "PolicyLossContract",
+    "RewardFunctionCase",
+    "RewardFunctionContract",
+    "RewardManagerCase",
+    "RewardManagerContract",
+    "ToolCase",
+    "ToolContract",
+    "ToolParserCase",
+    "ToolParserContract",
+    "TrackerCase",
+    "TrackerContract",
+]

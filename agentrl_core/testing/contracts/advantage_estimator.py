@@ -1,0 +1,173 @@
+"""The contract of advantage estimators."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from agentrl_core.api import AdvantageEstimator, AdvantageInput, AdvantageOutput, AlgorithmContext
+from agentrl_core.testing.contracts.case import PluginCase, PluginContract, needs
+
+TOLERANCE = 1e-5
+
+
+def example(seed: int = 0) -> AdvantageInput:
+    """Two groups of four rows of up to six tokens, with tool tokens in the middle and one empty response."""
+    generator = torch.Generator().manual_seed(seed)
+    mask_BR = torch.rand(8, 6, generator=generator) < 0.7
+    mask_BR[:, 0] = True
+    mask_BR[3] = False
+    rewards_B = torch.randn(8, generator=generator)
+    rewards_BR = torch.zeros(8, 6)
+    for row in range(8):
+        sampled = mask_BR[row].nonzero()
+        if len(sampled):
+            rewards_BR[row, sampled[-1]] = rewards_B[row]
+    groups, trajectories = np.empty(8, object), np.empty(8, object)
+    groups[:] = ["a"] * 4 + ["b"] * 4
+    trajectories[:] = [f"t{row}" for row in range(8)]
+    return AdvantageInput(rewards_BR, mask_BR, groups, trajectories, torch.randn(8, 6, generator=generator))
+
+
+def rows_of(batch: AdvantageInput, rows: Sequence[int]) -> AdvantageInput:
+    """These rows, in this order."""
+    index = list(rows)
+    return AdvantageInput(
+        batch.token_rewards[index],
+        batch.response_mask[index],
+        batch.group_ids[index],
+        batch.trajectory_ids[index],
+        None if batch.values is None else batch.values[index],
+    )
+
+
+@dataclass(kw_only=True)
+class AdvantageEstimatorCase(PluginCase):
+    """An advantage estimator under test.
+
+    Args:
+        group_size: ``rollout.n``.
+        known: batches with the advantages [B, R] that they must get, from the paper or by hand.
+    """
+
+    group_size: int = 4
+    known: Sequence[tuple[AdvantageInput, Tensor]] = ()
+
+    def make(self) -> AdvantageEstimator:
+        """An estimator as the trainer builds it."""
+        estimator: AdvantageEstimator = self.build(AlgorithmContext(self.group_size))
+        return estimator
+
+    def estimate(self, batch: AdvantageInput) -> AdvantageOutput:
+        """Advantages of a batch; values only for those that declare to need them."""
+        return self.make()(batch if self.has("values") else dataclasses.replace(batch, values=None))
+
+
+def same(first: Tensor, second: Tensor) -> bool:
+    """Equal within rounding."""
+    return torch.allclose(first, second, atol=TOLERANCE, rtol=TOLERANCE)
+
+
+class AdvantageEstimatorContract(PluginContract):
+    """What every advantage estimator must do."""
+
+    kind = "advantage_estimator"
+
+    def test_output_has_the_shape_of_the_batch(self, plugin: AdvantageEstimatorCase) -> None:
+        """[B, R] float32, finite, zero under mask 0."""
+        batch = example()
+        output = plugin.estimate(batch)
+        for name in ("advantages", "returns"):
+            values = getattr(output, name)
+            assert values.shape == batch.response_mask.shape, f"{name} has the shape {list(values.shape)}"
+            assert values.dtype == torch.float32, f"{name} is {values.dtype}, not float32"
+            assert values.isfinite().all(), f"{name} holds NaN or infinite values"
+            assert not values[~batch.response_mask].any(), f"{name} is not zero under mask 0"
+            assert not values.requires_grad, f"{name} carries a gradient"
+
+    def test_what_is_masked_has_no_influence(self, plugin: AdvantageEstimatorCase) -> None:
+        """A reward or a value of 100 under mask 0 changes nothing."""
+        batch = example()
+        hidden = ~batch.response_mask
+        values = None if batch.values is None else batch.values.masked_fill(hidden, 100.0)
+        changed = dataclasses.replace(
+            batch, token_rewards=batch.token_rewards.masked_fill(hidden, 100.0), values=values
+        )
+        before, after = plugin.estimate(batch), plugin.estimate(changed)
+        assert same(before.advantages, after.advantages), "what stands under mask 0 changes the advantages"
+        assert same(before.returns, after.returns), "what stands under mask 0 changes the returns"
+
+    def test_rows_may_come_in_any_order(self, plugin: AdvantageEstimatorCase) -> None:
+        """The order of a batch is that in which trajectories ended."""
+        batch, order = example(), [5, 2, 7, 0, 3, 6, 1, 4]
+        advantages = plugin.estimate(batch).advantages[order]
+        assert same(plugin.estimate(rows_of(batch, order)).advantages, advantages), "advantages depend on the row order"
+
+    def test_an_empty_response_disturbs_nobody(self, plugin: AdvantageEstimatorCase) -> None:
+        """Without it the others get the same advantages."""
+        batch = example()
+        advantages = plugin.estimate(batch).advantages
+        assert not advantages[3].any(), "a row without sampled tokens has an advantage"
+        others = [0, 1, 2, 4, 5, 6, 7]
+        without = plugin.estimate(rows_of(batch, others)).advantages
+        assert same(without, advantages[others]), "a row without sampled tokens changes the advantages of others"
+
+    def test_batch_is_left_alone(self, plugin: AdvantageEstimatorCase) -> None:
+        """Metrics and records are made of it afterwards."""
+        batch, untouched = example(), example()
+        plugin.estimate(batch)
+        assert torch.equal(batch.token_rewards, untouched.token_rewards), "token_rewards were changed"
+        assert torch.equal(batch.response_mask, untouched.response_mask), "response_mask was changed"
+
+    def test_known_values(self, plugin: AdvantageEstimatorCase) -> None:
+        """What the author worked out by hand."""
+        for number, (batch, expected) in enumerate(plugin.known):
+            advantages = plugin.estimate(batch).advantages
+            assert same(advantages, expected), f"known batch {number}: {advantages.tolist()} != {expected.tolist()}"
+
+    def test_all_rewards_equal_is_finite(self, plugin: AdvantageEstimatorCase) -> None:
+        """A group without variance, and a batch of one row."""
+        batch = example()
+        equal = dataclasses.replace(batch, token_rewards=torch.where(batch.token_rewards != 0, 1.0, 0.0))
+        assert plugin.estimate(equal).advantages.isfinite().all(), "equal rewards give NaN or infinite advantages"
+        single = plugin.estimate(rows_of(batch, [0])).advantages
+        assert single.isfinite().all(), "one row alone gives NaN or infinite advantages"
+
+    def test_groups_are_apart(self, plugin: AdvantageEstimatorCase) -> None:
+        """The rewards of one prompt's samples do not reach another prompt's."""
+        needs(plugin, "groups")
+        batch = example()
+        rewards = batch.token_rewards.clone()
+        rewards[4:] *= 10
+        before = plugin.estimate(batch).advantages
+        after = plugin.estimate(dataclasses.replace(batch, token_rewards=rewards)).advantages
+        assert same(before[:4], after[:4]), "the rewards of another group change the advantages"
+
+    def test_a_trajectory_has_one_vote(self, plugin: AdvantageEstimatorCase) -> None:
+        """Rows of one trajectory count once in their group, however many they are."""
+        needs(plugin, "groups")
+        batch = example()
+        doubled = rows_of(batch, [0, 0, 0, 1, 2, 4, 5, 6, 7])
+        once = plugin.estimate(rows_of(batch, [0, 1, 2, 4, 5, 6, 7])).advantages
+        many = plugin.estimate(doubled).advantages
+        assert same(many[3:], once[1:]), "a trajectory with three rows has more than one vote in its group"
+        assert same(many[0], many[1]) and same(many[0], once[0]), "rows of one trajectory get other advantages"
+
+    def test_values_are_used(self, plugin: AdvantageEstimatorCase) -> None:
+        """Who asks for a critic must not ignore it."""
+        needs(plugin, "values")
+        batch = example()
+        assert batch.values is not None, "the example has values"
+        shifted = dataclasses.replace(batch, values=batch.values * 2 + 1)
+        changed = not same(plugin.estimate(batch).advantages, plugin.estimate(shifted).advantages)
+        assert changed, "the capability 'values' is declared, but values have no influence"
+
+    def test_without_values_it_does_not_ask_for_them(self, plugin: AdvantageEstimatorCase) -> None:
+        """Without the capability there is no critic."""
+        if plugin.has("values"):
+            pytest.skip("the plugin declares the capability 'values'")
+        plugin.estimate(dataclasses.replace(example(), values=None))

@@ -1,0 +1,444 @@
+"""The contract of inference engines, on a tiny model with real weights and in a real event loop.
+
+The engine runs in this interpreter: for one that lives in an environment of its own, run pytest there.
+"""
+
+import asyncio
+import tempfile
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+
+from agentrl_core.api import (
+    ArrayBucket,
+    EngineContext,
+    InferenceEngine,
+    PolicySpan,
+    SamplingParams,
+    TokenOutput,
+    WeightUpdate,
+)
+from agentrl_core.controller.event_loop import EventLoop
+from agentrl_core.testing.contracts.case import PluginCase, PluginContract, needs
+
+T = TypeVar("T")
+DEADLINE = 120.0
+"""Seconds that one call may take."""
+TOLERANCE = 2e-5
+"""Largest gap to the log-probs of transformers in float32."""
+STOP = 7
+PROMPTS = [[(13 * row + 7 * column) % 190 + 10 for column in range(5 + 3 * row)] for row in range(8)]
+
+
+@dataclass(kw_only=True)
+class EngineCase(PluginCase):
+    """An engine under test.
+
+    Args:
+        context: fields of :class:`EngineContext` other than ``model_path``.
+        tie_word_embeddings: of the model.
+        tolerance: largest gap of log-probs to transformers.
+    """
+
+    context: Mapping[str, Any] = field(default_factory=dict)
+    tie_word_embeddings: bool = True
+    tolerance: float = TOLERANCE
+
+
+class Model:
+    """A tiny Qwen3 and what transformers says about an output."""
+
+    def __init__(self, seed: int, tied: bool) -> None:
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            # A wide initialisation makes peaked distributions, so that greedy sampling has no near ties.
+            config = Qwen3Config(
+                vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
+                num_key_value_heads=4, head_dim=32, max_position_embeddings=512, initializer_range=0.12,
+                tie_word_embeddings=tied, eos_token_id=STOP, pad_token_id=0, bos_token_id=None,
+            )  # fmt: skip
+            self.module = Qwen3ForCausalLM(config).eval()
+
+    def save(self, path: Path) -> str:
+        """A folder for ``model_path``."""
+        self.module.save_pretrained(path)
+        return str(path)
+
+    def log_probs(self, prompt: Sequence[int], output: Sequence[int], temperature: float = 1.0) -> list[float]:
+        """Of each id of the output, under the softmax of logits / temperature."""
+        import torch
+
+        with torch.no_grad():
+            logits = self.module(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].float()
+        log_probs = torch.log_softmax(logits / temperature, -1)
+        return [float(row[token]) for row, token in zip(log_probs, output, strict=True)]
+
+    def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
+        """The likeliest continuation; requests without stop ids do not stop."""
+        import torch
+
+        ids = list(prompt)
+        with torch.no_grad():
+            for _ in range(count):
+                ids.append(int(self.module(torch.tensor([ids])).logits[0, -1].argmax()))
+        return ids[len(prompt) :]
+
+    def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Weights by name, tied ones once."""
+        return {name: value.detach().numpy() for name, value in self.module.named_parameters()}
+
+    def buckets(self) -> WeightUpdate:
+        """An update as two buckets of bytes."""
+        items = list(self.tensors().items())
+        halves = [items[: len(items) // 2], items[len(items) // 2 :]]
+        return WeightUpdate([_bucket(half) for half in halves])
+
+    def file(self, folder: Path) -> WeightUpdate:
+        """An update as a safetensors file."""
+        from safetensors.numpy import save_file
+
+        path = folder / "weights.safetensors"
+        save_file({name: np.ascontiguousarray(value) for name, value in self.tensors().items()}, path)
+        return WeightUpdate(files=(str(path),))
+
+
+def _bucket(items: Sequence[tuple[str, np.ndarray[Any, Any]]]) -> ArrayBucket:
+    return ArrayBucket(
+        names=tuple(name for name, _ in items),
+        shapes=tuple(value.shape for _, value in items),
+        dtypes=("float32",) * len(items),
+        data=np.concatenate([np.ascontiguousarray(value).reshape(-1).view(np.uint8) for _, value in items]),
+    )
+
+
+class Served:
+    """A started engine, its model, and the loop that it lives in."""
+
+    def __init__(self, plugin: EngineCase, folder: Path) -> None:
+        self.plugin = plugin
+        self.folder = folder
+        self.model = Model(0, plugin.tie_word_embeddings)
+        self.version = 0
+        fields = {"max_model_len": 512, "vocab_size": 256, **plugin.context}
+        context = EngineContext(model_path=self.model.save(folder / "model"), **fields)
+        self._loop = EventLoop()
+        self.engine: InferenceEngine = plugin.build(context)
+        self.run(self.engine.start(), 600.0)
+
+    def run(self, coroutine: Coroutine[Any, Any, T], deadline: float = DEADLINE) -> T:
+        """Run in the engine's loop, within a deadline."""
+
+        async def bounded() -> T:
+            async with asyncio.timeout(deadline):
+                return await coroutine
+
+        return self._loop.run(bounded())
+
+    async def generate(self, prompt: Sequence[int], name: str = "r", **params: Any) -> TokenOutput:
+        """One request in a session of its own."""
+        await self.engine.open_session(name)
+        try:
+            return await self.engine.generate(list(prompt), SamplingParams(**{"max_tokens": 16, **params}), name)
+        finally:
+            await self.engine.close_session(name)
+
+    async def together(self, prompts: Sequence[Sequence[int]], tag: str = "r", **params: Any) -> list[TokenOutput]:
+        """Many requests at once, each with a seed of its own."""
+        return list(
+            await asyncio.gather(
+                *(
+                    self.generate(prompt, f"{tag}{number}", seed=number, **params)
+                    for number, prompt in enumerate(prompts)
+                )
+            )
+        )
+
+    def take(self, model: Model, update: WeightUpdate) -> None:
+        """Give the engine another model's weights."""
+        self.version += 1
+        self.run(self.engine.update_weights(update, self.version))
+        self.model = model
+
+    def fresh(self) -> None:
+        """The weights that it began with, if a test has changed them."""
+        if self.version:
+            model = Model(0, self.plugin.tie_word_embeddings)
+            self.take(model, model.buckets())
+
+    def gap(self, prompt: Sequence[int], output: TokenOutput, temperature: float = 1.0) -> float:
+        """Largest difference between the engine's log-probs and those of transformers."""
+        assert output.log_probs is not None, "the engine returned no log-probs"
+        expected = self.model.log_probs(prompt, output.token_ids, temperature)
+        return max((abs(a - b) for a, b in zip(output.log_probs, expected, strict=True)), default=0.0)
+
+    def close(self) -> None:
+        """End the engine; twice, as it may be."""
+        self.run(self.engine.close())
+        self.run(self.engine.close())
+        self._loop.close()
+
+
+class EngineContract(PluginContract):
+    """What every engine must do. One engine is started per class."""
+
+    kind = "engine"
+
+    @pytest.fixture
+    def served(self, request: pytest.FixtureRequest, plugin: EngineCase) -> Iterator[Served]:
+        """The engine of this class, with the weights that it began with."""
+        cls = request.cls
+        served: Served | None = cls.__dict__.get("_served")
+        if served is None:
+            folder = tempfile.TemporaryDirectory(prefix="agentrl-contract-")
+            served = cls._served = Served(plugin, Path(folder.name))
+
+            def end() -> None:
+                del cls._served
+                served.close()
+                folder.cleanup()
+
+            request.node.getparent(pytest.Class).addfinalizer(end)
+        served.fresh()
+        yield served
+
+    def test_answers_fit_their_request(self, served: Served) -> None:
+        """At most ``max_tokens`` ids of the vocabulary, with a reason, and spans without a gap."""
+        served.run(served.engine.health())
+        for limit in (1, 5, 20):
+            for output in served.run(served.together(PROMPTS, max_tokens=limit)):
+                count = len(output.token_ids)
+                assert 1 <= count <= limit, f"{count} tokens for max_tokens={limit}"
+                assert all(0 <= token < 256 for token in output.token_ids), "ids outside the vocabulary"
+                assert output.finish_reason == "length", f"without stop ids the reason is {output.finish_reason!r}"
+                assert count == limit, f"{count} of {limit} tokens with finish_reason 'length'"
+                check_spans(output, served.version)
+
+    def test_greedy_is_the_likeliest_continuation(self, served: Served) -> None:
+        """The same ids as transformers, also with others in the batch."""
+        outputs = served.run(served.together(PROMPTS, temperature=0.0))
+        for prompt, output in zip(PROMPTS, outputs, strict=True):
+            expected = served.model.greedy(prompt, 16)
+            assert output.token_ids == expected, f"greedy gave {output.token_ids}, transformers {expected}"
+
+    def test_a_stop_id_ends_the_answer_and_belongs_to_it(self, served: Served) -> None:
+        """The policy chose it."""
+        prompt = PROMPTS[3]
+        whole = served.run(served.generate(prompt, temperature=0.0)).token_ids
+        stop = whole[5]
+        cut = served.run(served.generate(prompt, temperature=0.0, stop_token_ids=(stop,)))
+        assert cut.token_ids == whole[: whole.index(stop) + 1], (
+            f"with the stop id {stop} {whole} became {cut.token_ids}"
+        )
+        assert cut.finish_reason == "stop", f"the reason is {cut.finish_reason!r}, not 'stop'"
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.7])
+    def test_log_probs_are_those_of_transformers(self, served: Served, temperature: float) -> None:
+        """Of each sampled id, under the softmax of logits / temperature."""
+        needs(served.plugin, "logprobs")
+        for output, prompt in zip(
+            served.run(served.together(PROMPTS * 4, max_tokens=64, temperature=temperature)), PROMPTS * 4, strict=True
+        ):
+            gap = served.gap(prompt, output, temperature)
+            assert gap <= served.plugin.tolerance, f"log-probs differ by {gap:.1e} at temperature {temperature}"
+
+    def test_greedy_log_probs_are_those_at_temperature_one(self, served: Served) -> None:
+        """Zero has no softmax."""
+        needs(served.plugin, "logprobs")
+        output = served.run(served.generate(PROMPTS[2], temperature=0.0))
+        assert served.gap(PROMPTS[2], output) <= served.plugin.tolerance, "greedy log-probs are not those at 1.0"
+
+    def test_log_probs_are_those_before_truncation(self, served: Served) -> None:
+        """top-p and top-k choose; the log-prob is that of the whole distribution, as in training."""
+        needs(served.plugin, "logprobs")
+        for params in ({"top_k": 3}, {"top_p": 0.6}):
+            output = served.run(served.generate(PROMPTS[4], seed=1, **params))
+            gap = served.gap(PROMPTS[4], output)
+            assert gap <= served.plugin.tolerance, f"with {params} log-probs differ by {gap:.1e}"
+
+    def test_a_seed_repeats_an_answer_in_any_company(self, served: Served) -> None:
+        """Seeds do not depend on what else is in the batch."""
+        needs(served.plugin, "seeds")
+        prompt = PROMPTS[1]
+        alone = served.run(served.generate(prompt, seed=5)).token_ids
+        other = served.run(served.generate(prompt, seed=6)).token_ids
+        assert alone != other, "two seeds give the same 16 tokens"
+
+        async def among_others() -> list[int]:
+            crowd = asyncio.ensure_future(served.together(PROMPTS, tag="crowd", max_tokens=30))
+            output = await served.generate(prompt, seed=5)
+            await crowd
+            return output.token_ids
+
+        assert served.run(among_others()) == alone, "the same seed gives other tokens in company"
+
+    def test_turns_of_a_session_continue(self, served: Served) -> None:
+        """The second turn's prompt holds the first turn: caches between turns change nothing."""
+
+        async def turns(name: str) -> tuple[list[int], TokenOutput]:
+            await served.engine.open_session(name)
+            params = SamplingParams(max_tokens=8, temperature=0.0)
+            first = await served.engine.generate(PROMPTS[0], params, name)
+            prompt = [*PROMPTS[0], *first.token_ids, 20, 21, 22]
+            second = await served.engine.generate(prompt, params, name)
+            await served.engine.close_session(name)
+            return prompt, second
+
+        prompt, second = served.run(turns("session"))
+        assert second.token_ids == served.model.greedy(prompt, 8), "the second turn differs"
+        served.run(served.engine.close_session("never opened"))
+
+    def test_abort_returns_what_was_generated(self, served: Served) -> None:
+        """The request's own call returns it too."""
+        needs(served.plugin, "abort")
+
+        async def main() -> TokenOutput:
+            task = asyncio.ensure_future(served.generate(PROMPTS[0], "long", max_tokens=450))
+            while not task.done():
+                await asyncio.sleep(0.02)
+                if await served.engine.abort("long") is not None:
+                    break
+            assert await served.engine.abort("unknown request") is None, "an unknown request was aborted"
+            return await task
+
+        output = served.run(main())
+        if output.finish_reason != "length":
+            assert output.finish_reason == "abort", f"the reason is {output.finish_reason!r}, not 'abort'"
+            assert len(output.token_ids) < 450, "an aborted request returned everything"
+            if output.token_ids and output.log_probs is not None:
+                assert served.gap(PROMPTS[0], output) <= served.plugin.tolerance, "the log-probs of the rest are wrong"
+
+    def test_a_cancelled_request_ends(self, served: Served) -> None:
+        """Its client is gone; the others go on."""
+
+        async def main() -> list[TokenOutput]:
+            long = asyncio.ensure_future(served.generate(PROMPTS[0], "cancelled", max_tokens=450))
+            await asyncio.sleep(0.05)
+            long.cancel()
+            await asyncio.wait({long})
+            return await served.together(PROMPTS, tag="after", temperature=0.0)
+
+        outputs = served.run(main())
+        assert outputs[0].token_ids == served.model.greedy(PROMPTS[0], 16), "answers differ afterwards"
+
+    @pytest.mark.parametrize("road", ["buckets", "files"])
+    def test_new_weights_answer_after_an_update(self, served: Served, road: str) -> None:
+        """Every cache of the old ones is gone, and spans have the new number."""
+        needs(served.plugin, "weight_update")
+        for seed in (1, 2, 3):
+            served.run(served.together(PROMPTS, temperature=0.0))
+            model = Model(seed, served.plugin.tie_word_embeddings)
+            update = model.buckets() if road == "buckets" else model.file(served.folder)
+            served.take(model, update)
+            for prompt, output in zip(PROMPTS, served.run(served.together(PROMPTS, temperature=0.0)), strict=True):
+                expected = model.greedy(prompt, 16)
+                assert output.token_ids == expected, f"after update {seed} the answer is not the new model's"
+                check_spans(output, served.version)
+                if output.log_probs is not None:
+                    assert served.gap(prompt, output) <= served.plugin.tolerance, f"stale log-probs after update {seed}"
+
+    def test_weights_that_do_not_fit_are_refused(self, served: Served) -> None:
+        """The error names the tensor."""
+        needs(served.plugin, "weight_update")
+        tensors = Model(1, served.plugin.tie_word_embeddings).tensors()
+        name = "model.layers.0.mlp.up_proj.weight"
+        wrong = {**tensors, name: np.zeros((3, 5), np.float32)}
+        with pytest.raises(Exception, match=name.replace(".", r"\.")):
+            served.run(served.engine.update_weights(WeightUpdate([_bucket(list(wrong.items()))]), served.version + 1))
+        model = Model(4, served.plugin.tie_word_embeddings)
+        served.take(model, model.buckets())
+        output = served.run(served.generate(PROMPTS[0], temperature=0.0))
+        assert output.token_ids == model.greedy(PROMPTS[0], 16), "after a refused update nothing is taken"
+
+    def test_pause_keep_goes_on_with_new_weights(self, served: Served) -> None:
+        """Requests survive an update; each token says which weights sampled it, and the tail is the new model's."""
+        needs(served.plugin, "pause", "weight_update", "logprobs")
+        model = Model(5, served.plugin.tie_word_embeddings)
+
+        async def main() -> list[TokenOutput]:
+            crowd = asyncio.ensure_future(served.together(PROMPTS * 4, max_tokens=400))
+            await asyncio.sleep(0.3)
+            await served.engine.pause("keep")
+            served.version += 1
+            await served.engine.update_weights(model.buckets(), served.version)
+            await served.engine.resume()
+            return await crowd
+
+        outputs = served.run(main())
+        served.model = model
+        for prompt, output in zip(PROMPTS * 4, outputs, strict=True):
+            assert len(output.token_ids) == 400, f"a request ended with {len(output.token_ids)} of 400 tokens"
+            check_cover(output)
+            tail = output.spans[-1]
+            assert tail.version == served.version, f"the last tokens are of version {tail.version}"
+            assert output.log_probs is not None, "the engine returned no log-probs"
+            expected = model.log_probs(prompt, output.token_ids)
+            gaps = [abs(output.log_probs[i] - expected[i]) for i in range(tail.start, tail.end)]
+            assert max(gaps) <= 1e-4, f"the tail's log-probs differ from the new model's by {max(gaps):.1e}"
+
+    @pytest.mark.parametrize("mode", ["abort", "drain"])
+    def test_pause_empties_the_engine(self, served: Served, mode: Any) -> None:
+        """``abort`` ends what runs, ``drain`` waits for it; later requests wait for ``resume``."""
+        needs(served.plugin, "pause")
+
+        async def main() -> tuple[list[TokenOutput], TokenOutput]:
+            crowd = asyncio.ensure_future(served.together(PROMPTS, max_tokens=100))
+            await asyncio.sleep(0.1)
+            await served.engine.pause(mode)
+            await asyncio.wait({crowd}, timeout=DEADLINE / 2)
+            assert crowd.done(), f"after pause({mode!r}) requests still run"
+            later = asyncio.ensure_future(served.generate(PROMPTS[0], "later", temperature=0.0))
+            await asyncio.sleep(0.1)
+            assert not later.done(), "a paused engine answered a new request"
+            await served.engine.resume()
+            return crowd.result(), await later
+
+        outputs, later = served.run(main())
+        for output in outputs:
+            check_cover(output)
+            ended = ("length",) if mode == "drain" else ("length", "abort")
+            assert output.finish_reason in ended, f"after pause({mode!r}) a request ended with {output.finish_reason!r}"
+        assert later.token_ids == served.model.greedy(PROMPTS[0], 16), "after resume answers differ"
+
+    @pytest.mark.parametrize("level", [1, 2])
+    def test_sleep_and_wake(self, served: Served, level: int) -> None:
+        """After waking with weights it answers as before."""
+        needs(served.plugin, "sleep", "weight_update")
+
+        async def main() -> None:
+            await served.engine.sleep(level)
+            await served.engine.wake_up()
+
+        served.run(main())
+        served.version += 1
+        served.run(served.engine.update_weights(served.model.buckets(), served.version))
+        output = served.run(served.generate(PROMPTS[0], temperature=0.0))
+        assert output.token_ids == served.model.greedy(PROMPTS[0], 16), "after waking answers differ"
+
+    def test_metrics_are_numbers(self, served: Served) -> None:
+        """They are added up over replicas and logged."""
+        served.run(served.generate(PROMPTS[0]))
+        bad = {key: value for key, value in served.engine.metrics().items() if not isinstance(value, int | float)}
+        assert not bad, f"metrics that are not numbers: {bad}"
+
+
+def check_cover(output: TokenOutput) -> None:
+    """Spans cover the tokens without a gap."""
+    end = 0
+    for span in output.spans:
+        assert span.start == end <= span.end, f"spans have a gap: {output.spans}"
+        end = span.end
+    assert end == len(output.token_ids), f"spans end at {end}, there are {len(output.token_ids)} tokens"
+
+
+def check_spans(output: TokenOutput, version: int) -> None:
+    """All tokens are of one version."""
+    assert output.spans == [PolicySpan(version, 0, len(output.token_ids))], (
+        f"spans are {output.spans}, the weights have the version {version}"
+    )

@@ -1,0 +1,27 @@
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from agentrl_core.testing.contracts import EngineCase, EngineContract
+from agentrl_engine_hf.plugin import PLUGIN
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+class TestEmbeddedEngine(EngineContract):
+    @pytest.fixture
+    def plugin(self) -> EngineCase:
+        return EngineCase(PLUGIN)
+
+
+class TestEmbeddedEngineUntied(EngineContract):
+    @pytest.fixture
+    def plugin(self) -> EngineCase:
+        return EngineCase(PLUGIN, tie_word_embeddings=False)
