@@ -10,7 +10,9 @@ PROJECTS := $(shell git ls-files '*pyproject.toml')
 CALCULATOR := examples/calculator
 DEMO_ARGS ?=
 
-.PHONY: help env demo demo-ray demo-ppo test check lint format bench clean
+SGLANG := plugins/engines/agentrl-engine-sglang
+
+.PHONY: help env demo demo-ray demo-ppo test check lint format bench clean engines-cpu-sglang test-engine-sglang
 
 help:
 	@echo "make demo    install, make a tiny model and its data, train it, show the curve and sample trajectories"
@@ -18,6 +20,7 @@ help:
 	@echo "make check   install, lint, types, import rules, example configurations"
 	@echo "make env     install only: .venv with everything editable"
 	@echo "make bench   the benchmarks"
+	@echo "make test-engine-sglang   the SGLang engine against a real server on the CPU, in an environment of its own"
 
 env: $(VENV)/.installed
 
@@ -45,6 +48,23 @@ demo-ppo: $(CALCULATOR)/model/config.json
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
+
+# An environment in which SGLang runs on a CPU, for tests. Its own requirements ask for CUDA packages: hence --no-deps.
+engines-cpu-sglang: .engines/sglang/.installed
+
+.engines/sglang/.installed: $(SGLANG)/cpu-requirements.txt $(SGLANG)/pyproject.toml pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt torch
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps -r $(SGLANG)/cpu-requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables hypothesis pytest pytest-timeout tensordict
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e .
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e $(SGLANG)
+	printf '%s\nimport sglang_cpu_stand_ins\n' '$(CURDIR)/$(SGLANG)/tests_real/cpu_support' \
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/agentrl-cpu-support.pth"
+	touch $@
+
+test-engine-sglang: .engines/sglang/.installed
+	.engines/sglang/bin/python -m pytest $(SGLANG)/tests_real
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,0 +1,147 @@
+"""The endpoints of an SGLang server that the engine uses, one method each."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import aiohttp
+
+from agentrl_core.api.errors import EngineError
+
+
+class SGLangClient:
+    """Talks to one server.
+
+    Every method raises EngineError where the server refuses, fails or is gone, with its own words.
+
+    Args:
+        url: without a slash at the end.
+        control_timeout: seconds for a weight update, sleep or wake-up.
+        explain: called where a connection is refused or lost; raises EngineError if it knows why.
+    """
+
+    def __init__(self, url: str, control_timeout: float, explain: Callable[[], Awaitable[None]]) -> None:
+        self.url = url
+        self._control_timeout = control_timeout
+        self._explain = explain
+        # The engine bounds what runs at a time, and its caller how long: neither is a matter of connections. None is
+        # used twice: the server closes idle ones after a few seconds, and whoever uses one at that moment loses.
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0, force_close=True),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+        )
+
+    async def close(self) -> None:
+        """Drop all connections."""
+        await self._session.close()
+
+    # Requests -----------------------------------------------------------------------------------------------------
+
+    async def generate(self, body: dict[str, Any]) -> dict[str, Any]:
+        """One request, to its end."""
+        reply: dict[str, Any] = await self._call("POST", "/generate", body, timeout=None)
+        return reply
+
+    async def abort(self, rid: str) -> None:
+        """End a request, whose :meth:`generate` returns what it has. Unknown ones are ignored."""
+        await self._call("POST", "/abort_request", {"rid": rid}, timeout=30)
+
+    # State --------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> None:
+        """Raises EngineError where the server starts, stops or does not answer."""
+        await self._call("GET", "/health", timeout=30)
+
+    async def model_path(self) -> str:
+        """The folder that the server has loaded last."""
+        reply = await self._call("GET", "/model_info", timeout=30)
+        return str(reply["model_path"])
+
+    async def pause(self) -> None:
+        """Freeze what runs; its KV cache is given up, and computed again when it goes on."""
+        await self._call("POST", "/pause_generation", {"mode": "retract"})
+
+    async def resume(self) -> None:
+        """Go on after :meth:`pause`."""
+        await self._call("POST", "/continue_generation", {})
+
+    async def flush_cache(self) -> None:
+        """Forget every cached prefix. Raises EngineError while anything runs that is not paused."""
+        await self._call("POST", "/flush_cache")
+
+    async def release_memory(self, tags: list[str]) -> None:
+        """Give up ``kv_cache``, ``weights`` or both. Nothing may run."""
+        await self._call("POST", "/release_memory_occupation", {"tags": tags})
+
+    async def resume_memory(self, tags: list[str]) -> None:
+        """Take back what :meth:`release_memory` gave up."""
+        await self._call("POST", "/resume_memory_occupation", {"tags": tags})
+
+    # Weights ------------------------------------------------------------------------------------------------------
+
+    async def update_weights_from_disk(self, folder: str, version: int) -> None:
+        """Load the safetensors files of a folder, and forget every cached prefix."""
+        body = {
+            "model_path": folder, "load_format": "safetensors", "weight_version": str(version), "flush_cache": True,
+        }  # fmt: skip
+        _succeeded(await self._call("POST", "/update_weights_from_disk", body))
+
+    async def begin_weight_update(self) -> None:
+        """Tensors may come."""
+        _succeeded(await self._call("POST", "/begin_weight_update", {}))
+
+    async def update_weights_from_tensor(self, serialized: list[str], load_format: str) -> None:
+        """One bucket for each of the model's processes."""
+        body = {"serialized_named_tensors": serialized, "load_format": load_format, "flush_cache": False}
+        _succeeded(await self._call("POST", "/update_weights_from_tensor", body))
+
+    async def end_weight_update(self) -> None:
+        """All tensors have come."""
+        _succeeded(await self._call("POST", "/end_weight_update", {}))
+
+    async def update_weight_version(self, version: int) -> None:
+        """The version of what is sampled from now on."""
+        body = {"new_version": str(version), "abort_all_requests": False}
+        _succeeded(await self._call("POST", "/update_weight_version", body))
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None = None, timeout: float | None = -1.0
+    ) -> Any:
+        limit = self._control_timeout if timeout == -1.0 else timeout
+        try:
+            async with asyncio.timeout(limit), self._session.request(method, self.url + path, json=body) as reply:
+                text = await reply.text()
+                status = reply.status
+        except TimeoutError as error:
+            raise EngineError(f"SGLang server, {method} {path}: no answer within {limit:g} s") from error
+        except aiohttp.ClientError as error:
+            await self._explain()
+            raise EngineError(f"SGLang server, {method} {path}: {type(error).__name__}: {error}") from error
+        if status != 200:
+            raise EngineError(f"SGLang server, {method} {path}: status {status}: {_reason(text)}")
+        return _parsed(text)
+
+
+def _parsed(text: str) -> Any:
+    try:
+        return json.loads(text) if text else {}
+    except ValueError:
+        return text
+
+
+def _reason(text: str) -> str:
+    content = _parsed(text)
+    while isinstance(content, dict):
+        inner = content.get("error") or content.get("message") or content.get("detail")
+        if inner is None:
+            break
+        content = inner
+    return str(content).strip()[:2000] or "(no reason given)"
+
+
+def _succeeded(reply: Any) -> None:
+    if not isinstance(reply, dict) or not reply.get("success"):
+        raise EngineError(f"SGLang server: {_reason(json.dumps(reply))}")

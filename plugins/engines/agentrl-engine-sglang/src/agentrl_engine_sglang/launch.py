@@ -1,0 +1,117 @@
+"""How a server is launched: its arguments, its environment, its port, and the folder that it serves."""
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from agentrl_core.api.engine import EngineContext
+from agentrl_core.api.errors import EngineError
+from agentrl_engine_sglang.config import SGLangConfig
+
+CONTEXT_MARGIN = 16
+"""SGLang keeps a few tokens of its context to itself; without a margin it shortens the longest answers in silence."""
+
+NOT_SERVED = {"config.json", "generation_config.json"}
+
+
+def server_arguments(config: SGLangConfig, context: EngineContext, model: str, port: int) -> dict[str, Any]:
+    """Arguments of ``sglang.launch_server`` by name; ``config.server_args`` has the last word."""
+    length = context.max_model_len + CONTEXT_MARGIN
+    arguments: dict[str, Any] = {
+        "model_path": model,
+        "host": "127.0.0.1",
+        "port": port,
+        "dtype": context.dtype,
+        "context_length": length,
+        "tp_size": context.tensor_parallel,
+        "pp_size": context.pipeline_parallel,
+        "dp_size": context.data_parallel,
+        "max_running_requests": config.max_running_requests,
+        "random_seed": context.seed + context.replica,
+        "weight_version": "0",
+        "skip_tokenizer_init": True,
+        "log_level_http": "warning",
+    }
+    if config.mem_fraction:
+        arguments["mem_fraction_static"] = config.mem_fraction
+    if config.max_total_tokens:
+        arguments["max_total_tokens"] = config.max_total_tokens
+    if on_cpu(context):
+        arguments["device"] = "cpu"
+        # Its idle loop would hold a core that the trainer computes with.
+        arguments["sleep_on_idle"] = True
+        # SGLang would take most of the machine's memory, which other processes need.
+        arguments.setdefault("max_total_tokens", config.max_running_requests * length)
+    else:
+        arguments["enable_memory_saver"] = True
+        arguments["enable_weights_cpu_backup"] = config.keep_weights_asleep
+        arguments["enable_deterministic_inference"] = config.deterministic_inference
+    return arguments | config.server_args
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """``python -m sglang.launch_server`` of this interpreter."""
+    return [sys.executable, "-m", "sglang.launch_server", *_flags(arguments)]
+
+
+def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
+    for name, value in arguments.items():
+        flag = "--" + name.replace("_", "-")
+        if isinstance(value, bool):
+            if value:
+                yield flag
+        elif isinstance(value, list | tuple):
+            yield from (flag, *map(str, value))
+        else:
+            yield from (flag, json.dumps(value) if isinstance(value, dict) else str(value))
+
+
+def server_environment(config: SGLangConfig, context: EngineContext) -> dict[str, str]:
+    """The environment of the server process: this one's, what SGLang needs, and ``config.env`` over both."""
+    environment = dict(os.environ)
+    environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for the margin
+    environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # which cannot pass while generation is paused
+    environment.setdefault("HF_HUB_OFFLINE", "1")
+    if on_cpu(context):
+        environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        environment.setdefault("OMP_NUM_THREADS", "1")
+        environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    return environment | config.env
+
+
+def on_cpu(context: EngineContext) -> bool:
+    """The engine computes on the CPU."""
+    return context.device.startswith("cpu")
+
+
+def read_config(model_path: str) -> dict[str, Any]:
+    """The model's ``config.json``.
+
+    Raises:
+        EngineError: there is none.
+    """
+    path = Path(model_path) / "config.json"
+    try:
+        content: dict[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise EngineError(f"model.path: {path} cannot be read ({error}); it must be a folder with a model") from error
+    return content
+
+
+def served_folder(model_path: str) -> "tempfile.TemporaryDirectory[str]":
+    """A folder of links to the model whose configuration names no end-of-sequence token.
+
+    SGLang ends a request at the model's own end-of-sequence tokens, unless ``ignore_eos`` is set, which also switches
+    off ``stop_token_ids``. Without them a request ends where it says, and nowhere else.
+    """
+    config = read_config(model_path) | {"eos_token_id": None}
+    folder = tempfile.TemporaryDirectory(prefix="agentrl-sglang-model-")
+    for source in Path(model_path).resolve().iterdir():
+        if source.name not in NOT_SERVED:
+            (Path(folder.name) / source.name).symlink_to(source)
+    (Path(folder.name) / "config.json").write_text(json.dumps(config))
+    return folder

@@ -1,0 +1,15 @@
+"""The entry point of the SGLang engine."""
+
+from agentrl_core.api.plugin import PluginSpec
+from agentrl_engine_sglang.config import SGLangConfig
+
+PLUGIN = PluginSpec(
+    kind="engine",
+    name="sglang",
+    api_version=1,
+    summary="an SGLang server process, in an environment of its own (rollout.engine.python)",
+    factory="agentrl_engine_sglang.engine:SGLangEngine",
+    config=SGLangConfig,
+    requires=("aiohttp>=3.10", "sglang>=0.5.21"),
+    capabilities=frozenset({"logprobs", "abort", "pause", "sleep", "weight_update"}),
+)

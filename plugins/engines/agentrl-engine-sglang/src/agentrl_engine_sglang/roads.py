@@ -1,0 +1,118 @@
+"""The roads that new weights take to a server on this host."""
+
+import asyncio
+import json
+import math
+import os
+import tempfile
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from agentrl_core.api.weights import DTYPE_BYTES, SAFETENSORS_DTYPES, ArrayBucket, WeightUpdate
+from agentrl_engine_sglang.client import SGLangClient
+
+MEMORY_FOLDER = Path("/dev/shm")
+
+
+class WeightRoad(Protocol):
+    """One way to send weights. Nothing may be generating meanwhile."""
+
+    async def send(self, client: SGLangClient, update: WeightUpdate, version: int) -> None:
+        """Returns when the server has the weights, their version, and an empty prefix cache."""
+
+    def close(self) -> None:
+        """Give up what is kept between updates."""
+
+
+class FileRoad:
+    """The server maps safetensors files that lie in memory, each of its processes what it needs.
+
+    The files of an update are only linked to; buckets are written into files that the next update overwrites.
+    """
+
+    def __init__(self) -> None:
+        place = MEMORY_FOLDER if os.access(MEMORY_FOLDER, os.W_OK) else None
+        self._folder = tempfile.TemporaryDirectory(prefix="agentrl-sglang-weights-", dir=place)
+
+    async def send(self, client: SGLangClient, update: WeightUpdate, version: int) -> None:
+        await asyncio.to_thread(self._fill, update)
+        await client.update_weights_from_disk(self._folder.name, version)
+
+    def _fill(self, update: WeightUpdate) -> None:
+        folder = Path(self._folder.name)
+        links = {folder / f"file-{number:05d}.safetensors": path for number, path in enumerate(update.files)}
+        written = {folder / f"bucket-{number:05d}.safetensors": item for number, item in enumerate(update.buckets)}
+        for stale in set(folder.iterdir()) - written.keys():
+            stale.unlink()
+        for link, path in links.items():
+            link.symlink_to(os.path.abspath(path))
+        for path_, bucket in written.items():
+            write_safetensors(path_, bucket)
+
+    def close(self) -> None:
+        self._folder.cleanup()
+
+
+class TensorRoad:
+    """The server is sent tensors in shared memory, a bucket at a time.
+
+    Args:
+        processes: of the server's model, each of which opens the bucket.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+
+    async def send(self, client: SGLangClient, update: WeightUpdate, version: int) -> None:
+        await client.begin_weight_update()
+        try:
+            for bucket in update:
+                tensor, serialized = await asyncio.to_thread(self._share, bucket)
+                await client.update_weights_from_tensor([serialized] * self._processes, "flattened_bucket")
+                del tensor  # the server has copied it
+        finally:
+            await client.end_weight_update()
+        await client.flush_cache()
+        await client.update_weight_version(version)
+
+    def _share(self, bucket: ArrayBucket) -> tuple[Any, str]:
+        import torch
+        from sglang.srt.utils import MultiprocessingSerializer
+        from sglang.srt.weight_sync.tensor_bucket import FlattenedTensorMetadata
+
+        # File descriptors cannot be passed on over HTTP; names can.
+        multiprocessing: Any = torch.multiprocessing
+        multiprocessing.set_sharing_strategy("file_system")
+        tensor: Any = torch.empty(bucket.nbytes, dtype=torch.uint8)
+        tensor.share_memory_()
+        tensor.numpy()[:] = bucket.data
+        metadata, start = [], 0
+        for name, shape, dtype, data in bucket.tensors():
+            end = start + data.nbytes
+            metadata.append(
+                FlattenedTensorMetadata(name, torch.Size(shape), getattr(torch, dtype), start, end, data.nbytes)
+            )
+            start = end
+        payload = {"flattened_tensor": tensor, "metadata": metadata}
+        return tensor, MultiprocessingSerializer.serialize(payload, output_str=True)
+
+    def close(self) -> None:
+        return None
+
+
+def write_safetensors(path: Path, bucket: ArrayBucket) -> None:
+    """A bucket as a safetensors file, whose bytes are the bucket's."""
+    codes = {torch_name: code for code, torch_name in SAFETENSORS_DTYPES.items()}
+    header: dict[str, Any] = {}
+    start = 0
+    for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
+        end = start + math.prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns the data to 8 bytes
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        np.ascontiguousarray(bucket.data).tofile(file)

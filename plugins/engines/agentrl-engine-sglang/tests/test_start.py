@@ -1,0 +1,182 @@
+"""Starting a server, and what is said when that fails."""
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from agentrl_core.api import EngineContext, SamplingParams
+from agentrl_core.api.errors import EngineError
+from agentrl_core.api.ports import free_port
+from agentrl_engine_sglang import engine as engine_module
+from agentrl_engine_sglang.config import SGLangConfig
+from agentrl_engine_sglang.engine import SGLangEngine
+from agentrl_engine_sglang.process import ServerProcess
+
+
+def arguments(log: Path) -> list[str]:
+    (line,) = (line for line in log.read_text().splitlines() if line.startswith("arguments "))
+    words: list[str] = json.loads(line.removeprefix("arguments "))
+    return words
+
+
+def test_the_server_gets_what_the_context_and_the_options_say(serve, run, tmp_path) -> None:
+    log = tmp_path / "logs" / "server.log"
+
+    async def main() -> None:
+        options = {"mem_fraction": 0.5, "server_args": {"attention_backend": "triton"}}
+        async with serve(log_file=str(log), **options) as engine:
+            await engine.health()
+
+    run(main())
+    words = arguments(log)
+    pairs = dict(zip(words, words[1:], strict=False))
+    expected = {
+        "--dtype": "float32", "--context-length": "116", "--random-seed": "4", "--tp-size": "2", "--device": "cpu",
+        "--mem-fraction-static": "0.5", "--attention-backend": "triton", "--max-total-tokens": str(64 * 116),
+    }  # fmt: skip
+    assert {name: pairs[name] for name in expected} == expected
+    assert {"--skip-tokenizer-init", "--sleep-on-idle"} <= set(words)
+
+
+def test_the_served_folder_is_the_model_without_an_end_of_sequence(serve, run, model_path, tmp_path) -> None:
+    log = tmp_path / "server.log"
+    served: dict[str, object] = {}
+
+    async def main() -> Path:
+        async with serve(log_file=str(log)):
+            words = arguments(log)
+            folder = Path(words[words.index("--model-path") + 1])
+            served.update({path.name: path.read_bytes() for path in folder.iterdir()})
+            return folder
+
+    folder = run(main())
+    assert not folder.exists()
+    original = {path.name: path.read_bytes() for path in Path(model_path).iterdir()}
+    config = json.loads(original.pop("config.json"))
+    assert config["eos_token_id"] is not None
+    assert json.loads(served.pop("config.json")) == config | {"eos_token_id": None}
+    original.pop("generation_config.json")
+    assert served == original
+
+
+def test_a_taken_port_is_passed_over(serve, run, tmp_path) -> None:
+    log = tmp_path / "server.log"
+
+    async def main(taken: int) -> None:
+        async with serve(port=taken, log_file=str(log)) as engine:
+            assert (await engine.generate([1], SamplingParams(3), "r")).token_ids == [1, 2, 4]
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        run(main(taken))
+    words = arguments(log)
+    assert words[words.index("--port") + 1] != str(taken)
+
+
+def test_a_port_lost_while_the_server_starts_is_tried_again_elsewhere(serve, run, tmp_path, monkeypatch) -> None:
+    log = tmp_path / "server.log"
+
+    async def main() -> None:
+        async with serve(log_file=str(log)) as engine:
+            await engine.health()
+
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        ports = iter([other.getsockname()[1]])
+        monkeypatch.setattr(engine_module, "free_port", lambda preferred: next(ports, 0) or free_port())
+        run(main())
+    assert log.read_text().count("arguments ") == 2
+    assert "address already in use" in log.read_text()
+
+
+def test_a_server_that_ends_shows_its_last_30_lines(make_engine, run) -> None:
+    with pytest.raises(EngineError) as caught:
+        run(make_engine("broken").start())
+    message = str(caught.value)
+    assert "ended with exit code 1" in message
+    assert "['OddForCausalLM'] are not supported" in message
+    assert len(message.split("its last lines:\n")[1].splitlines()) == 30
+
+
+def test_a_server_that_is_never_ready_is_given_up(make_engine, run) -> None:
+    engine = make_engine("silent", start_timeout=3.0)
+    with pytest.raises(
+        EngineError, match=r"not ready within 3 s \(rollout.engine.config.start_timeout\)(.|\n)*for ever"
+    ):
+        run(engine.start())
+    with pytest.raises(EngineError, match="ended with exit code -9"):
+        run(engine.health())
+
+
+def test_an_interpreter_without_sglang_is_named(model_path, run, monkeypatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    engine = SGLangEngine(SGLangConfig(), EngineContext(model_path))
+    with pytest.raises(EngineError, match=f"{sys.executable} has no package sglang; .*pip install"):
+        run(engine.start())
+
+
+def test_bad_models_and_options_are_named(make_engine, run, tmp_path) -> None:
+    with pytest.raises(EngineError, match="model.path: .*config.json cannot be read"):
+        run(make_engine(model=str(tmp_path)).start())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(EngineError, match="holds no .*safetensors"):
+        run(make_engine(model=str(tmp_path)).start())
+    with pytest.raises(EngineError, match="deterministic_inference: SGLang has no"):
+        run(make_engine(deterministic_inference=True).start())
+
+
+def test_an_engine_that_was_not_started_says_so(make_engine, run) -> None:
+    engine = make_engine()
+    with pytest.raises(EngineError, match="has not been started"):
+        run(engine.health())
+    run(engine.close())
+    run(engine.close())
+
+
+def test_a_server_that_is_killed_fails_its_requests_with_its_log(serve, run) -> None:
+    async def main() -> None:
+        async with serve() as engine:
+            task = asyncio.create_task(engine.generate([1], SamplingParams(90), "r"))
+            await engine.generate([1], SamplingParams(2), "clock")
+            os.kill(engine._process.pid, signal.SIGKILL)
+            for broken in (task, engine.health(), engine.generate([1], SamplingParams(1), "s")):
+                with pytest.raises(EngineError, match=r"ended with exit code -9(.|\n)*arguments"):
+                    await broken
+
+    run(main())
+
+
+def test_the_server_dies_with_the_process_that_started_it() -> None:
+    script = textwrap.dedent("""
+        import os, sys, time
+        from agentrl_engine_sglang.process import ServerProcess
+        child = "import subprocess as s, time; print(s.Popen(['sleep', '600']).pid, flush=True); time.sleep(600)"
+        process = ServerProcess([sys.executable, "-c", child], dict(os.environ))
+        process.start()
+        while not process.log_path.read_text().strip():
+            time.sleep(0.05)
+        print(process.pid, process.log_path.read_text().strip(), process.log_path, flush=True)
+        os.kill(os.getpid(), 9)
+    """)
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    server, grandchild, log = done.stdout.split()
+    for pid in (server, grandchild):
+        with open(os.devnull) as nothing:
+            subprocess.run(["tail", f"--pid={pid}", "-f", os.devnull], stdin=nothing, timeout=30, check=True)
+    Path(log).unlink()
+
+
+def test_a_command_that_cannot_be_run_is_an_error(tmp_path) -> None:
+    with pytest.raises(FileNotFoundError):
+        ServerProcess([str(tmp_path / "missing")], {}, str(tmp_path / "log")).start()
