@@ -32,7 +32,8 @@ def test_plain_containers_only(load, valid):
     tree = to_dict(load(valid))
     assert yaml.safe_load(yaml.safe_dump(tree)) == tree
     assert tree["rollout"]["engine"]["config"]["cache"] == {"size": 1}
-    assert set(tree["rollout"]["engine"]) == {"name", "config", "python", "replicas"}
+    assert {"name", "config", "python", "replicas"} <= set(tree["rollout"]["engine"])
+    assert "ref" not in tree["rollout"]["engine"]
 
 
 scalars = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()

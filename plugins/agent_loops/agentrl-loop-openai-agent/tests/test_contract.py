@@ -1,10 +1,10 @@
 from pathlib import Path
 
 import pytest
-from agentrl_loop_openai_agent.config import OpenAIAgentConfig
-from agentrl_loop_openai_agent.plugin import PLUGIN
 
 from agentrl_core.testing.contracts import AgentLoopCase, AgentLoopContract
+from agentrl_loop_openai_agent.config import OpenAIAgentConfig
+from agentrl_loop_openai_agent.plugin import PLUGIN
 
 AGENT = """
 from openai import AsyncOpenAI

@@ -3,11 +3,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from agentrl_loop_openai_agent.config import OpenAIAgentConfig
-from agentrl_loop_openai_agent.loop import OpenAIAgentLoop
 
 from agentrl_core.api import AgentLoopContext, AgentLoopOutput, AgentRLError, ChatEndpoint, ConfigError, Termination
 from agentrl_core.testing.loops import FakeSession, WordRenderer
+from agentrl_loop_openai_agent.config import OpenAIAgentConfig
+from agentrl_loop_openai_agent.loop import OpenAIAgentLoop
 
 CONTEXT = AgentLoopContext(WordRenderer(), None, (), (), 100)
 
