@@ -24,7 +24,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 LIGHT_PARTS = ("api", "plugins", "config", "cli")
 HEAVY_MODULES = {"torch", "ray", "transformers", "tensordict", "datasets", "vllm", "sglang"}
-RAY_MODULES = {CORE / "controller" / name for name in ("ray_backend.py", "ray_placement.py", "ray_watch.py")}
+RAY_MODULES = set((CORE / "controller").glob("ray_*.py"))
 
 
 @dataclass(frozen=True)

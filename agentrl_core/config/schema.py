@@ -310,7 +310,8 @@ class ClusterConfig:
         None, ge=1, help="of torch in each process; null: torch decides. 1 suits tiny models and busy machines"
     )
     auto_padding: bool = option(
-        False, help="give every rank equally many rows: batches that do not divide repeat rows, which then count twice"
+        False,
+        help="where a batch is split over ranks, repeat rows until all get equally many; their results are cut",
     )
 
 

@@ -1,4 +1,10 @@
-"""Worker groups: a distributed step that reads as if it were one process."""
+"""Worker groups: a distributed step that reads as if it were one process.
+
+The names of ``ray_group.py`` are here too; Ray is imported when one of them is first asked for.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from agentrl_core.controller.decorator import (
     Dispatch,
@@ -21,6 +27,9 @@ from agentrl_core.controller.runtime import ActorHandle, LocalRuntime, Runtime, 
 from agentrl_core.controller.worker import Worker
 from agentrl_core.controller.worker_group import ClassWithInitArgs, WorkerGroup
 
+if TYPE_CHECKING:
+    from agentrl_core.controller.ray_group import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
+
 __all__ = [
     "ActorHandle",
     "ClassWithInitArgs",
@@ -30,12 +39,15 @@ __all__ = [
     "FusedWorker",
     "LocalRuntime",
     "LocalWorkerGroup",
+    "RayClassWithInitArgs",
     "RayResourcePool",
+    "RayWorkerGroup",
     "ResourcePool",
     "ResourcePoolManager",
     "Runtime",
     "Worker",
     "WorkerGroup",
+    "create_colocated_worker_cls",
     "create_fused_worker_cls",
     "make_nd_compute_dataproto_dispatch_fn",
     "make_runtime",
@@ -45,3 +57,9 @@ __all__ = [
     "split_resource_pool",
     "update_dispatch_mode",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name in {"RayClassWithInitArgs", "RayWorkerGroup", "create_colocated_worker_cls"}:
+        return getattr(import_module("agentrl_core.controller.ray_group"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

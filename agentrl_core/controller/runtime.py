@@ -117,7 +117,7 @@ def make_runtime(
     if name != "ray":
         raise ConfigError(f"cluster.runtime: found {name!r}, allowed are 'local' and 'ray'")
     try:
-        from agentrl_core.controller.ray_backend import RayRuntime
+        from agentrl_core.controller.ray_runtime import RayRuntime
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise

@@ -19,9 +19,12 @@ from agentrl_core.controller import (
     ActorHandle,
     ClassWithInitArgs,
     Dispatch,
+    RayClassWithInitArgs,
     RayResourcePool,
+    RayWorkerGroup,
     ResourcePoolManager,
     Worker,
+    create_colocated_worker_cls,
     create_fused_worker_cls,
     make_nd_compute_dataproto_dispatch_fn,
     make_runtime,
@@ -29,12 +32,7 @@ from agentrl_core.controller import (
     register,
     split_resource_pool,
 )
-from agentrl_core.controller.ray_backend import (
-    RayClassWithInitArgs,
-    RayRuntime,
-    RayWorkerGroup,
-    create_colocated_worker_cls,
-)
+from agentrl_core.controller.ray_runtime import RayRuntime
 from agentrl_core.protocol import DataProto, all_gather_data_proto
 
 pytestmark = pytest.mark.ray
@@ -266,8 +264,7 @@ def test_fused_classes_are_one_worker_with_the_methods_of_all_roles(runtime: Ray
 
 SECOND_DRIVER = """
 import ray, sys, torch
-from agentrl_core.controller import Dispatch, Worker, register
-from agentrl_core.controller.ray_backend import RayWorkerGroup
+from agentrl_core.controller import Dispatch, RayWorkerGroup, Worker, register
 from agentrl_core.protocol import DataProto
 
 class Counting(Worker):

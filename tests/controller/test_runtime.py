@@ -90,7 +90,7 @@ def test_unsuitable_settings_are_config_errors(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match="'slurm', allowed are 'local' and 'ray'"):
         make_runtime("slurm")
     monkeypatch.setitem(sys.modules, "ray", None)
-    monkeypatch.delitem(sys.modules, "agentrl_core.controller.ray_backend", raising=False)
+    monkeypatch.delitem(sys.modules, "agentrl_core.controller.ray_runtime", raising=False)
     with pytest.raises(ConfigError, match=r"pip install 'agentrl-core\[ray\]'"):
         make_runtime("ray")
     with make_runtime("local") as runtime, pytest.raises(ConfigError, match="cluster.runtime=ray"):

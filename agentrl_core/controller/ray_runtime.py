@@ -1,0 +1,207 @@
+"""Worker groups and actors of a run on a Ray cluster."""
+
+import asyncio
+import logging
+import os
+from collections.abc import Coroutine, Mapping
+from typing import Any, Self, TypeVar
+
+import ray
+
+from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
+from agentrl_core.controller.event_loop import EventLoop
+from agentrl_core.controller.ray_errors import describe, root_cause
+from agentrl_core.controller.ray_group import RayWorkerGroup, create_colocated_worker_cls
+from agentrl_core.controller.ray_hosts import has_async_methods
+from agentrl_core.controller.resource_pool import RayResourcePool
+from agentrl_core.controller.worker_group import ClassWithInitArgs, WorkerGroup
+
+T = TypeVar("T")
+
+# Logical CPUs only count actors, most of which wait: a laptop's two cores must hold all actors of a small run.
+MIN_LOGICAL_CPUS = 32
+
+
+class RayActorHandle:
+    """An actor of a plain class on Ray. Handles can be pickled and passed to other actors."""
+
+    def __init__(self, name: str, actor: Any, num_cpus: float) -> None:
+        self._name = name
+        self._actor = actor
+        self.num_cpus = num_cpus
+
+    @property
+    def name(self) -> str:
+        """The actor's name."""
+        return self._name
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method from any event loop; cancelling the call cancels an async method over there."""
+        reference = getattr(self._actor, method).remote(*args, **kwargs)
+        try:
+            return await reference
+        except asyncio.CancelledError:
+            ray.cancel(reference)
+            raise
+        except Exception as error:  # noqa: BLE001 - Ray raises the task's own exception class
+            root = root_cause(error)
+            if isinstance(root, AgentRLError):
+                raise root from error
+            raise WorkerError(describe(f"actor {self._name!r}, in {method!r}", error)) from root
+
+    def kill(self) -> None:
+        """Ends the actor's process."""
+        ray.kill(self._actor)
+        self.num_cpus = 0.0
+
+
+class RayRuntime:
+    """Worker groups and actors on a Ray cluster.
+
+    Uses the Ray that is initialised in this process, and then leaves it running; otherwise joins the cluster at
+    ``address``, or starts one here.
+    """
+
+    def __init__(
+        self,
+        num_cpus: float | None = None,
+        address: str | None = None,
+        cpu_threads: int | None = None,
+        auto_padding: bool = False,
+    ) -> None:
+        self._auto_padding = auto_padding
+        self._loop = EventLoop()
+        self._groups: list[RayWorkerGroup] = []
+        self._actors: list[RayActorHandle] = []
+        self._is_open = True
+        self._owns_ray = not ray.is_initialized()
+        if self._owns_ray:
+            cpus = num_cpus or max(os.cpu_count() or 1, MIN_LOGICAL_CPUS)
+            start = {"address": address} if address else {"num_cpus": cpus, "include_dashboard": False}
+            try:
+                ray.init(**start, runtime_env=_threads(cpu_threads), logging_level=logging.ERROR)
+            except (ConnectionError, RuntimeError, ValueError) as error:
+                aim = f"reached at {address}" if address else "started"
+                raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
+
+    def worker_group(
+        self,
+        cls: ClassWithInitArgs,
+        name: str,
+        world_size: int = 1,
+        num_gpus: float = 0.0,
+        max_colocate_count: int = 1,
+    ) -> RayWorkerGroup:
+        """One actor with one CPU for every rank. Raises WorkerError if the cluster is too small.
+
+        With ``max_colocate_count`` n each has an n-th of it and of ``num_gpus``: room for actors ``beside`` it.
+        """
+        self._check_cpus(name, world_size)
+        pool = RayResourcePool(
+            [world_size], num_gpus, max_colocate_count=max_colocate_count, strategy="PACK", name_prefix=name
+        )
+        group = RayWorkerGroup(pool, cls, role=name, owns_pool=True)
+        group.auto_padding = self._auto_padding
+        self._groups.append(group)
+        return group
+
+    def colocated_worker_groups(
+        self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1, num_gpus: float = 0
+    ) -> dict[str, RayWorkerGroup]:
+        """One actor with one CPU for every rank, with a worker of every role in it.
+
+        Raises WorkerError if the cluster is too small.
+        """
+        name = "+".join(classes)
+        self._check_cpus(name, nodes * processes_per_node)
+        # Processes of one node must be on one node: they share its GPUs, and rank order follows the nodes.
+        pool = RayResourcePool([processes_per_node] * nodes, num_gpus=num_gpus, name_prefix=name)
+        group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), role=name, owns_pool=True)
+        group.auto_padding = self._auto_padding
+        self._groups.append(group)
+        return group.spawn(classes)
+
+    def actor(
+        self,
+        cls: type,
+        *args: Any,
+        name: str,
+        num_cpus: float = 1,
+        num_gpus: float = 0.0,
+        python: str | None = None,
+        max_concurrency: int = 1000,
+        beside: tuple[WorkerGroup, int] | None = None,
+        **kwargs: Any,
+    ) -> RayActorHandle:
+        """An actor, under ``python`` where given: an environment with this Ray and this Python's minor version.
+
+        ``beside`` (a group and a rank) puts it into that rank's bundle, with a share of its CPUs and GPUs in place of
+        ``num_cpus`` and ``num_gpus``. Raises WorkerError if the cluster is too small.
+        """
+        if beside is not None:
+            placed, num_cpus = _beside(name, *beside), 0.0
+        else:
+            self._check_cpus(name, num_cpus)
+            # Over the nodes, where there are several.
+            placed = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
+        options: dict[str, Any] = {**placed, "runtime_env": {"py_executable": python} if python else {}}
+        if has_async_methods(cls):
+            options["max_concurrency"] = max_concurrency
+        handle = RayActorHandle(name, ray.remote(cls).options(**options).remote(*args, **kwargs), num_cpus)
+        self._actors.append(handle)
+        return handle
+
+    def _check_cpus(self, name: str, wanted: float) -> None:
+        # Ray would let what finds no room wait for ever.
+        taken = sum(actor.num_cpus for actor in self._actors) + sum(group.num_cpus for group in self._groups)
+        seen = ray.cluster_resources().get("CPU", 0.0)
+        if taken + wanted > seen:
+            raise WorkerError(
+                f"{name!r} needs {wanted:g} logical CPUs, but {taken:g} of the {seen:g} that the Ray cluster has are "
+                f"taken by this run: set cluster.num_cpus to {taken + wanted:g} or more (logical CPUs may exceed cores)"
+            )
+
+    def share(self, value: Any) -> Any:
+        """The value in Ray's object store."""
+        return ray.put(value)
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Runs a coroutine on this process's event loop."""
+        return self._loop.run(coroutine)
+
+    def shutdown(self) -> None:
+        """Ends groups and actors, and Ray too if this runtime started or joined it."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        self._loop.close()
+        if ray.is_initialized():
+            for group in self._groups:
+                group.close()
+            for actor in self._actors:
+                actor.kill()
+            if self._owns_ray:
+                ray.shutdown()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.shutdown()
+
+
+def _beside(name: str, group: WorkerGroup, rank: int) -> dict[str, Any]:
+    pool = getattr(group, "resource_pool", None)
+    if pool is None or pool.max_colocate_count < 2:
+        raise WorkerError(
+            f"actor {name!r} has no room beside rank {rank} of {group.role!r}: "
+            "make that group with max_colocate_count of at least 2"
+        )
+    options: dict[str, Any] = pool.actor_options(rank)
+    return options
+
+
+def _threads(cpu_threads: int | None) -> dict[str, Any]:
+    """One OpenMP thread per process, as many share a node, unless the user says otherwise."""
+    threads = os.environ.get("OMP_NUM_THREADS", "1") if cpu_threads is None else str(cpu_threads)
+    return {"env_vars": {"OMP_NUM_THREADS": threads}}
