@@ -98,6 +98,13 @@ def _slowest(results: Sequence[TrajectoryResult]) -> dict[str, float]:
     return {f"timing/slowest_trajectory/{name}": seconds for name, seconds in slowest.timings.items()}
 
 
+def engine_metric(name: str) -> str:
+    """The full name of an engine's counter: times under ``timing/``, rates under ``perf/``, the rest ``rollout/``."""
+    if name.endswith("_seconds"):
+        return f"timing/engine/{name.removesuffix('_seconds')}"
+    return f"perf/engine/{name}" if name.endswith("_per_second") else f"rollout/engine/{name}"
+
+
 def resource_metrics() -> dict[str, float]:
     """``perf/rss_gib`` of this process, and ``perf/gpu_memory_gib`` at its peak where there is a GPU."""
     metrics = {"perf/rss_gib": psutil.Process().memory_info().rss / 2**30}

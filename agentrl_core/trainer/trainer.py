@@ -25,6 +25,7 @@ from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.logprob_gap import check_gap, compare_with_engines, logprob_gap
 from agentrl_core.trainer.metrics import (
     PhaseTimer,
+    engine_metric,
     resource_metrics,
     rollout_metrics,
     scalars,
@@ -260,8 +261,7 @@ class Trainer:
     def _log(self, step: int, metrics: Mapping[str, float]) -> None:
         everything = {**metrics, **resource_metrics(), **self.timer.take()}
         for name, value in self.roles.rollout.engine_metrics().items():
-            is_time = name.endswith("_seconds")
-            everything[f"timing/engine/{name[:-8]}" if is_time else f"rollout/engine/{name}"] = value
+            everything[engine_metric(name)] = value
         seconds = everything.get("timing/step", 0.0)
         if seconds:
             everything["perf/tokens_per_second"] = everything["rollout/sampled_tokens"] / seconds

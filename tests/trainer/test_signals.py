@@ -15,6 +15,19 @@ Fit = Callable[..., RunDir]
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 RUN = {"rollout.engine": {"name": "scripted"}, "hooks": ["./hooks.py:Signals"], "trainer.steps": 4}
 
+SILENT_ENGINE = """
+import asyncio
+from agentrl_core.testing.scripted_config import ScriptedConfig
+from agentrl_core.testing.scripted_engine import ScriptedEngine
+
+class Silent(ScriptedEngine):
+    config_class = ScriptedConfig
+    capabilities = frozenset({"weight_update"})
+
+    async def generate(self, prompt_ids, sampling_params, request_id, multi_modal=None):
+        await asyncio.Event().wait()
+"""
+
 
 def state_of(run: RunDir) -> tuple[str, int]:
     state = run.read_state()
@@ -80,8 +93,8 @@ def test_training_in_another_thread_takes_no_signals(fit: Fit) -> None:
 def test_a_process_that_waits_for_the_engine_stops_at_the_second_signal(
     tiny_run: Any, start_agentrl: Callable[..., Any]
 ) -> None:
-    slow = {"rollout.engine": {"name": "scripted", "config": {"delay": 600.0}}, "hooks": ["./hooks.py:Pause"]}
-    tiny_run({**RUN, **slow})
+    tiny_run({**RUN, "rollout.engine": {"name": "./engine.py:Silent"}, "hooks": ["./hooks.py:Pause"]})
+    (tiny_run.folder / "engine.py").write_text(SILENT_ENGINE, encoding="utf-8")
     started = start_agentrl("train", "config.yaml", TINY_PAUSE_AT="1")
     started.read_until("paused at step 1")
     os.kill(started.process.pid, signal.SIGTERM)
