@@ -21,6 +21,14 @@ _EXTRA_OF_MODULE = {
 }
 
 
+_WIDTH_OF_A_PIPE = 250
+
+
+def console_of_stdout() -> Console:
+    """For tables: as wide as the terminal, and without folding where the output goes elsewhere."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+
+
 def exit_code(error: Exception) -> int:
     """2 where the user's input is at fault (configuration, choice of plugins), else 1."""
     return 2 if isinstance(error, ConfigError | PluginError) else 1
