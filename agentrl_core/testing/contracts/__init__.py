@@ -12,18 +12,23 @@ One fixture, ``plugin``, says what is tested; the capabilities that its spec dec
 with pytest alone: no cluster, no network, no GPU.
 """
 
-from agentrl_core.testing.contracts.advantage_estimator import AdvantageEstimatorCase, AdvantageEstimatorContract
-from agentrl_core.testing.contracts.agent_loop import AgentLoopCase, AgentLoopContract
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from agentrl_core.testing.contracts.case import PluginCase, PluginContract
-from agentrl_core.testing.contracts.dataset import DatasetCase, DatasetContract
-from agentrl_core.testing.contracts.engine import EngineCase, EngineContract
-from agentrl_core.testing.contracts.interaction import InteractionCase, InteractionContract
-from agentrl_core.testing.contracts.policy_loss import PolicyLossCase, PolicyLossContract
-from agentrl_core.testing.contracts.reward_function import RewardFunctionCase, RewardFunctionContract
-from agentrl_core.testing.contracts.reward_manager import RewardManagerCase, RewardManagerContract
-from agentrl_core.testing.contracts.tool import ToolCase, ToolContract
-from agentrl_core.testing.contracts.tool_parser import ToolParserCase, ToolParserContract
-from agentrl_core.testing.contracts.tracker import TrackerCase, TrackerContract
+
+if TYPE_CHECKING:
+    from agentrl_core.testing.contracts.advantage_estimator import AdvantageEstimatorCase, AdvantageEstimatorContract
+    from agentrl_core.testing.contracts.agent_loop import AgentLoopCase, AgentLoopContract
+    from agentrl_core.testing.contracts.dataset import DatasetCase, DatasetContract
+    from agentrl_core.testing.contracts.engine import EngineCase, EngineContract
+    from agentrl_core.testing.contracts.interaction import InteractionCase, InteractionContract
+    from agentrl_core.testing.contracts.policy_loss import PolicyLossCase, PolicyLossContract
+    from agentrl_core.testing.contracts.reward_function import RewardFunctionCase, RewardFunctionContract
+    from agentrl_core.testing.contracts.reward_manager import RewardManagerCase, RewardManagerContract
+    from agentrl_core.testing.contracts.tool import ToolCase, ToolContract
+    from agentrl_core.testing.contracts.tool_parser import ToolParserCase, ToolParserContract
+    from agentrl_core.testing.contracts.tracker import TrackerCase, TrackerContract
 
 __all__ = [
     "AdvantageEstimatorCase",
@@ -51,3 +56,25 @@ __all__ = [
     "TrackerCase",
     "TrackerContract",
 ]
+
+_MODULES = {
+    "AdvantageEstimator": "advantage_estimator",
+    "AgentLoop": "agent_loop",
+    "Dataset": "dataset",
+    "Engine": "engine",
+    "Interaction": "interaction",
+    "PolicyLoss": "policy_loss",
+    "RewardFunction": "reward_function",
+    "RewardManager": "reward_manager",
+    "Tool": "tool",
+    "ToolParser": "tool_parser",
+    "Tracker": "tracker",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # One at a time: who tests a tool needs neither torch, as losses do, nor hypothesis, as parsers do.
+    module = _MODULES.get(name.removesuffix("Case").removesuffix("Contract"))
+    if module is None or name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{module}"), name)
