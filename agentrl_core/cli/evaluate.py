@@ -6,15 +6,14 @@ from pathlib import Path
 import rich
 from rich.table import Table
 
-from agentrl_core.api import ConfigError, EngineContext
+from agentrl_core.api import ConfigError
 from agentrl_core.cli import _logging
 from agentrl_core.config import load_config
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.trainer.checkpoint import checkpoint_path, read_state
 from agentrl_core.trainer.preparation import Preparation
-from agentrl_core.trainer.roles import engine_gpu_share, start_runtime
+from agentrl_core.trainer.roles import engine_context, engine_gpu_share, start_runtime
 from agentrl_core.trainer.validation import Validator
-from agentrl_core.workers.models import resolve_device
 
 
 def run(config: Path, overrides: list[str], checkpoint: Path | None) -> None:
@@ -30,15 +29,7 @@ def run(config: Path, overrides: list[str], checkpoint: Path | None) -> None:
         raise ConfigError("data.validation_files: expected at least one file to evaluate on, found none")
     preparation = Preparation.of(loaded)
     with start_runtime(loaded) as runtime:
-        engine = EngineContext(
-            model_path=loaded.model.path,
-            dtype=loaded.model.dtype,
-            max_model_len=preparation.plan.max_model_len,
-            device=str(resolve_device(loaded.cluster.device)),
-            seed=loaded.trainer.seed,
-            deterministic=loaded.rollout.deterministic,
-            vocab_size=preparation.facts.vocab_size,
-        )
+        engine = engine_context(loaded, preparation.plan, preparation.facts)
         manager = AgentLoopManager(loaded, runtime, engine, engine_gpus=engine_gpu_share(loaded))
         try:
             manager.start()

@@ -8,7 +8,7 @@ from importlib.resources import files
 from pathlib import Path
 from string import Template
 
-from agentrl_core.api.errors import ConfigError
+from agentrl_core.api.errors import PluginError
 from agentrl_core.api.plugin import KINDS
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")
@@ -118,17 +118,17 @@ def scaffold(kind: str, name: str, parent: Path) -> Path:
         parent: an existing folder.
 
     Raises:
-        ConfigError: the kind or the name cannot be, or the folder exists.
+        PluginError: the kind or the name cannot be, or the folder exists.
     """
     kind = _known_kind(kind)
     module = name.replace("-", "_")
     if not _NAME.fullmatch(name) or keyword.iskeyword(module):
-        raise ConfigError(
+        raise PluginError(
             f"{name!r} cannot be the name of a package: write lower-case words with '-' between them, such as my-{kind}"
         )
     target = parent / name
     if target.exists():
-        raise ConfigError(f"{target} exists already: choose another name, or another folder with --output")
+        raise PluginError(f"{target} exists already: choose another name, or another folder with --output")
     for file, text in _render(kind, name, module).items():
         path = target / file
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,7 +141,7 @@ def _known_kind(kind: str) -> str:
     if known not in KINDS:
         close = difflib.get_close_matches(known, KINDS, 1)
         hint = f"; did you mean {close[0]!r}?" if close else ""
-        raise ConfigError(f"there is no plugin kind {kind!r}{hint} Allowed are {', '.join(KINDS)}")
+        raise PluginError(f"there is no plugin kind {kind!r}{hint} Allowed are {', '.join(KINDS)}")
     return known
 
 

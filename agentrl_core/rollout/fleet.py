@@ -132,7 +132,10 @@ class EngineFleet:
         self._may_load.set()
         watcher = asyncio.create_task(self._watch())
         try:
-            return await work
+            result = await work
+            # A rollout may be over before the watcher has looked at a replica that was lost on the way.
+            await self._look()
+            return result
         finally:
             watcher.cancel()
             with suppress(asyncio.CancelledError):
@@ -149,14 +152,20 @@ class EngineFleet:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._slot.health_interval)
-            lost: set[int] = set()
-            for reported in await asyncio.gather(
-                *(router.call("lost_engines") for router in self._routers), return_exceptions=True
-            ):
-                lost |= set() if isinstance(reported, BaseException) else set(reported)
-            await asyncio.gather(
-                *(self._examine(index, index in lost) for index, each in enumerate(self._members) if each.is_alive)
-            )
+            alive = [index for index, each in enumerate(self._members) if each.is_alive]
+            lost = await self._lost()
+            await asyncio.gather(*(self._examine(index, index in lost) for index in alive))
+
+    async def _look(self) -> None:
+        """Examine those that the routers have left out."""
+        lost = await self._lost()
+        await asyncio.gather(*(self._examine(index, True) for index in lost if self._members[index].is_alive))
+
+    async def _lost(self) -> set[int]:
+        answers = await asyncio.gather(
+            *(router.call("lost_engines") for router in self._routers), return_exceptions=True
+        )
+        return {index for each in answers if not isinstance(each, BaseException) for index in each}
 
     async def _examine(self, index: int, is_left_out: bool) -> None:
         server = self._members[index].server
@@ -270,6 +279,11 @@ class EngineFleet:
             if session:
                 await server.call("close_session", request_id)
         return output
+
+    async def memory(self) -> int | None:
+        """Bytes of host memory of all replicas and the processes that they started; None where it cannot be told."""
+        found = await self._ask("memory")
+        return None if None in found else sum(found)
 
     async def metrics(self) -> dict[str, float]:
         """Counters of all replicas added up, ``restarts``, ``tokens_per_second`` and ``cache_hit_rate``."""

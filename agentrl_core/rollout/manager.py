@@ -5,6 +5,7 @@ import logging
 import traceback
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 
 from agentrl_core.api import (
     ConfigError,
@@ -163,6 +164,26 @@ class AgentLoopManager:
             return list(await asyncio.gather(*calls))
 
         return self._runtime.run(ask())
+
+    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams, concurrency: int) -> list[TokenOutput]:
+        """One answer to each prompt, of the replicas in turns, so many requests at a time; request i has seed i."""
+        session = "sessions" in self.capabilities
+        replicas = self._config.rollout.engine.replicas
+        slots = asyncio.Semaphore(concurrency)
+
+        async def one(number: int, prompt: Sequence[int]) -> TokenOutput:
+            seeded = replace(params, seed=number)
+            async with slots:
+                return await self._fleet.sample(number % replicas, prompt, seeded, f"answer-{number}", session=session)
+
+        async def all_of_them() -> list[TokenOutput]:
+            return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))
+
+        return self._runtime.run(all_of_them())
+
+    def engine_memory(self) -> int | None:
+        """Bytes of host memory that all replicas hold, with the processes that they started; None if unknown."""
+        return self._runtime.run(self._fleet.memory())
 
     def engine_metrics(self) -> dict[str, float]:
         """Counters of all replicas: see :meth:`EngineFleet.metrics`."""

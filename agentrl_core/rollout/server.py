@@ -10,7 +10,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +87,10 @@ class EngineServer:
     def process(self) -> tuple[int, tuple[str, ...]]:
         """This process's id and the files that its output goes to."""
         return os.getpid(), self._log.files()
+
+    def memory(self) -> int | None:
+        """Bytes of host memory of this process and those that it started, shared pages in parts; None off Linux."""
+        return family_memory(os.getpid())
 
     async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str) -> TokenOutput:
         """See :meth:`InferenceEngine.generate`; queues while ``max_in_flight`` requests are under way.
@@ -265,3 +269,24 @@ def tail_of(paths: Sequence[str], lines: int = LOG_LINES) -> str:
         except OSError:
             continue
     return "\n".join([line for _, each in sorted(texts) for line in each if line.strip()][-lines:])
+
+
+def family_memory(pid: int) -> int | None:
+    """Proportional set size of a process and its descendants, in bytes; None where /proc does not tell."""
+    children: dict[int, list[int]] = {}
+    try:
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                # The name in parentheses may hold anything, spaces included.
+                fields = path.read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+        total, family = 0, [pid]
+        while family:
+            member = family.pop()
+            family += children.get(member, [])
+            with suppress(FileNotFoundError, ProcessLookupError):
+                text = Path(f"/proc/{member}/smaps_rollup").read_text()
+                total += int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1]) << 10
+    except (OSError, StopIteration):
+        return None
+    return total or None

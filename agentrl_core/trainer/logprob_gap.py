@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from agentrl_core.api import AgentLoopOutput, EngineError, SamplingParams, Termination, WorkerError
+from agentrl_core.api import AgentLoopOutput, EngineError, SamplingParams, Termination, TokenOutput, WorkerError
 from agentrl_core.config.schema import Config
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
@@ -82,6 +82,26 @@ def _by_turn(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{turn}: {value:.3g}" for turn, value in sorted(turns.items()))
 
 
+def gap_of_answers(
+    answers: Sequence[tuple[Sequence[int], TokenOutput]], temperature: float, actor: Actor
+) -> dict[str, float]:
+    """As :func:`logprob_gap`, for prompts with an engine's answers; empty where none has log-probs."""
+    results = [
+        TrajectoryResult(
+            {"uid": "probe"}, f"answer {number}", Termination.COMPLETED,
+            [AgentLoopOutput(
+                list(prompt), output.token_ids, [1] * len(output.token_ids), output.log_probs, Termination.COMPLETED
+            )],
+        )
+        for number, (prompt, output) in enumerate(answers)
+        if output.token_ids and output.log_probs is not None
+    ]  # fmt: skip
+    if not results:
+        return {}
+    batch = to_data_proto(results, 0, {"temperature": temperature})
+    return logprob_gap(batch, actor.compute_log_prob(batch).batch["old_log_probs"])
+
+
 def compare_with_engines(
     config: Config, rollout: AgentLoopManager, actor: Actor, prompt_ids: Sequence[int]
 ) -> dict[str, float]:
@@ -102,23 +122,13 @@ def compare_with_engines(
         # The rollouts have their retries, and say more.
         logger.warning("the engine did not answer the request before the first step: %s", error)
         return {}
-    results = [
-        TrajectoryResult(
-            {"uid": "probe"}, f"replica {replica}", Termination.COMPLETED,
-            [AgentLoopOutput(
-                prompt, output.token_ids, [1] * len(output.token_ids), output.log_probs, Termination.COMPLETED
-            )],
-        )
-        for replica, output in enumerate(outputs)
-        if output.token_ids and output.log_probs is not None
-    ]  # fmt: skip
-    if not results:
+    gap = gap_of_answers([(prompt, output) for output in outputs], sampling.temperature, actor)
+    if not gap:
         return {}
-    batch = to_data_proto(results, 0, {"temperature": sampling.temperature})
-    gap = logprob_gap(batch, actor.compute_log_prob(batch).batch["old_log_probs"])
     logger.info(
         "log-probs before the first step: engine and actor differ by %.2g on average, %.2g at most, over %d tokens of "
-        "%d replicas", gap[f"{GAP}_mean"], gap[f"{GAP}_max"], int(batch.batch["response_mask"].sum()), len(results),
+        "%d replicas", gap[f"{GAP}_mean"], gap[f"{GAP}_max"], sum(len(output.token_ids) for output in outputs),
+        len(outputs),
     )  # fmt: skip
     limit = config.rollout.max_logprob_gap
     check_gap(gap, limit, "before the first step")

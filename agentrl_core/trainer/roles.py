@@ -126,11 +126,12 @@ def build_roles(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFac
         actor=cast(Actor, actor),
         critic=cast("Critic | None", groups.get("critic")),
         reference=cast("Reference | None", groups.get("reference")),
-        rollout=_build_rollout(config, runtime, plan, facts, actor),
+        rollout=build_rollout(config, runtime, plan, facts, actor),
     )
 
 
-def _build_rollout(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFacts, actor: Any) -> AgentLoopManager:
+def build_rollout(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFacts, actor: Any) -> AgentLoopManager:
+    """Build the rollout with its engines, and start them."""
     ref = config.rollout.engine.ref
     assert ref is not None, "load the configuration with load_config"
     # In one process with the actor an engine that can generates with the actor's own module: no copy, no transport.
@@ -142,21 +143,21 @@ def _build_rollout(config: Config, runtime: Runtime, plan: RunPlan, facts: Model
         )
     can_share = "shared_module" in capabilities
     workers = getattr(actor, "workers", None)
-    module = workers[0].module if can_share and workers else None
-    manager = AgentLoopManager(
-        config,
-        runtime,
-        EngineContext(
-            model_path=config.model.path,
-            dtype=config.model.dtype,
-            max_model_len=plan.max_model_len,
-            device=str(resolve_device(config.cluster.device)),
-            seed=config.trainer.seed,
-            deterministic=config.rollout.deterministic,
-            vocab_size=facts.vocab_size,
-            shared_module=module,
-        ),
-        engine_gpus=engine_gpu_share(config),
-    )
+    context = engine_context(config, plan, facts, workers[0].module if can_share and workers else None)
+    manager = AgentLoopManager(config, runtime, context, engine_gpus=engine_gpu_share(config))
     manager.start()
     return manager
+
+
+def engine_context(config: Config, plan: RunPlan, facts: ModelFacts, shared_module: Any = None) -> EngineContext:
+    """What the run tells replica 0 of its engine; with ``shared_module`` it generates with the actor's own module."""
+    return EngineContext(
+        model_path=config.model.path,
+        dtype=config.model.dtype,
+        max_model_len=plan.max_model_len,
+        device=str(resolve_device(config.cluster.device)),
+        seed=config.trainer.seed,
+        deterministic=config.rollout.deterministic,
+        vocab_size=facts.vocab_size,
+        shared_module=shared_module,
+    )

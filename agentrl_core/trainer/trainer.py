@@ -130,6 +130,8 @@ class Trainer:
             messages = self.preparation.data.train[0]["raw_prompt"]
             prompt_ids = self.renderer.encode(self.renderer.render(messages, generation_prompt=True))
             compare_with_engines(self.config, self.roles.rollout, self.roles.actor, prompt_ids)
+            # What the engines counted of it belongs to no step: a resumed run has it too.
+            self.roles.rollout.engine_metrics()
 
     def _save_last(self) -> None:
         """A signal may have come after the last step had decided that it was not the last."""

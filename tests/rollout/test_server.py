@@ -87,4 +87,6 @@ def test_the_version_is_that_of_the_last_update_that_worked(server: EngineServer
 def test_what_the_engine_says_comes_through(server: EngineServer) -> None:
     asyncio.run(server.start())
     assert asyncio.run(CALLS["generate"](server)).token_ids == [1]
+    told = server.metrics()
+    assert (told["requests"], told["tokens"], told["running_max"], told["queue_max"]) == (1, 1, 1, 0)
     assert server.metrics() == {}
