@@ -1,0 +1,51 @@
+"""``agentrl engines setup`` and ``agentrl engines bench``."""
+
+import json
+from typing import Any
+
+from typer.testing import CliRunner, Result
+
+from agentrl_core.cli.main import app
+
+
+def agentrl(*arguments: object) -> Result:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300"})
+
+
+def test_setup_shows_its_commands() -> None:
+    result = agentrl("engines", "setup", "sglang", "--dry-run", "--path", "/env", "--with", "sglang==0.5.23")
+    assert result.exit_code == 0, result.output
+    make, install = result.output.splitlines()
+    assert make.endswith("/env")
+    assert "environment.txt" in install
+    assert install.endswith("'sglang>=0.5.21' sglang==0.5.23")
+
+
+def test_setup_of_an_unknown_engine() -> None:
+    result = agentrl("engines", "setup", "sglangg")
+    assert result.exit_code == 2
+    assert "did you mean 'sglang'?" in result.output
+
+
+def test_bench_measures_the_engine_of_the_file(tiny_run: Any) -> None:
+    result = agentrl("engines", "bench", tiny_run(), "--requests", 3, "--concurrency", 2, "--json")
+    assert result.exit_code == 0, result.output
+    (name, figures), *others = json.loads(result.stdout).items()
+    assert (name, others) == ("hf", [])
+    assert 3 <= figures["tokens"] <= 3 * 8
+    assert 0 < figures["start_seconds"] < 60
+    assert figures["tokens_per_second"] == figures["tokens"] / figures["seconds"]
+    assert figures["gap_max"] < 1e-4
+    assert figures["memory_bytes"] > 100 << 20
+
+
+def test_bench_goes_on_after_an_engine_that_fails(tiny_run: Any) -> None:
+    path = tiny_run()
+    result = agentrl("engines", "bench", path, "--engine", "sglang=/no/python", "--engine", "hf", "--requests", 1)
+    assert result.exit_code == 1
+    assert "no such file: /no/python" in result.output
+    assert [line.split()[0] for line in result.output.splitlines() if line.strip()][:3] == [
+        "ENGINE", "sglang=/no/python", "hf",
+    ]  # fmt: skip
+    alone = agentrl("engines", "bench", path, "--engine", "sglang=/no/python")
+    assert alone.exit_code == 2
