@@ -46,7 +46,8 @@ def setup_environment(
     python = folder / "bin" / "python"
     for command in setup_commands(plugin, folder, extra):
         report(command)
-        done = subprocess.run(command, check=False)
+        # The caller's standard output is for the result.
+        done = subprocess.run(command, stdout=sys.stderr, check=False)
         if done.returncode:
             raise EngineError(
                 f"{shlex.join(command)} ended with {done.returncode}; what it says is above. Run this again when that "
