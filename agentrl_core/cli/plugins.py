@@ -1,10 +1,9 @@
-"""``agentrl plugins list``, ``show``, ``check`` and ``new``."""
+"""``agentrl plugins list``, ``show`` and ``check``."""
 
 import contextlib
 import json
 import os
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -78,23 +77,6 @@ def check_plugins(
 
     _kinds(kind)
     run(names or [], kind, timeout, with_ray)
-
-
-@app.command("new")
-def new_plugin(
-    kind: Annotated[str, typer.Argument(help="Such as tool, reward_function or agent_loop.", show_default=False)],
-    name: Annotated[str, typer.Argument(help="Of the package, such as my-tool.", show_default=False)],
-    output: Annotated[Path, typer.Option(help="Where the package's folder is made.")] = Path("."),
-) -> None:
-    """Make the package of a new plugin, which installs and passes its contract tests."""
-    from agentrl_core.plugins.scaffold import scaffold
-
-    folder = scaffold(kind, name, output)
-    typer.echo(f"made {folder}; next:")
-    typer.echo(f"  pip install -e '{folder}[test]'")
-    typer.echo(f"  agentrl plugins check {name}")
-    typer.echo(f"  pytest {folder}")
-    typer.echo(f"What to fill in: {folder / 'README.md'}")
 
 
 @contextlib.contextmanager
