@@ -1,8 +1,6 @@
-"""``agentrl plugins list``, ``show`` and ``check``."""
+"""``agentrl plugins list`` and ``agentrl plugins show``."""
 
-import contextlib
 import json
-import os
 import sys
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
 
 SCHEMA_VERSION = 1
 _STYLES = {"ok": "green", "external": "cyan", "missing-extra": "yellow", "blocked": "yellow"}
+_WIDTH_OF_A_PIPE = 250
 
 app = typer.Typer(help="What is installed.", no_args_is_help=True)
 
@@ -36,8 +35,7 @@ def list_plugins(
     """List the installed plugins. Imports no implementation."""
     from agentrl_core.plugins.discovery import discover
 
-    with _clean_stdout():
-        rows = discover(_kinds(kind))
+    rows = discover(_kinds(kind))
     if as_json:
         _print_json({"schema_version": SCHEMA_VERSION, "plugins": [_row_as_json(row) for row in rows]})
     else:
@@ -51,45 +49,12 @@ def show_plugin(
     as_json: Json = False,
 ) -> None:
     """Show one plugin: its options, requirements and capabilities, and YAML to start from."""
-    with _clean_stdout():
-        row = _find(name, _kinds(kind))
-        spec = _spec_of(row) if row.factory else None
+    row = _find(name, _kinds(kind))
+    spec = _spec_of(row) if row.factory else None
     if as_json:
         _print_json(_shown_as_json(row, spec))
     else:
         _print_plugin(row, spec)
-
-
-@app.command("check")
-def check_plugins(
-    names: Annotated[
-        list[str] | None, typer.Argument(metavar="[NAME]...", help="Names, packages or package:name; none: all.")
-    ] = None,
-    kind: Kind = None,
-    timeout: Annotated[float, typer.Option(help="Seconds for each plugin.", min=0.1)] = 60.0,
-    with_ray: Annotated[bool, typer.Option("--ray/--no-ray", help="Also inside of a Ray worker.")] = True,
-) -> None:
-    """Import plugins, build them where that is cheap, and see that they have what their kind needs.
-
-    Each is checked in an interpreter of its own, and in a Ray worker. Ends with code 1 if one fails.
-    """
-    from agentrl_core.cli.plugin_check import run
-
-    _kinds(kind)
-    run(names or [], kind, timeout, with_ray)
-
-
-@contextlib.contextmanager
-def _clean_stdout() -> "Iterator[None]":
-    """What plugins write to the standard output goes to stderr, past Python too."""
-    sys.stdout.flush()
-    saved = os.dup(1)
-    os.dup2(2, 1)
-    try:
-        yield
-    finally:
-        os.dup2(saved, 1)
-        os.close(saved)
 
 
 def _kinds(kind: str | None) -> list[str] | None:
@@ -178,8 +143,6 @@ def _print_table(rows: list["PluginRow"], verbose: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from agentrl_core.cli._output import console_of_stdout
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     for column in ("KIND", "NAME", "PACKAGE", "VERSION", "API", "STATUS"):
         table.add_column(column, no_wrap=True)
@@ -189,7 +152,7 @@ def _print_table(rows: list["PluginRow"], verbose: bool) -> None:
         status = Text(row.status, style=_STYLES.get(row.status, "bold red"))
         cells = map(Text, (row.kind, row.name, row.dist, row.version, api))
         table.add_row(*cells, status, Text("\n".join(_summary(row, verbose))))
-    console_of_stdout().print(table)
+    _console().print(table)
 
 
 def _summary(row: "PluginRow", verbose: bool) -> list[str]:
@@ -210,9 +173,8 @@ def _print_plugin(row: "PluginRow", spec: "PluginSpec | None") -> None:
     from rich.text import Text
 
     from agentrl_core.api.plugin import KINDS
-    from agentrl_core.cli._output import console_of_stdout
 
-    console = console_of_stdout()
+    console = _console()
     title = KINDS[row.kind].title if row.kind in KINDS else row.kind
     console.print(Text.assemble((f"{title} {row.name}", "bold"), f"  {row.summary}"))
     status = Text.assemble((row.status, _STYLES.get(row.status, "bold red")), f"  {row.error}" if row.error else "")
@@ -317,3 +279,9 @@ def _slots(section: type, prefix: str) -> "Iterator[tuple[str, type[Slot], bool]
             yield path, member.type if is_slot(member.type) else element, is_slot(element)
         elif is_section(member.type):
             yield from _slots(member.type, f"{path}.")
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)

@@ -4,7 +4,6 @@ Only the modules that hold specs are imported, never an implementation, and what
 """
 
 import sys
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -14,9 +13,6 @@ from agentrl_core.api.plugin import PluginSpec
 from agentrl_core.plugins.registration import BLOCK_VARIABLE, Registration, block_list, is_blocked, registrations
 from agentrl_core.plugins.requirements import pip_command, unmet
 from agentrl_core.plugins.spec import check_spec, import_spec
-
-LOAD_SECONDS = 10.0
-"""What importing the module of one spec may take."""
 
 Status = Literal["ok", "external", "missing-extra", "broken", "incompatible", "duplicate", "blocked"]
 
@@ -48,21 +44,18 @@ class PluginRow:
     location: str = ""
 
 
-def discover(
-    kinds: Iterable[str] | None = None, block: Sequence[str] = (), time_limit: float = LOAD_SECONDS
-) -> list[PluginRow]:
+def discover(kinds: Iterable[str] | None = None, block: Sequence[str] = ()) -> list[PluginRow]:
     """All installed plugins of the given kinds (all kinds by default), in a stable order.
 
     Args:
         kinds: keys of ``KINDS``.
         block: names, packages or ``package:name`` that must not be used, besides those of ``AGENTRL_PLUGINS_BLOCK``.
-        time_limit: seconds for the import of one spec's module; a plugin that takes longer is ``broken``.
     """
     wanted = None if kinds is None else set(kinds)
     blocked = block_list(block)
     found = [each for each in registrations() if wanted is None or each.kind in wanted]
     usable = [each for each in found if not is_blocked(each, blocked)]
-    return [_row(each, usable, time_limit) for each in found]
+    return [_row(each, usable) for each in found]
 
 
 def is_external(spec: PluginSpec) -> bool:
@@ -70,12 +63,12 @@ def is_external(spec: PluginSpec) -> bool:
     return spec.kind == "engine" and "shared_module" not in spec.capabilities
 
 
-def _row(registration: Registration, usable: list[Registration], time_limit: float) -> PluginRow:
+def _row(registration: Registration, usable: list[Registration]) -> PluginRow:
     bare = PluginRow(registration.kind, registration.name, registration.dist, registration.version, None, "ok")
     if registration not in usable:
         return replace(bare, status="blocked", error=f"blocked by plugins.block or {BLOCK_VARIABLE}")
     try:
-        spec = _import_in_time(registration, time_limit)
+        spec = import_spec(registration)
     except PluginBrokenError as error:
         return replace(bare, status="broken", error=str(error))
     status, reason = _status(registration, spec, usable)
@@ -90,29 +83,6 @@ def _row(registration: Registration, usable: list[Registration], time_limit: flo
         factory=str(spec.factory),
         location=_location(registration),
     )
-
-
-def _import_in_time(registration: Registration, seconds: float) -> PluginSpec:
-    """On a thread of its own: an import that hangs cannot be ended, but it can be left behind."""
-    outcome: list[PluginSpec | Exception] = []
-
-    def load() -> None:
-        try:
-            outcome.append(import_spec(registration))
-        except Exception as error:  # noqa: BLE001 - raised again below
-            outcome.append(error)
-
-    thread = threading.Thread(target=load, name=f"agentrl-spec-{registration.name}", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    if not outcome:
-        raise PluginBrokenError(
-            f"package {registration.package} is broken: importing {registration.entry_point.value} for "
-            f"{registration.title} did not finish within {seconds:g} s"
-        )
-    if isinstance(outcome[0], Exception):
-        raise outcome[0]
-    return outcome[0]
 
 
 def _status(registration: Registration, spec: PluginSpec, usable: list[Registration]) -> tuple[Status, str]:

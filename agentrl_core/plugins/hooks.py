@@ -35,7 +35,7 @@ class HookCaller:
         self._manager.add_hookspecs(HookSpecs)
         self._names: dict[str, str] = {}
         for index, (name, hooks) in enumerate(hook_objects):
-            check_hook_methods(name, hooks)
+            self._check(name, hooks)
             registered = f"{name}#{index}"
             try:
                 self._manager.register(hooks, name=registered)
@@ -86,31 +86,25 @@ class HookCaller:
             name = self._names[implementation.plugin_name]
             raise PluginBrokenError(f"hook {name!r} raised in {hook}: {describe_exception(error)}") from error
 
-
-def check_hook_methods(name: str, hooks: object) -> None:
-    """Hold the methods of a hook, an object or its class, against those of :class:`HookSpecs`.
-
-    Raises:
-        PluginBrokenError: as :class:`HookCaller` says.
-    """
-    marked = {
-        method: options
-        for method, function in inspect.getmembers(hooks, inspect.isroutine)
-        if (options := getattr(function, f"{PROJECT}_impl", None)) is not None
-    }
-    for method, options in marked.items():
-        if method not in _HOOKS:
-            raise PluginBrokenError(f"hook {name!r} implements {method!r}, which is no hook: {_suggestion(method)}")
-        if any(options.get(key) for key in ("tryfirst", "trylast", "wrapper", "hookwrapper", "specname")):
-            raise PluginBrokenError(
-                f"hook {name!r}: {method} asks for a place in the order or a wrapper; hooks run in the order of "
-                "the config, mark it with a plain @hookimpl"
-            )
-    forgotten = [method for method in _HOOKS if hasattr(hooks, method) and method not in marked]
-    if forgotten:
-        raise PluginBrokenError(f"hook {name!r}: mark {', '.join(forgotten)} with @hookimpl, or it is never called")
-    if not marked:
-        raise PluginBrokenError(f"hook {name!r} implements no hook; allowed are {', '.join(_HOOKS)}")
+    def _check(self, name: str, hooks: object) -> None:
+        marked = {
+            method: options
+            for method, function in inspect.getmembers(hooks, inspect.isroutine)
+            if (options := getattr(function, f"{PROJECT}_impl", None)) is not None
+        }
+        for method, options in marked.items():
+            if method not in _HOOKS:
+                raise PluginBrokenError(f"hook {name!r} implements {method!r}, which is no hook: {_suggestion(method)}")
+            if any(options.get(key) for key in ("tryfirst", "trylast", "wrapper", "hookwrapper", "specname")):
+                raise PluginBrokenError(
+                    f"hook {name!r}: {method} asks for a place in the order or a wrapper; hooks run in the order of "
+                    "the config, mark it with a plain @hookimpl"
+                )
+        forgotten = [method for method in _HOOKS if hasattr(hooks, method) and method not in marked]
+        if forgotten:
+            raise PluginBrokenError(f"hook {name!r}: mark {', '.join(forgotten)} with @hookimpl, or it is never called")
+        if not marked:
+            raise PluginBrokenError(f"hook {name!r} implements no hook; allowed are {', '.join(_HOOKS)}")
 
 
 def _suggestion(method: str) -> str:

@@ -130,7 +130,7 @@ def resolve(kind: str, name: str, *, base_dir: Path | None = None, block: Sequen
     if is_file_name(name):
         ref = file_ref(kind, name, base_dir or Path.cwd())
         return ResolvedPlugin(file_spec(ref), ref)
-    return resolve_registration(_select(kind, name, block, base_dir or Path.cwd()))
+    return _resolved(_select(kind, name, block, base_dir or Path.cwd()))
 
 
 @cache
@@ -160,7 +160,7 @@ def resolve_ref(ref: PluginRef) -> ResolvedPlugin:
         raise PluginDriftError(
             f"{title} is {ref.dist} {ref.version} in the driver, but {found.package} for {sys.executable}; {mend}"
         )
-    return resolve_registration(found)
+    return _resolved(found)
 
 
 class _Driver(DriverManager):  # type: ignore[misc] # stevedore's types are not followed
@@ -179,12 +179,7 @@ class _Driver(DriverManager):  # type: ignore[misc] # stevedore's types are not 
         return [self._chosen]
 
 
-def resolve_registration(registration: Registration) -> ResolvedPlugin:
-    """The plugin of an entry point that is already chosen.
-
-    Raises:
-        PluginIncompatibleError, PluginBrokenError: as in :func:`resolve`.
-    """
+def _resolved(registration: Registration) -> ResolvedPlugin:
     spec = load_spec(registration, load=lambda: _Driver(registration).driver)
     return ResolvedPlugin(spec, PluginRef(registration.kind, spec.name, registration.dist, registration.version))
 
