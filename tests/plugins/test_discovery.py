@@ -181,7 +181,7 @@ PLUGIN = PluginSpec("engine", "Loud", 1, " ", "acme.Shout", capabilities=frozens
     assert "name 'Loud' may hold only lower-case letters" in error
     assert "summary is empty, must be one line" in error
     assert "factory is 'acme.Shout', must be 'package.module:attribute'" in error
-    assert "unknown capability 'log_probs': did you mean 'logprobs'? allowed are logprobs, abort" in error
+    assert "unknown capability 'log_probs': did you mean 'logprobs'? allowed are logprobs, seeds, abort" in error
 
 
 def test_spec_in_the_group_of_another_kind(isolated_plugins: IsolatedPlugins) -> None:
