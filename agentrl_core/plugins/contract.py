@@ -142,12 +142,13 @@ def _object_problems(spec: PluginSpec, built: Any) -> list[str]:
         except PluginBrokenError as error:
             return [str(error)]
     problems = class_problems(spec.kind, type(built))
-    schema = getattr(built, "schema", None)
-    if spec.kind == "tool" and not (isinstance(schema, dict) and "name" in schema.get("function", {})):
-        problems.append(
-            f"schema of {type(built).__name__} is no OpenAI function schema: make it with function_schema()"
-        )
+    if spec.kind == "tool" and not problems and not _is_function_schema(getattr(built, "schema", None)):
+        problems.append(f"{type(built).__name__}.schema is no OpenAI function schema: make it with function_schema()")
     return problems
+
+
+def _is_function_schema(schema: Any) -> bool:
+    return isinstance(schema, dict) and "name" in schema.get("function", {})
 
 
 def _context(spec: PluginSpec, directory: Path) -> Any:
