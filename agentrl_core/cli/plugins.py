@@ -1,4 +1,4 @@
-"""``agentrl plugins list`` and ``agentrl plugins show``."""
+"""``agentrl plugins list``, ``show`` and ``check``."""
 
 import json
 import sys
@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from agentrl_core.config.describe import OptionDoc
     from agentrl_core.config.schema import Slot
     from agentrl_core.plugins.discovery import PluginRow
+    from agentrl_core.plugins.registration import Registration
 
 SCHEMA_VERSION = 1
 _STYLES = {"ok": "green", "external": "cyan", "missing-extra": "yellow", "blocked": "yellow"}
@@ -49,12 +50,29 @@ def show_plugin(
     as_json: Json = False,
 ) -> None:
     """Show one plugin: its options, requirements and capabilities, and YAML to start from."""
-    row = _find(name, _kinds(kind))
-    spec = _spec_of(row) if row.factory else None
+    registration = _find(name, _kinds(kind))
+    row = _row_of(registration)
+    spec = _spec_of(registration) if row.factory else None
     if as_json:
         _print_json(_shown_as_json(row, spec))
     else:
         _print_plugin(row, spec)
+
+
+@app.command("check")
+def check_plugins(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Names, or package:name; without: all.", show_default=False),
+    ] = None,
+    kind: Kind = None,
+    no_ray: Annotated[bool, typer.Option("--no-ray", help="Not in a Ray worker.")] = False,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for each plugin.")] = 60.0,
+) -> None:
+    """Import plugins and look at what they make, each in a process of its own and in a Ray worker."""
+    from agentrl_core.cli.plugins_check import run
+
+    raise typer.Exit(run(names or [], kinds=_kinds(kind), on_ray=not no_ray, time_limit=timeout))
 
 
 def _kinds(kind: str | None) -> list[str] | None:
@@ -65,42 +83,60 @@ def _kinds(kind: str | None) -> list[str] | None:
     return None if kind is None else [kind]
 
 
-def _find(name: str, kinds: list[str] | None) -> "PluginRow":
-    import difflib
+def _find(name: str, kinds: list[str] | None) -> "Registration":
+    from agentrl_core.api.errors import PluginConflictError
 
-    from agentrl_core.api.errors import PluginConflictError, PluginNotFoundError
-    from agentrl_core.plugins.discovery import discover
-    from agentrl_core.plugins.registration import same_package
-
-    package, _, plain = name.rpartition(":")
-    rows = discover(kinds)
-    found = [row for row in rows if row.name == plain and (not package or same_package(row.dist, package))]
-    if not found:
-        close = difflib.get_close_matches(plain, sorted({row.name for row in rows}), 1)
-        hint = f"; did you mean {close[0]!r}? " if close else ". "
-        raise PluginNotFoundError(f"no installed plugin is named {name!r}{hint}See: agentrl plugins list")
-    if len({row.kind for row in found}) > 1:
-        choices = " or ".join(f"--kind {row.kind}" for row in found)
+    found = registrations_of(name, kinds)
+    if len({each.kind for each in found}) > 1:
+        choices = " or ".join(f"--kind {each.kind}" for each in found)
         raise PluginConflictError(f"{name!r} names plugins of several kinds: add {choices}")
     if len(found) > 1:
-        choices = " or ".join(f"{row.dist}:{row.name}" for row in found)
+        choices = " or ".join(f"{each.dist}:{each.name}" for each in found)
         raise PluginConflictError(f"{name!r} is registered by several packages: write {choices}")
     return found[0]
 
 
-def _spec_of(row: "PluginRow") -> "PluginSpec | None":
-    from agentrl_core.api.errors import PluginError
+def registrations_of(name: str, kinds: list[str] | None) -> "list[Registration]":
+    """All that is registered as NAME or package:name.
+
+    Raises:
+        PluginNotFoundError: nothing is; the nearest name is given.
+    """
+    import difflib
+
+    from agentrl_core.api.errors import PluginNotFoundError
+    from agentrl_core.plugins.registration import registrations, same_package
+
+    package, _, plain = name.rpartition(":")
+    installed = [each for each in registrations() if kinds is None or each.kind in kinds]
+    found = [each for each in installed if each.name == plain and (not package or same_package(each.dist, package))]
+    if not found:
+        close = difflib.get_close_matches(plain, sorted({each.name for each in installed}), 1)
+        hint = f"; did you mean {close[0]!r}? " if close else ". "
+        raise PluginNotFoundError(f"no installed plugin is named {name!r}{hint}See: agentrl plugins list")
+    return found
+
+
+def _row_of(registration: "Registration") -> "PluginRow":
+    from agentrl_core.plugins.discovery import rows_of
     from agentrl_core.plugins.registration import registrations
+
+    # Those of the same name too: they make it a duplicate.
+    same = [each for each in registrations() if (each.kind, each.name) == (registration.kind, registration.name)]
+    return next(row for row, each in zip(rows_of(same), same, strict=True) if each == registration)
+
+
+def _spec_of(registration: "Registration") -> "PluginSpec | None":
+    from agentrl_core.api.errors import PluginError
+    from agentrl_core.plugins.child import stdout_to_stderr
     from agentrl_core.plugins.spec import load_spec
 
-    for each in registrations():
-        if (each.kind, each.name, each.dist) == (row.kind, row.name, row.dist):
-            try:
-                return load_spec(each)
-            except PluginError:
-                # The row carries the reason.
-                return None
-    return None
+    try:
+        with stdout_to_stderr():
+            return load_spec(registration)
+    except PluginError:
+        # The row carries the reason.
+        return None
 
 
 def _row_as_json(row: "PluginRow") -> dict[str, Any]:

@@ -1,20 +1,26 @@
 """Lists what is installed. One broken plugin is a row with its reason, never a crash.
 
-Only the modules that hold specs are imported, never an implementation, and what they print goes to stderr.
+Only the modules that hold specs are imported, never an implementation. A child process imports them: one that hangs,
+prints or ends the process does no more harm than one that raises.
 """
 
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from agentrl_core.api.errors import PluginBrokenError, PluginIncompatibleError
 from agentrl_core.api.plugin import PluginSpec
+from agentrl_core.plugins.child import Lost, map_in_child
 from agentrl_core.plugins.registration import BLOCK_VARIABLE, Registration, block_list, is_blocked, registrations
 from agentrl_core.plugins.requirements import pip_command, unmet
 from agentrl_core.plugins.spec import check_spec, import_spec
 
 Status = Literal["ok", "external", "missing-extra", "broken", "incompatible", "duplicate", "blocked"]
+
+SPEC_SECONDS = 10.0
+"""How long the module of a spec may take to import: far more than a light one does on a busy machine."""
 
 
 @dataclass(frozen=True)
@@ -44,18 +50,28 @@ class PluginRow:
     location: str = ""
 
 
-def discover(kinds: Iterable[str] | None = None, block: Sequence[str] = ()) -> list[PluginRow]:
+def discover(
+    kinds: Iterable[str] | None = None, block: Sequence[str] = (), time_limit: float = SPEC_SECONDS
+) -> list[PluginRow]:
     """All installed plugins of the given kinds (all kinds by default), in a stable order.
 
     Args:
         kinds: keys of ``KINDS``.
         block: names, packages or ``package:name`` that must not be used, besides those of ``AGENTRL_PLUGINS_BLOCK``.
+        time_limit: seconds for importing the module of one spec; one that takes longer is ``broken``.
     """
     wanted = None if kinds is None else set(kinds)
+    return rows_of([each for each in registrations() if wanted is None or each.kind in wanted], block, time_limit)
+
+
+def rows_of(
+    found: Sequence[Registration], block: Sequence[str] = (), time_limit: float = SPEC_SECONDS
+) -> list[PluginRow]:
+    """The rows of these registrations, as :func:`discover` makes them; duplicates are looked for among them."""
     blocked = block_list(block)
-    found = [each for each in registrations() if wanted is None or each.kind in wanted]
     usable = [each for each in found if not is_blocked(each, blocked)]
-    return [_row(each, usable) for each in found]
+    rows = dict(zip(usable, map_in_child(partial(_row, usable=usable), usable, time_limit), strict=True))
+    return [_blocked(each) if each not in rows else _found(each, rows[each]) for each in found]
 
 
 def is_external(spec: PluginSpec) -> bool:
@@ -63,21 +79,32 @@ def is_external(spec: PluginSpec) -> bool:
     return spec.kind == "engine" and "shared_module" not in spec.capabilities
 
 
+def _bare(registration: Registration, status: Status, error: str) -> PluginRow:
+    names = (registration.kind, registration.name, registration.dist, registration.version)
+    return PluginRow(*names, api_version=None, status=status, error=error)
+
+
+def _blocked(registration: Registration) -> PluginRow:
+    return _bare(registration, "blocked", f"blocked by plugins.block or {BLOCK_VARIABLE}")
+
+
+def _found(registration: Registration, row: PluginRow | Lost) -> PluginRow:
+    if isinstance(row, PluginRow):
+        return row
+    target = f"importing {registration.entry_point.value} for {registration.title}"
+    return _bare(registration, "broken", f"package {registration.package} is broken: {target} {row.reason}")
+
+
 def _row(registration: Registration, usable: list[Registration]) -> PluginRow:
-    bare = PluginRow(registration.kind, registration.name, registration.dist, registration.version, None, "ok")
-    if registration not in usable:
-        return replace(bare, status="blocked", error=f"blocked by plugins.block or {BLOCK_VARIABLE}")
     try:
         spec = import_spec(registration)
     except PluginBrokenError as error:
-        return replace(bare, status="broken", error=str(error))
+        return _bare(registration, "broken", str(error))
     status, reason = _status(registration, spec, usable)
     return replace(
-        bare,
+        _bare(registration, status, reason),
         api_version=spec.api_version,
-        status=status,
         summary=_first_line(spec.summary),
-        error=reason,
         requires=tuple(map(str, spec.requires)),
         capabilities=tuple(sorted(map(str, spec.capabilities))),
         factory=str(spec.factory),

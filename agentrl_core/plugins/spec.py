@@ -43,7 +43,7 @@ def import_spec(registration: Registration, load: Callable[[], Any] | None = Non
         PluginBrokenError: the import raised, or the entry point names something else than a spec.
     """
     if registration.kind not in KINDS:
-        raise PluginBrokenError(f"package {registration.package}: {_unknown_group(registration.kind)}")
+        raise PluginBrokenError(f"package {registration.package}: {unknown_group(registration.kind)}")
     target = registration.entry_point.value
     try:
         with contextlib.redirect_stdout(sys.stderr):
@@ -163,7 +163,8 @@ def _requirement_problems(requires: Any) -> list[str]:
     return problems
 
 
-def _unknown_group(group: str) -> str:
+def unknown_group(group: str) -> str:
+    """What to say of an entry-point group of ours that no kind has."""
     groups = [kind.group for kind in KINDS.values()]
     close = difflib.get_close_matches(group, groups, 1)
     hint = f"did you mean {close[0]!r}?" if close else f"allowed are {', '.join(groups)}"

@@ -213,3 +213,20 @@ def test_show_of_a_duplicate(isolated_plugins: IsolatedPlugins) -> None:
         "error: 'shout' is registered by several packages: write acme-one:shout or acme-two:shout\n",
     )
     assert "name: acme-two:shout" in shown("show", "acme-two:shout")["yaml"]
+
+
+def test_show_as_json_stays_clean_although_the_plugin_writes_to_stdout(
+    isolated_plugins: IsolatedPlugins, capfd: pytest.CaptureFixture[str]
+) -> None:
+    add_plugin(isolated_plugins)
+    file = isolated_plugins.path / "acme_tools.py"
+    file.write_text("import os\nos.write(1, b'HELLO')\n" + file.read_text())
+    assert shown("show", "shout")["plugin"]["name"] == "shout"
+    assert capfd.readouterr().out == ""
+
+
+def test_show_loads_only_what_has_the_name(isolated_plugins: IsolatedPlugins) -> None:
+    add_plugin(isolated_plugins)
+    hangs = "import threading\nthreading.Event().wait()\n"
+    isolated_plugins.add("acme-slow", {"agentrl.tools": {"slow": "acme_slow:PLUGIN"}}, modules={"acme_slow.py": hangs})
+    assert shown("show", "shout")["plugin"]["name"] == "shout"

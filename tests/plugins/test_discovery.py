@@ -241,11 +241,11 @@ def test_blocking_one_of_two_ends_the_conflict(isolated_plugins: IsolatedPlugins
 
 
 def test_what_a_plugin_prints_at_import_does_not_reach_stdout(
-    isolated_plugins: IsolatedPlugins, capsys: pytest.CaptureFixture[str]
+    isolated_plugins: IsolatedPlugins, capfd: pytest.CaptureFixture[str]
 ) -> None:
     add_tool(isolated_plugins, before="print('hello from acme')\n")
     assert only_row().status == "ok"
-    captured = capsys.readouterr()
+    captured = capfd.readouterr()
     assert captured.out == ""
     assert "hello from acme" in captured.err
 

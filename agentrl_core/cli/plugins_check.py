@@ -1,0 +1,139 @@
+"""``agentrl plugins check``."""
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.text import Text
+
+from agentrl_core.api.errors import WorkerError
+from agentrl_core.api.plugin import KINDS, PluginRef
+from agentrl_core.cli.plugins import registrations_of
+from agentrl_core.plugins.check import CheckResult, check_here, check_in_children, failed
+from agentrl_core.plugins.discovery import conflict_text
+from agentrl_core.plugins.registration import (
+    BLOCK_VARIABLE,
+    Registration,
+    block_list,
+    is_blocked,
+    registrations,
+)
+from agentrl_core.plugins.spec import unknown_group
+
+if TYPE_CHECKING:
+    from agentrl_core.controller.runtime import ActorHandle, Runtime
+
+_STYLES = {"ok": "green", "external": "cyan", "failed": "bold red"}
+# A Ray worker imports what all workers import before it answers.
+_WORKER_SECONDS = 120.0
+
+
+class CheckActor:
+    """Checks plugins in a Ray worker, which resolves the driver's references as the workers of a run do."""
+
+    def ready(self) -> None:
+        """Answers when the process is up."""
+
+    def check(self, ref: PluginRef) -> CheckResult:
+        return check_here(ref)
+
+
+def run(names: Sequence[str], *, kinds: list[str] | None, on_ray: bool, time_limit: float) -> int:
+    """Check plugins and print what was found.
+
+    Args:
+        names: names or ``package:name``; none: all that are installed.
+        kinds: only these.
+        time_limit: seconds for each plugin, in its process and again in the Ray worker.
+
+    Returns:
+        The exit code: 1 on any failure.
+    """
+    console = Console(highlight=False, soft_wrap=True)
+    chosen = _chosen(names, kinds)
+    blocked = block_list()
+    usable = [each for each in chosen if not is_blocked(each, blocked)]
+    results = {each: result for each in usable if (result := _registered_wrongly(each, usable))}
+    to_check = [each for each in usable if each not in results]
+    results |= zip(to_check, check_in_children([_ref(each) for each in to_check], time_limit), strict=True)
+    if on_ray:
+        good = {each: result for each, result in results.items() if result.status == "ok"}
+        results |= _checked_on_ray(good, time_limit, console)
+    for each in chosen:
+        if each in results:
+            _print(console, results[each])
+        else:
+            console.print(f"blocked   {each.title} of package {each.package}: by {BLOCK_VARIABLE}")
+    failures = sum(result.status == "failed" for result in results.values())
+    console.print(f"{len(results)} checked, {failures} failed")
+    return 1 if failures else 0
+
+
+def _chosen(names: Sequence[str], kinds: list[str] | None) -> list[Registration]:
+    if names:
+        return list(dict.fromkeys(each for name in names for each in registrations_of(name, kinds)))
+    return [each for each in registrations() if kinds is None or each.kind in kinds]
+
+
+def _ref(registration: Registration) -> PluginRef:
+    return PluginRef(registration.kind, registration.name, registration.dist, registration.version)
+
+
+def _registered_wrongly(one: Registration, usable: Sequence[Registration]) -> CheckResult | None:
+    if one.kind not in KINDS:
+        return failed(_ref(one), f"package {one.package}: {unknown_group(one.kind)}")
+    same = [each for each in usable if (each.kind, each.name) == (one.kind, one.name)]
+    return failed(_ref(one), conflict_text(same)) if len(same) > 1 else None
+
+
+def _checked_on_ray(
+    results: dict[Registration, CheckResult], time_limit: float, console: Console
+) -> dict[Registration, CheckResult]:
+    try:
+        from agentrl_core.controller.ray_backend import RayRuntime
+    except ModuleNotFoundError as error:
+        console.print(f"not checked in a Ray worker: {error.name} is not installed, pip install 'agentrl-core[ray]'")
+        return {}
+    if not results:
+        return {}
+    with RayRuntime() as runtime:
+        return asyncio.run(_check_with(runtime, results, time_limit))
+
+
+async def _check_with(
+    runtime: "Runtime", results: dict[Registration, CheckResult], time_limit: float
+) -> dict[Registration, CheckResult]:
+    checked: dict[Registration, CheckResult] = {}
+    worker: ActorHandle | None = None
+    for each, before in results.items():
+        if worker is None:
+            worker = runtime.actor(CheckActor, name="plugin-check")
+            await asyncio.wait_for(worker.call("ready"), _WORKER_SECONDS)
+        lost = ""
+        try:
+            found = await asyncio.wait_for(worker.call("check", _ref(each)), time_limit)
+        except TimeoutError:
+            lost = f"did not end within {time_limit:g} s"
+        except WorkerError as error:
+            lost = f"failed: {error}"
+        if lost:
+            found = failed(before.ref, f"package {each.package} is broken: checking {each.title} {lost}")
+            worker.kill()
+            worker = None
+        checked[each] = before if found.status == "ok" else _in_a_worker(found)
+    return checked
+
+
+def _in_a_worker(result: CheckResult) -> CheckResult:
+    return replace(result, problems=tuple(f"in a Ray worker: {problem}" for problem in result.problems))
+
+
+def _print(console: Console, result: CheckResult) -> None:
+    head = Text.assemble((f"{result.status:<9}", _STYLES[result.status]), f" {result.title}")
+    console.print(head)
+    for line in (*result.problems, *result.notes):
+        console.print(Text(f"          {line}"))
+    if result.traceback:
+        console.print(Text(result.traceback.rstrip()))
