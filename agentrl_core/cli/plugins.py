@@ -1,7 +1,8 @@
-"""``agentrl plugins list`` and ``agentrl plugins show``."""
+"""``agentrl plugins``: list, show, new."""
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -55,6 +56,20 @@ def show_plugin(
         _print_json(_shown_as_json(row, spec))
     else:
         _print_plugin(row, spec)
+
+
+@app.command("new")
+def new_plugin(
+    kind: Annotated[str, typer.Argument(help="A kind, such as tool or agent_loop.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Of the plugin, its package and its folder.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", help="Folder in which the package's folder is made.")] = Path("."),
+) -> None:
+    """Make the package of a new plugin, which installs and passes its own tests."""
+    from agentrl_core.plugins.scaffold import scaffold
+
+    folder = scaffold(kind, name, output)
+    typer.echo(f"{folder}: README.md says what to fill in")
+    typer.echo(f"next: pip install -e '{folder}[test]' && pytest {folder}")
 
 
 def _kinds(kind: str | None) -> list[str] | None:
