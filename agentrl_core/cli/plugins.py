@@ -1,7 +1,8 @@
-"""``agentrl plugins list``, ``show`` and ``check``."""
+"""``agentrl plugins``: list, show, check, new."""
 
 import json
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -73,6 +74,20 @@ def check_plugins(
     from agentrl_core.cli.plugins_check import run
 
     raise typer.Exit(run(names or [], kinds=_kinds(kind), on_ray=not no_ray, time_limit=timeout))
+
+
+@app.command("new")
+def new_plugin(
+    kind: Annotated[str, typer.Argument(help="A kind, such as tool or agent_loop.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Of the plugin, its package and its folder.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", help="Folder in which the package's folder is made.")] = Path("."),
+) -> None:
+    """Make the package of a new plugin, which installs and passes its own tests."""
+    from agentrl_core.plugins.scaffold import scaffold
+
+    folder = scaffold(kind, name, output)
+    typer.echo(f"{folder}: README.md says what to fill in")
+    typer.echo(f"next: pip install -e '{folder}[test]' && pytest {folder}")
 
 
 def _kinds(kind: str | None) -> list[str] | None:
