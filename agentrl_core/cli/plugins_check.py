@@ -92,7 +92,7 @@ def _checked_on_ray(
     results: dict[Registration, CheckResult], time_limit: float, console: Console
 ) -> dict[Registration, CheckResult]:
     try:
-        from agentrl_core.controller.ray_backend import RayRuntime
+        from agentrl_core.controller.ray_runtime import RayRuntime
     except ModuleNotFoundError as error:
         console.print(f"not checked in a Ray worker: {error.name} is not installed, pip install 'agentrl-core[ray]'")
         return {}

@@ -91,8 +91,8 @@ def test_two_packages_with_one_name(isolated_plugins: IsolatedPlugins) -> None:
     assert result.exit_code == 1
     assert (
         result.stdout.count(
-            "tool 'shout' is registered by acme-one 0.1.0 and acme-two 0.1.0: write 'acme-one:shout' or 'acme-two:shout', "
-            "or uninstall one\n"
+            "tool 'shout' is registered by acme-one 0.1.0 and acme-two 0.1.0: write 'acme-one:shout' or "
+            "'acme-two:shout', or uninstall one\n"
         )
         == 2
     )
