@@ -11,7 +11,6 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
-import stevedore
 from packaging.requirements import InvalidRequirement, Requirement
 
 from agentrl_core.api.errors import PluginBrokenError, PluginIncompatibleError
@@ -22,7 +21,6 @@ _NAME = re.compile(r"[a-z0-9][a-z0-9_-]*")
 _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*")
 
 _IMPORT_MACHINERY = ("<frozen ", os.path.dirname(importlib.__file__))
-_CALLERS = (os.path.dirname(__file__), os.path.dirname(stevedore.__file__))
 
 
 def load_spec(registration: Registration, load: Callable[[], Any] | None = None) -> PluginSpec:
@@ -141,12 +139,15 @@ def describe_exception(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
+    # Here, because only errors need it, and listing has to be quick.
+    import stevedore
+
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     while places and places[-1][0].startswith(_IMPORT_MACHINERY):
         places.pop()
-    if not places or places[-1][0].startswith(_CALLERS):
+    if not places or places[-1][0].startswith((os.path.dirname(__file__), os.path.dirname(stevedore.__file__))):
         return ""
     return f"{places[-1][0]}:{places[-1][1]}"
 

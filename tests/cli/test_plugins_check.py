@@ -89,13 +89,11 @@ def test_two_packages_with_one_name(isolated_plugins: IsolatedPlugins) -> None:
     add_plugin(isolated_plugins, "acme-two")
     result = check("shout")
     assert result.exit_code == 1
-    assert (
-        result.stdout.count(
-            "tool 'shout' is registered by acme-one 0.1.0 and acme-two 0.1.0: write 'acme-one:shout' or "
-            "'acme-two:shout', or uninstall one\n"
-        )
-        == 2
+    conflict = (
+        "tool 'shout' is registered by acme-one 0.1.0 and acme-two 0.1.0: write 'acme-one:shout' or "
+        "'acme-two:shout', or uninstall one\n"
     )
+    assert result.stdout.count(conflict) == 2
     assert check("acme-two:shout").stdout.splitlines() == [
         "ok        tool 'shout' of package acme-two 0.1.0",
         "1 checked, 0 failed",
