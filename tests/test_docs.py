@@ -16,7 +16,7 @@ from agentrl_core.config import load_config
 from agentrl_core.testing.tiny_model import save_tiny_model
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/plugins").glob("*.md"))]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ROW = '{"prompt": "1 + 1?", "data_source": "calculator", "reward_model": {"ground_truth": "2"}}\n'
 
@@ -93,13 +93,14 @@ def test_commands_of_the_docs_exist(command: str) -> None:
     assert result.exit_code == 0, f"agentrl {command}: {result.output}"
 
 
-def test_config_page_is_current() -> None:
+@pytest.mark.parametrize("name", ["config.md", "plugins/catalogue.md"])
+def test_generated_pages_are_current(name: str) -> None:
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
     assert spec is not None and spec.loader is not None
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
-    assert (ROOT / "docs/config.md").read_text(encoding="utf-8") == generate.config_page(), (
-        "docs/config.md is not current: python docs/generate.py"
+    assert (ROOT / "docs" / name).read_text(encoding="utf-8") == generate.PAGES[name](), (
+        f"docs/{name} is not current: python docs/generate.py"
     )
 
 

@@ -47,12 +47,12 @@ class CleanEnvironment:
         return done.stdout
 
     def train(self, name: str, model: Path, changes: dict[str, Any], rows: Sequence[dict[str, Any]]) -> Path:
-        """Three steps with the scripted engine unless ``changes`` say otherwise; the run's directory."""
+        """Three steps; the run's directory."""
         (self.folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         config = {
             "model": {"path": str(model)},
             "data": {"train_files": [f"{name}.jsonl"], "batch_size": 2, "max_prompt_length": 1024},
-            "algorithm": {"advantage": "grpo", "loss": "ppo"},
+            "algorithm": {"advantage": NEW["advantage_estimator"], "loss": "ppo"},
             "trainer": {"name": name, "steps": 3, "trackers": ["jsonl"], "checkpoint": {"interval": 0}},
             "cluster": {"device": "cpu", "cpu_threads": 1},
         }
@@ -148,6 +148,12 @@ def steps_of(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+def assert_trained(run: Path) -> None:
+    """Three steps, and every row of them has moved the weights."""
+    assert [step["actor/trained_rows_share"] for step in steps_of(run)] == [1.0, 1.0, 1.0]
+    assert all(step["actor/grad_norm"] > 0 for step in steps_of(run))
+
+
 def rollouts_of(run: Path, step: int) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / f"rollouts/step-{step:06d}.jsonl").read_text().splitlines()]
 
@@ -160,6 +166,7 @@ def test_new_loop_tool_and_reward_train(clean: CleanEnvironment, tiny_model: Pat
         "reward": {"functions": [NEW["reward_function"]]},
     }
     run = clean.train("new", tiny_model, changes, [question("How many words?", "3")] * 6)
+    assert_trained(run)
     assert [step["reward/mean"] for step in steps_of(run)] == [1.0, 1.0, 1.0]
     for row in rollouts_of(run, 3):
         assert "<tool_response>\n3\n</tool_response>" in json.dumps(row).replace("\\n", "\n")
@@ -173,6 +180,7 @@ def test_third_party_loop_tool_and_reward_train(clean: CleanEnvironment, tiny_mo
         "reward": {"functions": ["acme_closeness"]},
     }
     run = clean.train("acme", tiny_model, changes, [question("3 km in m?", "3000")] * 6)
+    assert_trained(run)
     assert [step["reward/mean"] for step in steps_of(run)] == pytest.approx([0.5] * 3)
     lock = json.loads((run / "plugins.lock.json").read_text())
     assert "acme-agentrl-extras" in json.dumps(lock)
@@ -194,7 +202,11 @@ def test_new_plugins_of_all_other_kinds_train(clean: CleanEnvironment, tiny_mode
             "max_response_length": 8,
         },
         "reward": {"manager": NEW["reward_manager"], "functions": [NEW["reward_function"]]},
-        "algorithm": {"advantage": NEW["advantage_estimator"], "loss": NEW["policy_loss"]},
+        "algorithm": {
+            # No answer of a random model is right: without a baseline below 0 there would be nothing to learn.
+            "advantage": {"name": NEW["advantage_estimator"], "config": {"baseline": -1.0}},
+            "loss": NEW["policy_loss"],
+        },
         "hooks": [NEW["hook"]],
         "trainer": {
             "name": "all",
@@ -204,6 +216,6 @@ def test_new_plugins_of_all_other_kinds_train(clean: CleanEnvironment, tiny_mode
         },
     }
     run = clean.train("all", tiny_model, changes, [question("How many words?", "3")] * 6)
-    assert len(steps_of(run)) == 3
+    assert_trained(run)
     assert json.loads((run / "best.json").read_text())["step"] == 1
-    assert (run / "metrics.csv").read_text().count("actor/loss") == 3
+    assert (run / "metrics.csv").read_text().count("actor/ratio") == 3
