@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import agentrl_core
+from agentrl_core.cli import config as config_command
 from agentrl_core.cli import engines, plugins
 
 _VERBOSE = "agentrl.verbose"
@@ -93,6 +94,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 rollouts_app = typer.Typer(help="Look at the trajectories of a run.", no_args_is_help=True)
+app.add_typer(config_command.app, name="config")
 app.add_typer(plugins.app, name="plugins")
 app.add_typer(engines.app, name="engines")
 app.add_typer(rollouts_app, name="rollouts")

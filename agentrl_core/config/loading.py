@@ -11,10 +11,10 @@ from agentrl_core.config.cross_checks import Sound, check
 from agentrl_core.config.interpolation import interpolated
 from agentrl_core.config.introspect import found
 from agentrl_core.config.merging import absolute, merged, normalised, with_overrides
-from agentrl_core.config.nodes import Node, Origin, from_plain, problem, read_file
+from agentrl_core.config.nodes import DEFAULT, Node, Origin, dotted, from_plain, problem, read_file
 from agentrl_core.config.schema import Config
 from agentrl_core.config.validation import Resolver, Walker
-from agentrl_core.config.writing import to_dict
+from agentrl_core.config.writing import leaves, to_dict
 
 _EXTENDS = "extends"
 
@@ -53,6 +53,29 @@ def load_with(
     resolver: Resolver, path: str | Path, overrides: Sequence[str] = (), *, check_files: bool = True
 ) -> Config:
     """:func:`load_config` with another source of plugins."""
+    return _loaded(resolver, path, overrides, check_files)[0]
+
+
+def load_with_origins(
+    path: str | Path, overrides: Sequence[str] = (), resolver: Resolver | None = None
+) -> tuple[Config, dict[str, str]]:
+    """:func:`load_config` without a look at model and data, and where each value comes from.
+
+    Returns:
+        The tree, and by key path of every value ``"default"``, ``"file:line"`` or ``"override 'key=value'"``. Files are
+        named as seen from the directory of ``path``.
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    config, origins = _loaded(resolver or _installed(), path, overrides, check_files=False)
+    values = leaves(to_dict(config))
+    return config, {dotted(key): origins[dotted(key)].label if dotted(key) in origins else DEFAULT for key, _ in values}
+
+
+def _loaded(
+    resolver: Resolver, path: str | Path, overrides: Sequence[str], check_files: bool
+) -> tuple[Config, dict[str, Origin]]:
     file = Path(path)
     tree = _read(file, Path(os.path.abspath(file)).parent, ())
     tree, problems = with_overrides(tree, overrides, Path.cwd())
@@ -63,7 +86,7 @@ def load_with(
 def bind_with(resolver: Resolver, config: Config, *, check_files: bool = True) -> Config:
     """:func:`bind` with another source of plugins."""
     tree = normalised(Config, from_plain(to_dict(config), Origin("", Path.cwd())))
-    return _checked(resolver, tree, [], "", check_files)
+    return _checked(resolver, tree, [], "", check_files)[0]
 
 
 def _installed() -> Resolver:
@@ -93,7 +116,9 @@ def _read(file: Path, home: Path, below: tuple[str, ...]) -> Node:
     return merged(Config, _read(parent, home, (*below, full)), tree)
 
 
-def _checked(resolver: Resolver, tree: Node, problems: list[str], source: str, check_files: bool) -> Config:
+def _checked(
+    resolver: Resolver, tree: Node, problems: list[str], source: str, check_files: bool
+) -> tuple[Config, dict[str, Origin]]:
     walker = Walker(resolver, _blocked(tree))
     config = walker.section(Config, tree, ())
     problems = [*problems, *walker.problems]
@@ -103,7 +128,7 @@ def _checked(resolver: Resolver, tree: Node, problems: list[str], source: str, c
     if problems:
         raise ConfigError(problems, source)
     checked: Config = config
-    return checked
+    return checked, walker.origins
 
 
 def _blocked(tree: Node) -> list[str]:
