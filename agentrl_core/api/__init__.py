@@ -57,7 +57,7 @@ from agentrl_core.api.errors import (
     ToolError,
     WorkerError,
 )
-from agentrl_core.api.hooks import HookContext, HookSpecs, hookimpl
+from agentrl_core.api.hooks import EndedTrajectory, HookContext, HookSpecs, hookimpl
 from agentrl_core.api.interaction import Interaction, InteractionContext, InteractionTurn
 from agentrl_core.api.plugin import KINDS, PluginKind, PluginRef, PluginSpec
 from agentrl_core.api.ports import free_port
@@ -101,6 +101,7 @@ __all__ = [
     "DataError",
     "DatasetContext",
     "DeadlineError",
+    "EndedTrajectory",
     "EngineContext",
     "EngineError",
     "FunctionTool",

@@ -1,7 +1,7 @@
 """Where each value of a resolved configuration comes from, and the YAML that says so."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_core.config import to_commented_yaml, to_dict
@@ -62,6 +62,7 @@ TEXT = st.text(" ab1:#-'\"\n\t\\${}é\u2028\x85", max_size=12) | st.sampled_from
 )
 
 
+@settings(max_examples=40, deadline=None)
 @given(
     st.dictionaries(
         st.text("abc", min_size=1),
