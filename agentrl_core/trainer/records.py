@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from agentrl_core.api import EndedTrajectory
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
-from agentrl_core.tracking.records import RolloutRecord
+from agentrl_core.tracking.records import RolloutRecord, reward_input
 from agentrl_core.tracking.run_dir import Split
 
 
@@ -36,9 +36,11 @@ def make_records(
         if not result.outputs:
             records.append(RolloutRecord(**common, prompt_ids=[], response_ids=[], response_mask=[]))
         for output in result.outputs:
+            is_last = output is result.outputs[-1]
             records.append(
                 RolloutRecord(
                     **common,
+                    reward_input=reward_input(result.reward_input) if result.reward_input and is_last else None,
                     prompt_ids=output.prompt_ids,
                     response_ids=output.response_ids,
                     response_mask=output.response_mask,
