@@ -54,7 +54,8 @@ class RolloutRecord:
         error: what went wrong, for the terminations that are errors.
         advantage: of the outcome, where the estimator gives one number to the trajectory.
         reward_input: what rewards saw that stands nowhere else here: ``model_text``, ``last_text``, ``full_text``,
-            ``extra_info``, ``row``, and ``termination`` before scoring; None where nothing was scored, and in all rows of a trajectory but its last.
+            ``extra_info``, ``row``, and ``termination`` before scoring; None where nothing was scored, and in all rows
+            of a trajectory but its last.
     """
 
     schema_version: int = SCHEMA_VERSION
