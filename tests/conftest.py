@@ -122,6 +122,10 @@ class Record:
         self.write("rollout_start", step)
 
     @hookimpl
+    def on_trajectory_end(self, step, trajectory):
+        self.write(f"{trajectory.split}_trajectory", step)
+
+    @hookimpl
     def on_rollout_end(self, step, batch):
         self.write("rollout_end", step, batch)
 

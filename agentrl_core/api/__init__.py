@@ -61,7 +61,7 @@ if TYPE_CHECKING:
         ToolError,
         WorkerError,
     )
-    from agentrl_core.api.hooks import HookContext, HookSpecs, hookimpl
+    from agentrl_core.api.hooks import EndedTrajectory, HookContext, HookSpecs, hookimpl
     from agentrl_core.api.interaction import Interaction, InteractionContext, InteractionTurn
     from agentrl_core.api.plugin import KINDS, PluginKind, PluginRef, PluginSpec
     from agentrl_core.api.ports import free_port
@@ -105,6 +105,7 @@ __all__ = [
     "DataError",
     "DatasetContext",
     "DeadlineError",
+    "EndedTrajectory",
     "EngineContext",
     "EngineError",
     "FunctionTool",
@@ -191,7 +192,7 @@ _NAMES_OF_MODULE = {
         "PluginIncompatibleError", "PluginNotFoundError", "PluginRequirementError", "ProtocolError", "RewardError",
         "RolloutError", "TemplateError", "ToolError", "WorkerError",
     ),
-    "hooks": ("HookContext", "HookSpecs", "hookimpl"),
+    "hooks": ("EndedTrajectory", "HookContext", "HookSpecs", "hookimpl"),
     "interaction": ("Interaction", "InteractionContext", "InteractionTurn"),
     "plugin": ("KINDS", "PluginKind", "PluginRef", "PluginSpec"),
     "ports": ("free_port",),

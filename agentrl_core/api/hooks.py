@@ -1,16 +1,28 @@
 """Lifecycle hooks: observe a run, or replace a batch, without touching the loop.
 
-A hook plugin's factory ``(config, HookContext) -> object`` returns an object with any of the methods of
-:class:`HookSpecs`, marked with :data:`hookimpl`. Only hooks that the config lists are imported; they are called in
-the order of the config. An exception names plugin and hook, and ends the run.
+**Contract.** A hook plugin's factory ``(config, HookContext) -> object`` returns an object with any of the methods of
+:class:`HookSpecs`, each marked with :data:`hookimpl` and taking any of the arguments that the hook names. A method
+``on_…`` that is no hook is refused with a suggestion. Only hooks that the config lists are imported.
 
-    class Bell:
-        def __init__(self, config, context): ...
+**Lifecycle.** Built once, after the run's directory is there; called in the order of the config; ``on_run_end`` is the
+last call, however the run ends.
+
+**Threads.** Everything runs in the trainer's process, in the thread that called ``Trainer.fit()``, between the phases
+of a step: no two hooks run at once, none needs a lock, and a slow one makes the step slower. Hooks are plain methods,
+never coroutines.
+
+**Errors.** An exception becomes a ``PluginBrokenError`` that names plugin and hook, and ends the run.
+
+    class Solved:
+        def __init__(self, config, context):
+            self.solved = 0
+
         @hookimpl
-        def on_run_end(self, status): ...
+        def on_trajectory_end(self, step, trajectory):
+            self.solved += trajectory.reward == 1.0
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +42,43 @@ class HookContext:
     run_dir: Path
 
 
+@dataclass(frozen=True)
+class EndedTrajectory:
+    """A trajectory that has ended, in whatever way.
+
+    Args:
+        trajectory_id: unique within the run.
+        uid: of the prompt: its samples share it.
+        split: ``train`` or ``validation``.
+        data_source: of the dataset row.
+        termination: a value of ``Termination``.
+        reward: what is trained, revised by the whole group where the manager does that; None where there is none.
+        reward_metrics: details of the reward.
+        messages: the conversation; empty if it failed before there was one.
+        num_turns: as in ``AgentLoopOutput``; 0 if it failed before there was one.
+        sampled_tokens: of the policy, all turns.
+        attempts: how often it was started.
+        timings: seconds by kind: generate, tools, interaction, reward, total.
+        error: what went wrong, for the terminations that are errors.
+    """
+
+    trajectory_id: str
+    uid: str
+    split: str
+    data_source: str
+    termination: str
+    reward: float | None
+    reward_metrics: Mapping[str, float]
+    messages: Sequence[Mapping[str, Any]]
+    num_turns: int
+    sampled_tokens: int
+    attempts: int
+    timings: Mapping[str, float]
+    error: str | None
+
+
 class HookSpecs:
-    """All hooks. Every one runs in the trainer's process unless it says otherwise."""
+    """All hooks. Every one runs in the trainer's process, in the thread of ``Trainer.fit()``."""
 
     @hookspec
     def on_run_start(self, config: Mapping[str, Any], run_dir: Path) -> None:
@@ -40,6 +87,14 @@ class HookSpecs:
     @hookspec
     def on_rollout_start(self, step: int) -> None:
         """Before the prompts of a step go out."""
+
+    @hookspec
+    def on_trajectory_end(self, step: int, trajectory: EndedTrajectory) -> None:
+        """Once for each trajectory, failed ones too, in the order of the prompts.
+
+        Not at the moment when it ends in its worker, but when all of its rollout have ended and rewards are settled:
+        in training before ``on_rollout_end``, in validation before ``on_validation_end``.
+        """
 
     @hookspec
     def on_rollout_end(self, step: int, batch: Any) -> None:

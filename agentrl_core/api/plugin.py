@@ -24,8 +24,18 @@ from agentrl_core.api.config import NoConfig
 class PluginKind:
     """One pluggable slot of agentrl.
 
-    ``api_version`` is raised only when a plugin written for the old one would break. ``capabilities`` are the names
-    that a plugin of this kind may declare, each with its meaning.
+    ``capabilities`` are the names that a plugin of this kind may declare, each with its meaning.
+
+    ``api_version`` is the version of the kind's contract, one whole number. A plugin states the one that it was
+    written for; another one is refused before anything of it is imported but its spec.
+
+    Compatible, the number stays: a new method with a default implementation; a new field with a default in a dataclass
+    that the core makes (contexts, inputs) or that a plugin makes (outputs); a new capability; a new key in a row or in
+    ``metrics``; accepting more than before; a new exception class below one that was raised before.
+
+    Not compatible, the number rises: a method, field, argument or capability that is removed, renamed or gets another
+    type or meaning; a new abstract method; a new required argument; a call that comes from another thread, process or
+    event loop, or at another point of the lifecycle; refusing what was accepted; other shapes, dtypes or units.
     """
 
     kind: str

@@ -27,7 +27,7 @@ def run(config: Path, overrides: list[str], checkpoint: Path | None) -> None:
     loaded = load_config(config, overrides)
     if not loaded.data.validation_files:
         raise ConfigError("data.validation_files: expected at least one file to evaluate on, found none")
-    preparation = Preparation.of(loaded)
+    preparation = Preparation.of(loaded, training=False)
     with start_runtime(loaded) as runtime:
         engine = engine_context(loaded, preparation.plan, preparation.facts)
         manager = AgentLoopManager(loaded, runtime, engine, engine_gpus=engine_gpu_share(loaded))

@@ -10,6 +10,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 import agentrl_core
+from agentrl_core.cli import config as config_command
 from agentrl_core.cli import engines, plugins
 
 _VERBOSE = "agentrl.verbose"
@@ -93,9 +94,12 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 rollouts_app = typer.Typer(help="Look at the trajectories of a run.", no_args_is_help=True)
+reward_app = typer.Typer(help="Work on rewards.", no_args_is_help=True)
+app.add_typer(config_command.app, name="config")
 app.add_typer(plugins.app, name="plugins")
 app.add_typer(engines.app, name="engines")
 app.add_typer(rollouts_app, name="rollouts")
+app.add_typer(reward_app, name="reward")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -132,13 +136,17 @@ def train(
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest checkpoint, if there is one.")
     ] = False,
+    allow_plugin_drift: Annotated[
+        bool, typer.Option("--allow-plugin-drift", help="Resume although plugin versions have changed.")
+    ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log more; show the traceback of an error.")] = False,
 ) -> None:
     """Train as a YAML file says."""
     from agentrl_core.cli.train import run
 
     ctx.meta[_VERBOSE] = verbose or ctx.meta[_VERBOSE]
-    run(config=config, overrides=overrides or [], dry_run=dry_run, resume=resume, verbose=ctx.meta[_VERBOSE])
+    overrides = [*(overrides or []), *(["plugins.allow_drift=true"] if allow_plugin_drift else [])]
+    run(config=config, overrides=overrides, dry_run=dry_run, resume=resume, verbose=ctx.meta[_VERBOSE])
 
 
 @app.command("eval")
@@ -192,6 +200,27 @@ def show_rollouts(
     from agentrl_core.cli.rollouts import show
 
     show(run_dir=run_dir, step=step, count=count, validation=validation, color=color)
+
+
+@reward_app.callback()
+def reward_group() -> None:
+    """A callback keeps `replay` a subcommand although it is the only one."""
+
+
+@reward_app.command("replay")
+def replay_reward(
+    rollouts: Annotated[Path, typer.Argument(help="File rollouts/step-….jsonl of a run.", show_default=False)],
+    reward: Annotated[
+        str, typer.Option(help="A reward function: its name, or ./file.py:function.", show_default=False)
+    ],
+    config: Annotated[
+        Path | None, typer.Option(help="Configuration whose reward.functions has it, with its options.")
+    ] = None,
+) -> None:
+    """Score trajectories that a run wrote once more, in this process, so that breakpoint() works."""
+    from agentrl_core.cli.reward import replay
+
+    replay(rollouts=rollouts, reward=reward, config=config)
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """Configuration: the schema, and the way from a YAML file to a checked tree."""
 
 from agentrl_core.config.describe import OptionDoc, describe
-from agentrl_core.config.loading import bind, load_config
+from agentrl_core.config.loading import bind, load_config, load_with_origins
 from agentrl_core.config.schema import (
     ActorConfig,
     AdvantageSlot,
@@ -36,7 +36,7 @@ from agentrl_core.config.schema import (
     UpdateConfig,
     ValidationConfig,
 )
-from agentrl_core.config.writing import to_dict, to_yaml
+from agentrl_core.config.writing import to_commented_yaml, to_dict, to_yaml
 
 __all__ = [
     "ActorConfig",
@@ -75,6 +75,8 @@ __all__ = [
     "bind",
     "describe",
     "load_config",
+    "load_with_origins",
+    "to_commented_yaml",
     "to_dict",
     "to_yaml",
 ]

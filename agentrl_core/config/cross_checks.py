@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl_core.api.plugin import PluginSpec
+from agentrl_core.config.capabilities import Alternatives, installed_with, missing_capabilities
 from agentrl_core.config.schema import Config, Slot
 
 _MOST_PARENTS = 3
@@ -23,11 +24,6 @@ class Sound:
 
     def has(self, slot: str, capability: str) -> bool:
         return capability in self.specs[slot].capabilities
-
-    def any_loop_has(self, capability: str) -> bool:
-        return any(
-            self.has(f"rollout.agent.loops.{i}", capability) for i in range(len(self.config.rollout.agent.loops))
-        )
 
 
 Problems = Iterator[tuple[str, str]]
@@ -90,8 +86,6 @@ def deterministic_rollouts(sound: Sound) -> Problems:
     rollout = sound.config.rollout
     if not rollout.deterministic:
         return
-    if not sound.has("rollout.engine", "deterministic"):
-        yield "rollout.engine.name", f"rollout.deterministic needs an engine that can; '{rollout.engine.name}' cannot"
     if rollout.engine.replicas != 1:
         yield "rollout.engine.replicas", f"rollout.deterministic needs 1 replica, found {rollout.engine.replicas}"
     if rollout.engine.max_in_flight is not None:
@@ -163,20 +157,6 @@ def default_loop(sound: Sound) -> Problems:
             "rollout.agent.default_loop",
             f"'{agent.default_loop}' is not in rollout.agent.loops; allowed: {allowed}",
         )
-
-
-def everything_reachable(sound: Sound) -> Problems:
-    lists: dict[str, Sequence[Slot]] = {"tools": sound.config.tools, "interactions": sound.config.interactions}
-    for capability, slots in lists.items():
-        if slots and not sound.any_loop_has(capability):
-            loops = ", ".join(slot.registered_name for slot in sound.config.rollout.agent.loops)
-            configured = ", ".join(slot.registered_name for slot in slots)
-            yield (
-                capability,
-                f"nothing can reach {configured}: no agent loop of this run drives {capability} (loops: {loops}); add "
-                f"one with the capability '{capability}' to rollout.agent.loops (see `agentrl plugins list`) or set "
-                f"{capability}=[]",
-            )
 
 
 def something_rewards(sound: Sound) -> Problems:
@@ -253,14 +233,14 @@ CHECKS: tuple[Check, ...] = (
     optimizer_betas,
     unique_names,
     default_loop,
-    everything_reachable,
     something_rewards,
     validation_files,
 )
 FILE_CHECKS: tuple[Check, ...] = (models_exist, files_exist)
 
 
-def check(sound: Sound, check_files: bool) -> Problems:
+def check(sound: Sound, check_files: bool, alternatives: Alternatives = installed_with) -> Problems:
     """Every problem of every check; those of the file system only on request."""
+    yield from missing_capabilities(sound.config, sound.specs, training=False, alternatives=alternatives)
     for each in (*CHECKS, *(FILE_CHECKS if check_files else ())):
         yield from each(sound)

@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_core.api.errors import ConfigError
+from agentrl_core.config.capabilities import Alternatives, installed_with
 from agentrl_core.config.cross_checks import Sound, check
 from agentrl_core.config.interpolation import interpolated
-from agentrl_core.config.introspect import found
+from agentrl_core.config.introspect import found as shown
 from agentrl_core.config.merging import absolute, merged, normalised, with_overrides
-from agentrl_core.config.nodes import Node, Origin, from_plain, problem, read_file
+from agentrl_core.config.nodes import DEFAULT, Node, Origin, dotted, from_plain, problem, read_file
 from agentrl_core.config.schema import Config
 from agentrl_core.config.validation import Resolver, Walker
-from agentrl_core.config.writing import to_dict
+from agentrl_core.config.writing import leaves, to_dict
 
 _EXTENDS = "extends"
 
@@ -50,20 +51,52 @@ def bind(config: Config, *, check_files: bool = True) -> Config:
 
 
 def load_with(
-    resolver: Resolver, path: str | Path, overrides: Sequence[str] = (), *, check_files: bool = True
+    resolver: Resolver,
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    check_files: bool = True,
+    alternatives: Alternatives = installed_with,
 ) -> Config:
     """:func:`load_config` with another source of plugins."""
+    return _loaded(resolver, path, overrides, check_files, alternatives)[0]
+
+
+def load_with_origins(
+    path: str | Path, overrides: Sequence[str] = (), resolver: Resolver | None = None
+) -> tuple[Config, dict[str, str]]:
+    """:func:`load_config` without a look at model and data, and where each value comes from.
+
+    Returns:
+        The tree, and by key path of every value ``"default"``, ``"file:line"`` or ``"override 'key=value'"``. Files are
+        named as seen from the directory of ``path``.
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    config, origins = _loaded(resolver or _installed(), path, overrides, check_files=False)
+    values = leaves(to_dict(config))
+    return config, {dotted(key): origins[dotted(key)].label if dotted(key) in origins else DEFAULT for key, _ in values}
+
+
+def _loaded(
+    resolver: Resolver,
+    path: str | Path,
+    overrides: Sequence[str],
+    check_files: bool,
+    alternatives: Alternatives = installed_with,
+) -> tuple[Config, dict[str, Origin]]:
     file = Path(path)
     tree = _read(file, Path(os.path.abspath(file)).parent, ())
     tree, problems = with_overrides(tree, overrides, Path.cwd())
     tree, failed = interpolated(tree)
-    return _checked(resolver, normalised(Config, tree), [*problems, *failed], str(path), check_files)
+    return _checked(resolver, normalised(Config, tree), [*problems, *failed], str(path), check_files, alternatives)
 
 
 def bind_with(resolver: Resolver, config: Config, *, check_files: bool = True) -> Config:
     """:func:`bind` with another source of plugins."""
     tree = normalised(Config, from_plain(to_dict(config), Origin("", Path.cwd())))
-    return _checked(resolver, tree, [], "", check_files)
+    return _checked(resolver, tree, [], "", check_files)[0]
 
 
 def _installed() -> Resolver:
@@ -86,24 +119,32 @@ def _read(file: Path, home: Path, below: tuple[str, ...]) -> Node:
     if base is None:
         return tree
     if not isinstance(base.value, str):
-        raise ConfigError(problem(_EXTENDS, base.origin, f"expected a file name, found {found(base.value)}"), full)
+        raise ConfigError(problem(_EXTENDS, base.origin, f"expected a file name, found {shown(base.value)}"), full)
     parent = Path(absolute(base.value, base.origin))
     if not parent.is_file():
         raise ConfigError(problem(_EXTENDS, base.origin, f"no such file: {parent}"), source=str(file))
     return merged(Config, _read(parent, home, (*below, full)), tree)
 
 
-def _checked(resolver: Resolver, tree: Node, problems: list[str], source: str, check_files: bool) -> Config:
+def _checked(
+    resolver: Resolver,
+    tree: Node,
+    problems: list[str],
+    source: str,
+    check_files: bool,
+    alternatives: Alternatives = installed_with,
+) -> tuple[Config, dict[str, Origin]]:
     walker = Walker(resolver, _blocked(tree))
     config = walker.section(Config, tree, ())
     problems = [*problems, *walker.problems]
     if not problems:
         sound = Sound(config, walker.specs)
-        problems = [problem(key, walker.origins.get(key), message) for key, message in check(sound, check_files)]
+        found = check(sound, check_files, alternatives)
+        problems = [problem(key, walker.origins.get(key), message) for key, message in found]
     if problems:
         raise ConfigError(problems, source)
     checked: Config = config
-    return checked
+    return checked, walker.origins
 
 
 def _blocked(tree: Node) -> list[str]:

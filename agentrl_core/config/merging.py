@@ -22,7 +22,7 @@ from agentrl_core.config.introspect import (
     members,
     union_arms,
 )
-from agentrl_core.config.nodes import Node, Origin, dotted, from_plain, problem, read_value
+from agentrl_core.config.nodes import DEFAULT, Node, Origin, dotted, from_plain, problem, read_value
 from agentrl_core.config.schema import Config
 from agentrl_core.config.writing import plain
 
@@ -114,8 +114,9 @@ def _overlaid(tp: Any, info: OptionInfo, node: Node | None, keys: tuple[str, ...
         raise ConfigError(problem(keys, value.origin, message))
     member = member_of(tp, key)
     child = node.value.get(key)
+    nowhere = replace(value.origin, label=DEFAULT, is_override=False)
     if child is None and member.default is not None and isinstance(default := member.default(), list):
-        child = normalised(member.type, from_plain(plain(default), value.origin), member.info)
+        child = normalised(member.type, from_plain(plain(default), nowhere), member.info)
     child = _overlaid(member.type, member.info, child, keys, depth + 1, value)
     if is_slot(tp) and keys[depth:] == ("name",):
         node = _for_name(tp, node, child)

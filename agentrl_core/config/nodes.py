@@ -19,6 +19,9 @@ _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
 
 KeyPath = tuple[str | int, ...]
 
+DEFAULT = "default"
+"""Label of the origin of what nobody wrote."""
+
 
 @dataclass(frozen=True)
 class Origin:

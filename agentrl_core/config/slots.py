@@ -9,11 +9,16 @@ from agentrl_core.config.schema import Slot
 
 def all_slots(section: Any) -> Iterator[Slot]:
     """Every slot in a section of a configuration, in the order of the schema."""
+    return (slot for _, slot in slots_by_path(section))
+
+
+def slots_by_path(section: Any, path: str = "") -> Iterator[tuple[str, Slot]]:
+    """The same, each after its key path (``rollout.agent.loops.0``)."""
     if isinstance(section, Slot):
-        yield section
+        yield path, section
     elif isinstance(section, list):
-        for item in section:
-            yield from all_slots(item)
+        for index, item in enumerate(section):
+            yield from slots_by_path(item, f"{path}.{index}")
     elif is_dataclass(section):
-        for item in fields(section):
-            yield from all_slots(getattr(section, item.name))
+        for field in fields(section):
+            yield from slots_by_path(getattr(section, field.name), f"{path}.{field.name}".lstrip("."))

@@ -25,7 +25,7 @@ from agentrl_core.config.introspect import (
     within,
 )
 from agentrl_core.config.merging import absolute
-from agentrl_core.config.nodes import KeyPath, Node, Origin, dotted, from_plain, problem
+from agentrl_core.config.nodes import DEFAULT, KeyPath, Node, Origin, dotted, from_plain, problem
 from agentrl_core.config.schema import Config, Slot
 from agentrl_core.config.writing import plain
 
@@ -79,6 +79,7 @@ class Walker:
         if node.value is UNRESOLVED:
             return INVALID
         if tp is Any:
+            self.origins |= {dotted((*path, *below)): leaf.origin for below, leaf in node.leaves()}
             return node.plain()
         if node.value is None:
             return None if allows_none(tp) else self._mismatch(tp, node, path, info)
@@ -132,7 +133,7 @@ class Walker:
         known = {name: member for name, member in members(cls).items() if name != "config"}
         default = known["name"].default
         if "name" not in node.value and default is not None:
-            name = Node(default(), replace(node.origin, label="default"))
+            name = Node(default(), replace(node.origin, label=DEFAULT))
             node = replace(node, value={"name": name, **node.value})
         rest = replace(node, value={key: child for key, child in node.value.items() if key != "config"})
         resolved = self._resolved(cls, node, path)
@@ -162,7 +163,8 @@ class Walker:
 
     def _options(self, spec: PluginSpec, node: Node, path: KeyPath) -> Any:
         config = node.value.get("config") or Node({}, node.origin)
-        self.origins[dotted(path)] = config.origin
+        written = "config" in node.value
+        self.origins[dotted(path)] = config.origin if written else replace(config.origin, label=DEFAULT)
         if config.value is UNRESOLVED:
             return INVALID
         if not isinstance(config.value, dict):
@@ -236,7 +238,7 @@ def _default(member: Member, parent: Origin) -> Node | None:
     if member.default is None:
         return Node({}, parent) if is_section(arm) and not is_slot(arm) else None
     default = member.default()
-    return from_plain(plain(default), replace(parent, label="default")) if holds_sections else None
+    return from_plain(plain(default), replace(parent, label=DEFAULT)) if holds_sections else None
 
 
 def _is_instance(tp: Any, value: Any) -> bool:

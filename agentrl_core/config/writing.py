@@ -1,14 +1,17 @@
 """A configuration as plain containers and as YAML that loads back to the same configuration."""
 
 import re
+import sys
+from collections.abc import Iterator, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
 import yaml
 
-from agentrl_core.config.nodes import Dumper
+from agentrl_core.config.nodes import Dumper, KeyPath, dotted
 from agentrl_core.config.schema import Config
 
+_MOST_COMMENT_COLUMN = 80
 _INTERPOLATION = re.compile(r"(\\*)\$\{")
 
 
@@ -35,16 +38,61 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """YAML that :func:`load_config` reads back to an equal :class:`Config`; every default is written out."""
-    text: str = yaml.dump(_escaped(to_dict(config)), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.dump(escaped(to_dict(config)), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
-def _escaped(value: Any) -> Any:
+def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
+    """Every value below plain containers, with its path; an empty container is a value."""
+    if isinstance(value, dict | list) and value:
+        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+            yield from leaves(child, (*path, key))
+    else:
+        yield path, value
+
+
+def to_commented_yaml(config: Config, comments: Mapping[str, str]) -> str:
+    """:func:`to_yaml` with one value a line, and behind it, in one column, the comment of its key path."""
+    lines = list(_lines(escaped(to_dict(config)), (), 0))
+    column = min(_MOST_COMMENT_COLUMN, max(len(text) for text, path in lines if path) + 2)
+    return "".join(
+        f"{text:<{column - 2}}  # {comments[dotted(path)]}\n" if path else f"{text}\n" for text, path in lines
+    )
+
+
+def _lines(value: Any, path: KeyPath, depth: int) -> Iterator[tuple[str, KeyPath]]:
+    """Lines of a non-empty container, each with the path of its value; an empty path where it opens a container."""
+    indent = "  " * depth
+    if isinstance(value, dict):
+        for key, child in value.items():
+            if isinstance(child, dict | list) and child:
+                yield f"{indent}{_flow(key)}:", ()
+                yield from _lines(child, (*path, key), depth + 1)
+            else:
+                yield f"{indent}{_flow(key)}: {_flow(child)}", (*path, key)
+        return
+    for index, child in enumerate(value):
+        if isinstance(child, dict | list) and child:
+            (first, first_path), *rest = _lines(child, (*path, index), depth + 1)
+            yield f"{indent}- {first.lstrip()}", first_path
+            yield from rest
+        else:
+            yield f"{indent}- {_flow(child)}", (*path, index)
+
+
+def _flow(value: Any) -> str:
+    """A scalar or empty container on one line, whatever is in it."""
+    style = '"' if isinstance(value, str) and len(value.splitlines()) > 1 else None
+    text: str = yaml.dump(value, Dumper=Dumper, allow_unicode=True, width=sys.maxsize, default_style=style)
+    return text.removesuffix("...\n").rstrip("\n")
+
+
+def escaped(value: Any) -> Any:
     """Values are already resolved: a ``${`` that is still there is meant literally."""
     if isinstance(value, dict):
-        return {key: _escaped(child) for key, child in value.items()}
+        return {key: escaped(child) for key, child in value.items()}
     if isinstance(value, list):
-        return [_escaped(child) for child in value]
+        return [escaped(child) for child in value]
     if isinstance(value, str):
         return _INTERPOLATION.sub(lambda match: match[1] * 2 + r"\${", value)
     return value

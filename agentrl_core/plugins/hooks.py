@@ -13,7 +13,7 @@ from typing import Any
 import pluggy
 
 from agentrl_core.api.errors import PluginBrokenError
-from agentrl_core.api.hooks import PROJECT, HookSpecs
+from agentrl_core.api.hooks import PROJECT, EndedTrajectory, HookSpecs
 from agentrl_core.plugins.spec import describe_exception
 
 _HOOKS = tuple(name for name in vars(HookSpecs) if name.startswith("on_"))
@@ -48,6 +48,9 @@ class HookCaller:
 
     def on_rollout_start(self, step: int) -> None:
         self._notify("on_rollout_start", step=step)
+
+    def on_trajectory_end(self, step: int, trajectory: EndedTrajectory) -> None:
+        self._notify("on_trajectory_end", step=step, trajectory=trajectory)
 
     def on_rollout_end(self, step: int, batch: Any) -> None:
         self._notify("on_rollout_end", step=step, batch=batch)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from agentrl_core.api.errors import DataError
+from agentrl_core.api.reward import RewardTrajectory
 from agentrl_core.tracking.atomic import replace_file
 from agentrl_core.tracking.run_dir import Split, rollout_file_name
 
@@ -52,6 +53,9 @@ class RolloutRecord:
         timings: seconds by name.
         error: what went wrong, for the terminations that are errors.
         advantage: of the outcome, where the estimator gives one number to the trajectory.
+        reward_input: what rewards saw that stands nowhere else here: ``model_text``, ``last_text``, ``full_text``,
+            ``extra_info``, ``row``, and ``termination`` before scoring; None where nothing was scored, and in all rows
+            of a trajectory but its last.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -81,6 +85,7 @@ class RolloutRecord:
     timings: dict[str, float] = field(default_factory=dict)
     error: str | None = None
     advantage: float | None = None
+    reward_input: dict[str, Any] | None = None
 
     def to_json(self) -> str:
         """One line. Arrays become lists, what JSON does not know its ``str``, NaN and infinities null."""
@@ -120,6 +125,7 @@ class RolloutRecord:
         return record
 
 
+_REWARD_INPUT = ("model_text", "last_text", "full_text", "extra_info", "row", "termination")
 _FIELDS = tuple(item.name for item in fields(RolloutRecord))
 _REQUIRED = tuple(
     item.name for item in fields(RolloutRecord) if item.default is MISSING and item.default_factory is MISSING
@@ -153,6 +159,26 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
                 yield RolloutRecord.from_json(line)
             except DataError as error:
                 raise DataError(f"{path}:{number}: {error}") from error
+
+
+def reward_input(trajectory: RewardTrajectory) -> dict[str, Any]:
+    """What :attr:`RolloutRecord.reward_input` keeps."""
+    return {name: getattr(trajectory, name) for name in _REWARD_INPUT}
+
+
+def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:
+    """What rewards saw of a record's trajectory; None where it was never scored, or another row of it has it."""
+    if record.reward_input is None:
+        return None
+    return RewardTrajectory(
+        messages=record.messages,
+        ground_truth=record.ground_truth,
+        data_source=record.data_source,
+        tool_rewards=record.tool_rewards,
+        turn_scores=record.turn_scores,
+        num_turns=record.num_turns,
+        **{name: record.reward_input[name] for name in _REWARD_INPUT},
+    )
 
 
 def mask_segments(

@@ -4,6 +4,8 @@ from dataclasses import dataclass
 
 from agentrl_core.api import ConfigError
 from agentrl_core.config import Config
+from agentrl_core.config.capabilities import installed_with, missing_capabilities
+from agentrl_core.config.slots import slots_by_path
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.sampler import fingerprint
 from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
@@ -36,14 +38,20 @@ class Preparation:
     fingerprint: str
 
     @classmethod
-    def of(cls, config: Config) -> "Preparation":
+    def of(cls, config: Config, *, training: bool = True) -> "Preparation":
         """Load tokenizer and data and check them against each other.
+
+        Args:
+            config: resolved.
+            training: also what only training needs.
 
         Raises:
             ConfigError, TemplateError, DataError, PluginError: with what to do.
         """
         if config.rollout.engine.ref is None:
             raise ConfigError("this Config is not resolved: make it with load_config(path), or pass it through bind()")
+        if training:
+            _check_capabilities(config)
         _check_engine_environment(config)
         # Reward workers build these again; here a reward that cannot work is told before anything starts.
         RewardWorker(config.reward)
@@ -68,6 +76,13 @@ class Preparation:
             ]
         policy = config.rollout.template_break
         return [*lines, *(f"template    rewrites history ({policy}): {found}" for found in self.template.breaks)]
+
+
+def _check_capabilities(config: Config) -> None:
+    specs = {path: resolve_ref(slot.ref).spec for path, slot in slots_by_path(config) if slot.ref is not None}
+    problems = missing_capabilities(config, specs, training=True, alternatives=installed_with)
+    if found := [f"{key}: {message}" for key, message in problems]:
+        raise ConfigError(found)
 
 
 def _check_engine_environment(config: Config) -> None:

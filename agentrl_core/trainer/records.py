@@ -2,9 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
+from agentrl_core.api import EndedTrajectory
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
-from agentrl_core.tracking.records import RolloutRecord
+from agentrl_core.tracking.records import RolloutRecord, reward_input
 from agentrl_core.tracking.run_dir import Split
 
 
@@ -35,9 +36,11 @@ def make_records(
         if not result.outputs:
             records.append(RolloutRecord(**common, prompt_ids=[], response_ids=[], response_mask=[]))
         for output in result.outputs:
+            is_last = output is result.outputs[-1]
             records.append(
                 RolloutRecord(
                     **common,
+                    reward_input=reward_input(result.reward_input) if result.reward_input and is_last else None,
                     prompt_ids=output.prompt_ids,
                     response_ids=output.response_ids,
                     response_mask=output.response_mask,
@@ -52,6 +55,26 @@ def make_records(
                 )
             )
     return records
+
+
+def ended_trajectory(split: Split, result: TrajectoryResult) -> EndedTrajectory:
+    """What hooks see of a trajectory."""
+    last = result.outputs[-1] if result.outputs else None
+    return EndedTrajectory(
+        trajectory_id=result.trajectory_id,
+        uid=result.row["uid"],
+        split=split,
+        data_source=result.row.get("data_source", ""),
+        termination=result.termination.value,
+        reward=result.reward.score if result.reward else None,
+        reward_metrics=dict(result.reward.metrics) if result.reward else {},
+        messages=last.messages if last else [],
+        num_turns=last.num_turns if last else 0,
+        sampled_tokens=result.sampled_tokens,
+        attempts=result.attempts,
+        timings=result.timings,
+        error=result.error,
+    )
 
 
 def trajectory_advantages(batch: DataProto) -> dict[str, float]:

@@ -136,11 +136,6 @@ def build_rollout(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelF
     assert ref is not None, "load the configuration with load_config"
     # In one process with the actor an engine that can generates with the actor's own module: no copy, no transport.
     capabilities = resolve_ref(ref).spec.capabilities
-    if "weight_update" not in capabilities:
-        raise ConfigError(
-            f"rollout.engine.name: {ref.name!r} lacks the capability 'weight_update', so it would go on sampling from "
-            "the old policy; choose an engine that has it: `agentrl plugins list --kind engine --json`"
-        )
     can_share = "shared_module" in capabilities
     workers = getattr(actor, "workers", None)
     context = engine_context(config, plan, facts, workers[0].module if can_share and workers else None)

@@ -108,7 +108,8 @@ class Run:
         if changes and not self._config.plugins.allow_drift:
             raise PluginDriftError(
                 f"{checkpoint} was made with other plugins:\n  " + "\n  ".join(changes) + "\n"
-                "install those versions again, or accept the change with plugins.allow_drift=true"
+                "install those versions again, or accept the change with --allow-plugin-drift "
+                "(plugins.allow_drift=true)"
             )
         if state.data_fingerprint != self._state.data_fingerprint:
             logger.warning("the training data differs from that of %s: the prompts to come will differ too", checkpoint)

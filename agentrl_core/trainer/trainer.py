@@ -6,7 +6,7 @@ estimators that compare samples.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -22,6 +22,7 @@ from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.tracking.run_dir import Split
 from agentrl_core.trainer.logprob_gap import check_gap, compare_with_engines, logprob_gap
 from agentrl_core.trainer.metrics import (
     PhaseTimer,
@@ -31,7 +32,7 @@ from agentrl_core.trainer.metrics import (
     scalars,
 )
 from agentrl_core.trainer.preparation import Preparation
-from agentrl_core.trainer.records import make_records, trajectory_advantages
+from agentrl_core.trainer.records import ended_trajectory, make_records, trajectory_advantages
 from agentrl_core.trainer.roles import build_roles, start_runtime
 from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
@@ -167,6 +168,7 @@ class Trainer:
             batch = to_data_proto(results, self.renderer.pad_token_id, meta)
         self._current.results = results
         self._current.metrics = rollout_metrics(results, self.config.rollout.max_response_length)
+        self._tell_hooks(step, "train", results)
         self.run.hooks.on_rollout_end(step=step, batch=batch)
         return batch
 
@@ -269,6 +271,10 @@ class Trainer:
             everything["perf/tokens_per_second"] = everything["rollout/sampled_tokens"] / seconds
         self.run.log(step, scalars(everything))
 
+    def _tell_hooks(self, step: int, split: Split, results: Sequence[TrajectoryResult]) -> None:
+        for result in results:
+            self.run.hooks.on_trajectory_end(step=step, trajectory=ended_trajectory(split, result))
+
     def _watch_tools(self, metrics: Mapping[str, float]) -> None:
         silent = bool(self.config.tools) and not metrics["rollout/tool_calls_mean"]
         self._steps_without_tools = self._steps_without_tools + 1 if silent else 0
@@ -285,6 +291,7 @@ class Trainer:
             metrics, results = self.validator.run(step)
         if results:
             self.run.write_records(step, "validation", make_records(step, "validation", results, {}))
+            self._tell_hooks(step, "validation", results)
             self.run.hooks.on_validation_end(step=step, metrics=metrics)
         return metrics
 

@@ -53,6 +53,20 @@ def test_dry_run_prints_plugins_and_arithmetic_and_starts_nothing(tiny_run: Any)
     assert "2 node(s) x 8 = 16, each with 1/16 of weights" in " ".join(many.output.split()), many.output
 
 
+def test_dry_run_refuses_an_engine_that_cannot_take_new_weights(tiny_run: Any) -> None:
+    path = tiny_run({"rollout.engine": "./engines.py:Frozen"})
+    (tiny_run.folder / "engines.py").write_text("class Frozen:\n    capabilities = {'logprobs'}\n")
+    result = agentrl("train", str(path), "--dry-run")
+    assert result.exit_code == 2
+    (line,) = [line for line in result.stderr.splitlines() if "Frozen" in line]
+    head, _, installed = line.partition("installed with it: ")
+    assert head.strip() == (
+        "- rollout.engine.name: inference engine 'Frozen' lacks the capability 'weight_update', which training needs;"
+    )
+    assert {"hf", "scripted"} <= set(installed.split(", "))
+    assert not (tiny_run.folder / "runs").exists()
+
+
 def test_train_says_what_to_do_next(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_run({**SCRIPTED, **VALIDATED})
     monkeypatch.chdir(tiny_run.folder)

@@ -61,6 +61,12 @@ def test_train(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     }
 
 
+def test_drift_is_allowed_by_a_flag(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    calls.replace(monkeypatch, "train")
+    assert agentrl("train", "c.yaml", "rollout.n=4", "--resume", "--allow-plugin-drift").exit_code == 0
+    assert calls["overrides"] == ["rollout.n=4", "plugins.allow_drift=true"]
+
+
 def test_eval(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     calls.replace(monkeypatch, "evaluate")
     assert agentrl("eval", "c.yaml", "model.path=x", "--checkpoint", "k").exit_code == 0

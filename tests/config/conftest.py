@@ -70,9 +70,10 @@ def _spec(kind: str, name: str, config: type = NoConfig, *capabilities: str) -> 
 
 SPECS = [
     _spec("engine", "hf", EngineOptions, "deterministic", "shared_module"),
-    _spec("engine", "fussy", Fussy),
+    _spec("engine", "fussy", Fussy, "logprobs"),
     _spec("engine", "unreadable", Unreadable),
     _spec("agent_loop", "single_turn"),
+    _spec("agent_loop", "two_turns"),
     _spec("agent_loop", "tool_agent", NoConfig, "tools", "interactions"),
     _spec("tool_parser", "hermes"),
     _spec("tool", "calculator"),
@@ -109,6 +110,11 @@ def resolve(kind: str, name: str, *, base_dir: Path | None = None, block: Sequen
     raise PluginNotFoundError(f"'{name}' is not an installed {kind}")
 
 
+def installed_with(kind: str, capability: str, block: Sequence[str]) -> list[str]:
+    able = [spec.name for spec in SPECS if spec.kind == kind and capability in spec.capabilities]
+    return [name for name in able if name not in block]
+
+
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[..., Path]:
     def write_file(text: str, name: str = "config.yaml") -> Path:
@@ -125,7 +131,7 @@ def load(write: Callable[..., Path]) -> Callable[..., Config]:
     """``load(text, *overrides)``: the configuration of a file with this text."""
 
     def load_text(text: str = VALID, *overrides: str, check_files: bool = False) -> Config:
-        return load_with(resolve, write(text), overrides, check_files=check_files)
+        return load_with(resolve, write(text), overrides, check_files=check_files, alternatives=installed_with)
 
     return load_text
 

@@ -37,8 +37,19 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
         ),
         (
             ["rollout.deterministic=true", "rollout.engine=fussy"],
-            "rollout.engine.name (override 'rollout.engine=fussy'): rollout.deterministic needs an engine that can; "
-            "'fussy' cannot",
+            "rollout.engine.name (override 'rollout.engine=fussy'): inference engine 'fussy' lacks the capability "
+            "'deterministic', which rollout.deterministic=true needs; installed with it: hf",
+        ),
+        (
+            ["rollout.deterministic=true", "rollout.engine=fussy", "plugins.block=[hf]"],
+            "rollout.engine.name (override 'rollout.engine=fussy'): inference engine 'fussy' lacks the capability "
+            "'deterministic', which rollout.deterministic=true needs; none installed has it (agentrl plugins list "
+            "--kind engine)",
+        ),
+        (
+            ["rollout.max_logprob_gap=0.1"],
+            "rollout.engine.name (default): inference engine 'hf' lacks the capability 'logprobs', which "
+            "rollout.max_logprob_gap=0.1 needs; installed with it: fussy",
         ),
         (
             ["rollout.deterministic=true", "rollout.engine.replicas=2"],
@@ -91,15 +102,19 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
         ),
         (
             ["tools=[calculator]"],
-            "tools (override 'tools=[calculator]'): nothing can reach calculator: no agent loop of this run drives "
-            "tools (loops: single_turn); add one with the capability 'tools' to rollout.agent.loops (see `agentrl "
-            "plugins list`) or set tools=[]",
+            "rollout.agent.loops (config.yaml:7): agent loop 'single_turn' lacks the capability 'tools', which "
+            "tools=[calculator] needs; installed with it: tool_agent",
+        ),
+        (
+            ["tools=[calculator]", "rollout.agent.loops=[single_turn, two_turns]"],
+            "rollout.agent.loops (override 'rollout.agent.loops=[single_turn, two_turns]'): each agent loop "
+            "('single_turn', 'two_turns') lacks the capability 'tools', which tools=[calculator] needs; installed with "
+            "it: tool_agent",
         ),
         (
             ["interactions=[tutor]"],
-            "interactions (override 'interactions=[tutor]'): nothing can reach tutor: no agent loop of this run drives "
-            "interactions (loops: single_turn); add one with the capability 'interactions' to rollout.agent.loops (see "
-            "`agentrl plugins list`) or set interactions=[]",
+            "rollout.agent.loops (config.yaml:7): agent loop 'single_turn' lacks the capability 'interactions', which "
+            "interactions=[tutor] needs; installed with it: tool_agent",
         ),
         (
             ["reward.functions=[]"],
@@ -140,6 +155,7 @@ def test_message(problems, valid, overrides, message):
         ["rollout.engine.python=/env/bin/python", "cluster.runtime=ray"],
         ["cluster={runtime: ray, nodes: 2, processes_per_node: 8}", "actor.offload_parameters=true"],
         ["rollout.deterministic=true"],
+        ["rollout.max_logprob_gap=0.1", "rollout.engine=fussy"],
         ["reference.path=/m", "algorithm.kl_coef=0.1"],
         [TOOL_AGENT, "tools=[calculator]", "interactions=[tutor]"],
         ["rollout.agent.loops=[single_turn, tool_agent]", "rollout.agent.default_loop=tool_agent"],

@@ -1,3 +1,4 @@
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -5,7 +6,8 @@ import pytest
 
 from agentrl_core.api import HookSpecs, PluginBrokenError, hookimpl
 from agentrl_core.api.hooks import PROJECT
-from agentrl_core.plugins import HookCaller
+from agentrl_core.plugins import HookCaller, resolve
+from agentrl_core.testing.plugins import IsolatedPlugins
 
 
 class Recorder:
@@ -60,6 +62,10 @@ def test_every_hook_has_a_method_and_passes_its_arguments() -> None:
             seen["on_rollout_start"] = {"step": step}
 
         @hookimpl
+        def on_trajectory_end(self, step: int, trajectory: Any) -> None:
+            seen["on_trajectory_end"] = {"step": step, "trajectory": trajectory}
+
+        @hookimpl
         def on_rollout_end(self, step: int, batch: Any) -> None:
             seen["on_rollout_end"] = {"step": step, "batch": batch}
 
@@ -83,7 +89,14 @@ def test_every_hook_has_a_method_and_passes_its_arguments() -> None:
         def on_run_end(self, status: str) -> None:
             seen["on_run_end"] = {"status": status}
 
-    arguments: dict[str, Any] = {"config": {}, "run_dir": Path("r"), "step": 2, "batch": "b", "metrics": {}}
+    arguments: dict[str, Any] = {
+        "config": {},
+        "run_dir": Path("r"),
+        "step": 2,
+        "batch": "b",
+        "metrics": {},
+        "trajectory": "t",
+    }
     arguments |= {"path": Path("p"), "status": "completed"}
     caller = build(All())
     expected = {}
@@ -92,7 +105,10 @@ def test_every_hook_has_a_method_and_passes_its_arguments() -> None:
         expected[name] = {key: arguments[key] for key in names}
         getattr(caller, name)(**expected[name])
     assert seen == expected
-    assert len(expected) >= 8
+    assert list(expected) == [
+        "on_run_start", "on_rollout_start", "on_trajectory_end", "on_rollout_end", "on_batch_ready", "on_step_end",
+        "on_validation_end", "on_checkpoint_saved", "on_run_end",
+    ]  # fmt: skip
 
 
 def test_exception_names_plugin_and_hook() -> None:
@@ -106,6 +122,27 @@ def test_exception_names_plugin_and_hook() -> None:
         caller.on_run_end(status="failed")
     assert str(caught.value).startswith("hook 'bell' raised in on_run_end: LookupError: no bell (")
     assert isinstance(caught.value.__cause__, LookupError)
+
+
+def test_a_hook_that_no_configuration_lists_is_not_imported(isolated_plugins: IsolatedPlugins) -> None:
+    for name in ("listed", "unlisted"):
+        text = (
+            "from agentrl_core.api import PluginSpec\n"
+            f"PLUGIN = PluginSpec('hook', '{name}', 1, 's', 'acme_{name}.hook:Hook')\n"
+        )
+        hook = (
+            "from agentrl_core.api import hookimpl\nclass Hook:\n    def __init__(self, config, context): ...\n"
+            "    @hookimpl\n    def on_run_end(self, status): ...\n"
+        )
+        isolated_plugins.add(
+            f"acme-{name}",
+            {"agentrl.hooks": {name: f"acme_{name}.plugin:PLUGIN"}},
+            modules={f"acme_{name}/plugin.py": text, f"acme_{name}/hook.py": hook},
+        )
+    plugin = resolve("hook", "listed")
+    HookCaller([("listed", plugin.build(plugin.spec.config(), None))]).on_run_end(status="completed")
+    assert "acme_listed.hook" in sys.modules
+    assert not [name for name in sys.modules if name.startswith("acme_unlisted")]
 
 
 def test_unknown_hook_name_fails_with_a_suggestion() -> None:

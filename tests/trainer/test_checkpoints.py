@@ -136,7 +136,10 @@ def test_changed_plugins_are_refused_until_allowed(fit: Fit) -> None:
             plugin["version"] = "0.0.1"
     lock.write_text(json.dumps(content))
     with pytest.raises(
-        PluginDriftError, match=r"(?s)was made with other plugins:.*single_turn.*0.0.1.*plugins.allow_drift=true"
+        PluginDriftError,
+        match=r"(?s)was made with other plugins:\n  agent loop 'single_turn': "
+        r"agentrl-loop-single-turn 0.0.1 -> .*\n"
+        r"install those versions again, or accept the change with --allow-plugin-drift \(plugins.allow_drift=true\)",
     ):
         fit(RESUME)
     assert steps_of(run) == [1, 2]

@@ -80,8 +80,10 @@ def test_hooks_are_called_in_order_and_see_the_state(fit: Fit) -> None:
     changes = {**SCRIPTED, **VALIDATED, **ONE_STEP, "hooks": ["./hooks.py:Record"]}
     run = fit(changes)
     assert [event[:2] for event in events(run)] == [
-        ["run_start", None], ["validation_end", 0], ["step_end", 0], ["rollout_start", 1], ["rollout_end", 1],
-        ["batch_ready", 1], ["validation_end", 1], ["step_end", 1], ["checkpoint_saved", 1], ["run_end", None],
+        ["run_start", None], *[["validation_trajectory", 0]] * 6, ["validation_end", 0], ["step_end", 0],
+        ["rollout_start", 1], *[["train_trajectory", 1]] * 4, ["rollout_end", 1], ["batch_ready", 1],
+        *[["validation_trajectory", 1]] * 6, ["validation_end", 1], ["step_end", 1], ["checkpoint_saved", 1],
+        ["run_end", None],
     ]  # fmt: skip
     states = [tuple(event[3:]) for event in events(run)]
     assert states[0] == ("running", 0)
@@ -227,3 +229,33 @@ def test_memory_stays_flat(fit: Fit) -> None:
     run = fit({**SCRIPTED, "trainer.steps": 200})
     rss = {row["step"]: row["perf/rss_gib"] * 1024 for row in run.read_metrics()}
     assert rss[200] - rss[50] < 50
+
+
+def test_hooks_see_trajectories_that_failed_too(fit: Fit, tiny_run: Any, tmp_path: Path) -> None:
+    (tmp_path / "watch.py").write_text(WATCH)
+    fit({**ONE_STEP, **reward("sometimes"), "rollout.max_failed_fraction": 1.0, "hooks": ["./watch.py:Watch"]})
+    seen = [json.loads(line) for line in (tmp_path / "runs/tiny/seen.jsonl").read_text().splitlines()]
+    assert len(seen) == 4 and len({each["trajectory_id"] for each in seen}) == 4
+    for each in seen:
+        failed = each["termination"] == "reward_error"
+        assert (each["reward"] is None, bool(each["error"])) == (failed, failed)
+        assert (each["split"], each["data_source"], each["num_turns"], each["attempts"]) == ("train", "tiny", 2, 1)
+        assert each["sampled_tokens"] > 0 and each["messages"] and each["timings"]["total"] > 0
+
+
+WATCH = """
+import json
+from dataclasses import asdict
+
+from agentrl_core.api import hookimpl
+
+
+class Watch:
+    def __init__(self, config, context):
+        self.file = context.run_dir / "seen.jsonl"
+
+    @hookimpl
+    def on_trajectory_end(self, trajectory):
+        with self.file.open("a") as file:
+            file.write(json.dumps(asdict(trajectory)) + "\\n")
+"""

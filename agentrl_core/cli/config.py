@@ -1,0 +1,49 @@
+"""``agentrl config show``."""
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+SCHEMA_VERSION = 1
+
+app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
+
+
+@app.callback()
+def group() -> None:
+    """A callback keeps `show` a subcommand although it is the only one."""
+
+
+@app.command()
+def show(
+    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file.", show_default=False)] = None,
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.", show_default=False),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: key, value and origin of each value.")] = False,
+    schema: Annotated[
+        bool, typer.Option("--schema", help="Print the JSON Schema of all configurations, for editors.")
+    ] = False,
+) -> None:
+    """Print the whole resolved configuration, each value with its origin. Model and data need not exist."""
+    if schema:
+        from agentrl_core.cli._config_schema import config_schema
+
+        typer.echo(json.dumps(config_schema(), indent=2, ensure_ascii=False))
+        return
+    if config is None:
+        raise typer.BadParameter("expected a YAML file, or --schema", param_hint="CONFIG")
+    from agentrl_core.config import load_with_origins, to_commented_yaml, to_dict
+    from agentrl_core.config.nodes import dotted
+    from agentrl_core.config.writing import leaves
+
+    loaded, origins = load_with_origins(config, overrides or [])
+    if not as_json:
+        typer.echo(to_commented_yaml(loaded, origins), nl=False)
+        return
+    values = {dotted(path): value for path, value in leaves(to_dict(loaded))}
+    shown = [{"key": key, "value": value, "origin": origins[key]} for key, value in values.items()]
+    typer.echo(json.dumps({"schema_version": SCHEMA_VERSION, "values": shown}, indent=2, ensure_ascii=False))

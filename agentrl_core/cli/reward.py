@@ -1,0 +1,132 @@
+"""``agentrl reward replay``: a reward function over the trajectories that a run wrote, in one process."""
+
+import asyncio
+import inspect
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+from rich.text import Text
+
+from agentrl_core.api.errors import ConfigError, DataError, RewardError
+from agentrl_core.api.plugin import PluginRef
+from agentrl_core.api.reward import RewardFunctionContext, RewardTrajectory
+from agentrl_core.cli._output import console_of_stdout
+from agentrl_core.config import load_config
+from agentrl_core.plugins import resolve, resolve_ref
+from agentrl_core.rollout.rewards import check_score
+from agentrl_core.tracking.records import RolloutRecord, read_rollouts, reward_trajectory_of
+
+_SAME = 1e-9
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The scores of one trajectory; ``old`` is None where the run had none."""
+
+    trajectory_id: str
+    old: float | None
+    new: float
+
+    @property
+    def changed(self) -> bool:
+        return self.old is None or not math.isclose(self.old, self.new, rel_tol=_SAME, abs_tol=_SAME)
+
+
+def replay(rollouts: Path, reward: str, config: Path | None) -> None:
+    """Score every trajectory of a rollouts file again and print old and new scores.
+
+    The old score is that of this function where the reward manager has kept it by name, else the whole reward.
+
+    Args:
+        rollouts: ``rollouts/step-….jsonl``.
+        reward: a registered name, ``package:name``, or ``./file.py:function`` relative to the working directory.
+        config: its entry of that name in ``reward.functions`` is used, options included.
+
+    Raises:
+        ConfigError: ``config`` has no such function.
+        DataError: no such file, or nothing in it that can be scored.
+        RewardError: the function raised, or returned what is no finite number; names the trajectory.
+    """
+    name, function = _function(reward, config)
+    if not rollouts.is_file():
+        raise DataError(f"{rollouts}: no such file; expected rollouts/step-….jsonl of a run directory")
+    done: list[Replayed] = []
+    without: set[str] = set()
+    for record in read_rollouts(rollouts):
+        trajectory = reward_trajectory_of(record)
+        if trajectory is None:
+            without.add(record.trajectory_id)
+            continue
+        new = _score(name, function, record, trajectory)
+        done.append(Replayed(record.trajectory_id, record.reward_metrics.get(name, record.reward), new))
+    if not done:
+        raise DataError(f"{rollouts}: holds no trajectory that a reward has seen")
+    _print(done, len(without - {each.trajectory_id for each in done}))
+
+
+def _function(reward: str, config: Path | None) -> tuple[str, Callable[[RewardTrajectory], Any]]:
+    if config is None:
+        plugin = resolve("reward_function", reward, base_dir=Path.cwd())
+        try:
+            options = plugin.spec.config()
+        except TypeError as error:
+            raise ConfigError(f"reward function {reward!r} has required options ({error}): give --config") from error
+        return _built(plugin.ref, options, plugin.ref.name.rpartition(":")[2])
+    slots = load_config(config, check_files=False).reward.functions
+    wanted = reward.rpartition(":")[2]
+    found = [slot for slot in slots if slot.registered_name == wanted]
+    if not found or found[0].ref is None:
+        listed = ", ".join(slot.registered_name for slot in slots) or "none"
+        raise ConfigError(f"--reward: {reward!r} is not in reward.functions of {config}; listed: {listed}")
+    return _built(found[0].ref, found[0].config, wanted)
+
+
+def _built(ref: PluginRef, options: Any, name: str) -> tuple[str, Callable[[RewardTrajectory], Any]]:
+    return name, resolve_ref(ref).build(options, RewardFunctionContext(name))
+
+
+def _score(
+    name: str, function: Callable[[RewardTrajectory], Any], record: RolloutRecord, trajectory: RewardTrajectory
+) -> float:
+    try:
+        value = function(trajectory)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_awaited(value))
+    except Exception as error:
+        raise RewardError(
+            f"reward function {name!r} raised {type(error).__name__} for trajectory {record.trajectory_id}: {error} "
+            "(`agentrl --verbose reward replay …` shows where)"
+        ) from error
+    return check_score(f"reward function {name!r} for trajectory {record.trajectory_id}", value).score
+
+
+async def _awaited(value: Any) -> Any:
+    return await value
+
+
+def _print(done: list[Replayed], without: int) -> None:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("TRAJECTORY", overflow="fold")
+    for column in ("OLD", "NEW", ""):
+        table.add_column(column, justify="right")
+    for each in done:
+        mark = Text("changed", style="yellow") if each.changed else Text("")
+        table.add_row(Text(each.trajectory_id), _number(each.old), _number(each.new), mark)
+    console = console_of_stdout()
+    console.print(table)
+    olds = [each.old for each in done if each.old is not None]
+    old_mean = _number(sum(olds) / len(olds)) if olds else "none"
+    console.print(
+        f"\n{len(done)} trajectories: mean {old_mean} -> {_number(sum(each.new for each in done) / len(done))}, "
+        f"{sum(each.changed for each in done)} changed"
+    )
+    if without:
+        console.print(f"{without} more were never scored in the run and are left out")
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else f"{value:.4g}"

@@ -1,0 +1,105 @@
+"""What each feature of the core requires of the plugins in a slot: one table, checked before anything starts.
+
+A plugin declares its capabilities in its spec, so nothing here imports an implementation.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from agentrl_core.api.plugin import KINDS, PluginSpec
+from agentrl_core.config.schema import Config, Slot
+
+Feature = Callable[[Config], str | None]
+"""The feature as ``key=value`` where a configuration uses it, else None."""
+
+Alternatives = Callable[[str, str, Sequence[str]], list[str]]
+"""Names of the usable plugins of a kind with a capability; the last argument are those that are blocked."""
+
+
+@dataclass(frozen=True)
+class Requirement:
+    """A feature needs a capability.
+
+    Args:
+        slot: key path of a slot, or of a list of slots, one of which must have the capability.
+        capability: a name of ``KINDS[kind].capabilities``.
+        feature: that needs it.
+        training: only training needs it, not ``agentrl eval``.
+    """
+
+    slot: str
+    capability: str
+    feature: Feature
+    training: bool = False
+
+
+def _listed(key: str, slots: Callable[[Config], Sequence[Slot]]) -> Feature:
+    def feature(config: Config) -> str | None:
+        names = ", ".join(slot.registered_name for slot in slots(config))
+        return f"{key}=[{names}]" if names else None
+
+    return feature
+
+
+def _logprob_gap(config: Config) -> str | None:
+    gap = config.rollout.max_logprob_gap
+    return None if gap is None else f"rollout.max_logprob_gap={gap:g}"
+
+
+REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement("rollout.engine", "weight_update", lambda config: "training", training=True),
+    Requirement(
+        "rollout.engine",
+        "deterministic",
+        lambda config: "rollout.deterministic=true" if config.rollout.deterministic else None,
+    ),
+    Requirement("rollout.engine", "logprobs", _logprob_gap),
+    Requirement("rollout.agent.loops", "tools", _listed("tools", lambda config: config.tools)),
+    Requirement("rollout.agent.loops", "interactions", _listed("interactions", lambda config: config.interactions)),
+)
+
+
+def missing_capabilities(
+    config: Config, specs: Mapping[str, PluginSpec], *, training: bool, alternatives: Alternatives
+) -> Iterator[tuple[str, str]]:
+    """The requirements of one phase that no plugin of their slot meets, as ``(key path, message)``.
+
+    Args:
+        config: resolved.
+        specs: the plugin of each slot, by key path (``rollout.agent.loops.0``).
+        training: those that only training needs, or those that loading needs already.
+        alternatives: what to propose.
+    """
+    for requirement in REQUIREMENTS:
+        feature = requirement.feature(config)
+        if feature is None or requirement.training != training:
+            continue
+        slots = {
+            path: spec
+            for path, spec in specs.items()
+            if path == requirement.slot or path.rpartition(".")[0] == requirement.slot
+        }
+        if slots and not any(requirement.capability in spec.capabilities for spec in slots.values()):
+            key = f"{requirement.slot}.name" if requirement.slot in slots else requirement.slot
+            yield key, _message(list(slots.values()), requirement.capability, feature, config, alternatives)
+
+
+def _message(
+    specs: Sequence[PluginSpec], capability: str, feature: str, config: Config, alternatives: Alternatives
+) -> str:
+    kind = KINDS[specs[0].kind]
+    names = ", ".join(repr(spec.name) for spec in specs)
+    subject = f"{kind.title} {names} lacks" if len(specs) == 1 else f"each {kind.title} ({names}) lacks"
+    able = ", ".join(alternatives(kind.kind, capability, config.plugins.block))
+    none = f"none installed has it (agentrl plugins list --kind {kind.kind})"
+    remedy = f"installed with it: {able}" if able else none
+    return f"{subject} the capability '{capability}', which {feature} needs; {remedy}"
+
+
+def installed_with(kind: str, capability: str, block: Sequence[str]) -> list[str]:
+    """Names of the installed plugins that could be used here, or by an engine in an environment of its own."""
+    from agentrl_core.plugins import discover
+
+    usable = [row for row in discover([kind], block) if row.status in ("ok", "external", "duplicate")]
+    able = [row for row in usable if capability in row.capabilities]
+    return sorted(f"{row.dist}:{row.name}" if row.status == "duplicate" else row.name for row in able)
