@@ -1,8 +1,19 @@
 """The seam of prompt datasets: random access to rows.
 
-class Numbers(PromptDataset):
-    def __len__(self): return 100
-    def __getitem__(self, index): return {"raw_prompt": [{"role": "user", "content": str(index)}]}
+The factory ``(config, DatasetContext) -> PromptDataset`` is called once for each split that has files, in the trainer's
+process, before any worker starts; all rows are read there, from one thread, and checked against the run. Methods are
+plain ones, never coroutines. What the factory or a row raises ends the run before it starts; a ``DataError`` should
+name file, row and remedy. Rows are pickled to the workers.
+
+    class Numbers(PromptDataset):
+        def __init__(self, config, context):
+            self.size = 100
+
+        def __len__(self):
+            return self.size
+
+        def __getitem__(self, index):
+            return {"raw_prompt": [{"role": "user", "content": str(index)}]}
 """
 
 from abc import ABC, abstractmethod

@@ -7,7 +7,8 @@ in an interpreter without torch, or with another torch. ``SharedModule`` is the 
 actor's own process.
 
     class Echo(InferenceEngine):
-        def __init__(self, config: EchoConfig, context: EngineContext) -> None: ...
+        version = 0
+
         async def generate(self, prompt_ids, sampling_params, request_id, multi_modal=None):
             ids = prompt_ids[: sampling_params.max_tokens]
             return TokenOutput(ids, [0.0] * len(ids), "length", [PolicySpan(self.version, 0, len(ids))])

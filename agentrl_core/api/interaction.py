@@ -1,8 +1,10 @@
 """The seam of interactions: who answers the policy when it is not calling a tool (a user, a tutor, an environment).
 
 Per trajectory: ``start_interaction`` once, ``generate_response`` after each assistant turn without a tool call,
-``calculate_score`` once at the end, ``finalize_interaction`` always. One object serves many trajectories and tells
-them apart by ``instance_id``; everything runs on one event loop.
+``calculate_score`` once at the end, ``finalize_interaction`` always. One object serves many trajectories and tells them
+apart by ``instance_id``; all methods are coroutines on the event loop of an agent-loop worker, so blocking work belongs
+into a thread. An exception ends the trajectory with ``env_error``, as does passing the slot's ``timeout``; the
+trajectory is trained, and ``finalize_interaction`` still called.
 
     class Echo(Interaction):
         async def generate_response(self, instance_id, messages, **kwargs):

@@ -2,7 +2,7 @@
 
     PLUGIN = PluginSpec(
         kind="tool", name="calculator", api_version=1, summary="evaluates arithmetic",
-        config=CalculatorConfig, factory="agentrl_tools_basic.calculator:Calculator",
+        factory="agentrl_tools_basic.calculator:Calculator",
     )
 
 and ``pyproject.toml`` names it:

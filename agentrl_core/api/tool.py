@@ -11,6 +11,9 @@ own (``isolation = "process"``, where a call that passes its deadline is killed)
         async def execute(self, instance_id, parameters, **kwargs):
             return ToolResult(ToolResponse(str(evaluate(parameters["expression"]))))
 
+What ``execute`` raises, and a call that passes its deadline, is an observation that the model reads; what ``create``
+raises fails the trajectory, which starts again from a fresh state. ``calc_reward`` returns a float or None.
+
 A plain typed function is a tool too: :class:`FunctionTool` makes the schema from its signature and docstring.
 """
 

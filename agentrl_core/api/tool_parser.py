@@ -1,7 +1,9 @@
 """The seam of tool parsers: from the model's text to tool calls.
 
 A parser is pure: no state, no I/O. It never raises on what a model wrote: a call that is cut off or malformed becomes
-an entry of ``errors``, which the model reads as an observation. Nothing is dropped in silence.
+an entry of ``errors``, which the model reads as an observation. Nothing is dropped in silence. One object serves all
+trajectories of an agent-loop worker, on its event loop: ``parse`` is a plain method and must be quick on text of any
+length. An exception is a bug of the parser and fails the trajectory.
 
     class MyParser(ToolParser):
         def parse(self, text):

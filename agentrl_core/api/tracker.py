@@ -1,8 +1,17 @@
-"""The seam of trackers: where metrics go. Called in the trainer's process, from one thread.
+"""The seam of trackers: where metrics go.
 
-class Memory(Tracker):
-    def log(self, metrics, step):
-        self.rows.append((step, dict(metrics)))
+The factory ``(config, TrackerContext) -> Tracker`` is called once, when the run's directory is there; then ``log`` once
+a step, steps ascending, and ``finish`` once, however the run ends. Everything runs in the trainer's process, in the
+thread of ``Trainer.fit()``: a slow tracker makes the step slower, and one that talks to a network queues on a thread of
+its own. Methods are plain ones, never coroutines. An exception ends the run. Metrics are Python floats by name.
+
+    class Memory(Tracker):
+        def __init__(self, config, context):
+            super().__init__(config, context)
+            self.rows = []
+
+        def log(self, metrics, step):
+            self.rows.append((step, dict(metrics)))
 """
 
 from abc import ABC, abstractmethod
