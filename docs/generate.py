@@ -1,5 +1,5 @@
-"""Writes the generated pages: docs/config.md from the dataclasses that hold the options, docs/api.md from the docstrings
-of the plugin API, docs/plugins/catalogue.md from `agentrl plugins list --json`. Run: python docs/generate.py"""
+"""Writes the generated pages: docs/config.md from the option dataclasses, docs/api.md from the docstrings of the plugin
+API, docs/plugins/catalogue.md from `agentrl plugins list --json`. Run: python docs/generate.py"""
 
 import ast
 import html
