@@ -1,7 +1,10 @@
 """What an entry point names: a light description of a plugin, whose heavy class stays an unimported string.
 
     PLUGIN = PluginSpec(
-        kind="tool", name="calculator", api_version=1, summary="evaluates arithmetic",
+        kind="tool",
+        name="calculator",
+        api_version=1,
+        summary="evaluates arithmetic",
         factory="agentrl_tools_basic.calculator:Calculator",
     )
 
