@@ -5,16 +5,16 @@ prints or ends the process does no more harm than one that raises.
 """
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from typing import Literal
 
 from agentrl_core.api.errors import PluginBrokenError, PluginIncompatibleError
 from agentrl_core.api.plugin import PluginSpec
 from agentrl_core.plugins.child import Lost, map_in_child
 from agentrl_core.plugins.registration import BLOCK_VARIABLE, Registration, block_list, is_blocked, registrations
-from agentrl_core.plugins.requirements import pip_command, unmet
+from agentrl_core.plugins.requirements import installed_version, pip_command, unmet
 from agentrl_core.plugins.spec import check_spec, import_spec
 
 Status = Literal["ok", "external", "missing-extra", "broken", "incompatible", "duplicate", "blocked"]
@@ -70,7 +70,8 @@ def rows_of(
     """The rows of these registrations, as :func:`discover` makes them; duplicates are looked for among them."""
     blocked = block_list(block)
     usable = [each for each in found if not is_blocked(each, blocked)]
-    rows = dict(zip(usable, map_in_child(partial(_row, usable=usable), usable, time_limit), strict=True))
+    row = partial(_row, usable=usable, version_of=cache(installed_version))
+    rows = dict(zip(usable, map_in_child(row, usable, time_limit), strict=True))
     return [_blocked(each) if each not in rows else _found(each, rows[each]) for each in found]
 
 
@@ -95,12 +96,12 @@ def _found(registration: Registration, row: PluginRow | Lost) -> PluginRow:
     return _bare(registration, "broken", f"package {registration.package} is broken: {target} {row.reason}")
 
 
-def _row(registration: Registration, usable: list[Registration]) -> PluginRow:
+def _row(registration: Registration, usable: list[Registration], version_of: Callable[[str], str]) -> PluginRow:
     try:
         spec = import_spec(registration)
     except PluginBrokenError as error:
         return _bare(registration, "broken", str(error))
-    status, reason = _status(registration, spec, usable)
+    status, reason = _status(registration, spec, usable, version_of)
     return replace(
         _bare(registration, status, reason),
         api_version=spec.api_version,
@@ -112,7 +113,9 @@ def _row(registration: Registration, usable: list[Registration]) -> PluginRow:
     )
 
 
-def _status(registration: Registration, spec: PluginSpec, usable: list[Registration]) -> tuple[Status, str]:
+def _status(
+    registration: Registration, spec: PluginSpec, usable: list[Registration], version_of: Callable[[str], str]
+) -> tuple[Status, str]:
     try:
         check_spec(spec, registration)
     except PluginIncompatibleError as error:
@@ -122,7 +125,7 @@ def _status(registration: Registration, spec: PluginSpec, usable: list[Registrat
     same = [each for each in usable if (each.kind, each.name) == (registration.kind, registration.name)]
     if len(same) > 1:
         return "duplicate", conflict_text(same)
-    missing = unmet(spec.requires)
+    missing = unmet(spec.requires, version_of)
     if not missing:
         return "ok", ""
     needs = "needs " + ", ".join(map(str, missing))

@@ -9,6 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 from agentrl_core.api.plugin import CLI_GROUP, KINDS, RESERVED_GROUPS
 
@@ -44,9 +45,10 @@ class Registration:
 def registrations() -> list[Registration]:
     """All entry points in groups of ours, ordered by kind (as in ``KINDS``), name and distribution."""
     found = []
+    owner = cache(_name_and_version)
     for entry_point in _entry_points():
         if entry_point.group in _KIND_OF_GROUP or _is_stray(entry_point.group):
-            dist, version = _owner(entry_point)
+            dist, version = owner(entry_point.dist)
             kind = _KIND_OF_GROUP.get(entry_point.group, entry_point.group)
             found.append(Registration(kind, entry_point.name, dist, version, entry_point))
     order = {kind: index for index, kind in enumerate(KINDS)}
@@ -56,7 +58,7 @@ def registrations() -> list[Registration]:
 def cli_registrations(block: Sequence[str] = ()) -> list[Registration]:
     """Subcommands that distributions add to ``agentrl``, blocked ones left out."""
     found = [
-        Registration(CLI_GROUP, entry_point.name, *_owner(entry_point), entry_point)
+        Registration(CLI_GROUP, entry_point.name, *_name_and_version(entry_point.dist), entry_point)
         for entry_point in _entry_points()
         if entry_point.group == CLI_GROUP
     ]
@@ -117,10 +119,12 @@ def _entry_points_of_readable_distributions() -> list[importlib.metadata.EntryPo
     return found
 
 
-def _owner(entry_point: importlib.metadata.EntryPoint) -> tuple[str, str]:
+def _name_and_version(dist: importlib.metadata.Distribution | None) -> tuple[str, str]:
     try:
-        if entry_point.dist is not None:
-            return entry_point.dist.name or "unknown", entry_point.dist.version or ""
+        if dist is not None:
+            # Once, because each access parses the file anew.
+            metadata = dist.metadata
+            return metadata["Name"] or "unknown", metadata["Version"] or ""
     except Exception:  # noqa: BLE001 - a distribution without METADATA raises TypeError, a half-removed one OSError
         pass
     return "unknown", ""

@@ -1,7 +1,7 @@
 """Compares what a plugin requires with what is installed in this interpreter."""
 
 import importlib.metadata
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from packaging.requirements import Requirement
@@ -19,8 +19,22 @@ class RequirementState:
         return f"{self.requirement} (found {self.found or 'nothing'})"
 
 
-def requirement_states(requires: Iterable[str]) -> list[RequirementState]:
+def installed_version(name: str) -> str:
+    """The version of a distribution in this interpreter, empty if it is not installed."""
+    try:
+        return importlib.metadata.version(name) or ""
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def requirement_states(
+    requires: Iterable[str], version_of: Callable[[str], str] = installed_version
+) -> list[RequirementState]:
     """The state of every requirement that applies here (environment markers are honoured).
+
+    Args:
+        requires: PEP 508 strings.
+        version_of: looks a distribution up; who asks for many plugins gives one that remembers.
 
     Raises:
         packaging.requirements.InvalidRequirement: one is not PEP 508.
@@ -29,24 +43,17 @@ def requirement_states(requires: Iterable[str]) -> list[RequirementState]:
     for text in requires:
         requirement = Requirement(text)
         if requirement.marker is None or requirement.marker.evaluate():
-            found = _installed_version(requirement.name)
+            found = version_of(requirement.name)
             met = bool(found) and requirement.specifier.contains(found, prereleases=True)
             states.append(RequirementState(text, found, met))
     return states
 
 
-def unmet(requires: Iterable[str]) -> list[RequirementState]:
-    """The requirements that are not met here."""
-    return [state for state in requirement_states(requires) if not state.met]
+def unmet(requires: Iterable[str], version_of: Callable[[str], str] = installed_version) -> list[RequirementState]:
+    """The requirements that are not met here; arguments as for :func:`requirement_states`."""
+    return [state for state in requirement_states(requires, version_of) if not state.met]
 
 
 def pip_command(states: Iterable[RequirementState]) -> str:
     """The command that installs what is missing."""
     return "pip install " + " ".join(f"'{state.requirement}'" for state in states)
-
-
-def _installed_version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name) or ""
-    except importlib.metadata.PackageNotFoundError:
-        return ""
