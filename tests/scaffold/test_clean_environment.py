@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from agentrl_core.api import KINDS
-from agentrl_core.plugins.scaffold import scaffold
+from agentrl_core.plugins.scaffold import render, scaffold
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -105,6 +105,13 @@ def test_all_are_listed(clean: CleanEnvironment) -> None:
     rows = json.loads(clean.run("agentrl", "plugins", "list", "--json"))["plugins"]
     found = {(row["kind"], row["name"]): row["status"] for row in rows if row["package"] in clean.sources}
     assert found == dict.fromkeys([*NEW.items(), *zip(("agent_loop", "tool", "reward_function"), ACME_PLUGINS)], "ok")  # noqa: B905 - three and three
+
+
+def test_templates_are_in_the_wheel(clean: CleanEnvironment) -> None:
+    clean.run("agentrl", "plugins", "new", "tool", "from-the-wheel")
+    made = clean.folder / "from-the-wheel"
+    files = {file.relative_to(made).as_posix(): file.read_text() for file in made.rglob("*") if file.is_file()}
+    assert files == render("tool", "from-the-wheel")
 
 
 def test_check_passes(clean: CleanEnvironment) -> None:
