@@ -1,10 +1,12 @@
 import ast
+import dataclasses
 import io
 import subprocess
 import sys
 import tokenize
 import tomllib
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -58,7 +60,22 @@ def test_every_kind_gives_a_clean_package(kind: str, tmp_path: Path) -> None:
     assert linted.returncode == 0, linted.stdout
 
 
-def yaml_of(text: str) -> list[object]:
+@pytest.mark.parametrize("kind", KINDS)
+def test_yaml_of_the_readme_sets_the_options_to_what_they_may_be(kind: str, tmp_path: Path) -> None:
+    files = render(kind, "mine")
+    module: dict[str, Any] = {}
+    exec(files["src/mine/config.py"], module)
+    (config,) = [each for each in module.values() if dataclasses.is_dataclass(each)]
+    (fragment,) = yaml_of(files["README.md"])
+    slot = fragment
+    while "name" not in slot:
+        (slot,) = slot.values() if isinstance(slot, dict) else slot
+    assert slot["name"] == "mine"
+    for name, value in slot["config"].items():
+        assert type(getattr(config(), name)) is type(value), f"{name}: {value!r}"
+
+
+def yaml_of(text: str) -> list[Any]:
     return [yaml.safe_load(block.partition("```")[0]) for block in text.split("```yaml\n")[1:]]
 
 

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from agentrl_core.api import KINDS
-from agentrl_core.plugins.scaffold import scaffold
+from agentrl_core.plugins.scaffold import render, scaffold
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -67,9 +67,20 @@ def environment() -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
 
-def build(project: Path, wheels: Path) -> None:
-    command = [sys.executable, "-m", "hatchling", "build", "--target", "wheel", "--directory", str(wheels)]
-    subprocess.run(command, cwd=project, check=True, capture_output=True, timeout=120)
+BUILD = """
+import os, sys
+from hatchling.build import build_wheel
+wheels, *projects = sys.argv[1:]
+for project in projects:
+    os.chdir(project)
+    build_wheel(wheels)
+"""
+
+
+def build(projects: Sequence[Path], wheels: Path) -> None:
+    wheels.mkdir()
+    command = [sys.executable, "-c", BUILD, str(wheels), *map(str, projects)]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
 
 
 @pytest.fixture(scope="module")
@@ -77,8 +88,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory) -> CleanEnvironment:
     folder = tmp_path_factory.mktemp("author")
     sources = {name: scaffold(kind, name, folder / "sources") for kind, name in NEW.items()}
     sources["acme-agentrl-extras"] = ACME
-    for project in (ROOT, *OURS, *sources.values()):
-        build(project, folder / "wheels")
+    build([ROOT, *OURS, *sources.values()], folder / "wheels")
     subprocess.run([sys.executable, "-m", "venv", folder / "venv"], check=True, timeout=120)
     python = folder / "venv/bin/python"
     names = [*(f"{name}[test]" for name in sources), *(project.name for project in OURS)]
@@ -105,6 +115,13 @@ def test_all_are_listed(clean: CleanEnvironment) -> None:
     rows = json.loads(clean.run("agentrl", "plugins", "list", "--json"))["plugins"]
     found = {(row["kind"], row["name"]): row["status"] for row in rows if row["package"] in clean.sources}
     assert found == dict.fromkeys([*NEW.items(), *zip(("agent_loop", "tool", "reward_function"), ACME_PLUGINS)], "ok")  # noqa: B905 - three and three
+
+
+def test_templates_are_in_the_wheel(clean: CleanEnvironment) -> None:
+    clean.run("agentrl", "plugins", "new", "tool", "from-the-wheel")
+    made = clean.folder / "from-the-wheel"
+    files = {file.relative_to(made).as_posix(): file.read_text() for file in made.rglob("*") if file.is_file()}
+    assert files == render("tool", "from-the-wheel")
 
 
 def test_check_passes(clean: CleanEnvironment) -> None:
