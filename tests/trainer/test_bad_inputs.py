@@ -136,7 +136,7 @@ def test_unknown_agent_name(tiny_run: Any) -> None:
 
 
 def test_tool_that_no_loop_can_reach(tiny_run: Any) -> None:
-    lacks = r"agent loop 'single_turn' lacks the capability 'tools', which tools=\[calculator\] needs; installed with it: tool"
+    lacks = r"agent loop 'single_turn' lacks the capability 'tools', which tools=\[calculator\] needs; installed with"
     with pytest.raises(ConfigError, match=lacks):
         prepare(tiny_run({"tools": ["calculator"]}))
 
