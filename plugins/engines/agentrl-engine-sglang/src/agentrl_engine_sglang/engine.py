@@ -33,7 +33,7 @@ from agentrl_engine_sglang.launch import (
     server_arguments,
     server_environment,
 )
-from agentrl_engine_sglang.names import ModelTensors
+from agentrl_core.api.model_tensors import ModelTensors
 from agentrl_engine_sglang.process import ServerProcess
 from agentrl_engine_sglang.requests import check_request, request_body, token_output
 from agentrl_engine_sglang.roads import FileRoad, TensorRoad, WeightRoad
