@@ -80,6 +80,8 @@ def environment(config: VLLMConfig, context: EngineContext) -> dict[str, str]:
     variables = {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
+        # Every pause and every update is an INFO otherwise.
+        "VLLM_LOGGING_LEVEL": "WARNING",
         # A process that was forked inherits Ray's threads in the middle of what they do.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         # The log-probabilities of the whole distribution are taken in the sampler of this one.

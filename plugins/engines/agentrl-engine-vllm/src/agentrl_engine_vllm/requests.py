@@ -7,6 +7,8 @@ from agentrl_core.api.engine import FinishReason, PolicySpan, SamplingParams, To
 from agentrl_core.api.errors import EngineError
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
+MAX_TEMPERATURE = 2.0
+"""vLLM takes no higher one."""
 
 
 def check_request(
@@ -36,6 +38,11 @@ def check_request(
             raise ValueError(f"{where} token id {token} is outside the vocabulary 0..{vocab_size - 1}")
     if params.max_tokens < 1:
         raise ValueError(f"{where} max_tokens is {params.max_tokens}; it must be at least 1")
+    if not (0 <= params.temperature <= MAX_TEMPERATURE and 0 < params.top_p <= 1 and params.top_k >= 0):
+        raise ValueError(
+            f"{where} temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}; allowed are "
+            f"0 <= temperature <= {MAX_TEMPERATURE:g}, 0 < top_p <= 1, top_k >= 0"
+        )
     if multi_modal:
         raise ValueError(f"{where} the vllm engine takes text only, found {', '.join(sorted(multi_modal))}")
 

@@ -1,5 +1,6 @@
 """New weights from safetensors files, in each of vLLM's worker processes."""
 
+import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -43,6 +44,8 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         return None
 
     def start_weight_update(self) -> None:
+        # It warns of every layer that gets nothing. Whether all weights came was checked before; the others have none.
+        logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
         initialize_layerwise_reload(self.model)
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
