@@ -71,8 +71,9 @@ engines-cpu-sglang: .engines/sglang/.installed
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/agentrl-cpu-support.pth"
 	touch $@
 
-test-engine-sglang: .engines/sglang/.installed
+test-engine-sglang: .engines/sglang/.installed $(VENV)/.installed
 	.engines/sglang/bin/python -m pytest $(SGLANG)/tests_real
+	$(BIN)/python -m pytest tests_real -k sglang
 
 # The same for vLLM. What its packages ask for and nothing uses, CUDA builds among it, stays away: --no-deps.
 engines-cpu-vllm: .engines/vllm/.installed
@@ -84,8 +85,9 @@ engines-cpu-vllm: .engines/vllm/.installed
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e . -e $(VLLM)
 	touch $@
 
-test-engine-vllm: .engines/vllm/.installed
+test-engine-vllm: .engines/vllm/.installed $(VENV)/.installed
 	.engines/vllm/bin/python -m pytest $(VLLM)/tests_real
+	$(BIN)/python -m pytest tests_real -k vllm
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

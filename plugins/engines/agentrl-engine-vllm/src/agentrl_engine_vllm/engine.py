@@ -38,6 +38,7 @@ class VLLMEngine(InferenceEngine):
         self._counters = Counters()
         self._requests: dict[str, asyncio.Future[TokenOutput | None]] = {}
         self._waiting: dict[str, asyncio.Future[bool]] = {}
+        self._calls: set[asyncio.Future[TokenOutput]] = set()
         self._closed_by: set[str] = set()
         self._is_frozen = False
         self._asleep: set[str] = set()
@@ -75,8 +76,9 @@ class VLLMEngine(InferenceEngine):
     async def close(self) -> None:
         llm, self._llm = self._llm, None
         self._ended_because = self._ended_because or "it has been closed"
-        for turn in self._waiting.values():
-            turn.cancel()
+        # Whoever waits for an answer gets an error instead: see _call.
+        for waiting in (*self._waiting.values(), *self._calls):
+            waiting.cancel()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
         # One that is still starting has no other handle.
@@ -119,13 +121,21 @@ class VLLMEngine(InferenceEngine):
             request_id, prompt_ids, sampling_params, multi_modal, vocab_size=self._vocab_size, max_model_len=length
         )
         with self._session(request_id) as ended:
-            if not await self._enter(request_id):
-                output = TokenOutput([], [], "abort")
-            else:
-                arguments = sampling_arguments(len(prompt_ids), sampling_params, length)
-                output = await self._sample([int(token) for token in prompt_ids], arguments, request_id)
+            arguments = sampling_arguments(len(prompt_ids), sampling_params, length)
+            output = await self._call([int(token) for token in prompt_ids], arguments, request_id)
             ended.set_result(output)
         return output
+
+    async def _call(self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str) -> TokenOutput:
+        call = asyncio.ensure_future(self._sample(prompt_ids, arguments, request_id))
+        self._calls.add(call)
+        try:
+            return await call
+        except asyncio.CancelledError:
+            self._running()  # raises where the request was cancelled because the engine has ended
+            raise
+        finally:
+            self._calls.discard(call)
 
     @contextlib.contextmanager
     def _session(self, request_id: str) -> Iterator["asyncio.Future[TokenOutput | None]"]:
@@ -162,6 +172,8 @@ class VLLMEngine(InferenceEngine):
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
 
+        if not await self._enter(request_id):
+            return TokenOutput([], [], "abort")
         llm = self._running()
         if self._lost_weights:
             raise EngineError("the weights are gone since sleep(2): update_weights() first")
