@@ -6,6 +6,7 @@ import importlib.util
 import multiprocessing
 import os
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -47,6 +48,7 @@ class VLLMEngine(InferenceEngine):
         self._version = 0
         self._ended_because = ""
         self._vocab_size = 0
+        self._closing = threading.Event()
         self._llm: Any = None
 
     # Life ---------------------------------------------------------------------------------------------------------
@@ -64,16 +66,21 @@ class VLLMEngine(InferenceEngine):
         self._tensors = ModelTensors.read(self._context.model_path, model)
         os.environ.update(environment(self._config, self._context))
         arguments = engine_arguments(self._config, self._context, model)
+        others = set(multiprocessing.active_children())
         try:
             # It takes a minute, in which this process must be able to say how it is.
-            self._llm = await asyncio.to_thread(_make, arguments)
+            self._llm = await asyncio.to_thread(_make, arguments, self._closing)
             await self._llm.collective_rpc("agentrl_score_whole_distribution")
             await self._llm.update_weight_version(str(self._version))
         except BaseException:
             await self.close()
+            # One that is still starting has no other handle.
+            for child in set(multiprocessing.active_children()) - others:
+                child.kill()
             raise
 
     async def close(self) -> None:
+        self._closing.set()
         llm, self._llm = self._llm, None
         self._ended_because = self._ended_because or "it has been closed"
         # Whoever waits for an answer gets an error instead: see _call.
@@ -81,10 +88,6 @@ class VLLMEngine(InferenceEngine):
             waiting.cancel()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
-        # One that is still starting has no other handle.
-        for child in multiprocessing.active_children():
-            if child.name.startswith("EngineCore"):
-                child.kill()
 
     async def health(self) -> None:
         """Raises EngineError where vLLM has ended or must not be used any more."""
@@ -291,10 +294,17 @@ class VLLMEngine(InferenceEngine):
                 self._open("sleep")
 
 
-def _make(arguments: dict[str, Any]) -> Any:
+def _make(arguments: dict[str, Any], closing: threading.Event) -> Any:
+    """An AsyncLLM; raises EngineError where nobody waits for it any more."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
     engine_args = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=BACKEND), **arguments)
-    return AsyncLLM.from_engine_args(engine_args)
+    # A thread cannot be cancelled.
+    llm = None if closing.is_set() else AsyncLLM.from_engine_args(engine_args)
+    if closing.is_set():
+        if llm is not None:
+            llm.shutdown()
+        raise EngineError("the vllm engine was closed while it started")
+    return llm
