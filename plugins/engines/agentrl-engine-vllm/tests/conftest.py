@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -27,14 +28,15 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """``vllm`` is the stand-in; what engines put into the environment goes again."""
-    for name in ("HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", "VLLM_LOGGING_LEVEL", "ODD"):
-        monkeypatch.setenv(name, "before")
+    before = dict(os.environ)
     _forget()
     monkeypatch.syspath_prepend(str(STAND_IN))
     import vllm
 
     yield vllm
     _forget()
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def _forget() -> None:

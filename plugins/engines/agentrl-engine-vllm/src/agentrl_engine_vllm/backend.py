@@ -1,21 +1,38 @@
-"""What runs inside vLLM's worker processes: the weight transfer backend and the sampler's log-probabilities.
+"""What runs inside vLLM's processes: the weight transfer backend, the sampler's log-probabilities, a watch.
 
 Only vLLM imports what needs vLLM here. :func:`register` is an entry point that it calls in each of its processes.
 """
 
+import multiprocessing
+import os
+import signal
+import threading
 from typing import Any
 
-from agentrl_engine_vllm.launch import BACKEND
+from agentrl_engine_vllm.launch import BACKEND, WATCH_VARIABLE
 
 
 def register() -> None:
-    """Make the backend known to vLLM; may be called again."""
+    """Make the backend known to vLLM, and see that a process of our engine ends with its parent.
+
+    May be called again.
+    """
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     try:
         WeightTransferEngineFactory.register_engine(BACKEND, "agentrl_engine_vllm.transfer", "FileTransferEngine")
     except ValueError:
         return  # it is there already
+    if os.environ.get(WATCH_VARIABLE):
+        threading.Thread(target=_end_with_parent, name="agentrl-parent-watch", daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    # After a server was killed vLLM's core takes a minute and more to notice, and holds its memory so long.
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 class WorkerExtension:

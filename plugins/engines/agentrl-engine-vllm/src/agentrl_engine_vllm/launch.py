@@ -12,6 +12,8 @@ from agentrl_engine_vllm.config import VLLMConfig
 BACKEND = "agentrl_files"
 """Our weight transfer backend, by the name under which vLLM knows it."""
 WORKER_EXTENSION = "agentrl_engine_vllm.backend.WorkerExtension"
+WATCH_VARIABLE = "AGENTRL_VLLM_ENDS_WITH_PARENT"
+"""Set in vLLM's processes that an engine of ours has started."""
 CPU_BLOCK_SIZE = 32
 """Tokens of a block on a CPU. vLLM's own 128 never finds a short prompt in its cache."""
 FALLBACK_KV_BYTES = 1 << 30
@@ -78,6 +80,7 @@ def kv_cache_bytes(config: VLLMConfig, context: EngineContext, model: dict[str, 
 def environment(config: VLLMConfig, context: EngineContext) -> dict[str, str]:
     """What vLLM's processes need; ``config.env`` over all of it."""
     variables = {
+        WATCH_VARIABLE: "1",
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         # Every pause and every update is an INFO otherwise.
