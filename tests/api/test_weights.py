@@ -1,9 +1,10 @@
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from agentrl_core.api import ArrayBucket, EngineError, WeightUpdate, map_safetensors
+from agentrl_core.api.weights import write_safetensors
 
 
 @pytest.fixture
@@ -53,3 +54,15 @@ def test_a_file_that_is_not_safetensors_is_refused(tmp_path, content: bytes) -> 
 def test_a_missing_file_is_refused(tmp_path) -> None:
     with pytest.raises(EngineError, match="cannot be read"):
         map_safetensors(str(tmp_path / "none.safetensors"))
+
+
+def test_a_bucket_is_written_as_it_is_mapped(tmp_path, tensors) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file(tensors, path)
+    bucket = map_safetensors(str(path))
+    write_safetensors(tmp_path / "again.safetensors", bucket)
+    again = map_safetensors(str(tmp_path / "again.safetensors"))
+    assert (again.names, again.shapes, again.dtypes) == (bucket.names, bucket.shapes, bucket.dtypes)
+    assert np.array_equal(again.data, bucket.data)
+    for name, tensor in load_file(tmp_path / "again.safetensors").items():
+        torch.testing.assert_close(tensor, tensors[name], rtol=0, atol=0)

@@ -19,6 +19,7 @@ from agentrl_core.api.engine import (
     TokenOutput,
 )
 from agentrl_core.api.errors import EngineError
+from agentrl_core.api.model_tensors import ModelTensors
 from agentrl_core.api.ports import free_port
 from agentrl_core.api.weights import WeightUpdate
 from agentrl_engine_sglang.client import SGLangClient
@@ -33,7 +34,6 @@ from agentrl_engine_sglang.launch import (
     server_arguments,
     server_environment,
 )
-from agentrl_engine_sglang.names import ModelTensors
 from agentrl_engine_sglang.process import ServerProcess
 from agentrl_engine_sglang.requests import check_request, request_body, token_output
 from agentrl_engine_sglang.roads import FileRoad, TensorRoad, WeightRoad

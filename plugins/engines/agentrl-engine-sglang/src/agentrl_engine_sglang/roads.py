@@ -1,16 +1,12 @@
 """The roads that new weights take to a server on this host."""
 
 import asyncio
-import json
-import math
 import os
 import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
-import numpy as np
-
-from agentrl_core.api.weights import DTYPE_BYTES, SAFETENSORS_DTYPES, ArrayBucket, WeightUpdate
+from agentrl_core.api.weights import ArrayBucket, WeightUpdate, write_safetensors
 from agentrl_engine_sglang.client import SGLangClient
 
 MEMORY_FOLDER = Path("/dev/shm")
@@ -100,19 +96,3 @@ class TensorRoad:
 
     def close(self) -> None:
         return None
-
-
-def write_safetensors(path: Path, bucket: ArrayBucket) -> None:
-    """A bucket as a safetensors file, whose bytes are the bucket's."""
-    codes = {torch_name: code for code, torch_name in SAFETENSORS_DTYPES.items()}
-    header: dict[str, Any] = {}
-    start = 0
-    for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
-        end = start + math.prod(shape) * DTYPE_BYTES[dtype]
-        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format aligns the data to 8 bytes
-    with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        np.ascontiguousarray(bucket.data).tofile(file)

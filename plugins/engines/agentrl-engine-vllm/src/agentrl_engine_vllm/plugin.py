@@ -1,0 +1,15 @@
+"""The entry point of the vLLM engine."""
+
+from agentrl_core.api.plugin import PluginSpec
+from agentrl_engine_vllm.config import VLLMConfig
+
+PLUGIN = PluginSpec(
+    kind="engine",
+    name="vllm",
+    api_version=1,
+    summary="vLLM's AsyncLLM, in an environment of its own (rollout.engine.python)",
+    factory="agentrl_engine_vllm.engine:VLLMEngine",
+    config=VLLMConfig,
+    requires=("vllm>=0.32",),
+    capabilities=frozenset({"logprobs", "seeds", "abort", "pause", "sleep", "weight_update"}),
+)

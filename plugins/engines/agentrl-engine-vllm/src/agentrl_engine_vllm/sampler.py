@@ -1,0 +1,29 @@
+"""Log-probabilities of the whole distribution, where top-p and top-k choose from a part of it."""
+
+from typing import Any
+
+import torch
+
+
+class WholeDistribution(torch.nn.Module):
+    """Samples as the sampler inside does; its log-probabilities are those before truncation.
+
+    They are those that a trainer computes. vLLM's own (``processed_logprobs``) are renormalised over what is left.
+
+    Args:
+        inside: vLLM's ``TopKTopPSampler``, with ``processed_logprobs``.
+    """
+
+    def __init__(self, inside: Any) -> None:
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, Any]:
+        """Ids [batch] and log-probabilities [batch, vocabulary] float32 of logits that temperature has divided."""
+        if k is None and p is None:
+            token_ids, log_probs = self.inside(logits, generators, k, p)
+            return token_ids, log_probs
+        # Sampling may write to the logits.
+        whole = logits.log_softmax(dim=-1, dtype=torch.float32)
+        token_ids, log_probs = self.inside(logits, generators, k, p)
+        return token_ids, None if log_probs is None else whole

@@ -1,0 +1,7 @@
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass
+class WeightTransferUpdateRequest:
+    update_info: dict[str, Any]
