@@ -22,3 +22,6 @@ class HFEngineConfig:
     attn_implementation: str = option(
         "sdpa", help="attention of a model that the engine loads itself", choices=("sdpa", "eager")
     )
+    record_decode: bool = option(
+        True, help="record the forward of a decode step and replay it without Python, where that repeats the module"
+    )

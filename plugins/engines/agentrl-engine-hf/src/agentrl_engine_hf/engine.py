@@ -57,7 +57,7 @@ class HFEngine(InferenceEngine):
         await asyncio.wrap_future(self._thread.started)
 
     def _make_executor(self) -> Executor:
-        model = Model(self._context, self._config.attn_implementation)
+        model = Model(self._context, self._config.attn_implementation, self._config.record_decode)
         self._vocab_size = min(model.vocab_size, self._context.vocab_size or model.vocab_size)
         return Executor(model, self._config, self._context, self._counters)
 

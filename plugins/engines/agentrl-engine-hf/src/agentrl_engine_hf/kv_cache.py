@@ -110,6 +110,13 @@ class KVCache:
         window = slice(first_row, first_row + rows)
         return self._keys[layer][window, :, :length], self._values[layer][window, :, :length]
 
+    def windows(self, rows: int, length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Keys and values of every layer as views ``[rows, H, length, D]`` of the first rows."""
+        return (
+            [keys[:rows, :, :length] for keys in self._keys],
+            [values[:rows, :, :length] for values in self._values],
+        )
+
 
 class ForwardCache(Cache):  # type: ignore[misc]  # transformers has no complete types
     """What a model's forward sees: it writes the new tokens of a run of rows and attends to the rows' first tokens.

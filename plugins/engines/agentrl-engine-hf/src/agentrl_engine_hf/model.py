@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM
 
 from agentrl_core.api.engine import EngineContext
 from agentrl_core.api.errors import EngineError
-from agentrl_engine_hf.kv_cache import ForwardCache, KVCache, ProbeCache, round_up
+from agentrl_engine_hf.decoder import Decoder
+from agentrl_engine_hf.kv_cache import ForwardCache, KVCache, LayerShape, ProbeCache, round_up
 from agentrl_engine_hf.sequence import Sequence
 
 _ATTENTIONS = ("sdpa", "eager")
@@ -26,7 +27,7 @@ class Model:
         EngineError: the model cannot be loaded, or its architecture keeps more than keys and values per token.
     """
 
-    def __init__(self, context: EngineContext, attn_implementation: str) -> None:
+    def __init__(self, context: EngineContext, attn_implementation: str, record_decode: bool = True) -> None:
         self.owned = context.shared_module is None
         self.device = torch.device(context.device)
         self.module: Any = _load(context, attn_implementation) if self.owned else context.shared_module
@@ -35,6 +36,9 @@ class Model:
         self._training: list[torch.nn.Module] | None = None
         _check(self.module, context)
         self.vocab_size = int(self.module.get_input_embeddings().weight.shape[0])
+        self._decoder = Decoder(self.module)
+        self._record_decode = record_decode
+        self._layers: list[LayerShape] = []
 
     def begin(self) -> None:
         """Put the module into eval mode, remembering which parts were in training mode."""
@@ -42,6 +46,8 @@ class Model:
             self._training = [part for part in self.module.modules() if part.training]
             for part in self._training:
                 part.training = False
+            if self._record_decode and self._layers and self._decoder.outdated:
+                self._decoder.record(self._layers, self.module.dtype, self.device)
 
     def end(self) -> None:
         """Give the module back as :meth:`begin` found it."""
@@ -61,21 +67,25 @@ class Model:
             zero = torch.zeros(1, 1, dtype=torch.long, device=self.device)
             mask = torch.zeros(1, 1, 1, 1, dtype=self._mask_dtype, device=self.device)
             self._forward(zero, zero, mask, probe)
+            if probe.dtype is None:
+                raise EngineError(f"{_describe(self.module)} keeps no keys and values: the hf engine cannot serve it")
+            self._layers = list(probe.layers_in_order())
+            if self._record_decode:
+                self._decoder.record(self._layers, probe.dtype, self.device)
         finally:
             self.end()
-        if probe.dtype is None:
-            raise EngineError(f"{_describe(self.module)} keeps no keys and values: the hf engine cannot serve it")
-        return KVCache(list(probe.layers_in_order()), probe.dtype, self.device)
+        return KVCache(self._layers, probe.dtype, self.device)
 
     @torch.inference_mode()
     def decode(self, store: KVCache, sequences: SequenceOf[Sequence]) -> torch.Tensor:
         """Feed the last id of the sequences in rows 0..B-1; returns logits ``[B, V]``."""
         ids_B1 = torch.tensor([sequence.ids[-1] for sequence in sequences], device=self.device).unsqueeze(1)
-        positions_B1 = torch.tensor([sequence.cached for sequence in sequences], device=self.device).unsqueeze(1)
-        length = min(round_up_decode(max(sequence.cached for sequence in sequences) + 1), store.capacity)
+        positions = [sequence.cached for sequence in sequences]
+        positions_B1 = torch.tensor(positions, device=self.device).unsqueeze(1)
+        length = min(round_up_decode(max(positions) + 1), store.capacity)
         rows_B = torch.arange(len(sequences), device=self.device)
-        cache = ForwardCache(store, 0, len(sequences), length, rows_B, positions_B1.squeeze(1), None)
-        return self._forward(ids_B1, positions_B1, self._mask(positions_B1, length), cache)
+        keys, values = store.windows(len(sequences), length)
+        return self._decoder.replay((ids_B1, positions_B1, self._mask(positions_B1, length), rows_B, keys, values))
 
     @torch.inference_mode()
     def prefill(self, store: KVCache, first_row: int, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:

@@ -1,0 +1,170 @@
+"""The forward of one decode step, recorded once and replayed without Python.
+
+Shapes: B rows, H heads of queries, K heads of keys and values, L tokens attended to, D size of a head, V vocabulary.
+"""
+
+import logging
+import warnings
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from operator import is_not
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, Cache
+
+from agentrl_engine_hf.kv_cache import LayerShape
+
+logger = logging.getLogger(__name__)
+
+_GROUPED = "agentrl_grouped"
+_OURS = ("torch.", "transformers.")
+
+Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
+"""Ids ``[B, 1]``, positions ``[B, 1]``, additive mask ``[B, 1, 1, L]``, rows ``[B]`` (0 to B - 1), keys and values of
+each layer ``[B, K, L, D]``, into which the step writes."""
+
+
+class WindowCache(Cache):  # type: ignore[misc]  # transformers has no complete types
+    """Keys and values as views of the rows that decode; each step adds one token to each row."""
+
+    def __init__(self, rows_B: torch.Tensor, positions_B: torch.Tensor, keys: list[torch.Tensor],
+                 values: list[torch.Tensor]) -> None:  # fmt: skip
+        super().__init__(layers=[])
+        self._rows_B = rows_B
+        self._positions_B = positions_B
+        self._keys = keys
+        self._values = values
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object,
+               **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+        keys, values = self._keys[layer_idx], self._values[layer_idx]
+        keys[self._rows_B, :, self._positions_B] = key_states.squeeze(2)
+        values[self._rows_B, :, self._positions_B] = value_states.squeeze(2)
+        return keys, values
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        return int(self._keys[0].shape[2])
+
+
+class Decoder(torch.nn.Module):
+    """One token for every row: ``forward`` calls the module, ``replay`` runs what was recorded of it where it may.
+
+    A record holds the module's operations, not its Python: it is used only while the module has no hooks, and only for
+    modules that are made of torch's and transformers' own parts (an adapter can be switched off in Python).
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+        self._record: Any = None
+        self._hooks: list[Any] = []
+        self._recorded: list[Any] = []
+
+    @property
+    def outdated(self) -> bool:
+        """Whether the module has other parts or parameters than when it was recorded."""
+        parts = [*self.module.modules(), *self.module.parameters()]
+        return len(parts) != len(self._recorded) or any(map(is_not, parts, self._recorded))
+
+    def forward(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, mask: torch.Tensor, rows_B: torch.Tensor,
+                keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:  # fmt: skip
+        output = self.module(
+            input_ids=ids_B1,
+            position_ids=positions_B1,
+            attention_mask=mask,
+            past_key_values=WindowCache(rows_B, positions_B1.squeeze(1), keys, values),
+            use_cache=True,
+            logits_to_keep=1,
+        )
+        logits_BV: torch.Tensor = output.logits[:, -1]
+        return logits_BV
+
+    def replay(self, inputs: Inputs) -> torch.Tensor:
+        """Logits ``[B, V]``."""
+        if self._record is None or any(self._hooks):
+            return self.forward(*inputs)
+        # Unoptimised, the same operations run in the same order; the optimiser would compile anew for each shape.
+        with torch.jit.optimized_execution(False):
+            logits_BV: torch.Tensor = self._record(*inputs)
+            return logits_BV
+
+    def record(self, layers: SequenceOf[LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+        """Record the forward, and keep the record if it repeats the module at other shapes."""
+        self._record = None
+        parts = list(self.module.modules())
+        self._recorded = [*parts, *self.module.parameters()]
+        self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
+        if any(self._hooks) or not all(type(part).__module__.startswith(_OURS) for part in parts):
+            return
+        try:
+            record = self._trace(_example(3, 24, layers, dtype, device))
+            for rows, length in ((1, 16), (5, 40)):
+                self._compare(record, rows, length, layers, dtype, device)
+        except Exception as error:  # noqa: BLE001 - whatever cannot be recorded runs as before
+            logger.info("decoding runs without a recorded forward: %s", error)
+            return
+        self._record = record
+
+    def _trace(self, inputs: Inputs) -> Any:
+        config = self.module.config.get_text_config(decoder=True)
+        attention = config._attn_implementation
+        AttentionInterface.register(_GROUPED, _grouped_attention)
+        try:
+            if attention == "sdpa":
+                config._attn_implementation = _GROUPED
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                record = torch.jit.trace(self, inputs, check_trace=False)
+        finally:
+            config._attn_implementation = attention
+        # What depends on data or on a shape in Python is frozen in the record.
+        for warning in caught:
+            if issubclass(warning.category, torch.jit.TracerWarning):
+                raise ValueError(str(warning.message))
+        return record
+
+    def _compare(self, record: Any, rows: int, length: int, layers: SequenceOf[LayerShape],
+                 dtype: torch.dtype, device: torch.device) -> None:  # fmt: skip
+        expected_inputs = _example(rows, length, layers, dtype, device)
+        inputs = _example(rows, length, layers, dtype, device)
+        expected = [self.forward(*expected_inputs), *_stores(expected_inputs)]
+        with torch.jit.optimized_execution(False):
+            found = [record(*inputs), *_stores(inputs)]
+        for left, right in zip(expected, found, strict=True):
+            gap = (left - right).abs().max()
+            if not gap <= left.abs().max() * torch.finfo(dtype).eps ** 0.5:
+                raise ValueError(f"the record differs from the module by {float(gap):.3g} at {rows} x {length}")
+
+
+def _stores(inputs: Inputs) -> Iterator[torch.Tensor]:
+    yield from inputs[4]
+    yield from inputs[5]
+
+
+def _grouped_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                       attention_mask: torch.Tensor | None, dropout: float = 0.0, scaling: float | None = None,
+                       **kwargs: object) -> tuple[torch.Tensor, None]:  # fmt: skip
+    """Attention of one new token: the heads of a group are queries of one head, so that keys need not be repeated."""
+    query_BKGD = query.reshape(query.shape[0], key.shape[1], -1, query.shape[3])
+    output_BKGD = torch.nn.functional.scaled_dot_product_attention(
+        query_BKGD, key, value, attn_mask=attention_mask, scale=scaling
+    )
+    return output_BKGD.reshape(query.shape[0], 1, query.shape[1], -1), None
+
+
+def _example(rows: int, length: int, layers: SequenceOf[LayerShape], dtype: torch.dtype,
+             device: torch.device) -> Inputs:  # fmt: skip
+    """Inputs of a step that has seen something: the same for the same shape."""
+    positions_B1 = (torch.arange(rows, device=device).unsqueeze(1) * 5 + 3) % length
+    hidden = torch.arange(length, device=device) > positions_B1[:, None, :, None]
+    mask = torch.zeros(hidden.shape, dtype=dtype, device=device).masked_fill_(hidden, torch.finfo(dtype).min)
+    ids_B1 = torch.arange(rows, device=device).unsqueeze(1)
+
+    def waves(heads: int, dim: int, shift: int) -> torch.Tensor:
+        count = rows * heads * length * dim
+        return torch.sin(torch.arange(count, device=device) * 0.7 + shift).to(dtype).view(rows, heads, length, dim)
+
+    keys = [waves(shape.heads, shape.key_dim, layer) for layer, shape in enumerate(layers)]
+    values = [waves(shape.heads, shape.value_dim, -layer) for layer, shape in enumerate(layers)]
+    return ids_B1, positions_B1, mask, torch.arange(rows, device=device), keys, values

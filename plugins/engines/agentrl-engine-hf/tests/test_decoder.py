@@ -1,0 +1,89 @@
+"""The recorded decode step: what it repeats, and when it is not used."""
+
+import asyncio
+
+import pytest
+import torch
+from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from agentrl_core.api import EngineContext, SamplingParams
+from agentrl_engine_hf.config import HFEngineConfig
+from agentrl_engine_hf.model import Model
+
+SHAPE = {
+    "vocab_size": 200,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+
+
+def _recorded(module) -> bool:
+    model = Model(EngineContext("", shared_module=module), "sdpa")
+    model.new_cache()
+    return model._decoder._record is not None
+
+
+def test_qwen3_qwen2_and_llama_are_recorded_and_keep_their_attention(qwen3, llama) -> None:
+    for module in (qwen3(num_key_value_heads=2), llama(), Qwen2ForCausalLM(Qwen2Config(**SHAPE)).eval()):
+        assert _recorded(module)
+        assert module.config._attn_implementation == "sdpa"
+
+
+def test_a_model_with_branches_that_a_record_would_freeze_is_not_recorded() -> None:
+    assert not _recorded(Olmo2ForCausalLM(Olmo2Config(**SHAPE)).eval())
+
+
+def test_a_module_with_foreign_parts_is_not_recorded(qwen3) -> None:
+    class Foreign(torch.nn.Linear):
+        """As an adapter's layer would be."""
+
+    module = qwen3()
+    layer = module.model.layers[0].mlp
+    layer.down_proj = Foreign(layer.down_proj.in_features, layer.down_proj.out_features, bias=False)
+    assert not _recorded(module)
+
+
+async def _same(qwen3, serve, prompts, generate_all, heads: int) -> None:
+    module = qwen3(num_key_value_heads=heads)
+    params = [SamplingParams(max_tokens=n, seed=n, temperature=0.8) for n in (3, 24, 9, 30)]
+    found = []
+    for record in (True, False):
+        async with serve(module, HFEngineConfig(record_decode=record)) as engine:
+            found.append(await generate_all(engine, prompts(4), params))
+    for left, right in zip(*found, strict=True):
+        assert left.token_ids == right.token_ids
+        assert left.log_probs == pytest.approx(right.log_probs, abs=1e-5)
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_with_and_without_a_record_the_same_is_sampled(qwen3, serve, prompts, generate_all, heads: int) -> None:
+    asyncio.run(_same(qwen3, serve, prompts, generate_all, heads))
+
+
+def test_a_replaced_part_is_recorded_anew_and_its_output_is_the_new_modules(qwen3) -> None:
+    module = qwen3()
+    model = Model(EngineContext("", shared_module=module), "sdpa")
+    model.new_cache()
+    old = model._decoder._record
+    layer = module.model.layers[0].mlp
+    layer.down_proj = torch.nn.Linear(layer.down_proj.in_features, layer.down_proj.out_features, bias=False)
+    model.begin()
+    assert model._decoder._record is not None
+    assert model._decoder._record is not old
+
+
+def test_a_hook_that_is_set_later_is_called(qwen3, serve, generate_all) -> None:
+    async def main() -> int:
+        module, calls = qwen3(), []
+        async with serve(module) as engine:
+            hook = module.model.layers[0].register_forward_hook(lambda *_: calls.append(1))
+            await generate_all(engine, [[1, 2, 3]], SamplingParams(max_tokens=8, seed=0))
+            hook.remove()
+        return len(calls)
+
+    assert asyncio.run(main()) >= 8
