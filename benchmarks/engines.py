@@ -166,7 +166,7 @@ def routed(name: str, python: Path, model: Path) -> Iterator[Measure]:
             "engine": {"name": name, "python": str(python)},
             "agent": {"loops": [{"name": "single_turn"}]},
         },
-        "reward": {"functions": [{"name": "exact_match"}]},
+        "reward": {"functions": [{"name": "hash_answer"}]},
         "cluster": {"runtime": "ray"},
     }
     path = model.parent / f"{name}.json"
