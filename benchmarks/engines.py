@@ -166,7 +166,7 @@ def routed(name: str, python: Path, model: Path) -> Iterator[Measure]:
             "engine": {"name": name, "python": str(python)},
             "agent": {"loops": [{"name": "single_turn"}]},
         },
-        "reward": {"functions": [{"name": "exact_match"}]},
+        "reward": {"functions": [{"name": "hash_answer"}]},
         "cluster": {"runtime": "ray"},
     }
     path = model.parent / f"{name}.json"
@@ -174,7 +174,7 @@ def routed(name: str, python: Path, model: Path) -> Iterator[Measure]:
     config = load_config(path, check_files=False)
     requests = concurrent_requests()
     place = EngineContext(str(model), max_model_len=MAX_MODEL_LEN, vocab_size=VOCABULARY)
-    with make_runtime(config.cluster) as runtime:
+    with make_runtime("ray", num_cpus=32) as runtime:
         fleet = EngineFleet(runtime, config.rollout.engine, place, 0.0, most_requests=CONCURRENT)
         runtime.run(fleet.start())
         router = AsyncLLMServerManager(

@@ -34,8 +34,14 @@ def test_qwen3_qwen2_and_llama_are_recorded_and_keep_their_attention(qwen3, llam
         assert module.config._attn_implementation == "sdpa"
 
 
-def test_a_model_with_branches_that_a_record_would_freeze_is_not_recorded() -> None:
-    assert not _recorded(Olmo2ForCausalLM(Olmo2Config(**SHAPE)).eval())
+def test_a_padding_token_does_not_prevent_the_record(qwen3) -> None:
+    assert _recorded(qwen3(pad_token_id=5))
+    assert _recorded(Olmo2ForCausalLM(Olmo2Config(**SHAPE | {"pad_token_id": 5})).eval())
+
+
+def test_a_model_with_branches_that_a_record_would_freeze_is_not_recorded(qwen3) -> None:
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    assert not _recorded(qwen3(rope_parameters=rope))
 
 
 def test_a_module_with_foreign_parts_is_not_recorded(qwen3) -> None:
