@@ -17,8 +17,7 @@ import torch
 from _report import Figure, print_figures, write_json
 
 from agentrl_core.api import WeightUpdate
-from agentrl_core.workers.weight_files import WeightFiles
-from agentrl_core.workers.weights import iter_weight_buckets
+from agentrl_core.workers.weights import ModelFiles
 
 TRANSPORT_GOAL = 2.5
 LAYERS = 24
@@ -53,7 +52,7 @@ def measure(mib: int, repetitions: int) -> list[Figure]:
     tensors = [tensor.detach().numpy().reshape(-1).view(np.uint8) for tensor in model.tensors]
     nbytes = sum(tensor.nbytes for tensor in tensors)
     copies = [np.zeros_like(tensor) for tensor in tensors]
-    files = WeightFiles(nbytes)
+    files = ModelFiles(model)
     here, there = multiprocessing.Pipe()
     reader = multiprocessing.get_context("fork").Process(target=read, args=(there,), daemon=True)
     reader.start()
@@ -65,7 +64,7 @@ def measure(mib: int, repetitions: int) -> list[Figure]:
                 np.copyto(target, source)
             copied.append((time.perf_counter() - start) * 1000)
             start = time.perf_counter()
-            here.send(files.write(iter_weight_buckets(model, 0)))
+            here.send(files.write())
             here.recv()
             moved.append((time.perf_counter() - start) * 1000)
             here.send(None)

@@ -26,8 +26,7 @@ from agentrl_core.workers.models import empty_causal_lm, enable_gradient_checkpo
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.update import MicroLoss, Update, seed_of
-from agentrl_core.workers.weight_files import WeightFiles
-from agentrl_core.workers.weights import iter_weight_buckets, save_model, weight_bytes
+from agentrl_core.workers.weights import ModelFiles, iter_weight_buckets, save_model
 
 
 class ActorWorker(ModelWorker):
@@ -45,7 +44,7 @@ class ActorWorker(ModelWorker):
     def __init__(self, config: Config, total_optimizer_steps: int) -> None:
         super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
-        self._weight_files: WeightFiles | None = None
+        self._weight_files: ModelFiles | None = None
 
     @property
     def module(self) -> Any:
@@ -138,16 +137,14 @@ class ActorWorker(ModelWorker):
     @register(dispatch_mode=COLLECTIVE)
     def weight_files(self) -> tuple[str, ...]:
         with self._offload.on_device():
-            # Tensor by tensor, so that nothing is gathered into a bucket first only to be copied once more.
-            buckets = iter_weight_buckets(self._model, 0)
             if not self._parallel.is_first:
                 # The other ranks take part in gathering, rank 0 has the tensors.
-                for _ in buckets:
+                for _ in iter_weight_buckets(self._model, 0):
                     pass
                 return ()
             if self._weight_files is None:
-                self._weight_files = WeightFiles(weight_bytes(self._model))
-            return self._weight_files.write(buckets)
+                self._weight_files = ModelFiles(self._model)
+            return self._weight_files.write()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

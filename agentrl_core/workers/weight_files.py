@@ -85,6 +85,14 @@ class WeightFiles:
             ) from error
         return tuple(str(file.path) for file in self._files)
 
+    def places(self) -> dict[str, tuple[tuple[int, ...], str, "np.ndarray[Any, Any]"]]:
+        """Shape, dtype and bytes (a writable view) of each tensor that has been written, by name."""
+        return {
+            name: (shape, dtype, file.view(start, math.prod(shape) * DTYPE_BYTES[dtype]))
+            for file in self._files
+            for name, shape, dtype, start in file.places
+        }
+
     def _start_file(self, nbytes: int) -> None:
         path = self.directory / f"weights-{len(self._files):05d}.safetensors"
         self._files.append(_File(path, HEADER_BYTES + max(FILE_BYTES, nbytes + _ALIGNMENT)))
@@ -111,7 +119,7 @@ class _File:
     def __init__(self, path: Path, capacity: int) -> None:
         self.path = path
         self._capacity = capacity
-        self._places: list[Place] = []
+        self.places: list[Place] = []
         self._is_new = True
         self._cursor = _Cursor()
         self._header_bytes = 0
@@ -129,7 +137,7 @@ class _File:
     @property
     def is_complete(self) -> bool:
         """Every tensor of the file has been overwritten."""
-        return not self._is_new and self._cursor.index == len(self._places)
+        return not self._is_new and self._cursor.index == len(self.places)
 
     def put(self, name: str, shape: tuple[int, ...], dtype: str, data: "np.ndarray[Any, Any]") -> None:
         """The next tensor, in the order of the first time."""
@@ -137,28 +145,31 @@ class _File:
         if math.prod(shape) * DTYPE_BYTES[dtype] != data.nbytes:
             raise EngineError(f"weights: {name} {list(shape)} {dtype} came with {data.nbytes} bytes")
         if self._is_new:
-            self._places.append((name, shape, dtype, cursor.offset))
+            self.places.append((name, shape, dtype, cursor.offset))
             self._header_bytes += len(json.dumps(name)) + 160
             if data.nbytes:
                 # A full file system is an error here; to a write through the map it would be a fatal signal.
                 os.posix_fallocate(self._fd, HEADER_BYTES + cursor.offset, data.nbytes)
-        elif self._places[cursor.index][:3] != (name, shape, dtype):
-            was = self._places[cursor.index]
+        elif self.places[cursor.index][:3] != (name, shape, dtype):
+            was = self.places[cursor.index]
             raise EngineError(
                 f"weights: {name} {list(shape)} {dtype} came where the first update had "
                 f"{was[0]} {list(was[1])} {was[2]}"
             )
-        start = HEADER_BYTES + cursor.offset
-        np.copyto(self._bytes[start : start + data.nbytes], data)
+        np.copyto(self.view(cursor.offset, data.nbytes), data)
         cursor.index += 1
         cursor.offset += data.nbytes
+
+    def view(self, start: int, nbytes: int) -> "np.ndarray[Any, Any]":
+        """These bytes of the tensors, writable."""
+        return self._bytes[HEADER_BYTES + start : HEADER_BYTES + start + nbytes]
 
     def finish(self) -> None:
         """All tensors have come."""
         if self._is_new:
             header = {
                 name: {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [start, start + size]}
-                for name, shape, dtype, start in self._places
+                for name, shape, dtype, start in self.places
                 for size in [math.prod(shape) * DTYPE_BYTES[dtype]]
             }
             text = json.dumps(header).encode().ljust(HEADER_BYTES - 8)
@@ -167,7 +178,7 @@ class _File:
             os.ftruncate(self._fd, HEADER_BYTES + self._cursor.offset)
             self._is_new = False
         elif not self.is_complete:
-            raise EngineError(f"weights: {self._places[self._cursor.index][0]} is missing from the update")
+            raise EngineError(f"weights: {self.places[self._cursor.index][0]} is missing from the update")
         self._cursor = _Cursor()
 
     def close(self) -> None:

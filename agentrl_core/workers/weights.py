@@ -19,6 +19,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.workers.models import quiet_progress
+from agentrl_core.workers.weight_files import WeightFiles
 
 Named = list[tuple[str, Tensor]]
 FILE_BYTES = 4 << 30
@@ -71,9 +72,48 @@ def gather(bucket: Named) -> Named:
     return gathered
 
 
-def weight_bytes(model: nn.Module) -> int:
-    """Of all weights, whole and each counted once."""
-    return sum(_nbytes(tensor) for _, tensor in _untied(model))
+class ModelFiles:
+    """A model's weights in the files of :class:`WeightFiles`, which every call of :meth:`write` overwrites.
+
+    Where the model is not sharded, the second update and later ones are one fused copy of all tensors: for a small
+    model naming each of them costs many times its bytes.
+
+    Args:
+        model: its parameters keep their names, shapes and dtypes.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._files = WeightFiles(sum(_nbytes(tensor) for _, tensor in _untied(model)))
+        self._paths: tuple[str, ...] = ()
+        self._targets: list[Tensor] = []
+
+    def write(self) -> tuple[str, ...]:
+        """Paths of the files; see :meth:`WeightFiles.write`. Where the model is sharded, the other ranks must exhaust
+        :func:`iter_weight_buckets` meanwhile."""
+        sources = [tensor.detach() for _, tensor in _untied(self._model)]
+        if self._targets and _alike(sources, self._targets):
+            torch._foreach_copy_(self._targets, sources)
+            return self._paths
+        # Tensor by tensor, so that nothing is gathered into a bucket first only to be copied once more.
+        self._paths = self._files.write(iter_weight_buckets(self._model, 0))
+        if not any(isinstance(source, DTensor) for source in sources):
+            self._targets = [
+                torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
+                for shape, dtype, data in self._files.places().values()
+            ]
+        return self._paths
+
+    def close(self) -> None:
+        """Remove the files."""
+        self._targets = []
+        self._files.close()
+
+
+def _alike(first: list[Tensor], second: list[Tensor]) -> bool:
+    return len(first) == len(second) and all(
+        one.shape == other.shape and one.dtype == other.dtype for one, other in zip(first, second, strict=True)
+    )
 
 
 def _untied(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from agentrl_core.api import ArrayBucket, EngineError, WeightUpdate, map_safetensors
 from agentrl_core.workers import weight_files
 from agentrl_core.workers.weight_files import WeightFiles
-from agentrl_core.workers.weights import iter_weight_buckets
+from agentrl_core.workers.weights import ModelFiles, iter_weight_buckets
 
 
 class Tied(torch.nn.Module):
@@ -135,3 +135,25 @@ def wait_until_gone(directory: Path) -> None:
     while directory.exists():
         assert time.monotonic() < deadline, f"{directory} is still there"
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_files_of_a_model_are_its_weights_after_every_update(dtype: torch.dtype) -> None:
+    model = Tied().to(dtype)
+    files = ModelFiles(model)
+    try:
+        first = files.write()
+        for _ in range(3):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.normal_()
+            assert files.write() == first
+            tensors = loaded(first)
+            assert set(tensors) == {"embed.weight", "norm", "empty"}
+            assert all(torch.equal(tensors[name], model.state_dict()[name]) for name in tensors)
+        model.norm = torch.nn.Parameter(torch.zeros(7, dtype=dtype))
+        with pytest.raises(EngineError, match=r"norm \[7\].* came where the first update had norm"):
+            files.write()
+    finally:
+        files.close()
+    assert not Path(first[0]).exists()
