@@ -29,10 +29,18 @@ def installed_version(name: str) -> str:
         return importlib.metadata.version(name) or ""
     except importlib.metadata.PackageNotFoundError:
         # The list of all packages is read from many files: not for one that cannot be imported anyway.
-        if not name.isidentifier() or importlib.util.find_spec(name) is None:
+        if not name.isidentifier() or not _can_be_imported(name):
             return ""
         builds = importlib.metadata.packages_distributions().get(name, ())
         return importlib.metadata.version(builds[0]) if builds else ""
+
+
+def _can_be_imported(name: str) -> bool:
+    try:
+        return importlib.util.find_spec(name) is not None
+    except (ImportError, ValueError):
+        # A finder that refuses it, or a stand-in in sys.modules that has no spec.
+        return False
 
 
 def requirement_states(

@@ -1,5 +1,8 @@
 import importlib
+import sys
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -34,3 +37,22 @@ def test_another_build_of_the_same_package_counts(site: Path) -> None:
     (state,) = requirement_states(["oddthing>=0.32"])
     assert (state.found, state.met) == ("0.32.0", True)
     assert not requirement_states(["oddthing>=0.33"])[0].met
+
+
+class Refusing:
+    """A finder that lets nobody import ``oddthing``."""
+
+    def find_spec(self, name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name == "oddthing":
+            raise ModuleNotFoundError("oddthing is blocked", name=name)
+        return None
+
+
+def test_a_package_that_a_finder_refuses_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "meta_path", [Refusing(), *sys.meta_path])
+    assert [state.found for state in unmet(["oddthing"])] == [""]
+
+
+def test_a_stand_in_for_a_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "oddthing", ModuleType("oddthing"))
+    assert [state.found for state in unmet(["oddthing"])] == [""]
