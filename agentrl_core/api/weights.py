@@ -8,8 +8,10 @@ Nothing here needs torch or safetensors: an engine may live in an interpreter wi
                 ...
 """
 
+import functools
 import json
 import math
+import mmap
 import os
 import struct
 from collections.abc import Iterator, Sequence
@@ -95,19 +97,27 @@ def map_safetensors(path: str) -> ArrayBucket:
     import numpy as np
 
     try:
-        mapped = np.memmap(path, dtype=np.uint8, mode="r")
-        (length,) = struct.unpack("<Q", mapped[:8].tobytes())
-        header: dict[str, Any] = json.loads(mapped[8 : 8 + length].tobytes())
-        header.pop("__metadata__", None)
-        entries = sorted(header.items(), key=lambda item: int(item[1]["data_offsets"][0]))
-        return ArrayBucket(
-            names=tuple(name for name, _ in entries),
-            shapes=tuple(tuple(entry["shape"]) for _, entry in entries),
-            dtypes=tuple(SAFETENSORS_DTYPES[entry["dtype"]] for _, entry in entries),
-            data=mapped[8 + length :],
-        )
+        # Not numpy.memmap: each slice of it costs as much as the copy of a small tensor.
+        with open(path, "rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        (length,) = struct.unpack_from("<Q", mapped)
+        names, shapes, dtypes = _layout(mapped[8 : 8 + length].rstrip())
+        return ArrayBucket(names, shapes, dtypes, data=np.frombuffer(mapped, np.uint8)[8 + length :])
     except (OSError, ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
         raise EngineError(f"weights in {path} cannot be read as safetensors: {error!r}") from error
+
+
+@functools.lru_cache(maxsize=32)
+def _layout(header: bytes) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...], tuple[str, ...]]:
+    """Names, shapes and dtypes in the order of the data; update after update brings the same header."""
+    tensors: dict[str, Any] = json.loads(header)
+    tensors.pop("__metadata__", None)
+    entries = sorted(tensors.items(), key=lambda item: int(item[1]["data_offsets"][0]))
+    return (
+        tuple(name for name, _ in entries),
+        tuple(tuple(entry["shape"]) for _, entry in entries),
+        tuple(SAFETENSORS_DTYPES[entry["dtype"]] for _, entry in entries),
+    )
 
 
 def write_safetensors(path: str | os.PathLike[str], bucket: ArrayBucket) -> None:

@@ -91,9 +91,10 @@ class ModelFiles:
     def write(self) -> tuple[str, ...]:
         """Paths of the files; see :meth:`WeightFiles.write`. Where the model is sharded, the other ranks must exhaust
         :func:`iter_weight_buckets` meanwhile."""
-        sources = [tensor.detach() for _, tensor in _untied(self._model)]
+        sources = [tensor for _, tensor in _untied(self._model)]
         if self._targets and _alike(sources, self._targets):
-            torch._foreach_copy_(self._targets, sources)
+            with torch.no_grad():
+                torch._foreach_copy_(self._targets, sources)
             return self._paths
         # Tensor by tensor, so that nothing is gathered into a bucket first only to be copied once more.
         self._paths = self._files.write(iter_weight_buckets(self._model, 0))
