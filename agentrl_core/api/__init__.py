@@ -39,6 +39,7 @@ if TYPE_CHECKING:
         SamplingParams,
         TokenOutput,
     )
+    from agentrl_core.api.engine_requests import check_request, covering_spans, read_model_config
     from agentrl_core.api.errors import (
         AgentRLError,
         CheckpointError,
@@ -166,11 +167,14 @@ __all__ = [
     "Turn",
     "WeightUpdate",
     "WorkerError",
+    "check_request",
+    "covering_spans",
     "free_port",
     "function_schema",
     "hookimpl",
     "map_safetensors",
     "option",
+    "read_model_config",
     "schema_of",
 ]
 
@@ -186,6 +190,7 @@ _NAMES_OF_MODULE = {
     "config": ("NoConfig", "OptionInfo", "option"),
     "dataset": ("DatasetContext", "PromptDataset"),
     "engine": ("EngineContext", "InferenceEngine", "PolicySpan", "SamplingParams", "TokenOutput"),
+    "engine_requests": ("check_request", "covering_spans", "read_model_config"),
     "errors": (
         "AgentRLError", "CheckpointError", "ConfigError", "DataError", "DeadlineError", "EngineError",
         "InteractionError", "PluginBrokenError", "PluginConflictError", "PluginDriftError", "PluginError",

@@ -15,6 +15,7 @@ from agentrl_core.api.engine import (
     TokenOutput,
     WeightUpdate,
 )
+from agentrl_core.api.engine_requests import check_request
 from agentrl_core.api.errors import EngineError
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.counters import Counters
@@ -103,7 +104,9 @@ class HFEngine(InferenceEngine):
         multi_modal: dict[str, Any] | None,
     ) -> Sequence:
         ids = [int(token) for token in prompt_ids]
-        self._check(ids, params, request_id, multi_modal)
+        check_request(
+            request_id, ids, params, multi_modal, vocab_size=self._vocab_size, max_model_len=self._context.max_model_len
+        )
         future: Future[TokenOutput] = Future()
         # From here on only the engine's thread ends the future, so that cancelling it cannot race with a result.
         future.set_running_or_notify_cancel()
@@ -117,30 +120,6 @@ class HFEngine(InferenceEngine):
             future=future,
             stop_ids=frozenset(params.stop_token_ids),
         )
-
-    def _check(
-        self, ids: list[int], params: SamplingParams, request_id: str, multi_modal: dict[str, Any] | None
-    ) -> None:
-        where = f"request {request_id!r}:"
-        if not ids:
-            raise ValueError(f"{where} the prompt is empty; it needs at least 1 token")
-        if len(ids) >= self._context.max_model_len:
-            raise ValueError(
-                f"{where} the prompt has {len(ids)} tokens, which leaves no room to sample with max_model_len "
-                f"{self._context.max_model_len}"
-            )
-        if min(ids) < 0 or max(ids) >= self._vocab_size:
-            bad = min(ids) if min(ids) < 0 else max(ids)
-            raise ValueError(f"{where} token id {bad} is outside the vocabulary 0..{self._vocab_size - 1}")
-        if params.max_tokens < 1:
-            raise ValueError(f"{where} max_tokens is {params.max_tokens}; it must be at least 1")
-        if not (params.temperature >= 0 and 0 < params.top_p <= 1 and params.top_k >= 0):
-            raise ValueError(
-                f"{where} temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}; allowed are "
-                f"temperature >= 0, 0 < top_p <= 1, top_k >= 0"
-            )
-        if multi_modal:
-            raise ValueError(f"{where} the hf engine takes text only, found {', '.join(sorted(multi_modal))}")
 
     def _next_seed(self) -> int:
         self._unseeded += 1

@@ -18,6 +18,7 @@ from agentrl_core.api.engine import (
     SamplingParams,
     TokenOutput,
 )
+from agentrl_core.api.engine_requests import check_request, read_model_config
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.model_tensors import ModelTensors
 from agentrl_core.api.ports import free_port
@@ -29,13 +30,12 @@ from agentrl_engine_sglang.gate import Gate
 from agentrl_engine_sglang.launch import (
     command_line,
     on_cpu,
-    read_config,
     served_folder,
     server_arguments,
     server_environment,
 )
 from agentrl_engine_sglang.process import ServerProcess
-from agentrl_engine_sglang.requests import check_request, request_body, token_output
+from agentrl_engine_sglang.requests import request_body, token_output
 from agentrl_engine_sglang.roads import FileRoad, TensorRoad, WeightRoad
 
 logger = logging.getLogger(__name__)
@@ -107,7 +107,7 @@ class SGLangEngine(InferenceEngine):
                 "rollout.engine.config.deterministic_inference: SGLang has no deterministic mode on a CPU; set it to "
                 "false, or cluster.device to cuda"
             )
-        model = read_config(context.model_path)
+        model = read_model_config(context.model_path)
         size = (model.get("text_config") or model).get("vocab_size") or context.vocab_size
         self._vocab_size = min(int(size), context.vocab_size or int(size))
         self._tensors = ModelTensors.read(context.model_path, model)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_core.api.engine import EngineContext
-from agentrl_core.api.errors import EngineError
+from agentrl_core.api.engine_requests import read_model_config
 from agentrl_engine_sglang.config import SGLangConfig
 
 CONTEXT_MARGIN = 16
@@ -88,27 +88,13 @@ def on_cpu(context: EngineContext) -> bool:
     return context.device.startswith("cpu")
 
 
-def read_config(model_path: str) -> dict[str, Any]:
-    """The model's ``config.json``.
-
-    Raises:
-        EngineError: there is none.
-    """
-    path = Path(model_path) / "config.json"
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise EngineError(f"model.path: {path} cannot be read ({error}); it must be a folder with a model") from error
-    return content
-
-
 def served_folder(model_path: str) -> "tempfile.TemporaryDirectory[str]":
     """A folder of links to the model whose configuration names no end-of-sequence token.
 
     SGLang ends a request at the model's own end-of-sequence tokens, unless ``ignore_eos`` is set, which also switches
     off ``stop_token_ids``. Without them a request ends where it says, and nowhere else.
     """
-    config = read_config(model_path) | {"eos_token_id": None}
+    config = read_model_config(model_path) | {"eos_token_id": None}
     folder = tempfile.TemporaryDirectory(prefix="agentrl-sglang-model-")
     for source in Path(model_path).resolve().iterdir():
         if source.name not in NOT_SERVED:

@@ -1,48 +1,13 @@
 """agentrl's requests and outputs, and what SGLang makes of them."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agentrl_core.api.engine import FinishReason, PolicySpan, SamplingParams, TokenOutput
+from agentrl_core.api.engine_requests import covering_spans
 from agentrl_core.api.errors import EngineError
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-
-
-def check_request(
-    request_id: str,
-    prompt_ids: Sequence[int],
-    params: SamplingParams,
-    multi_modal: dict[str, Any] | None,
-    *,
-    vocab_size: int,
-    max_model_len: int,
-) -> None:
-    """Nothing that the server could not digest may reach it: an id outside the vocabulary kills it.
-
-    Raises:
-        ValueError: the request cannot be served.
-    """
-    where = f"request {request_id!r}:"
-    if not prompt_ids:
-        raise ValueError(f"{where} the prompt is empty; it needs at least 1 token")
-    if len(prompt_ids) >= max_model_len:
-        raise ValueError(
-            f"{where} the prompt has {len(prompt_ids)} tokens, which leaves no room to sample with max_model_len "
-            f"{max_model_len}"
-        )
-    for token in (min(prompt_ids), max(prompt_ids)):
-        if not 0 <= token < vocab_size:
-            raise ValueError(f"{where} token id {token} is outside the vocabulary 0..{vocab_size - 1}")
-    if params.max_tokens < 1:
-        raise ValueError(f"{where} max_tokens is {params.max_tokens}; it must be at least 1")
-    if not (params.temperature >= 0 and 0 < params.top_p <= 1 and params.top_k >= 0):
-        raise ValueError(
-            f"{where} temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}; allowed are "
-            f"temperature >= 0, 0 < top_p <= 1, top_k >= 0"
-        )
-    if multi_modal:
-        raise ValueError(f"{where} the sglang engine takes text only, found {', '.join(sorted(multi_modal))}")
 
 
 def request_body(
@@ -84,19 +49,11 @@ def token_output(reply: dict[str, Any], version: int) -> TokenOutput:
         token_ids=token_ids,
         log_probs=[float(entry[0]) for entry in scored],
         finish_reason=FINISH_REASONS[kind],
-        spans=_spans(meta.get("weight_versions") or [], len(token_ids), version),
+        spans=covering_spans(_spans(meta, len(token_ids)), len(token_ids), version),
     )
 
 
-def _spans(entries: list[dict[str, Any]], length: int, version: int) -> list[PolicySpan]:
-    spans = [
-        PolicySpan(int(entry["version"]), int(entry["start"]), min(int(entry["end"]), length))
-        for entry in entries
-        if int(entry["start"]) < min(int(entry["end"]), length)
-    ]
-    if not spans:
-        return [PolicySpan(version, 0, length)] if length else []
-    ends = [0, *(span.end for span in spans)]
-    if [span.start for span in spans] != ends[:-1] or ends[-1] != length:
-        raise EngineError(f"SGLang's weight versions {entries} do not cover {length} tokens")
-    return spans
+def _spans(meta: dict[str, Any], length: int) -> Iterator[PolicySpan]:
+    # The last one may count a token that was cut off.
+    for entry in meta.get("weight_versions") or []:
+        yield PolicySpan(int(entry["version"]), int(entry["start"]), min(int(entry["end"]), length))

@@ -11,13 +11,14 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agentrl_core.api.engine import EngineContext, InferenceEngine, PauseMode, SamplingParams, TokenOutput
+from agentrl_core.api.engine_requests import check_request, read_model_config
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.model_tensors import ModelTensors
 from agentrl_core.api.weights import WeightUpdate
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.counters import Counters
-from agentrl_engine_vllm.launch import BACKEND, engine_arguments, environment, read_config
-from agentrl_engine_vllm.requests import check_request, sampling_arguments, token_output
+from agentrl_engine_vllm.launch import BACKEND, engine_arguments, environment
+from agentrl_engine_vllm.requests import MAX_TEMPERATURE, sampling_arguments, token_output
 from agentrl_engine_vllm.roads import weight_files
 
 ABORT_INTERVAL = 0.5
@@ -60,7 +61,7 @@ class VLLMEngine(InferenceEngine):
                 f"rollout.engine.python: {sys.executable} has no package vllm; choose an interpreter that has it, or "
                 "install it there: pip install 'agentrl-engine-vllm[vllm]'"
             )
-        model = read_config(self._context.model_path)
+        model = read_model_config(self._context.model_path)
         size = int((model.get("text_config") or model).get("vocab_size") or self._context.vocab_size)
         self._vocab_size = min(size, self._context.vocab_size or size)
         self._tensors = ModelTensors.read(self._context.model_path, model)
@@ -121,8 +122,9 @@ class VLLMEngine(InferenceEngine):
         self._running()
         length = self._context.max_model_len
         check_request(
-            request_id, prompt_ids, sampling_params, multi_modal, vocab_size=self._vocab_size, max_model_len=length
-        )
+            request_id, prompt_ids, sampling_params, multi_modal,
+            vocab_size=self._vocab_size, max_model_len=length, max_temperature=MAX_TEMPERATURE,
+        )  # fmt: skip
         with self._session(request_id) as ended:
             arguments = sampling_arguments(len(prompt_ids), sampling_params, length)
             output = await self._call([int(token) for token in prompt_ids], arguments, request_id)

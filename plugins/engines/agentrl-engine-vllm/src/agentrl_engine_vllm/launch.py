@@ -1,11 +1,8 @@
 """How vLLM is started: its arguments and its environment."""
 
-import json
-from pathlib import Path
 from typing import Any
 
 from agentrl_core.api.engine import EngineContext
-from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import DTYPE_BYTES
 from agentrl_engine_vllm.config import VLLMConfig
 
@@ -98,17 +95,3 @@ def environment(config: VLLMConfig, context: EngineContext) -> dict[str, str]:
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         }
     return variables | config.env
-
-
-def read_config(model_path: str) -> dict[str, Any]:
-    """The model's ``config.json``.
-
-    Raises:
-        EngineError: there is none.
-    """
-    path = Path(model_path) / "config.json"
-    try:
-        content: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise EngineError(f"model.path: {path} cannot be read ({error}); it must be a folder with a model") from error
-    return content
