@@ -100,8 +100,9 @@ def _kinds(kind: str | None) -> list[str] | None:
 
 def _find(name: str, kinds: list[str] | None) -> "Registration":
     from agentrl_core.api.errors import PluginConflictError
+    from agentrl_core.plugins.registration import registrations_named
 
-    found = registrations_of(name, kinds)
+    found = registrations_named(name, kinds)
     if len({each.kind for each in found}) > 1:
         choices = " or ".join(f"--kind {each.kind}" for each in found)
         raise PluginConflictError(f"{name!r} names plugins of several kinds: add {choices}")
@@ -109,27 +110,6 @@ def _find(name: str, kinds: list[str] | None) -> "Registration":
         choices = " or ".join(f"{each.dist}:{each.name}" for each in found)
         raise PluginConflictError(f"{name!r} is registered by several packages: write {choices}")
     return found[0]
-
-
-def registrations_of(name: str, kinds: list[str] | None) -> "list[Registration]":
-    """All that is registered as NAME or package:name.
-
-    Raises:
-        PluginNotFoundError: nothing is; the nearest name is given.
-    """
-    import difflib
-
-    from agentrl_core.api.errors import PluginNotFoundError
-    from agentrl_core.plugins.registration import registrations, same_package
-
-    package, _, plain = name.rpartition(":")
-    installed = [each for each in registrations() if kinds is None or each.kind in kinds]
-    found = [each for each in installed if each.name == plain and (not package or same_package(each.dist, package))]
-    if not found:
-        close = difflib.get_close_matches(plain, sorted({each.name for each in installed}), 1)
-        hint = f"; did you mean {close[0]!r}? " if close else ". "
-        raise PluginNotFoundError(f"no installed plugin is named {name!r}{hint}See: agentrl plugins list")
-    return found
 
 
 def _row_of(registration: "Registration") -> "PluginRow":

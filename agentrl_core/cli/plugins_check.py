@@ -10,7 +10,6 @@ from rich.text import Text
 
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.api.plugin import KINDS, PluginRef
-from agentrl_core.cli.plugins import registrations_of
 from agentrl_core.plugins.check import CheckResult, check_here, check_in_children, failed
 from agentrl_core.plugins.discovery import conflict_text
 from agentrl_core.plugins.registration import (
@@ -19,6 +18,7 @@ from agentrl_core.plugins.registration import (
     block_list,
     is_blocked,
     registrations,
+    registrations_named,
 )
 from agentrl_core.plugins.spec import unknown_group
 
@@ -73,7 +73,7 @@ def run(names: Sequence[str], *, kinds: list[str] | None, on_ray: bool, time_lim
 
 def _chosen(names: Sequence[str], kinds: list[str] | None) -> list[Registration]:
     if names:
-        return list(dict.fromkeys(each for name in names for each in registrations_of(name, kinds)))
+        return list(dict.fromkeys(each for name in names for each in registrations_named(name, kinds)))
     return [each for each in registrations() if kinds is None or each.kind in kinds]
 
 

@@ -3,14 +3,16 @@
 The metadata is read anew at every call: a plugin installed a moment ago is visible, where a cache may hide it.
 """
 
+import difflib
 import importlib.metadata
 import logging
 import os
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from agentrl_core.api.errors import PluginNotFoundError
 from agentrl_core.api.plugin import CLI_GROUP, KINDS, RESERVED_GROUPS
 
 logger = logging.getLogger(__name__)
@@ -128,3 +130,19 @@ def _name_and_version(dist: importlib.metadata.Distribution | None) -> tuple[str
     except Exception:  # noqa: BLE001 - a distribution without METADATA raises TypeError, a half-removed one OSError
         pass
     return "unknown", ""
+
+
+def registrations_named(name: str, kinds: Collection[str] | None = None) -> list[Registration]:
+    """All that is registered as NAME or package:name, of these kinds.
+
+    Raises:
+        PluginNotFoundError: nothing is; the nearest name is given.
+    """
+    package, _, plain = name.rpartition(":")
+    installed = [each for each in registrations() if kinds is None or each.kind in kinds]
+    found = [each for each in installed if each.name == plain and (not package or same_package(each.dist, package))]
+    if not found:
+        close = difflib.get_close_matches(plain, sorted({each.name for each in installed}), 1)
+        hint = f"; did you mean {close[0]!r}? " if close else ". "
+        raise PluginNotFoundError(f"no installed plugin is named {name!r}{hint}See: agentrl plugins list")
+    return found
