@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 BLOCK_VARIABLE = "AGENTRL_PLUGINS_BLOCK"
 """Environment variable with names or packages that must not be used, separated by commas."""
 
+_ENTRY_POINTS = "entry_points.txt"
+_HEADER_FIELD = re.compile(r"^(name|version):[ \t]*(\S.*?)[ \t\r]*$", re.IGNORECASE | re.MULTILINE)
 _KIND_OF_GROUP = {kind.group: kind.kind for kind in KINDS.values()}
 
 
@@ -100,36 +102,40 @@ def _is_stray(group: str) -> bool:
 
 
 def _entry_points() -> list[importlib.metadata.EntryPoint]:
-    try:
-        found = importlib.metadata.entry_points()
-        return [each for group in found.groups if group.startswith("agentrl.") for each in found.select(group=group)]
-    except Exception:  # noqa: BLE001 - one malformed entry_points.txt makes the call above fail for all
-        return _entry_points_of_readable_distributions()
-
-
-def _entry_points_of_readable_distributions() -> list[importlib.metadata.EntryPoint]:
     found: list[importlib.metadata.EntryPoint] = []
     seen = set()
     for dist in importlib.metadata.distributions():
         try:
-            name = _normalised(dist.name)
-            if name not in seen:
-                seen.add(name)
-                found.extend(dist.entry_points)
+            text = dist.read_text(_ENTRY_POINTS)
+            # Reading hundreds of distributions takes little, parsing them all would not.
+            if text is None or "agentrl." not in text:
+                continue
+            name = _normalised(_name_and_version(dist)[0])
+            if name not in seen and _is_first_on_path(name, text):
+                found.extend(each for each in dist.entry_points if each.group.startswith("agentrl."))
+            seen.add(name)
         except Exception as error:  # noqa: BLE001 - damaged metadata may raise anything; the others must stay usable
             logger.warning("cannot read the entry points of %s: %r", getattr(dist, "_path", dist), error)
     return found
 
 
+def _is_first_on_path(name: str, entry_points: str) -> bool:
+    """No other distribution of this name comes before on the path, whose modules would be imported instead."""
+    try:
+        return importlib.metadata.distribution(name).read_text(_ENTRY_POINTS) == entry_points
+    except importlib.metadata.PackageNotFoundError:
+        # Half removed: its folder has another name than its metadata say.
+        return True
+
+
 def _name_and_version(dist: importlib.metadata.Distribution | None) -> tuple[str, str]:
     try:
-        if dist is not None:
-            # Once, because each access parses the file anew.
-            metadata = dist.metadata
-            return metadata["Name"] or "unknown", metadata["Version"] or ""
-    except Exception:  # noqa: BLE001 - a distribution without METADATA raises TypeError, a half-removed one OSError
-        pass
-    return "unknown", ""
+        # Not dist.metadata: it parses the whole description.
+        text = "" if dist is None else dist.read_text("METADATA") or dist.read_text("PKG-INFO") or ""
+        fields = {name.lower(): value for name, value in _HEADER_FIELD.findall(text.partition("\n\n")[0])}
+    except Exception:  # noqa: BLE001 - a half-removed distribution raises OSError, a damaged one anything
+        fields = {}
+    return fields.get("name", "unknown"), fields.get("version", "")
 
 
 def registrations_named(name: str, kinds: Collection[str] | None = None) -> list[Registration]:

@@ -273,3 +273,16 @@ def test_the_core_registers_its_own_through_the_same_groups(isolated_plugins: Is
     assert {row.dist for row in rows} == {"agentrl-core"}
     assert [row.error for row in rows if row.status not in ("ok", "missing-extra")] == []
     assert {"grpo", "gae", "ppo", "prompts", "console", "jsonl", "tensorboard"} <= {row.name for row in rows}
+
+
+def test_a_distribution_behind_another_of_its_name_is_not_seen(isolated_plugins: IsolatedPlugins) -> None:
+    add_tool(isolated_plugins)
+    earlier = isolated_plugins.path / "earlier"
+    earlier.mkdir()
+    info = earlier / "Acme.Tools-2.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: Acme.Tools\nVersion: 2.0\n")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(earlier))
+        assert discover() == [], "version 2.0, whose modules would be imported, has no plugins"
+    assert [row.name for row in discover()] == ["shout"]
