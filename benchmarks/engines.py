@@ -319,10 +319,15 @@ def continuous_batching_figures(options: argparse.Namespace) -> list[Figure]:
     return figures
 
 
+def absolute(text: str) -> Path:
+    """Not resolved: an environment is known by the link that is its interpreter."""
+    return Path(text).absolute()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--vllm-python", type=Path, metavar="PATH", help="interpreter with vLLM and our plugin")
-    parser.add_argument("--sglang-python", type=Path, metavar="PATH", help="interpreter with SGLang and our plugin")
+    parser.add_argument("--vllm-python", type=absolute, metavar="PATH", help="interpreter with vLLM and our plugin")
+    parser.add_argument("--sglang-python", type=absolute, metavar="PATH", help="interpreter with SGLang and our plugin")
     parser.add_argument("--large", action="store_true", help="0.1 billion parameters behind the router")
     parser.add_argument("--parts", nargs="+", choices=("embedded", "transformers", "router"), metavar="PART",
                         default=["embedded", "transformers", "router"],
