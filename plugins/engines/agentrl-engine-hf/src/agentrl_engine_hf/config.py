@@ -22,6 +22,12 @@ class HFEngineConfig:
     attn_implementation: str = option(
         "sdpa", help="attention of a model that the engine loads itself", choices=("sdpa", "eager")
     )
+    decode_threads: int = option(
+        0,
+        help="CPU threads of one decode step; 0 means one for a model below 32 M parameters, whose step is too short "
+        "to be shared, and those of the process for others",
+        ge=0,
+    )
     record_decode: bool = option(
         True, help="record the forward of a decode step and replay it without Python, where that repeats the module"
     )
