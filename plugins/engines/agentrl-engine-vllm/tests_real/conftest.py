@@ -71,7 +71,8 @@ def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
 def case(request: pytest.FixtureRequest, models: Models, run: Any) -> Iterator["Case"]:
     """One engine for all tests of a kind of model: a start takes a quarter of a minute."""
     context = EngineContext(models(tied=request.param), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB)
-    engine = VLLMEngine(VLLMConfig(), context)
+    # Prompts that arrive together are computed in parts, as long ones are.
+    engine = VLLMEngine(VLLMConfig(engine_args={"max_num_batched_tokens": 256}), context)
     run(engine.start())
     yield Case(engine, models, request.param)
     run(engine.close())

@@ -46,6 +46,7 @@ class WorkerExtension:
         Raises:
             RuntimeError: this version of vLLM samples elsewhere.
         """
+        from agentrl_engine_vllm.generators import Rewinder
         from agentrl_engine_vllm.sampler import WholeDistribution
 
         sampler = getattr(self.model_runner, "sampler", None)
@@ -55,4 +56,6 @@ class WorkerExtension:
                 "vLLM's first model runner: leave VLLM_USE_V2_MODEL_RUNNER=0"
             )
         if not isinstance(sampler.topk_topp_sampler, WholeDistribution):
-            sampler.topk_topp_sampler = WholeDistribution(sampler.topk_topp_sampler)
+            on_cpu = self.model_runner.device.type == "cpu"
+            before = [Rewinder(self.model_runner).before_sampling] if on_cpu else []
+            sampler.topk_topp_sampler = WholeDistribution(sampler.topk_topp_sampler, *before)

@@ -1,5 +1,6 @@
 """Log-probabilities of the whole distribution, where top-p and top-k choose from a part of it."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -12,14 +13,17 @@ class WholeDistribution(torch.nn.Module):
 
     Args:
         inside: vLLM's ``TopKTopPSampler``, with ``processed_logprobs``.
+        before: is called each time before it samples.
     """
 
-    def __init__(self, inside: Any) -> None:
+    def __init__(self, inside: Any, before: Callable[[], None] = lambda: None) -> None:
         super().__init__()
         self.inside = inside
+        self._before = before
 
     def forward(self, logits: torch.Tensor, generators: Any, k: Any, p: Any) -> tuple[torch.Tensor, Any]:
         """Ids [batch] and log-probabilities [batch, vocabulary] float32 of logits that temperature has divided."""
+        self._before()
         if k is None and p is None:
             token_ids, log_probs = self.inside(logits, generators, k, p)
             return token_ids, log_probs
