@@ -10,6 +10,7 @@ from torch import Tensor
 
 from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.kl import kl_estimate
+from agentrl_core.algorithms.token_log_probs import Entropies
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.weights import ArrayBucket
@@ -19,7 +20,7 @@ from agentrl_core.plugins.resolution import resolve_ref
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.checkpoints import load_training_state, save_training_state
 from agentrl_core.workers.data_parallel import COLLECTIVE
-from agentrl_core.workers.log_probs import Entropies, response_log_probs, temperature_of
+from agentrl_core.workers.log_probs import response_log_probs, temperature_of
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, map_micro_batches
 from agentrl_core.workers.model_worker import ModelWorker
 from agentrl_core.workers.models import empty_causal_lm, enable_gradient_checkpointing, load_causal_lm

@@ -43,9 +43,7 @@ class ValueModel(nn.Module):
         """Values [b, r] float32. The one at token t is read where t is predicted, before it is sampled."""
         width_r, width_l = micro["responses"].shape[1], micro["input_ids"].shape[1]
         hidden_blH = self.backbone(
-            input_ids=micro["input_ids"],
-            attention_mask=micro["attention_mask"],
-            position_ids=micro["position_ids"],
+            **micro.model_inputs,
             use_cache=False,
         ).last_hidden_state
         values_br1: Tensor = self.value_head(hidden_blH[:, width_l - width_r - 1 : width_l - 1].float())

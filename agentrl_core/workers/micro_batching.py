@@ -5,7 +5,7 @@ Shapes: B rows of a batch, b of a micro-batch; P prompt tokens, R response token
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -28,10 +28,13 @@ class MicroBatch:
     Args:
         rows: [b] int64, their places in the batch.
         columns: ``SEQUENCE_COLUMNS`` [b, p+r] and response columns [b, r]; ``response_mask`` is bool.
+        is_plain: every row begins with its first token, at position 0, and has no gap. Causal attention then needs no
+            mask, for what stands behind a row's end is seen by nobody; without a mask it is faster.
     """
 
     rows: Tensor
     columns: Columns
+    is_plain: bool = False
 
     def __getitem__(self, name: str) -> Tensor:
         return self.columns[name]
@@ -42,7 +45,12 @@ class MicroBatch:
         return self.columns["input_ids"].numel()
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return MicroBatch(self.rows, {name: column.to(device) for name, column in self.columns.items()})
+        return replace(self, columns={name: column.to(device) for name, column in self.columns.items()})
+
+    @property
+    def model_inputs(self) -> Columns:
+        """What the model's forward takes."""
+        return {name: self.columns[name] for name in SEQUENCE_COLUMNS if name == "input_ids" or not self.is_plain}
 
     def __str__(self) -> str:
         rows = ", ".join(str(row) for row in self.rows[:8].tolist()) + (", …" if len(self.rows) > 8 else "")
@@ -136,7 +144,15 @@ def _cropped(columns: Columns, pack: list[int], width_P: int, prompts: list[int]
         name: column[..., width_P - p : width_P + r] if name in SEQUENCE_COLUMNS else column[..., :r]
         for name, column in take(columns, rows).items()
     }
-    return MicroBatch(rows, cropped)
+    return MicroBatch(rows, cropped, _is_plain(cropped["attention_mask"].bool(), cropped["position_ids"]))
+
+
+def _is_plain(attention_bl: Tensor, positions: Tensor) -> bool:
+    order_l = torch.arange(attention_bl.shape[1], device=attention_bl.device)
+    if positions.shape != attention_bl.shape:
+        return False
+    has_gaps = (attention_bl != (order_l < attention_bl.sum(-1, keepdim=True))).any()
+    return not has_gaps and bool((positions == order_l)[attention_bl].all())
 
 
 def map_micro_batches(

@@ -11,7 +11,7 @@ Shapes: M rows with a sampled token, b and r rows and response tokens of a micro
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
@@ -114,7 +114,7 @@ class Update:
         micros = micro_batches(mini_batch, self._config.micro_batch_tokens)
         self._optimizer.zero_grad()
         for micro in in_step(micros, mini_batch, self._parallel):
-            micro = MicroBatch(rows[micro.rows], micro.columns)
+            micro = replace(micro, rows=rows[micro.rows])
             with memory_errors(micro, f"{self._name}.micro_batch_tokens"):
                 result = loss_function(micro.to(self._device), divisor)
                 self._check_finite(result, micro)

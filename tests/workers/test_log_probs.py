@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from agentrl_core.algorithms import token_log_probs
 from agentrl_core.api import ProtocolError, WorkerError
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers import log_probs as log_probs_module
 from agentrl_core.workers.log_probs import response_log_probs, temperature_of
 from agentrl_core.workers.micro_batching import columns_of, map_micro_batches, micro_batches
 
@@ -44,7 +46,7 @@ def test_equal_a_plain_forward_on_unpadded_sequences(model, rows, make_batch, te
 
 
 @pytest.mark.parametrize("entropies", ["none", "value", "gradient"])
-def test_chunks_change_neither_values_nor_gradients(model, rows, make_batch, monkeypatch, entropies):
+def test_blocks_change_neither_values_nor_gradients(model, rows, make_batch, monkeypatch, entropies):
     (micro,) = micro_batches(columns_of(make_batch(rows), (), "test"), 10_000)
 
     def run() -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
@@ -54,13 +56,36 @@ def test_chunks_change_neither_values_nor_gradients(model, rows, make_batch, mon
         return results, model.get_input_embeddings().weight.grad.clone()
 
     whole, whole_gradient = run()
-    monkeypatch.setattr(log_probs_module, "CHUNK_ELEMENTS", 7 * model.config.vocab_size)
+    monkeypatch.setattr(token_log_probs, "CPU_BLOCK", 7 * model.config.vocab_size)
     cut, cut_gradient = run()
     torch.testing.assert_close(whole, cut)
     torch.testing.assert_close(whole_gradient, cut_gradient, atol=1e-4, rtol=1e-5)
-    assert [result.requires_grad for result in cut] == {
-        "none": [True], "value": [True, False], "gradient": [True, True]
-    }[entropies]  # fmt: skip
+
+
+def test_rows_that_begin_together_are_computed_without_a_mask(model, make_batch):
+    rows = [([3, 4, 5], [6, 7], [1, 1]), ([8, 9, 10], [11, 12, 13, 14], [1, 0, 1, 1])]
+    columns = columns_of(make_batch(rows), (), "test")
+    (micro,) = micro_batches(columns, 10_000)
+    assert micro.is_plain and set(micro.model_inputs) == {"input_ids"}
+    masked = replace(micro, is_plain=False)
+    assert set(masked.model_inputs) == {"input_ids", "attention_mask", "position_ids"}
+    sampled = micro["response_mask"]
+    for plain, other in zip(*(response_log_probs(model, m, 0.7, "value") for m in (micro, masked)), strict=True):
+        torch.testing.assert_close(plain[sampled], other[sampled])
+
+
+@pytest.mark.parametrize("change", ["a shorter prompt", "a gap", "other positions"])
+def test_other_rows_have_a_mask(make_batch, change):
+    rows = [([3, 4, 5], [6, 7], [1, 1]), ([8, 9, 10], [11, 12, 13, 14], [1, 0, 1, 1])]
+    if change == "a shorter prompt":
+        rows[0] = ([3, 4], *rows[0][1:])
+    columns = columns_of(make_batch(rows), (), "test")
+    start = columns["input_ids"].shape[1] - columns["responses"].shape[1]
+    if change == "a gap":
+        columns["attention_mask"][1, start + 1] = 0
+    if change == "other positions":
+        columns["position_ids"][1, start + 2 :] += 1
+    assert not any(micro.is_plain for micro in micro_batches(columns, 10_000))
 
 
 def test_only_positions_that_predict_a_response_get_logits(model, rows, make_batch):
