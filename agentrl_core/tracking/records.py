@@ -3,7 +3,7 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypedDict
 
@@ -89,7 +89,8 @@ class RolloutRecord:
 
     def to_json(self) -> str:
         """One line. Arrays become lists, what JSON does not know its ``str``, NaN and infinities null."""
-        content = asdict(self)
+        # Not asdict, which copies every id.
+        content = {name: getattr(self, name) for name in _FIELDS}
         try:
             line = json.dumps(content, ensure_ascii=False, allow_nan=False, default=_plain)
             line.encode()
@@ -194,6 +195,8 @@ def mask_segments(
 
 
 def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 
