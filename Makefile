@@ -8,6 +8,7 @@ export TOKENIZERS_PARALLELISM ?= false
 
 PROJECTS := $(shell git ls-files '*pyproject.toml')
 CALCULATOR := examples/calculator
+TEST_PROCESSES ?= 2
 DEMO_ARGS ?=
 
 SGLANG := plugins/engines/agentrl-engine-sglang
@@ -49,8 +50,9 @@ demo-ray: $(CALCULATOR)/model/config.json
 demo-ppo: $(CALCULATOR)/model/config.json
 	$(BIN)/agentrl train $(CALCULATOR)/ppo.yaml $(DEMO_ARGS)
 
+# The slowest file begins first; --dist loadfile keeps what shares a Ray cluster in one process.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests/scaffold tests plugins/*/*/tests
 
 # Environments of engines, in .engines: their interpreters are for rollout.engine.python.
 engines-cpu: engines-cpu-sglang engines-cpu-vllm

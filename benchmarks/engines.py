@@ -15,13 +15,14 @@ import asyncio
 import json
 import os
 import random
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 from typing import Any
@@ -131,7 +132,8 @@ def child(name: str, python: Path, model: Path) -> Iterator[Child]:
     log = (model.parent / f"{name}.log").open("w+")
     with Listener(address, "AF_UNIX") as listener, log:
         script = Path(__file__).parent / "_engine_child.py"
-        process = subprocess.Popen([python, script, name, model, address], stdout=log, stderr=log)
+        command = [python, script, name, model, address]
+        process = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         try:
             connection = accept(listener, process, log)
             connection.recv_bytes()
@@ -139,7 +141,10 @@ def child(name: str, python: Path, model: Path) -> Iterator[Child]:
             connection.send_bytes(b"null")
             process.wait(30)
         finally:
-            process.kill()
+            # With the processes that the engine has made.
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def accept(listener: Listener, process: "subprocess.Popen[bytes]", log: Any) -> Connection:
