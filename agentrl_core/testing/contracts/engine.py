@@ -132,11 +132,11 @@ class Served:
         self.engine: InferenceEngine = plugin.build(context)
         self.run(self.engine.start(), 600.0)
 
-    def run(self, coroutine: Coroutine[Any, Any, T], deadline: float = DEADLINE) -> T:
-        """Run in the engine's loop, within a deadline."""
+    def run(self, coroutine: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
+        """Run in the engine's loop, within a deadline: ``DEADLINE``, or another."""
 
         async def bounded() -> T:
-            async with asyncio.timeout(deadline):
+            async with asyncio.timeout(deadline or DEADLINE):
                 return await coroutine
 
         return self._loop.run(bounded())
