@@ -42,7 +42,7 @@ class Case:
         return self._models.module(seed, self.tied)
 
 
-@pytest.fixture(scope="module", params=["files", "tensors"])
+@pytest.fixture(scope="module", params=["files", "tensors", "group"])
 def case(request, serve, models) -> Case:
     return Case(request.param, serve(request.param), models)
 

@@ -8,6 +8,7 @@ from typing import Any
 import aiohttp
 
 from agentrl_core.api.errors import EngineError
+from agentrl_core.api.weights import ArrayBucket
 
 
 class SGLangClient:
@@ -95,6 +96,24 @@ class SGLangClient:
         """One bucket for each of the model's processes."""
         body = {"serialized_named_tensors": serialized, "load_format": load_format, "flush_cache": False}
         _succeeded(await self._call("POST", "/update_weights_from_tensor", body))
+
+    async def init_weights_update_group(
+        self, address: str, port: int, world_size: int, name: str, backend: str
+    ) -> None:
+        """The model's processes join a group of ``torch.distributed`` as ranks 1 and up."""
+        body = {
+            "master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size,
+            "group_name": name, "backend": backend,
+        }  # fmt: skip
+        _succeeded(await self._call("POST", "/init_weights_update_group", body))
+
+    async def update_weights_from_distributed(self, bucket: ArrayBucket, group: str) -> None:
+        """The model's processes receive the tensors of a bucket from rank 0 of the group, one after the other."""
+        body = {
+            "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group,
+            "flush_cache": False,
+        }  # fmt: skip
+        _succeeded(await self._call("POST", "/update_weights_from_distributed", body))
 
     async def end_weight_update(self) -> None:
         """All tensors have come."""

@@ -22,9 +22,10 @@ class SGLangConfig:
     )
     weight_road: str = option(
         "files",
-        help="how new weights reach the server: it maps safetensors files that lie in memory, or it is sent tensors in "
-        "shared memory, bucket by bucket",
-        choices=("files", "tensors"),
+        help="how new weights reach the server: files (it maps safetensors files that lie in memory), tensors (in "
+        "shared memory, bucket by bucket), or group (broadcast over torch.distributed, also to processes on other "
+        "hosts)",
+        choices=("files", "tensors", "group"),
     )
     keep_weights_asleep: bool = option(
         True, help="sleep level 2 moves the weights to the host's memory; otherwise they are gone until an update"

@@ -36,7 +36,7 @@ from agentrl_engine_sglang.launch import (
 )
 from agentrl_engine_sglang.process import ServerProcess
 from agentrl_engine_sglang.requests import request_body, token_output
-from agentrl_engine_sglang.roads import FileRoad, TensorRoad, WeightRoad
+from agentrl_engine_sglang.roads import WeightRoad, make_road
 
 logger = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class SGLangEngine(InferenceEngine):
         self._vocab_size = min(int(size), context.vocab_size or int(size))
         self._tensors = ModelTensors.read(context.model_path, model)
         self._folder = served_folder(context.model_path)
-        self._road = FileRoad() if config.weight_road == "files" else TensorRoad(context.tensor_parallel)
+        self._road = make_road(config, context)
         try:
             await self._launch(self._folder.name)
         except BaseException:

@@ -1,4 +1,4 @@
-"""The roads that new weights take to a server on this host."""
+"""The roads that new weights take to a server."""
 
 import asyncio
 import os
@@ -6,8 +6,11 @@ import tempfile
 from pathlib import Path
 from typing import Any, Protocol
 
+from agentrl_core.api.engine import EngineContext
+from agentrl_core.api.ports import free_port
 from agentrl_core.api.weights import ArrayBucket, WeightUpdate, write_safetensors
 from agentrl_engine_sglang.client import SGLangClient
+from agentrl_engine_sglang.config import SGLangConfig
 
 MEMORY_FOLDER = Path("/dev/shm")
 
@@ -96,3 +99,81 @@ class TensorRoad:
 
     def close(self) -> None:
         return None
+
+
+class GroupRoad:
+    """The server's processes receive tensors in a group of ``torch.distributed``, whose rank 0 is this process.
+
+    They may be on other hosts. The backend is gloo, also for a model on GPUs: NCCL wants a GPU of its own for rank 0.
+
+    Args:
+        processes: of the server's model.
+        address: of this host, as the server's processes see it.
+    """
+
+    _NAME = "agentrl"
+
+    def __init__(self, processes: int, address: str) -> None:
+        self._processes = processes
+        self._address = address
+        self._group: Any = None
+
+    async def send(self, client: SGLangClient, update: WeightUpdate, version: int) -> None:
+        if self._group is None:
+            self._group = await self._join(client)
+        await client.begin_weight_update()
+        try:
+            for bucket in update:
+                # Where the server refuses, nobody receives, and the broadcast would wait for its own time limit.
+                await asyncio.gather(
+                    client.update_weights_from_distributed(bucket, self._NAME),
+                    asyncio.to_thread(self._broadcast, bucket),
+                )
+        finally:
+            await client.end_weight_update()
+        await client.flush_cache()
+        await client.update_weight_version(version)
+
+    async def _join(self, client: SGLangClient) -> Any:
+        from sglang.srt.utils import init_custom_process_group
+
+        port, size = free_port(), 1 + self._processes
+        address = f"tcp://{self._address}:{port}"
+        group, _ = await asyncio.gather(
+            asyncio.to_thread(
+                init_custom_process_group,
+                backend="gloo",
+                init_method=address,
+                world_size=size,
+                rank=0,
+                group_name=self._NAME,
+            ),
+            client.init_weights_update_group(self._address, port, size, self._NAME, "gloo"),
+        )
+        return group
+
+    def _broadcast(self, bucket: ArrayBucket) -> None:
+        import torch
+
+        for _, shape, dtype, data in bucket.tensors():
+            # A copy: torch has no read-only tensors.
+            tensor = torch.from_numpy(data.copy()).view(getattr(torch, dtype)).view(shape)
+            torch.distributed.broadcast(tensor, src=0, group=self._group)
+
+    def close(self) -> None:
+        if self._group is not None:
+            import torch
+
+            torch.distributed.destroy_process_group(self._group)
+            self._group = None
+
+
+def make_road(config: SGLangConfig, context: EngineContext) -> WeightRoad:
+    """The road that ``weight_road`` names."""
+    if config.weight_road == "files":
+        return FileRoad()
+    if config.weight_road == "tensors":
+        return TensorRoad(context.tensor_parallel)
+    # SGLang's own name for the first host of a server on several.
+    host, _, _ = str(config.server_args.get("dist_init_addr", "")).rpartition(":")
+    return GroupRoad(context.tensor_parallel, host or "127.0.0.1")
