@@ -69,7 +69,7 @@ def has_ended(pid: int, seconds: float = 60) -> bool:
 
 
 def test_a_model_that_vllm_does_not_know_is_named(models, tmp_path) -> None:
-    for source in Path(models(0)).iterdir():
+    for source in Path(models.folder()).iterdir():
         (tmp_path / source.name).write_bytes(source.read_bytes())
     config = json.loads((tmp_path / "config.json").read_text())
     config |= {"architectures": ["OddForCausalLM"], "model_type": "odd"}
@@ -80,14 +80,14 @@ def test_a_model_that_vllm_does_not_know_is_named(models, tmp_path) -> None:
 
 
 def test_an_engine_that_is_not_healthy_in_time_shows_its_last_30_lines(models, tmp_path) -> None:
-    message = run_script(START_IN_A_SERVER, tmp_path, models(0), "12")
+    message = run_script(START_IN_A_SERVER, tmp_path, models.folder(), "12")
     head, _, lines = message.partition("The last lines of its log:\n")
     assert "not healthy after 12 s (rollout.engine.start_timeout)" in head
     assert 0 < len(lines.splitlines()) <= 30
 
 
 def test_vllm_ends_with_the_process_that_started_it(models, tmp_path) -> None:
-    pids = run_script(START_AND_DIE, tmp_path, models(0)).split()
+    pids = run_script(START_AND_DIE, tmp_path, models.folder()).split()
     assert pids
     assert all(has_ended(int(pid)) for pid in pids)
 
@@ -108,11 +108,11 @@ def test_after_an_update_that_failed_half_way_the_engine_is_ill(models, run, mon
             return self._real.__exit__(*reason)
 
     async def main() -> None:
-        engine = VLLMEngine(VLLMConfig(), EngineContext(models(0), max_model_len=64))
+        engine = VLLMEngine(VLLMConfig(), EngineContext(models.folder(), max_model_len=64))
         await engine.start()
         monkeypatch.setattr(engine_module, "weight_files", Vanishing)
         with pytest.raises(EngineError, match="weights 1: (.|\n)*gone.safetensors(.|\n)* must be started anew"):
-            await engine.update_weights(WeightUpdate(files=models.files(1)), 1)
+            await engine.update_weights(models.files(1), 1)
         for call in (engine.health(), engine.generate([1], SamplingParams(1), "r")):
             with pytest.raises(EngineError, match="ended after an update to weights 1 that failed"):
                 await call
