@@ -65,11 +65,6 @@ class HFChatRenderer(ChatRenderer):
         renderer._model_stops = _generation_stops(Path(model.path))
         return renderer
 
-    @property
-    def vocab_size(self) -> int:
-        """Ids below it can be decoded; a model's embedding may be larger."""
-        return len(self.tokenizer)
-
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a turn: the tokenizer's end-of-sequence token, those of the model's generation config, and the
