@@ -15,7 +15,7 @@ SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
 .PHONY: help env demo demo-ray demo-ppo test check lint format bench clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
-	test-engines test-engine-sglang test-engine-vllm
+	test-engines test-engine-sglang test-engine-vllm test-engines-learn
 
 help:
 	@echo "make demo    install, make a tiny model and its data, train it, show the curve and sample trajectories"
@@ -25,6 +25,7 @@ help:
 	@echo "make bench   the benchmarks"
 	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
+	@echo "make test-engines-learn   train the calculator example with both, for ten minutes"
 
 env: $(VENV)/.installed
 
@@ -73,9 +74,8 @@ engines-cpu-sglang: .engines/sglang/.installed
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/agentrl-cpu-support.pth"
 	touch $@
 
-test-engine-sglang: .engines/sglang/.installed $(VENV)/.installed
+test-engine-sglang: .engines/sglang/.installed
 	.engines/sglang/bin/python -m pytest $(SGLANG)/tests_real
-	$(BIN)/python -m pytest tests_real -k sglang
 
 # The same for vLLM. What its packages ask for and nothing uses, CUDA builds among it, stays away: --no-deps.
 engines-cpu-vllm: .engines/vllm/.installed
@@ -87,9 +87,12 @@ engines-cpu-vllm: .engines/vllm/.installed
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e . -e $(VLLM)
 	touch $@
 
-test-engine-vllm: .engines/vllm/.installed $(VENV)/.installed
+test-engine-vllm: .engines/vllm/.installed
 	.engines/vllm/bin/python -m pytest $(VLLM)/tests_real
-	$(BIN)/python -m pytest tests_real -k vllm
+
+# Slow: the calculator example is trained with each of them.
+test-engines-learn: engines-cpu $(VENV)/.installed
+	$(BIN)/python -m pytest tests_real
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -1,6 +1,6 @@
 """The calculator example, trained with engines that live in environments of their own.
 
-Run in the trainer's environment by ``make test-engine-sglang`` and ``make test-engine-vllm``, which build the others.
+Run in the trainer's environment by ``make test-engines-learn``, which builds the others.
 """
 
 import json
