@@ -98,12 +98,24 @@ class ModelFiles:
             return self._paths
         # Tensor by tensor, so that nothing is gathered into a bucket first only to be copied once more.
         self._paths = self._files.write(iter_weight_buckets(self._model, 0))
-        if not any(isinstance(source, DTensor) for source in sources):
-            self._targets = [
-                torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape)
-                for shape, dtype, data in self._files.places().values()
-            ]
+        self._targets = self._targets_of(sources)
         return self._paths
+
+    def _targets_of(self, sources: list[Tensor]) -> list[Tensor]:
+        """Where each tensor lies in the files; empty where these hold something else than the tensors themselves."""
+        places = self._files.places()
+        # Weights that transformers converts as it loads them are written in the checkpoint's form, under its names.
+        if any(isinstance(source, DTensor) for source in sources) or list(places) != [
+            name for name, _ in _untied(self._model)
+        ]:
+            return []
+        targets = [
+            torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape) for shape, dtype, data in places.values()
+        ]
+        if not _alike(sources, targets):
+            return []
+        same = all(torch.equal(target, source.detach().cpu()) for target, source in zip(targets, sources, strict=True))
+        return targets if same else []
 
     def close(self) -> None:
         """Remove the files."""

@@ -157,3 +157,20 @@ def test_the_files_of_a_model_are_its_weights_after_every_update(dtype: torch.dt
     finally:
         files.close()
     assert not Path(first[0]).exists()
+
+
+def test_weights_that_the_files_hold_in_another_form_are_never_copied_as_they_are(monkeypatch) -> None:
+    model = torch.nn.Linear(3, 3, bias=False)
+
+    def transposed(model, bucket_bytes):
+        data = model.weight.detach().T.contiguous().numpy().reshape(-1).view("uint8")
+        yield ArrayBucket(("weight",), ((3, 3),), ("float32",), data)
+
+    monkeypatch.setattr("agentrl_core.workers.weights.iter_weight_buckets", transposed)
+    files = ModelFiles(model)
+    try:
+        for _ in range(3):
+            torch.nn.init.normal_(model.weight)
+            assert torch.equal(loaded(files.write())["weight"], model.weight.T)
+    finally:
+        files.close()
