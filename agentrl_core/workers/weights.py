@@ -6,6 +6,7 @@ through together, rank 0 keeps what is gathered, and no rank holds more than one
 
 import json
 from collections.abc import Iterator
+from operator import is_
 from pathlib import Path
 from typing import Any
 
@@ -79,26 +80,27 @@ class ModelFiles:
     model naming each of them costs many times its bytes.
 
     Args:
-        model: its parameters keep their names, shapes and dtypes.
+        model: its parameters keep their names, shapes and dtypes; new ones in their places are noticed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._files = WeightFiles(sum(_nbytes(tensor) for _, tensor in _untied(model)))
         self._paths: tuple[str, ...] = ()
+        self._sources: list[Tensor] = []
         self._targets: list[Tensor] = []
 
     def write(self) -> tuple[str, ...]:
         """Paths of the files; see :meth:`WeightFiles.write`. Where the model is sharded, the other ranks must exhaust
         :func:`iter_weight_buckets` meanwhile."""
         sources = [tensor for _, tensor in _untied(self._model)]
-        if self._targets and _alike(sources, self._targets):
+        if self._targets and len(sources) == len(self._sources) and all(map(is_, sources, self._sources)):
             with torch.no_grad():
                 torch._foreach_copy_(self._targets, sources)
             return self._paths
         # Tensor by tensor, so that nothing is gathered into a bucket first only to be copied once more.
         self._paths = self._files.write(iter_weight_buckets(self._model, 0))
-        self._targets = self._targets_of(sources)
+        self._sources, self._targets = sources, self._targets_of(sources)
         return self._paths
 
     def _targets_of(self, sources: list[Tensor]) -> list[Tensor]:
@@ -112,21 +114,16 @@ class ModelFiles:
         targets = [
             torch.from_numpy(data).view(getattr(torch, dtype)).reshape(shape) for shape, dtype, data in places.values()
         ]
-        if not _alike(sources, targets):
-            return []
-        same = all(torch.equal(target, source.detach().cpu()) for target, source in zip(targets, sources, strict=True))
+        same = all(
+            target.dtype == source.dtype and torch.equal(target, source.detach().cpu())
+            for target, source in zip(targets, sources, strict=True)
+        )
         return targets if same else []
 
     def close(self) -> None:
         """Remove the files."""
-        self._targets = []
+        self._sources, self._targets = [], []
         self._files.close()
-
-
-def _alike(first: list[Tensor], second: list[Tensor]) -> bool:
-    return len(first) == len(second) and all(
-        one.shape == other.shape and one.dtype == other.dtype for one, other in zip(first, second, strict=True)
-    )
 
 
 def _untied(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
