@@ -130,6 +130,11 @@ class ModelConfig:
     trust_remote_code: bool = option(False, help="run Python code that comes with the model")
     gradient_checkpointing: bool = option(False, help="recompute activations in the backward pass to save memory")
     attn_implementation: str = option("sdpa", help="attention of transformers")
+    packing: bool = option(
+        True,
+        help="train without padding, and compute a prompt that samples share once, where the model allows it "
+        "(attn_implementation sdpa, no sliding windows)",
+    )
     chat_template: str | None = option(None, path=True, help="file with a Jinja chat template instead of the model's")
     chat_template_kwargs: dict[str, Any] = option(default_factory=dict, help="passed to every rendering")
 

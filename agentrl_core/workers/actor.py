@@ -20,7 +20,7 @@ from agentrl_core.plugins.resolution import resolve_ref
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.checkpoints import load_training_state, save_training_state
 from agentrl_core.workers.data_parallel import COLLECTIVE
-from agentrl_core.workers.log_probs import response_log_probs, temperature_of
+from agentrl_core.workers.log_probs import response_log_probs, response_logits, temperature_of
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, map_micro_batches
 from agentrl_core.workers.model_worker import ModelWorker
 from agentrl_core.workers.models import empty_causal_lm, enable_gradient_checkpointing, load_causal_lm
@@ -60,6 +60,7 @@ class ActorWorker(ModelWorker):
         self._place_model(
             lambda: load_causal_lm(path, config.model, "model.path"), lambda: empty_causal_lm(path, config.model)
         )
+        self._pack_rows(self._model, lambda micro: response_logits(self._model, micro))
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(self._model)
         self._optimizer = ScheduledAdamW(
@@ -74,6 +75,7 @@ class ActorWorker(ModelWorker):
             config.rollout.max_response_length,
             self._device,
             self._parallel,
+            by_prompt=self._packing.is_possible,
         )
         self._offload = Offload(
             self._model,
@@ -88,7 +90,7 @@ class ActorWorker(ModelWorker):
         temperature = temperature_of(batch, "compute_log_prob")
         with_entropy = bool(batch.meta_info.get("calculate_entropy", False))
         entropies: Entropies = "value" if with_entropy else "none"
-        with torch.no_grad(), self._offload.on_device():
+        with torch.no_grad(), self._computing():
             results = map_micro_batches(
                 columns_of(batch, (), "compute_log_prob"),
                 self.config.actor.micro_batch_tokens,
@@ -97,6 +99,7 @@ class ActorWorker(ModelWorker):
                 ("old_log_probs", "entropys") if with_entropy else ("old_log_probs",),
                 "actor.micro_batch_tokens",
                 self._parallel,
+                by_prompt=self._packing.is_possible,
             )
         return DataProto.from_dict(tensors=results)
 
@@ -105,7 +108,7 @@ class ActorWorker(ModelWorker):
         temperature = temperature_of(batch, "update")
         reference = ("ref_log_prob",) if self.config.algorithm.kl_coef else ()
         columns = columns_of(batch, ("old_log_probs", "advantages", *reference), "update")
-        with self._offload.on_device(optimizer=True):
+        with self._computing(optimizer=True):
             return self._update.run(
                 columns, seed_of(batch), lambda micro, divisor: self._loss(micro, divisor, temperature)
             )

@@ -1,6 +1,6 @@
 """The value function and its updates.
 
-Shapes: b rows, r response tokens and l = p + r tokens of a micro-batch, H hidden size.
+Shapes: b rows, r response tokens and l = p + r tokens of a micro-batch, n of its response tokens, H hidden size.
 """
 
 from pathlib import Path
@@ -18,11 +18,12 @@ from agentrl_core.config.schema import Config
 from agentrl_core.controller import Dispatch, register
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.checkpoints import load_training_state, save_training_state
-from agentrl_core.workers.micro_batching import MicroBatch, columns_of, map_micro_batches
+from agentrl_core.workers.micro_batching import MicroBatch, columns_of, in_place, map_micro_batches
 from agentrl_core.workers.model_worker import ModelWorker
 from agentrl_core.workers.models import empty_backbone, enable_gradient_checkpointing, load_backbone
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
+from agentrl_core.workers.packing import is_packing, pack, rows_of
 from agentrl_core.workers.update import MicroLoss, Update, seed_of
 from agentrl_core.workers.weights import gather, save_model
 
@@ -39,15 +40,22 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, micro: MicroBatch) -> Tensor:
-        """Values [b, r] float32. The one at token t is read where t is predicted, before it is sampled."""
+    def forward(self, micro: MicroBatch, with_head: bool = True) -> tuple[Tensor, Tensor]:
+        """Values [n] float32, or hidden states [n, H], and the places [b, r] of these n response tokens.
+
+        The value at token t is read where t is predicted, before it is sampled. Where rows are packed the n tokens are
+        the sampled ones, else all.
+        """
         width_r, width_l = micro["responses"].shape[1], micro["input_ids"].shape[1]
-        hidden_blH = self.backbone(
-            **micro.model_inputs,
-            use_cache=False,
-        ).last_hidden_state
-        values_br1: Tensor = self.value_head(hidden_blH[:, width_l - width_r - 1 : width_l - 1].float())
-        return values_br1.squeeze(-1)
+        packed = pack(micro) if is_packing(self.backbone) else None
+        inputs = micro.model_inputs if packed is None else packed.model_inputs
+        hidden: Tensor = self.backbone(**inputs, use_cache=False).last_hidden_state
+        if packed is not None:
+            hidden_nH, places_br = rows_of(hidden.squeeze(0), packed.predicting), packed.sampled
+        else:
+            hidden_nH = hidden[:, width_l - width_r - 1 : width_l - 1].flatten(0, 1)
+            places_br = torch.ones_like(micro["response_mask"])
+        return (self.value_head(hidden_nH.float()).squeeze(-1) if with_head else hidden_nH), places_br
 
 
 class CriticWorker(ModelWorker):
@@ -70,6 +78,7 @@ class CriticWorker(ModelWorker):
         own = self.config.critic.path
         path, key = (own, "critic.path") if own else (self.config.model.path, "model.path")
         self._place_model(lambda: self._load(path, key), lambda: self._empty(path))
+        self._pack_rows(self._model.backbone, lambda micro: self._model(micro, with_head=False))
         if self.config.model.gradient_checkpointing:
             enable_gradient_checkpointing(self._model.backbone)
         critic = self.config.critic
@@ -85,6 +94,7 @@ class CriticWorker(ModelWorker):
             self.config.rollout.max_response_length,
             self._device,
             self._parallel,
+            by_prompt=self._packing.is_possible,
         )
         self._offload = Offload(
             self._model, self._optimizer, critic.offload_parameters, critic.offload_optimizer, self._device
@@ -106,22 +116,23 @@ class CriticWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_values(self, batch: DataProto) -> DataProto:
-        with torch.no_grad(), self._offload.on_device():
+        with torch.no_grad(), self._computing():
             columns = map_micro_batches(
                 columns_of(batch, (), "compute_values"),
                 self.config.critic.micro_batch_tokens,
                 self._device,
-                lambda micro: (self._model(micro),),
+                lambda micro: (in_place(*self._model(micro)),),
                 ("values",),
                 "critic.micro_batch_tokens",
                 self._parallel,
+                by_prompt=self._packing.is_possible,
             )
         return DataProto.from_dict(tensors=columns)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update(self, batch: DataProto) -> dict[str, float]:
         columns = columns_of(batch, ("values", "returns"), "update")
-        with self._offload.on_device(optimizer=True):
+        with self._computing(optimizer=True):
             metrics = self._update.run(columns, seed_of(batch), self._loss)
         metrics["critic/explained_variance"] = explained_variance(
             columns["values"], columns["returns"], columns["response_mask"]
@@ -129,7 +140,7 @@ class CriticWorker(ModelWorker):
         return metrics
 
     def _loss(self, micro: MicroBatch, divisor: float) -> MicroLoss:
-        values_br, clip = self._model(micro), self.config.critic.value_clip
+        values_br, clip = in_place(*self._model(micro)), self.config.critic.value_clip
         losses_br = value_losses(values_br, micro["values"], micro["returns"], clip)
         loss = aggregate(losses_br, micro["response_mask"], "token-mean", divisor)
         return MicroLoss(loss, token_values={"value_mean": values_br})

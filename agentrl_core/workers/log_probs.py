@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of response tokens under a causal language model.
 
-Shapes: b rows, r response tokens and l = p + r tokens of a micro-batch, V vocabulary.
+Shapes: b rows, r response tokens and l = p + r tokens of a micro-batch, n of its response tokens, V vocabulary.
 """
 
 from typing import Any
@@ -11,7 +11,8 @@ from torch import Tensor
 from agentrl_core.algorithms.token_log_probs import Entropies, token_log_probs
 from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.micro_batching import MicroBatch
+from agentrl_core.workers.micro_batching import MicroBatch, in_place
+from agentrl_core.workers.packing import is_packing, pack
 
 
 def temperature_of(batch: DataProto, method: str) -> float:
@@ -21,28 +22,41 @@ def temperature_of(batch: DataProto, method: str) -> float:
     return float(batch.meta_info["temperature"]) or 1.0
 
 
+def response_logits(model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+    """Logits [n, V] that predict response tokens, and the places [b, r] of these n tokens, in the order of rows.
+
+    All of them where the model computes padded rows, those that were sampled where it packs.
+
+    Raises WorkerError for a model that does not know ``logits_to_keep``.
+    """
+    width_r, width_l = micro["responses"].shape[1], micro["input_ids"].shape[1]
+    packed = pack(micro) if is_packing(model) else None
+    if packed is not None:
+        inputs, predicting = packed.model_inputs, packed.predicting
+    else:
+        inputs = micro.model_inputs
+        predicting = torch.arange(width_l - width_r - 1, width_l - 1, device=micro["input_ids"].device)
+    logits = model(**inputs, logits_to_keep=predicting, use_cache=False).logits
+    if logits.shape[1] != len(predicting):
+        raise WorkerError(
+            f"{type(model).__name__} returned logits for {logits.shape[1]} positions instead of {len(predicting)}: its "
+            "forward() must take logits_to_keep as a tensor of positions, as the models of transformers do"
+        )
+    places_br = packed.sampled if packed is not None else torch.ones_like(micro["response_mask"])
+    return logits.flatten(0, 1), places_br
+
+
 def response_log_probs(
     model: Any, micro: MicroBatch, temperature: float, entropies: Entropies = "none"
 ) -> tuple[Tensor, ...]:
     """Log-probabilities [b, r] of the response tokens, float32, and unless ``none`` the entropies [b, r].
 
-    They are those of softmax(logits / temperature). Logits are computed only for the r positions that predict a
-    response token. Log-probabilities carry a gradient wherever gradients are enabled, entropies as ``entropies`` says.
+    They are those of softmax(logits / temperature). Logits are computed only for positions that predict a response
+    token; where rows are packed only for those that predict a sampled one, and the results of others are 0.
+    Log-probabilities carry a gradient wherever gradients are enabled, entropies as ``entropies`` says.
 
     Raises WorkerError for a model that does not know ``logits_to_keep``.
     """
-    width_r = micro["responses"].shape[1]
-    width_l = micro["input_ids"].shape[1]
-    predicting_r = torch.arange(width_l - width_r - 1, width_l - 1, device=micro["input_ids"].device)
-    logits_brV = model(
-        **micro.model_inputs,
-        logits_to_keep=predicting_r,
-        use_cache=False,
-    ).logits
-    if logits_brV.shape[1] != width_r:
-        raise WorkerError(
-            f"{type(model).__name__} returned logits for {logits_brV.shape[1]} positions instead of {width_r}: its "
-            "forward() must take logits_to_keep as a tensor of positions, as the models of transformers do"
-        )
-    results = token_log_probs(logits_brV.flatten(0, 1), micro["responses"].flatten(), temperature, entropies)
-    return tuple(result_n.view(micro["responses"].shape) for result_n in results)
+    logits_nV, places_br = response_logits(model, micro)
+    results = token_log_probs(logits_nV, micro["responses"][places_br], temperature, entropies)
+    return tuple(in_place(result_n, places_br) for result_n in results)

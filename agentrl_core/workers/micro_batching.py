@@ -78,17 +78,47 @@ def take(columns: Columns, rows: Tensor) -> Columns:
     return {name: column[rows.to(column.device)] for name, column in columns.items()}
 
 
-def micro_batches(columns: Columns, max_tokens: int) -> list[MicroBatch]:
-    """Cut a batch: rows sorted by length, packed so that b * (p + r) <= ``max_tokens``.
+def in_place(values_n: Tensor, places_br: Tensor) -> Tensor:
+    """Values [b, r] at their places (bool, n of them set, row after row), 0 elsewhere."""
+    zeros_br = torch.zeros(places_br.shape, dtype=values_n.dtype, device=values_n.device)
+    return zeros_br.masked_scatter(places_br, values_n)
+
+
+def prompt_groups(columns: Columns) -> tuple[Tensor, Tensor]:
+    """The number [B] of each row's prompt among the different prompts, and the first row [g] of each of these."""
+    attention_BL = columns["attention_mask"].bool()
+    width_P = attention_BL.shape[1] - columns["responses"].shape[1]
+    attention_BP = attention_BL[:, :width_P]
+    parts = [columns[name][..., :width_P].reshape(len(attention_BP), -1, width_P) for name in SEQUENCE_COLUMNS]
+    # What stands in the padding is of no interest.
+    prompts = torch.cat([part * attention_BP.unsqueeze(1) for part in parts], 1).flatten(1)
+    _, group_B = torch.unique(prompts, dim=0, return_inverse=True)
+    rows_B = torch.arange(len(group_B), device=group_B.device)
+    first_g = rows_B.new_full((int(group_B.max()) + 1,), len(group_B))
+    return group_B, first_g.scatter_reduce(0, group_B, rows_B, "amin")
+
+
+def micro_batches(columns: Columns, max_tokens: int, by_prompt: bool = False) -> list[MicroBatch]:
+    """Cut a batch: rows sorted by length, collected so that b * (p + r) <= ``max_tokens``.
 
     A row that alone is longer is a micro-batch of its own. Every row is in exactly one micro-batch, and none is empty.
+
+    Args:
+        by_prompt: rows of the same prompt stay together as far as they fit, also where their lengths differ.
     """
     attention_BL, width_R = columns["attention_mask"].bool(), columns["responses"].shape[1]
     width_P = attention_BL.shape[1] - width_R
     prompts = _extent(attention_BL[:, :width_P].flip(-1))
     responses = _extent(attention_BL[:, width_P:])
     # Longest first: a batch that does not fit into memory fails at once, not after all of its short rows.
-    order = sorted(range(len(prompts)), key=lambda row: (prompts[row] + responses[row], prompts[row]), reverse=True)
+    lengths = [(prompt + response, prompt) for prompt, response in zip(prompts, responses, strict=True)]
+    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
+    if by_prompt and order:
+        groups = prompt_groups(columns)[0].tolist()
+        places: dict[int, int] = {}
+        for row in order:
+            places.setdefault(groups[row], len(places))
+        order.sort(key=lambda row: places[groups[row]])
 
     packs: list[list[int]] = []
     longest_p = longest_r = 0
@@ -113,9 +143,17 @@ def empty_micro_batch(columns: Columns) -> MicroBatch:
     return MicroBatch(torch.zeros(0, dtype=torch.long), made)
 
 
-def share_of_rows(columns: Columns, parallel: DataParallel) -> Tensor:
-    """The rows ([n] int64) that this rank works on, dealt out by length: every rank gets about as many tokens."""
+def share_of_rows(columns: Columns, parallel: DataParallel, by_prompt: bool = False) -> Tensor:
+    """The rows ([n] int64) that this rank works on; every rank gets about as many tokens.
+
+    They are dealt out by length; ``by_prompt``, a rank gets all rows of a prompt unless its share ends among them.
+    """
     lengths_B = columns["attention_mask"].sum(-1)
+    if by_prompt and len(lengths_B):
+        order_B = torch.argsort(prompt_groups(columns)[0], stable=True)
+        ends_B = lengths_B[order_B].cumsum(0)
+        twice_middles_B = 2 * ends_B - lengths_B[order_B]
+        return order_B[twice_middles_B * parallel.size // (2 * ends_B[-1]) == parallel.rank].sort().values
     order_B = torch.argsort(lengths_B, descending=True, stable=True)
     places_B = torch.arange(len(order_B))
     turn_B, seat_B = places_B // parallel.size, places_B % parallel.size
@@ -163,15 +201,17 @@ def map_micro_batches(
     names: tuple[str, ...],
     setting: str,
     parallel: DataParallel = ALONE,
+    by_prompt: bool = False,
 ) -> Columns:
     """Results [b, r] of ``function`` for every micro-batch as columns ``names`` [B, R] on the CPU, in batch order.
 
-    They are float32, and 0 under mask 0. ``setting`` is the config key of ``max_tokens``. Raises WorkerError where
-    memory runs out. Over several ranks each has a batch of its own, and all of them must call this.
+    They are float32, and 0 under mask 0. ``setting`` is the config key of ``max_tokens``, ``by_prompt`` as in
+    :func:`micro_batches`. Raises WorkerError where memory runs out. Over several ranks each has a batch of its own,
+    and all of them must call this.
     """
     mask_BR = columns["response_mask"].cpu()
     results = {name: torch.zeros(mask_BR.shape, dtype=torch.float32) for name in names}
-    for micro in in_step(micro_batches(columns, max_tokens), columns, parallel):
+    for micro in in_step(micro_batches(columns, max_tokens, by_prompt), columns, parallel):
         with memory_errors(micro, setting):
             outputs = function(micro.to(device))
         for name, output_br in zip(names, outputs, strict=True):

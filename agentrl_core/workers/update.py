@@ -57,7 +57,8 @@ LossFunction = Callable[[MicroBatch, float], MicroLoss]
 class Update:
     """Runs the optimizer steps of batches for one module.
 
-    ``name`` is the config section of ``config`` and the prefix of the metrics.
+    ``name`` is the config section of ``config`` and the prefix of the metrics; ``by_prompt`` as in
+    :func:`agentrl_core.workers.micro_batching.micro_batches`.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Update:
         max_response_length: int,
         device: torch.device,
         parallel: DataParallel = ALONE,
+        by_prompt: bool = False,
     ) -> None:
         self._name = name
         self._module = module
@@ -79,6 +81,7 @@ class Update:
         self._max_response_length = max_response_length
         self._device = device
         self._parallel = parallel
+        self._by_prompt = by_prompt
 
     def run(self, columns: Columns, seed: int, loss_function: LossFunction) -> dict[str, float]:
         """All steps of a batch: ``epochs`` passes of ``mini_batches`` steps each, fewer where rows are fewer.
@@ -109,9 +112,9 @@ class Update:
     def _step(self, mini_batch: Columns, rows: Tensor, loss_function: LossFunction, totals: "_Totals") -> None:
         divisor = denominator(mini_batch["response_mask"], self._aggregation, self._max_response_length)
         if self._parallel.size > 1:
-            share = share_of_rows(mini_batch, self._parallel)
+            share = share_of_rows(mini_batch, self._parallel, self._by_prompt)
             mini_batch, rows = take(mini_batch, share), rows[share]
-        micros = micro_batches(mini_batch, self._config.micro_batch_tokens)
+        micros = micro_batches(mini_batch, self._config.micro_batch_tokens, self._by_prompt)
         self._optimizer.zero_grad()
         for micro in in_step(micros, mini_batch, self._parallel):
             micro = replace(micro, rows=rows[micro.rows])

@@ -103,6 +103,7 @@ def test_a_model_that_ignores_logits_to_keep_is_named(model, rows, make_batch):
     def ignorant(logits_to_keep, **inputs):
         return model(**inputs)
 
+    ignorant.config = model.config
     with pytest.raises(WorkerError, match="must take logits_to_keep"):
         response_log_probs(ignorant, micro, 1.0)
 

@@ -118,6 +118,21 @@ def test_every_row_is_dealt_to_one_rank_and_ranks_get_about_as_many_tokens(lengt
     assert max(tokens) - min(tokens) <= max(map(sum, lengths))
 
 
+@settings(deadline=None)
+@given(sizes=st.lists(st.integers(1, 5), min_size=1, max_size=6), ranks=st.integers(1, 4), data=st.data())
+def test_ranks_share_all_rows_and_cut_few_groups_of_a_prompt(sizes, ranks, data):
+    groups = [group for group, size in enumerate(sizes) for _ in range(size)]
+    lengths = [(4, data.draw(st.integers(0, 11))) for _ in groups]
+    columns = columns_with(lengths)
+    columns["input_ids"] = torch.tensor(groups).unsqueeze(1).expand(-1, 20)
+    columns["position_ids"] = torch.arange(20).expand(len(groups), -1)
+    shares = [share_of_rows(columns, Place(rank, ranks), by_prompt=True).tolist() for rank in range(ranks)]
+    assert sorted(row for share in shares for row in share) == list(range(len(groups)))
+    assert sum(len({groups[row] for row in share}) for share in shares) <= len(sizes) + ranks - 1
+    tokens = [sum(sum(lengths[row]) for row in share) for share in shares]
+    assert max(tokens) - min(tokens) <= 2 * max(map(sum, lengths))
+
+
 @pytest.mark.parametrize("rope_axes", [(), (3,)])
 def test_a_micro_batch_for_a_rank_without_rows_has_nothing_to_train(rope_axes):
     columns = columns_with([(2, 3)])
