@@ -86,7 +86,7 @@ if TYPE_CHECKING:
     )
     from agentrl_core.api.tool_parser import ParsedText, ToolCall, ToolParser, ToolParserContext
     from agentrl_core.api.tracker import Tracker, TrackerContext
-    from agentrl_core.api.weights import ArrayBucket, WeightUpdate, map_safetensors
+    from agentrl_core.api.weights import ArrayBucket, LoraAdapter, WeightUpdate, map_safetensors
 
 __all__ = [
     "AdvantageEstimator",
@@ -118,6 +118,7 @@ __all__ = [
     "InteractionError",
     "InteractionTurn",
     "KINDS",
+    "LoraAdapter",
     "Message",
     "NoConfig",
     "OptionInfo",
@@ -208,7 +209,7 @@ _NAMES_OF_MODULE = {
     "tool": ("FunctionTool", "Tool", "ToolContext", "ToolResponse", "ToolResult", "function_schema", "schema_of"),
     "tool_parser": ("ParsedText", "ToolCall", "ToolParser", "ToolParserContext"),
     "tracker": ("Tracker", "TrackerContext"),
-    "weights": ("ArrayBucket", "WeightUpdate", "map_safetensors"),
+    "weights": ("ArrayBucket", "LoraAdapter", "WeightUpdate", "map_safetensors"),
 }  # fmt: skip
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 

@@ -49,7 +49,7 @@ class ModelTensors:
             EngineError: tensors that the model does not have, other shapes, missing ones, bytes that don't add up.
         """
         buckets = list(update)
-        problems = [*_broken(buckets), *self._differing(buckets)]
+        problems = [*broken_buckets(buckets), *self._differing(buckets)]
         if problems:
             raise EngineError(
                 "weights refused, nothing was sent:\n" + "\n".join(f"  - {problem}" for problem in problems)
@@ -90,7 +90,8 @@ def _tied_to(shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> str:
     return next((name for name in shapes if name.endswith("embed_tokens.weight")), "")
 
 
-def _broken(buckets: list[ArrayBucket]) -> Iterator[str]:
+def broken_buckets(buckets: list[ArrayBucket]) -> Iterator[str]:
+    """What does not fit together in buckets: counts, dtypes, bytes."""
     for number, bucket in enumerate(buckets):
         counts = len(bucket.names), len(bucket.shapes), len(bucket.dtypes)
         if len(set(counts)) != 1:

@@ -63,6 +63,7 @@ KINDS: dict[str, PluginKind] = {
             "pause": "generation can be halted and resumed",
             "sleep": "memory can be released and taken back",
             "weight_update": "takes new weights without a restart",
+            "lora": "takes LoRA adapters as weight updates, and generates with weights and adapter",
             "shared_module": "can generate with the actor's own torch module, in the actor's process",
             "deterministic": "can repeat a rollout exactly (rollout.deterministic)",
             "sessions": "keeps something between the turns of a trajectory: open_session and close_session are called",

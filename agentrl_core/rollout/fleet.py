@@ -15,7 +15,6 @@ from agentrl_core.api import (
     TokenOutput,
     WeightUpdate,
     WorkerError,
-    map_safetensors,
 )
 from agentrl_core.config.schema import EngineSlot
 from agentrl_core.controller.runtime import ActorHandle, Runtime
@@ -27,21 +26,43 @@ START_GRACE = 15.0
 """Seconds beyond ``start_timeout`` after which a server that cannot even say that it is late is given up."""
 
 
+@dataclass(frozen=True)
+class Weights:
+    """What replicas get, one after the other.
+
+    Args:
+        update: for those that can read its files, or for all where it has none.
+        elsewhere: for the others, in the runtime's store.
+        version: of the weights.
+    """
+
+    update: WeightUpdate
+    elsewhere: Any
+    version: int
+
+
 @dataclass
 class Member:
     """One replica.
 
     Args:
         server: its handle.
-        version: of its weights; None before the first update.
         restarts_left: new starts that it still has.
+        newest: weights that it has taken last.
+        whole: the same, or those that the adapter in ``newest`` belongs to.
         is_alive: serves, as far as is known.
     """
 
     server: ActorHandle
     restarts_left: int
-    version: int | None = None
+    newest: Weights | None = None
+    whole: Weights | None = None
     is_alive: bool = True
+
+    @property
+    def version(self) -> int | None:
+        """Of its weights; None before the first update."""
+        return None if self.newest is None else self.newest.version
 
 
 class EngineFleet:
@@ -70,7 +91,9 @@ class EngineFleet:
         self._concurrency = most_requests + 100
         self._members = [Member(self._make(replica), slot.restarts) for replica in range(slot.replicas)]
         self._routers: Sequence[ActorHandle] = ()
-        self._update: tuple[WeightUpdate, Any, int] | None = None
+        self._newest: Weights | None = None
+        # The same, or what its adapter belongs to: a replica that starts anew needs both.
+        self._whole: Weights | None = None
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._restarts = 0
         self._may_load = asyncio.Event()
@@ -197,7 +220,7 @@ class EngineFleet:
             )  # fmt: skip
             try:
                 member.server.kill()
-                member.server, member.version = self._make(index), None
+                member.server, member.newest, member.whole = self._make(index), None, None
                 await self._boot(member.server)
                 await self._may_load.wait()
                 self._loading.add(index)
@@ -237,7 +260,9 @@ class EngineFleet:
             EngineError: a replica refuses them, or none is alive.
         """
         # Through the store, once for each node.
-        self._update = (update, elsewhere and self._runtime.share(elsewhere), version)
+        self._newest = Weights(update, elsewhere and self._runtime.share(elsewhere), version)
+        if update.adapter is None:
+            self._whole = self._newest
         self._may_load.set()
         try:
             alive = [(index, member) for index, member in enumerate(self._members) if member.is_alive]
@@ -255,15 +280,22 @@ class EngineFleet:
             await self._settle()
 
     async def _load(self, member: Member) -> None:
-        while self._update is not None and member.version != self._update[2]:
-            update, elsewhere, version = self._update
-            if update.files and not await member.server.call("can_read", update.files):
-                if elsewhere is None:
-                    # A replica that came back on another node; these files are at hand where the driver is.
-                    elsewhere = WeightUpdate(buckets=[map_safetensors(path) for path in update.files])
-                update = elsewhere
-            await member.server.call("update_weights", update, version)
-            member.version = version
+        while self._newest is not None and member.newest is not self._newest:
+            whole = self._whole
+            await self._send(member, self._newest if whole is None or member.whole is whole else whole)
+
+    @staticmethod
+    async def _send(member: Member, weights: Weights) -> None:
+        update, elsewhere = weights.update, weights.elsewhere
+        if update.files and not await member.server.call("can_read", update.files):
+            if elsewhere is None:
+                # A replica that came back on another node; these files are at hand where the driver is.
+                elsewhere = replace(update, buckets=list(update), files=())
+            update = elsewhere
+        await member.server.call("update_weights", update, weights.version)
+        member.newest = weights
+        if weights.update.adapter is None:
+            member.whole = weights
 
     # Questions --------------------------------------------------------------------------------------------------
 

@@ -54,7 +54,9 @@ class EngineServer:
     ) -> None:
         self._name = f"engine {ref.name!r}, replica {context.replica}"
         self._log = RecentLog()
-        self._engine: InferenceEngine = resolve_ref(ref).build(config, context)
+        plugin = resolve_ref(ref)
+        self._capabilities = plugin.spec.capabilities
+        self._engine: InferenceEngine = plugin.build(config, context)
         self._start_timeout = start_timeout
         self._health_timeout = health_timeout
         self._load = Load(max_in_flight)
@@ -139,7 +141,17 @@ class EngineServer:
         return all(os.access(path, os.R_OK) for path in paths)
 
     async def update_weights(self, update: WeightUpdate, version: int) -> None:
-        """See :meth:`InferenceEngine.update_weights`."""
+        """See :meth:`InferenceEngine.update_weights`.
+
+        Raises:
+            EngineError: the engine refuses them, or they are an adapter's and it takes none.
+            WorkerError: it has not taken them in time.
+        """
+        if update.adapter is not None and "lora" not in self._capabilities:
+            raise EngineError(
+                f"{self._name}: weights {version} are a LoRA adapter's, and this engine lacks the capability 'lora'; "
+                "send the merged weights, or choose an engine that has it (agentrl plugins list --kind engine)"
+            )
         try:
             async with asyncio.timeout(self._start_timeout) as deadline:
                 await self._guard("update_weights", self._engine.update_weights(update, version))

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import EngineError, RolloutError, WeightUpdate
+from agentrl_core.api import EngineError, LoraAdapter, RolloutError, WeightUpdate
 
 ENGINE = """
 import asyncio
@@ -16,7 +16,7 @@ MADE = []
 PLAN = {}  # what the nth engine made does wrong
 
 class Frail(InferenceEngine):
-    capabilities = frozenset({"logprobs", "weight_update"})
+    capabilities = frozenset({"logprobs", "weight_update", "lora"})
 
     def __init__(self, config, context):
         self.fault, self.version, self.updates, self.requests = PLAN.get(len(MADE)), 0, [], 0
@@ -41,6 +41,7 @@ class Frail(InferenceEngine):
 
     async def update_weights(self, update, version):
         self.version = version
+        self.updates.append((version, update.adapter is not None))
 """
 LOOP = """
 from agentrl_core.api import AgentLoopBase
@@ -94,6 +95,25 @@ def test_a_replica_that_cannot_serve_any_more_is_replaced(
     else:
         pytest.fail("the replica was not replaced during 20 rollouts")
     assert fleet.manager.engine_metrics()["restarts"] == 1
+
+
+def test_a_replica_that_comes_back_gets_the_weights_that_its_adapter_belongs_to(
+    make_rollout: Any, make_row: Any
+) -> None:
+    fleet = Fleet(make_rollout, {0: "ill"}, restarts=1)
+    adapter = LoraAdapter(8, 16, ("q_proj",))
+    for _ in range(2):
+        # An adapter may have the number of the weights below it: it has changed nothing yet.
+        fleet.manager.update_weights(WeightUpdate(adapter=adapter), 5)
+    (first,) = fleet.rollout.engines
+    assert first.updates == [(5, False), (5, True), (5, True)]
+    fleet.rollout([make_row()])
+    (second,) = fleet.rollout.engines
+    assert second is not first
+    assert second.updates == [(5, False), (5, True)]
+    fleet.manager.update_weights(WeightUpdate(adapter=adapter), 6)
+    fleet.manager.update_weights(WeightUpdate(), 7)
+    assert second.updates[2:] == [(6, True), (7, False)]
 
 
 def test_without_restarts_the_last_replica_ends_the_rollout(make_rollout: Any, make_row: Any) -> None:

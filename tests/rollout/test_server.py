@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from agentrl_core.api import EngineContext, EngineError, SamplingParams, WeightUpdate
+from agentrl_core.api import EngineContext, EngineError, LoraAdapter, SamplingParams, WeightUpdate
 from agentrl_core.config.schema import EngineSlot
 from agentrl_core.rollout.server import EngineServer
 
@@ -82,6 +82,24 @@ def test_the_version_is_that_of_the_last_update_that_worked(server: EngineServer
     with pytest.raises(EngineError):
         asyncio.run(server.update_weights(WeightUpdate(), 2))
     assert server.version == 1
+
+
+def test_an_adapter_never_reaches_an_engine_that_takes_none(make_slot) -> None:
+    update = WeightUpdate(adapter=LoraAdapter(8, 16, ("q_proj",)))
+    for declared, refuses in ((set(), True), ({"lora"}, False)):
+        source = ENGINE.replace(
+            "(InferenceEngine):", f"(InferenceEngine):\n    capabilities = frozenset({declared!r})\n"
+        )
+        server = EngineServer(make_slot(EngineSlot, source, "Engine").ref, None, EngineContext("model", replica=2))
+        asyncio.run(server.update_weights(WeightUpdate(), 1))
+        if refuses:
+            with pytest.raises(
+                EngineError, match="replica 2: weights 3 are a LoRA adapter's.*lacks the capability 'lora'"
+            ):
+                asyncio.run(server.update_weights(update, 3))
+        else:
+            asyncio.run(server.update_weights(update, 3))
+        assert server._engine.updates == ([1] if refuses else [1, 3])
 
 
 def test_what_the_engine_says_comes_through(server: EngineServer) -> None:
