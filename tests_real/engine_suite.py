@@ -91,14 +91,7 @@ class Case:
         self, prompts: Sequence[list[int]], outputs: Sequence[TokenOutput], temperature: float = 1.0, seed: int = 0
     ) -> float:
         """Largest difference between the engine's log-probs and those of transformers."""
-        module = self.models.module(seed)
-        return max(
-            abs(ours - theirs)
-            for prompt, output in zip(prompts, outputs, strict=True)
-            for ours, theirs in zip(
-                output.log_probs or [], log_probs(module, prompt, output.token_ids, temperature), strict=True
-            )
-        )
+        return largest_gap(self.models.module(seed), prompts, outputs, temperature)
 
 
 def bucket_of(tensors: Sequence[tuple[str, tuple[int, ...], str, "np.ndarray[Any, Any]"]]) -> ArrayBucket:
@@ -123,6 +116,19 @@ def log_probs(module: Any, prompt: Sequence[int], ids: Sequence[int], temperatur
     logits = module(torch.tensor([[*prompt, *ids]])).logits[0, len(prompt) - 1 : -1].float()
     found: list[float] = (logits / temperature).log_softmax(-1).gather(1, torch.tensor(ids)[:, None])[:, 0].tolist()
     return found
+
+
+def largest_gap(
+    module: Any, prompts: Sequence[list[int]], outputs: Sequence[TokenOutput], temperature: float = 1.0
+) -> float:
+    """Largest difference between an engine's log-probs and those of a module."""
+    return max(
+        abs(ours - theirs)
+        for prompt, output in zip(prompts, outputs, strict=True)
+        for ours, theirs in zip(
+            output.log_probs or [], log_probs(module, prompt, output.token_ids, temperature), strict=True
+        )
+    )
 
 
 class Suite:

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's processes: the weight transfer backend, the sampler's log-probabilities, a watch.
+"""What runs inside vLLM's processes: the weight transfer backend, questions to the model, a watch.
 
 Only vLLM imports what needs vLLM here. :func:`register` is an entry point that it calls in each of its processes.
 """
@@ -9,6 +9,7 @@ import signal
 import threading
 from typing import Any
 
+from agentrl_core.api.adapter_tensors import tensor_names
 from agentrl_engine_vllm.launch import BACKEND, WATCH_VARIABLE
 
 
@@ -59,3 +60,25 @@ class WorkerExtension:
             on_cpu = self.model_runner.device.type == "cpu"
             before = [Rewinder(self.model_runner).before_sampling] if on_cpu else []
             sampler.topk_topp_sampler = WholeDistribution(sampler.topk_topp_sampler, *before)
+
+    def agentrl_adaptable(self, modules: list[str]) -> list[str]:
+        """Linear layers that a LoRA adapter can change in this worker.
+
+        Args:
+            modules: candidates, as they are named in the model's files.
+        """
+        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
+        from vllm.lora.utils import parse_fine_tuned_lora_name
+
+        manager = self.model_runner.lora_manager._adapter_manager
+        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
+        if mapper is not None:
+            mapper = mapper.get_rename_mapper()
+        adaptable = {
+            part
+            for name, layer in manager.modules.items()
+            if isinstance(layer, BaseLinearLayerWithLoRA)
+            for part in manager.packed_modules.get(name, [name])
+        }
+        names = ((module, tensor_names(module)[0]) for module in modules)
+        return [module for module, name in names if parse_fine_tuned_lora_name(name, mapper)[0] in adaptable]

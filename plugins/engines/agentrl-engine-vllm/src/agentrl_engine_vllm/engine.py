@@ -15,6 +15,7 @@ from agentrl_core.api.engine_requests import check_request, read_model_config
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.model_tensors import ModelTensors
 from agentrl_core.api.weights import WeightUpdate
+from agentrl_engine_vllm.adapters import Adapters
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.counters import Counters
 from agentrl_engine_vllm.launch import BACKEND, engine_arguments, environment
@@ -65,6 +66,7 @@ class VLLMEngine(InferenceEngine):
         size = int((model.get("text_config") or model).get("vocab_size") or self._context.vocab_size)
         self._vocab_size = min(size, self._context.vocab_size or size)
         self._tensors = ModelTensors.read(self._context.model_path, model)
+        self._adapters = Adapters(self._config.max_lora_rank, self._tensors)
         os.environ.update(environment(self._config, self._context))
         arguments = engine_arguments(self._config, self._context, model)
         others = set(multiprocessing.active_children())
@@ -72,6 +74,7 @@ class VLLMEngine(InferenceEngine):
             # It takes a minute, in which this process must be able to say how it is.
             self._llm = await asyncio.to_thread(_make, arguments, self._closing)
             await self._llm.collective_rpc("agentrl_score_whole_distribution")
+            await self._adapters.start(self._llm)
             await self._llm.update_weight_version(str(self._version))
         except BaseException:
             await self.close()
@@ -185,7 +188,8 @@ class VLLMEngine(InferenceEngine):
         self._counters.started(len(self._requests) - len(self._waiting))
         params = VLLMSamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
         final = None
-        async for answer in llm.generate(TokensPrompt(prompt_token_ids=prompt_ids), params, request_id):
+        prompt = TokensPrompt(prompt_token_ids=prompt_ids)
+        async for answer in llm.generate(prompt, params, request_id, lora_request=self._adapters.of_request()):
             final = answer
         if final is None or not final.finished:
             raise EngineError(f"request {request_id!r}: vLLM ended it without an answer")
@@ -234,14 +238,14 @@ class VLLMEngine(InferenceEngine):
     async def update_weights(self, update: WeightUpdate, version: int) -> None:
         """What runs goes on with the new weights.
 
+        An adapter takes the place of the one before; weights of the model take away the adapter.
+
         Raises:
-            EngineError: the tensors are not the model's, and nothing was sent; or vLLM failed in the middle of the
-                update, and was ended, because nobody knows what it holds.
+            EngineError: the tensors are not the model's, or those of an adapter that it can take, and nothing was
+                sent; or vLLM failed in the middle of the update, and was ended, because nobody knows what it holds.
         """
         self._running()
-        if update.shared:
-            raise EngineError("the vllm engine computes in processes of its own: it cannot share the actor's module")
-        update = await asyncio.to_thread(self._tensors.normalised, update)
+        update = await asyncio.to_thread(self._checked, update)
         async with self._control:
             llm = self._running()
             try:
@@ -257,14 +261,30 @@ class VLLMEngine(InferenceEngine):
                 await self.close()
                 raise EngineError(f"weights {version}: {error}; the vllm engine must be started anew") from error
 
+    def _checked(self, update: WeightUpdate) -> WeightUpdate:
+        if update.shared:
+            raise EngineError("the vllm engine computes in processes of its own: it cannot share the actor's module")
+        if update.adapter is None:
+            return self._tensors.normalised(update)
+        if self._lost_weights:
+            raise EngineError("the weights are gone since sleep(2): they must come before an adapter")
+        self._adapters.check(update)
+        return update
+
     async def _send(self, llm: Any, update: WeightUpdate, version: int) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
+        if update.adapter is not None:
+            await self._adapters.load(llm, update)
+            await llm.update_weight_version(str(version))
+            return
         with weight_files(update) as paths:
             await llm.start_weight_update()
             while path := await asyncio.to_thread(next, paths, None):
                 await llm.update_weights(WeightTransferUpdateRequest(update_info={"files": [path]}))
             await llm.finish_weight_update(str(version))
+        # With the weights vLLM has forgotten the adapter, the one of zeros too.
+        await self._adapters.clear(llm)
 
     async def sleep(self, level: int = 1) -> None:
         """Requests wait until :meth:`wake_up`; those that run are finished first.

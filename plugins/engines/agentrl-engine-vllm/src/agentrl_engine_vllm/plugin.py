@@ -11,5 +11,5 @@ PLUGIN = PluginSpec(
     factory="agentrl_engine_vllm.engine:VLLMEngine",
     config=VLLMConfig,
     requires=("vllm>=0.32",),
-    capabilities=frozenset({"logprobs", "seeds", "abort", "pause", "sleep", "weight_update"}),
+    capabilities=frozenset({"logprobs", "seeds", "abort", "pause", "sleep", "weight_update", "lora"}),
 )

@@ -15,12 +15,18 @@ MEMORY_FOLDER = Path("/dev/shm")
 def weight_files(update: WeightUpdate) -> Iterator[Iterator[str]]:
     """Paths of safetensors files with all tensors of an update: its own, and one for each of its buckets.
 
-    A bucket's file is written, to memory where the host has such a place, when it is asked for. They are gone when the
-    context ends.
+    A bucket's file is written when it is asked for. They are gone when the context ends.
     """
+    with memory_folder() as folder:
+        yield _paths(update, folder)
+
+
+@contextmanager
+def memory_folder() -> Iterator[Path]:
+    """A folder of its own, in memory where the host has such a place, that is gone when the context ends."""
     place = MEMORY_FOLDER if os.access(MEMORY_FOLDER, os.W_OK) else None
     with tempfile.TemporaryDirectory(prefix="agentrl-vllm-weights-", dir=place) as folder:
-        yield _paths(update, Path(folder))
+        yield Path(folder)
 
 
 def _paths(update: WeightUpdate, folder: Path) -> Iterator[str]:
