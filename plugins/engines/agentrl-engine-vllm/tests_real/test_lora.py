@@ -46,13 +46,12 @@ class Policies:
         """Of the adapter, under PEFT's names."""
         adapter, rng = ADAPTERS[number], np.random.default_rng(number)
         found: dict[str, np.ndarray] = {}
-        for name, (*size, _), *_ in ((name, (*shape, 0)) for name, shape, *_ in self.models.tensors()):
+        for name, shape, *_ in self.models.tensors():
             module = name.removesuffix(".weight")
             if any(module == target or module.endswith(f".{target}") for target in adapter.target_modules):
-                size_out, size_in = size
-                shapes = (adapter.rank, size_in), (size_out, adapter.rank)
-                for key, shape in zip(tensor_names(module), shapes, strict=True):
-                    found[key] = rng.normal(0.0, 0.05, shape).astype(np.float32)
+                a, b = tensor_names(module)
+                found[a] = rng.normal(0.0, 0.05, (adapter.rank, shape[1])).astype(np.float32)
+                found[b] = rng.normal(0.0, 0.05, (shape[0], adapter.rank)).astype(np.float32)
         return found
 
     def update(self, number: int, drop: str = "") -> WeightUpdate:

@@ -1,5 +1,6 @@
 """LoRA adapters in vLLM: a single one, which every request names, and whose content changes."""
 
+import asyncio
 import json
 import os
 from pathlib import Path
@@ -22,7 +23,7 @@ class Adapters:
     """The adapter of one engine.
 
     A request of vLLM keeps the adapter that it named when it arrived. Here all name the same, so that what runs goes
-    on with a new one, and with none: that is one whose product is zero.
+    on with a new one, and without any: with one whose product is zero.
 
     Args:
         max_rank: the highest rank; 0 where vLLM is started without adapters.
@@ -64,7 +65,7 @@ class Adapters:
 
     def of_request(self) -> Any:
         """What every request must name: a ``LoRARequest``, or None."""
-        # Of this path nothing is read, as the adapter is there already.
+        # Nothing is read there, as the adapter is loaded already. Were it not, vLLM would fail rather than go without.
         return _lora_request(os.devnull, load_inplace=False) if self._max_rank else None
 
     async def load(self, llm: Any, update: WeightUpdate) -> None:
@@ -83,8 +84,8 @@ class Adapters:
 
     async def _put(self, llm: Any, adapter: LoraAdapter, buckets: list[ArrayBucket]) -> None:
         with memory_folder() as folder:
-            write_adapter(folder, adapter, buckets)
-            # Loaded beside the one that is there it would need a place of its own.
+            await asyncio.to_thread(write_adapter, folder, adapter, buckets)
+            # In place: requests that run name this number.
             if not await llm.add_lora(_lora_request(str(folder), load_inplace=True)):
                 raise EngineError("vLLM has not taken the LoRA adapter")
 
