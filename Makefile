@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # Two processes on a small machine thrash with one thread per core each.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
+# Empty is off: without its cache every process compiles what it imports anew, torch for seconds each time.
+export PYTHONDONTWRITEBYTECODE :=
 
 PROJECTS := $(shell git ls-files '*pyproject.toml')
 CALCULATOR := examples/calculator
@@ -29,7 +31,7 @@ help:
 
 env: $(VENV)/.installed
 
-# Without compiling what is installed: half a minute less, and Python compiles what it imports anyway.
+# Without compiling what is installed: half a minute less, and Python compiles what it imports once anyway.
 $(VENV)/.installed: requirements-dev.txt constraints.txt $(PROJECTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "agentrl needs Python 3.11 or newer; name one with PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)

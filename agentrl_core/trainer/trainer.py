@@ -40,7 +40,7 @@ from agentrl_core.trainer.validation import Validator, prompt_batch
 
 logger = logging.getLogger(__name__)
 WEIGHT_BUCKET_BYTES = 256 << 20
-GAP_ROWS = 8
+GAP_ROWS = 4
 """Rows whose log-probs are computed a second time, to watch the engine, where a second pass is not needed."""
 TOOL_SILENCE_STEPS = 10
 

@@ -1,7 +1,7 @@
-"""CPU threads of a decode step."""
+"""CPU threads of the engine."""
 
 import asyncio
-import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -10,44 +10,45 @@ from agentrl_core.api import SamplingParams
 from agentrl_engine_hf import threads
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.model import Model
-from agentrl_engine_hf.threads import cpu_threads, threads_for
+from agentrl_engine_hf.threads import use_cpu_threads
 
 
-def test_small_models_decode_with_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def three_threads():
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    yield
+    torch.set_num_threads(before)
+
+
+def threads_used(module: torch.nn.Module, wanted: int) -> int:
+    """In a new thread, which begins with those of the process."""
+
+    def use() -> int:
+        use_cpu_threads(module, wanted)
+        return torch.get_num_threads()
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(use).result()
+
+
+def test_small_models_are_computed_by_one_thread_unless_told_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
     module = torch.nn.Linear(10, 10)
-    assert threads_for(module, 0) == 1
-    assert threads_for(module, 3) == 3
-    assert threads_for(module.to("meta"), 0) == 0, "nothing is changed where something else than a CPU computes"
+    assert threads_used(module, 0) == 1
+    assert threads_used(module, 2) == 2
+    assert threads_used(module.to("meta"), 2) == 3, "nothing is changed where no CPU computes"
     monkeypatch.setattr(threads, "SMALL", 110)
-    assert threads_for(torch.nn.Linear(10, 10), 0) == 0
-
-
-def test_other_threads_keep_theirs() -> None:
-    torch.set_num_threads(2)
-    found = []
-
-    def other() -> None:
-        torch.set_num_threads(2)
-        with cpu_threads(1):
-            found.append(torch.get_num_threads())
-            with pytest.raises(ZeroDivisionError), cpu_threads(3):
-                found.append(torch.get_num_threads())
-                1 / 0  # noqa: B018
-            with cpu_threads(0):
-                found.append(torch.get_num_threads())
-        found.append(torch.get_num_threads())
-
-    thread = threading.Thread(target=other)
-    thread.start()
-    thread.join()
-    assert found == [1, 3, 1, 2]
-    assert torch.get_num_threads() == 2
+    assert threads_used(torch.nn.Linear(10, 10), 0) == 3
+    assert torch.get_num_threads() == 3, "other threads keep theirs"
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.get_num_threads).result() == 3, "so do those that begin later"
 
 
 @pytest.mark.parametrize(("wanted", "expected"), [(0, 1), (2, 2)])
-def test_a_step_is_decoded_with_them(qwen3, serve, monkeypatch, wanted: int, expected: int) -> None:
-    torch.set_num_threads(3)
-    seen = {"decode": set(), "prefill": set()}
+def test_the_engine_computes_with_them_from_its_first_operation_on(
+    qwen3, serve, monkeypatch, wanted: int, expected: int
+) -> None:
+    seen = {"new_cache": set(), "decode": set(), "prefill": set()}
     for name in seen:
         original = getattr(Model, name)
 
@@ -58,8 +59,9 @@ def test_a_step_is_decoded_with_them(qwen3, serve, monkeypatch, wanted: int, exp
         monkeypatch.setattr(Model, name, watched)
 
     async def main() -> None:
-        async with serve(qwen3(), HFEngineConfig(decode_threads=wanted)) as engine:
+        async with serve(qwen3(), HFEngineConfig(cpu_threads=wanted)) as engine:
             await engine.generate([1, 2, 3], SamplingParams(3), "r")
 
     asyncio.run(main())
-    assert seen == {"decode": {expected}, "prefill": {3}}
+    assert seen == dict.fromkeys(seen, {expected})
+    assert torch.get_num_threads() == 3

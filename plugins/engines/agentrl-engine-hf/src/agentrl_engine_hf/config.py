@@ -22,10 +22,10 @@ class HFEngineConfig:
     attn_implementation: str = option(
         "sdpa", help="attention of a model that the engine loads itself", choices=("sdpa", "eager")
     )
-    decode_threads: int = option(
+    cpu_threads: int = option(
         0,
-        help="CPU threads of one decode step; 0 means one for a model below 32 M parameters, whose step is too short "
-        "to be shared, and those of the process for others",
+        help="CPU threads that the engine computes with; 0 means one for a model below 32 M parameters, whose decode "
+        "step is too short to be shared, and those of the process for others",
         ge=0,
     )
     record_decode: bool = option(

@@ -24,6 +24,7 @@ from agentrl_engine_hf.model import Model
 from agentrl_engine_hf.sampler import mix
 from agentrl_engine_hf.sequence import Sequence
 from agentrl_engine_hf.thread import EngineThread
+from agentrl_engine_hf.threads import use_cpu_threads
 
 T = TypeVar("T")
 
@@ -59,6 +60,8 @@ class HFEngine(InferenceEngine):
 
     def _make_executor(self) -> Executor:
         model = Model(self._context, self._config.attn_implementation, self._config.record_decode)
+        # Before anything is computed: OpenMP keeps a pool of threads that has once been made.
+        use_cpu_threads(model.module, self._config.cpu_threads)
         self._vocab_size = min(model.vocab_size, self._context.vocab_size or model.vocab_size)
         return Executor(model, self._config, self._context, self._counters)
 

@@ -14,7 +14,6 @@ from agentrl_engine_hf.model import Model
 from agentrl_engine_hf.sampler import Sampler
 from agentrl_engine_hf.scheduler import Scheduler
 from agentrl_engine_hf.sequence import Sequence
-from agentrl_engine_hf.threads import cpu_threads, threads_for
 from agentrl_engine_hf.weights import load_weights
 
 
@@ -35,7 +34,6 @@ class Executor:
         self._context = context
         self._counters = counters
         self._max_prefill_tokens = config.max_prefill_tokens
-        self._decode_threads = threads_for(model.module, config.decode_threads)
         self._scheduler = Scheduler(
             model.new_cache(),
             config.max_num_seqs,
@@ -165,11 +163,10 @@ class Executor:
         if not sequences:
             return 0
         try:
-            with cpu_threads(self._decode_threads):
-                logits = self.model.decode(scheduler.store, sequences)
-                if self._sampler.sequences != sequences:
-                    self._sampler = Sampler(sequences, self.model.device)
-                ids, log_probs = self._sampler.sample(logits)
+            logits = self.model.decode(scheduler.store, sequences)
+            if self._sampler.sequences != sequences:
+                self._sampler = Sampler(sequences, self.model.device)
+            ids, log_probs = self._sampler.sample(logits)
         except Exception as error:  # noqa: BLE001 - whatever a forward raises belongs to the requests in it
             self._fail(sequences, error)
             return 0

@@ -55,15 +55,15 @@ class Sampler:
         """Ids and their log-probabilities under softmax(logits / temperature) before top-k and top-p, each [B]."""
         logits_BV = logits_BV.float()
         scaled_BV = logits_BV if self._temperature_B1 is None else logits_BV / self._temperature_B1
-        log_probs_BV = torch.log_softmax(scaled_BV, dim=-1)
-        ids_B = logits_BV.argmax(dim=-1) if self._all_greedy else self._draw(logits_BV, log_probs_BV)
-        chosen_B = log_probs_BV.gather(1, ids_B.unsqueeze(1)).squeeze(1)
+        probs_BV = torch.softmax(scaled_BV, dim=-1)
+        ids_B = logits_BV.argmax(dim=-1) if self._all_greedy else self._draw(logits_BV, probs_BV)
+        # What was drawn is not so unlikely that the logarithm of its probability lost digits.
+        chosen_B = probs_BV.gather(1, ids_B.unsqueeze(1)).squeeze(1).log_()
         return ids_B.tolist(), chosen_B.tolist()
 
-    def _draw(self, logits_BV: torch.Tensor, log_probs_BV: torch.Tensor) -> torch.Tensor:
+    def _draw(self, logits_BV: torch.Tensor, probs_BV: torch.Tensor) -> torch.Tensor:
         indices = [len(sequence.log_probs) for sequence in self.sequences]
         uniform_B1 = torch.from_numpy(uniforms(self._seeds, indices)).to(self._device).unsqueeze(1)
-        probs_BV = log_probs_BV.exp()
         ids_B = _inverse_cdf(probs_BV, uniform_B1)
         if self._filtered_F is not None:
             ids_B[self._filtered_F] = self._draw_filtered(probs_BV[self._filtered_F], uniform_B1[self._filtered_F])

@@ -1,32 +1,26 @@
-"""How many CPU threads compute a decode step."""
+"""How many CPU threads the engine computes with."""
 
-import contextlib
-from collections.abc import Iterator
+import threading
 from typing import Any
 
 import torch
 
 SMALL = 32_000_000
-"""Parameters below which one thread decodes. The trainer's pool of threads and this one are more than there are cores,
-so OpenMP wakes its threads anew for each of a step's hundreds of operations, which takes longer than a short one."""
+"""Parameters below which one thread is enough. A decode step is hundreds of operations, each over before OpenMP has
+woken a second thread. And a second pool of threads beside the trainer's is more threads than there are cores: OpenMP
+then puts idle ones to sleep between two operations, and the update is slower for it."""
 
 
-def threads_for(module: Any, wanted: int) -> int:
-    """``decode_threads`` for this model; 0 leaves the process's setting as it is."""
-    if wanted or next(module.parameters()).device.type != "cpu":
-        return wanted
-    return 1 if sum(parameter.numel() for parameter in module.parameters()) < SMALL else 0
-
-
-@contextlib.contextmanager
-def cpu_threads(count: int) -> Iterator[None]:
-    """Computes with so many threads where ``count`` is not 0. Only the calling thread is concerned."""
-    before = torch.get_num_threads()
-    if count in (0, before):
-        yield
+def use_cpu_threads(module: Any, wanted: int) -> None:
+    """Set ``cpu_threads`` for this model in the calling thread, for good; other threads keep theirs."""
+    if next(module.parameters()).device.type != "cpu":
         return
-    torch.set_num_threads(count)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
+    if not wanted and sum(parameter.numel() for parameter in module.parameters()) < SMALL:
+        wanted = 1
+    if wanted:
+        others = torch.get_num_threads()
+        torch.set_num_threads(wanted)
+        # A thread that has computed nothing yet takes the number that was set last, wherever that was.
+        last = threading.Thread(target=torch.set_num_threads, args=(others,))
+        last.start()
+        last.join()
