@@ -22,8 +22,9 @@ from agentrl_core.rollout.server import EngineServer, tail_of
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-START_GRACE = 15.0
-"""Seconds beyond ``start_timeout`` after which a server that cannot even say that it is late is given up."""
+START_GRACE = 60.0
+"""Seconds beyond ``start_timeout`` after which a server that cannot even say that it is late is given up: its process
+starts and imports within them, on a machine that may be busy."""
 
 
 @dataclass(frozen=True)
