@@ -20,7 +20,7 @@ from _report import Figure, print_figures, write_json
 
 from agentrl_core.workers.log_probs import response_log_probs, response_logits
 from agentrl_core.workers.micro_batching import Columns, MicroBatch, micro_batches
-from agentrl_core.workers.packing import Packing
+from agentrl_core.workers.packed_attention import Packing
 
 VOCABULARY = 2048
 PROMPTS, SAMPLES = 4, 8

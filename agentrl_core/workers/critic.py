@@ -23,7 +23,8 @@ from agentrl_core.workers.model_worker import ModelWorker
 from agentrl_core.workers.models import empty_backbone, enable_gradient_checkpointing, load_backbone
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
-from agentrl_core.workers.packing import is_packing, pack, rows_of
+from agentrl_core.workers.packed_attention import is_packing, rows_of
+from agentrl_core.workers.packing import pack
 from agentrl_core.workers.update import MicroLoss, Update, seed_of
 from agentrl_core.workers.weights import gather, save_model
 

@@ -12,7 +12,8 @@ from agentrl_core.algorithms.token_log_probs import Entropies, token_log_probs
 from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.micro_batching import MicroBatch, in_place
-from agentrl_core.workers.packing import is_packing, pack
+from agentrl_core.workers.packed_attention import is_packing
+from agentrl_core.workers.packing import pack
 
 
 def temperature_of(batch: DataProto, method: str) -> float:

@@ -11,7 +11,7 @@ from agentrl_core.controller import Worker
 from agentrl_core.workers.data_parallel import DataParallel
 from agentrl_core.workers.models import resolve_device
 from agentrl_core.workers.offload import Offload
-from agentrl_core.workers.packing import Compute, Packing
+from agentrl_core.workers.packed_attention import Compute, Packing
 from agentrl_core.workers.sharding import place, rest
 
 

@@ -19,7 +19,8 @@ from transformers import (
 from agentrl_core.workers.log_probs import response_log_probs, response_logits
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, micro_batches
 from agentrl_core.workers.models import enable_gradient_checkpointing, training_mode
-from agentrl_core.workers.packing import Packing, is_packing, pack
+from agentrl_core.workers.packed_attention import Packing, is_packing
+from agentrl_core.workers.packing import pack
 
 VOCAB = 40
 SHAPE: dict[str, Any] = {

@@ -1,0 +1,152 @@
+"""Attention within the rows of a packed sequence, and the models that can do with it.
+
+Shapes: T tokens of the packed sequence, H heads, D size of a head, n predicted tokens.
+"""
+
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from agentrl_core.api.errors import WorkerError
+from agentrl_core.workers.micro_batching import Columns, MicroBatch
+from agentrl_core.workers.packing import AttentionLayout
+
+logger = logging.getLogger(__name__)
+
+Compute = Callable[[MicroBatch], tuple[Tensor, Tensor]]
+
+PACKED = "agentrl_packed"
+NOT_PACKABLE = ("sliding_window", "position_bias", "softcap", "s_aux")
+"""What some models hand to attention beside the usual, and packed attention does not know."""
+
+
+def rows_of(table: Tensor, index: Tensor) -> Tensor:
+    """``table[index]`` along the first dimension, by a lookup whose gradient is quick on a CPU, too."""
+    return functional.embedding(index, table)
+
+
+def packed_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packed_layout: AttentionLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention [1, T, H, D] within the rows of a packed sequence, without a layout transformers' ``sdpa``.
+
+    Args:
+        query: [1, H, T, D]; key and value may have fewer heads.
+
+    Raises:
+        WorkerError: the model's attention has something that cannot be packed.
+    """
+    if packed_layout is None:
+        plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
+        return plain
+    for name in NOT_PACKABLE:
+        if kwargs.get(name) is not None:
+            raise WorkerError(f"{type(module).__name__} attends with {name}, which rows that are packed cannot have")
+    layout = packed_layout
+    tables = [states.transpose(1, 2).flatten(2).squeeze(0) for states in (query, key, value)]
+
+    def heads(table: Tensor, index: Tensor) -> Tensor:
+        return rows_of(table, index).view(*index.shape, -1, query.shape[-1]).transpose(1, 2)
+
+    def attend(queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
+        states = heads(tables[0], queries), heads(tables[1], keys), heads(tables[2], keys)
+        result: Tensor = sdpa_attention_forward(module, *states, mask, **kwargs)[0]
+        return result.flatten(2).flatten(0, 1)
+
+    prompts = attend(layout.prompts, layout.prompts, None)
+    responses = attend(layout.responses, layout.rows, layout.seen)
+    results_Tc = rows_of(torch.cat([prompts, responses]), layout.slots)
+    return results_Tc.view(1, query.shape[2], query.shape[1], -1), None
+
+
+class Packing:
+    """Switches a model to packed rows, if it computes the same with them.
+
+    Args:
+        model: a model of transformers.
+        compute: what the model says of each predicted token [n, C], and the places [b, r] of these among the
+            responses: a forward pass that packs where :func:`is_packing`.
+        wanted: False leaves the model as it is.
+        device: of the forward pass.
+    """
+
+    def __init__(self, model: Any, compute: Compute, wanted: bool, device: torch.device) -> None:
+        AttentionInterface.register(PACKED, packed_attention)
+        AttentionMaskInterface.register(PACKED, sdpa_mask)
+        self._model = model
+        self.is_possible = False
+        if wanted and _attention(model) == "sdpa":
+            self.is_possible = True
+            reason = self._difference(compute, _example(model).to(device))
+            self.is_possible = not reason
+            if reason:
+                logger.info("%s computes padded rows: %s", type(model).__name__, reason)
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        """Inside, the model packs where it can. What others see of it outside is as it was."""
+        config = self._model.config.get_text_config(decoder=True)
+        before = config._attn_implementation
+        if self.is_possible:
+            config._attn_implementation = PACKED
+        try:
+            yield
+        finally:
+            config._attn_implementation = before
+
+    def _difference(self, compute: Compute, micro: MicroBatch) -> str:
+        """Why packed rows are not the same to the model, "" where they are."""
+        try:
+            with torch.no_grad():
+                padded, places = compute(micro)
+                with self.on():
+                    packed, _ = compute(micro)
+        except Exception as error:  # noqa: BLE001 - whatever cannot be packed is computed as it always was
+            return str(error)
+        padded = padded[micro["response_mask"][places]]
+        gap, largest = float((padded - packed).abs().max()), float(padded.abs().max())
+        # Wrong attention shows in the first digits; sums in another order show in the last.
+        precision = torch.finfo(packed.dtype).eps ** 0.5
+        return "" if gap <= precision * largest else f"packed ones differ by {gap:.2g}, the largest is {largest:.2g}"
+
+
+def is_packing(model: Any) -> bool:
+    """The model attends with :func:`packed_attention` now."""
+    return _attention(model) == PACKED
+
+
+def _attention(model: Any) -> str:
+    return str(model.config.get_text_config(decoder=True)._attn_implementation)
+
+
+def _example(model: Any) -> MicroBatch:
+    """Two prompts of different lengths with two responses each."""
+    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+    lengths = [(6, 3), (6, 7), (4, 7), (4, 5)]
+    attention_bl = torch.zeros(4, 13, dtype=torch.long)
+    for row, (prompt, response) in enumerate(lengths):
+        attention_bl[row, 6 - prompt : 6 + response] = 1
+    ids_bl = (torch.arange(4 * 13).view(4, 13) * 7 + 1) % vocabulary
+    ids_bl[1, :6], ids_bl[3, :6] = ids_bl[0, :6], ids_bl[2, :6]
+    columns: Columns = {
+        "input_ids": ids_bl,
+        "attention_mask": attention_bl,
+        "position_ids": (attention_bl.cumsum(-1) - 1).clamp(min=0),
+        "responses": ids_bl[:, 6:],
+        "response_mask": attention_bl[:, 6:].bool(),
+    }
+    return MicroBatch(torch.arange(4), columns)
