@@ -46,6 +46,11 @@ def _logprob_gap(config: Config) -> str | None:
     return None if gap is None else f"rollout.max_logprob_gap={gap:g}"
 
 
+def _sleep(config: Config) -> str | None:
+    level = config.rollout.engine.sleep
+    return f"rollout.engine.sleep={level}" if level else None
+
+
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "weight_update", lambda config: "training", training=True),
     Requirement(
@@ -54,6 +59,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
         lambda config: "rollout.deterministic=true" if config.rollout.deterministic else None,
     ),
     Requirement("rollout.engine", "logprobs", _logprob_gap),
+    Requirement("rollout.engine", "sleep", _sleep, training=True),
     Requirement("rollout.agent.loops", "tools", _listed("tools", lambda config: config.tools)),
     Requirement("rollout.agent.loops", "interactions", _listed("interactions", lambda config: config.interactions)),
 )

@@ -38,6 +38,12 @@ class EngineSlot(Slot):
         None, path=True, help="interpreter of the engine's own environment (cluster.runtime=ray only)"
     )
     replicas: int = option(1, ge=1, help="engine servers")
+    sleep: int = option(
+        0,
+        ge=0,
+        le=2,
+        help="what engines release while the trainer computes: 0 nothing, 1 the KV cache, 2 weights too",
+    )
     max_in_flight: int | None = option(
         None, ge=1, unit="requests", help="in one replica at once, the others queue; null: all"
     )

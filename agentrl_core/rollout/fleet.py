@@ -95,6 +95,7 @@ class EngineFleet:
         self._newest: Weights | None = None
         # The same, or what its adapter belongs to: a replica that starts anew needs both.
         self._whole: Weights | None = None
+        self._is_asleep = False
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._restarts = 0
         self._may_load = asyncio.Event()
@@ -249,8 +250,14 @@ class EngineFleet:
         """Whether these files are readable for every replica that lives."""
         return False not in await self._ask("can_read", files)
 
+    async def sleep(self) -> None:
+        """Let every replica release what ``rollout.engine.sleep`` says, until it gets new weights."""
+        if self._slot.sleep:
+            self._is_asleep = True
+            await self._ask("sleep", self._slot.sleep)
+
     async def update_weights(self, update: WeightUpdate, version: int, elsewhere: WeightUpdate | None = None) -> None:
-        """Give every replica the new weights.
+        """Give every replica the new weights, and wake those that sleep.
 
         Args:
             update: for those that can read its files, or for all where it has none.
@@ -266,6 +273,9 @@ class EngineFleet:
             self._whole = self._newest
         self._may_load.set()
         try:
+            if self._is_asleep:
+                # The KV cache waits: while weights are loaded there may be no room for both.
+                await self._ask("wake_up", ["weights"])
             alive = [(index, member) for index, member in enumerate(self._members) if member.is_alive]
             results = await asyncio.gather(*(self._load(member) for _, member in alive), return_exceptions=True)
             for (index, _), result in zip(alive, results, strict=True):
@@ -277,6 +287,9 @@ class EngineFleet:
                 if not self._restarting:
                     raise EngineError("no engine replica is alive to take the new weights")
                 await asyncio.wait(self._restarting.values(), return_when=asyncio.FIRST_COMPLETED)
+            if self._is_asleep:
+                await self._ask("wake_up", ["kv_cache"])
+                self._is_asleep = False
         finally:
             await self._settle()
 

@@ -141,6 +141,10 @@ class AgentLoopManager:
 
         await asyncio.gather(*(revise(index, group) for index, group in enumerate(groups.values())))
 
+    def sleep(self) -> None:
+        """Let the engines release what ``rollout.engine.sleep`` says; :meth:`update_weights` wakes them."""
+        self._runtime.run(self._fleet.sleep())
+
     def can_all_read(self, files: Sequence[str]) -> bool:
         """Whether every living replica is where these files are."""
         return self._runtime.run(self._fleet.can_all_read(files))

@@ -60,7 +60,6 @@ class EngineServer:
         self._start_timeout = start_timeout
         self._health_timeout = health_timeout
         self._load = Load(max_in_flight)
-        self.version = 0
 
     async def start(self) -> None:
         """Start the engine, and see that it is healthy.
@@ -159,7 +158,14 @@ class EngineServer:
             if not deadline.expired():
                 raise
             raise WorkerError(f"{self._name} has not taken new weights within {self._start_timeout:g} s") from None
-        self.version = version
+
+    async def sleep(self, level: int) -> None:
+        """See :meth:`InferenceEngine.sleep`."""
+        await self._guard("sleep", self._engine.sleep(level))
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        """See :meth:`InferenceEngine.wake_up`."""
+        await self._guard("wake_up", self._engine.wake_up(tags))
 
     def metrics(self) -> dict[str, float]:
         """Counters of engine and server since the last call."""

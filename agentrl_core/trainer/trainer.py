@@ -85,6 +85,7 @@ class Trainer:
                 with self.timer.phase("step"):
                     trajectories = self.rollout(prompts)
                     batch = self.score(trajectories)
+                    self.rest_engines()
                     if len(batch):
                         batch = self.add_log_probs_and_values(batch)
                         batch = self.add_advantages(batch)
@@ -171,6 +172,12 @@ class Trainer:
         self._tell_hooks(step, "train", results)
         self.run.hooks.on_rollout_end(step=step, batch=batch)
         return batch
+
+    def rest_engines(self) -> None:
+        """Let the engines sleep until they get the next weights, where ``rollout.engine.sleep`` says so."""
+        if self.config.rollout.engine.sleep:
+            with self.timer.phase("sleep"):
+                self.roles.rollout.sleep()
 
     def add_log_probs_and_values(self, batch: DataProto) -> DataProto:
         """``old_log_probs``, and where they are needed ``values`` and ``ref_log_prob``, all [B, R]."""

@@ -16,10 +16,11 @@ MADE = []
 PLAN = {}  # what the nth engine made does wrong
 
 class Frail(InferenceEngine):
-    capabilities = frozenset({"logprobs", "weight_update", "lora"})
+    capabilities = frozenset({"logprobs", "weight_update", "lora", "sleep"})
 
     def __init__(self, config, context):
         self.fault, self.version, self.updates, self.requests = PLAN.get(len(MADE)), 0, [], 0
+        self.calls = []
         MADE.append(self)
 
     async def start(self):
@@ -42,6 +43,15 @@ class Frail(InferenceEngine):
     async def update_weights(self, update, version):
         self.version = version
         self.updates.append((version, update.adapter is not None))
+        self.calls.append(f"update {version}")
+
+    async def sleep(self, level):
+        if self.fault == "sleep":
+            raise RuntimeError("a request holds it awake")
+        self.calls.append(f"sleep {level}")
+
+    async def wake_up(self, tags=None):
+        self.calls.append(f"wake {tags}")
 """
 LOOP = """
 from agentrl_core.api import AgentLoopBase
@@ -136,3 +146,26 @@ def test_requests_beyond_the_limit_queue_at_the_replica(make_rollout: Any, make_
     metrics = fleet.manager.engine_metrics()
     assert metrics["running_max"] == 3 and metrics["queue_max"] > 0 and metrics["requests"] == 10
     assert fleet.manager.engine_metrics() == {}
+
+
+def test_engines_sleep_from_the_rollout_to_the_next_weights(make_rollout: Any, make_row: Any) -> None:
+    fleet = Fleet(make_rollout, {}, replicas=2, sleep=2)
+    fleet.rollout([make_row()])
+    fleet.manager.sleep()
+    fleet.manager.update_weights(WeightUpdate(), 6)
+    fleet.manager.update_weights(WeightUpdate(), 7)
+    expected = ["update 5", "sleep 2", "wake ['weights']", "update 6", "wake ['kv_cache']", "update 7"]
+    assert [engine.calls for engine in fleet.rollout.engines] == [expected] * 2
+
+
+def test_engines_do_not_sleep_unless_told_to(make_rollout: Any) -> None:
+    fleet = Fleet(make_rollout, {})
+    fleet.manager.sleep()
+    fleet.manager.update_weights(WeightUpdate(), 6)
+    assert fleet.rollout.engines[0].calls == ["update 5", "update 6"]
+
+
+def test_an_engine_that_cannot_sleep_says_why(make_rollout: Any) -> None:
+    fleet = Fleet(make_rollout, {0: "sleep"}, sleep=1)
+    with pytest.raises(EngineError, match="sleep failed: RuntimeError: a request holds it awake"):
+        fleet.manager.sleep()

@@ -76,14 +76,6 @@ def test_engine_errors_pass_unchanged(server: EngineServer) -> None:
     assert caught.value is error
 
 
-def test_the_version_is_that_of_the_last_update_that_worked(server: EngineServer) -> None:
-    asyncio.run(server.update_weights(WeightUpdate(), 1))
-    server._engine.failing["update_weights"] = ValueError("shape")
-    with pytest.raises(EngineError):
-        asyncio.run(server.update_weights(WeightUpdate(), 2))
-    assert server.version == 1
-
-
 def test_an_adapter_never_reaches_an_engine_that_takes_none(make_slot) -> None:
     update = WeightUpdate(adapter=LoraAdapter(8, 16, ("q_proj",)))
     for declared, refuses in ((set(), True), ({"lora"}, False)):

@@ -65,6 +65,16 @@ def test_metrics_have_the_names_of_the_field(fit: Fit) -> None:
     assert not any(name.startswith("rollout/") and "second" in name for name in metrics)
 
 
+@pytest.mark.parametrize("level", [1, 2])
+def test_engines_that_sleep_while_the_trainer_computes_change_nothing(fit: Fit, level: int) -> None:
+    changes = {"trainer.steps": 2, "actor.optimizer.lr": 0.01}
+    awake = last(fit(changes))
+    asleep = last(fit({**changes, "rollout.engine.sleep": level}))
+    assert "timing/sleep" in asleep and "timing/sleep" not in awake
+    measured = [name for name in awake if name.startswith(("actor/", "reward/", "response_length/"))]
+    assert {name: asleep[name] for name in measured} == {name: awake[name] for name in measured}
+
+
 def test_validation_before_during_and_after(fit: Fit) -> None:
     run = fit({**SCRIPTED, **VALIDATED, "trainer.validation": {"interval": 2}, "trainer.steps": 3})
     measured = [row["step"] for row in run.read_metrics() if "validation/tiny/accuracy_greedy" in row]

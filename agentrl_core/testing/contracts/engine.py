@@ -442,18 +442,22 @@ class EngineContract(PluginContract):
 
     @pytest.mark.parametrize("level", [1, 2])
     def test_sleep_and_wake(self, served: Served, level: int) -> None:
-        """After waking with weights it answers as before."""
+        """New weights come while it sleeps, as in a run; then it answers with them."""
         needs(served.plugin, "sleep", "weight_update")
+        other = Model(1, served.plugin.tie_word_embeddings)
+        served.run(served.generate(PROMPTS[0], temperature=0.0))
+        served.version += 1
 
         async def main() -> None:
             await served.engine.sleep(level)
-            await served.engine.wake_up()
+            await served.engine.wake_up(["weights"])
+            await served.engine.update_weights(other.buckets(), served.version)
+            await served.engine.wake_up(["kv_cache"])
 
         served.run(main())
-        served.version += 1
-        served.run(served.engine.update_weights(served.model.buckets(), served.version))
         output = served.run(served.generate(PROMPTS[0], temperature=0.0))
-        assert output.token_ids == served.model.greedy(PROMPTS[0], 16), "after waking answers differ"
+        assert output.token_ids == other.greedy(PROMPTS[0], 16), "after waking answers are not those of the new weights"
+        check_spans(output, served.version)
 
     def test_metrics_are_numbers(self, served: Served) -> None:
         """They are added up over replicas and logged."""
