@@ -147,7 +147,7 @@ def test_message(problems, valid, lines, message):
         (
             "rollout.engine.max_num_seqs=9",
             "rollout.engine.max_num_seqs (override 'rollout.engine.max_num_seqs=9'): unknown key; did you mean "
-            "'rollout.engine.config.max_num_seqs'? allowed: name, python, replicas, "
+            "'rollout.engine.config.max_num_seqs'? allowed: name, python, replicas, sleep, "
             "max_in_flight, retry, restarts, start_timeout, health_interval, health_timeout, config",
         ),
         (
