@@ -162,7 +162,7 @@ def accept(listener: Listener, process: "subprocess.Popen[bytes]", log: Any) -> 
 
 
 @contextmanager
-def routed(name: str, python: Path, model: Path) -> Iterator[Measure]:
+def routed(name: str, python: Path, model: Path, requests: Requests) -> Iterator[Measure]:
     """Seconds of the same through ``AsyncLLMServerManager``, Ray and our plugin."""
     settings = {
         "model": {"path": str(model)},
@@ -177,7 +177,6 @@ def routed(name: str, python: Path, model: Path) -> Iterator[Measure]:
     path = model.parent / f"{name}.json"
     path.write_text(json.dumps(settings), encoding="utf-8")
     config = load_config(path, check_files=False)
-    requests = concurrent_requests()
     place = EngineContext(str(model), max_model_len=MAX_MODEL_LEN, vocab_size=VOCABULARY)
     with make_runtime("ray", num_cpus=32) as runtime:
         fleet = EngineFleet(runtime, config.rollout.engine, place, 0.0, most_requests=CONCURRENT)
@@ -203,10 +202,10 @@ def routed(name: str, python: Path, model: Path) -> Iterator[Measure]:
         yield lambda: runtime.run(sample())
 
 
-def concurrent_requests() -> Requests:
-    """Of part 4."""
+def concurrent_requests(tokens: int) -> Requests:
+    """Of part 4, with answers of so many tokens."""
     prompts = random_prompts(random.Random(1), CONCURRENT, VOCABULARY, 32)
-    return Requests(prompts, [128] * CONCURRENT)
+    return Requests(prompts, [tokens] * CONCURRENT)
 
 
 def check_tokens(tokens: int, requests: Requests) -> None:
@@ -334,6 +333,7 @@ def main() -> None:
     parser.add_argument("--vllm-python", type=absolute, metavar="PATH", help="interpreter with vLLM and our plugin")
     parser.add_argument("--sglang-python", type=absolute, metavar="PATH", help="interpreter with SGLang and our plugin")
     parser.add_argument("--large", action="store_true", help="0.1 billion parameters behind the router")
+    parser.add_argument("--tokens", type=int, default=128, help="of each answer behind the router")
     parser.add_argument("--parts", nargs="+", choices=("embedded", "transformers", "router"), metavar="PART",
                         default=["embedded", "transformers", "router"],
                         help="of embedded, transformers, router")  # fmt: skip
@@ -367,13 +367,13 @@ def router_figures(model: Path, options: argparse.Namespace) -> list[Figure]:
     if options.large:
         save(make_model(LARGE, VOCABULARY), model)
     size, goal = ("0.1 B", ROUTER_GOAL_LARGE) if options.large else ("tiny", ROUTER_GOAL)
-    requests = concurrent_requests()
+    requests = concurrent_requests(options.tokens)
     figures = []
     for name in ("vllm", "sglang"):
         python = getattr(options, f"{name}_python")
         if python is None:
             continue
-        with child(name, python, model) as own, routed(name, python, model) as through:
+        with child(name, python, model) as own, routed(name, python, model, requests) as through:
             figures += compare(
                 f"{CONCURRENT} at once, {name}, {size}",
                 requests.tokens,
