@@ -29,6 +29,7 @@ class RayActorHandle:
         self._name = name
         self._actor = actor
         self.num_cpus = num_cpus
+        self._was_killed = False
 
     @property
     def name(self) -> str:
@@ -37,6 +38,9 @@ class RayActorHandle:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method from any event loop; cancelling the call cancels an async method over there."""
+        if self._was_killed:
+            # Ray may still carry out what comes shortly after a kill.
+            raise WorkerError(f"actor {self._name!r}, in {method!r}: it was killed")
         reference = getattr(self._actor, method).remote(*args, **kwargs)
         try:
             return await reference
@@ -51,6 +55,7 @@ class RayActorHandle:
 
     def kill(self) -> None:
         """Ends the actor's process."""
+        self._was_killed = True
         ray.kill(self._actor)
         self.num_cpus = 0.0
 

@@ -50,13 +50,16 @@ def sparkline(values: Sequence[float], width: int, low: float | None = None, hig
     ``low`` and ``high`` are the values of the lowest and the highest bar; None: those of the series.
     """
     finite = [value for value in values if math.isfinite(value)]
+    # Sums and differences of the largest floats are infinite.
+    scale = max((abs(value) for value in (*finite, low or 0.0, high or 0.0)), default=0.0) or 1.0
+    finite = [value / scale for value in finite]
     bars = min(width, len(finite))
     edges = [len(finite) * bar // bars for bar in range(bars + 1)] if bars else []
     means = [sum(finite[a:b]) / (b - a) for a, b in zip(edges, edges[1:], strict=False)]
     if not means:
         return ""
-    bottom = min(means) if low is None else low
-    top = max(means) if high is None else high
+    bottom = min(means) if low is None else low / scale
+    top = max(means) if high is None else high / scale
     if top <= bottom:
         return _LEVELS[3] * len(means)
     last = len(_LEVELS) - 1

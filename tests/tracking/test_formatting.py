@@ -1,7 +1,7 @@
 """Numbers and sparklines."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl_core.tracking.formatting import compact, duration, figure, percent, sparkline
@@ -43,5 +43,7 @@ def test_sparkline_rises_with_the_series_and_respects_bounds() -> None:
 
 
 @given(st.lists(st.floats()), st.integers(1, 40))
+@example([1.0, -1.7976931348623157e308], 2)
+@example([1.7976931348623157e308] * 3, 1)
 def test_sparkline_never_exceeds_its_width(values: list[float], width: int) -> None:
     assert len(sparkline(values, width)) <= width
