@@ -52,7 +52,7 @@ class EngineSlot(Slot):
     )
     restarts: int = option(3, ge=0, help="new starts of each replica that died, in a run; 0: none")
     start_timeout: float = option(
-        600.0, gt=0, unit="seconds", help="deadline of a replica's start, and of its taking new weights"
+        600.0, gt=0, unit="seconds", help="deadline of a replica's start, of its taking new weights, and of sleeping"
     )
     health_interval: float = option(5.0, gt=0, unit="seconds", help="how often replicas are asked during a rollout")
     health_timeout: float = option(60.0, gt=0, unit="seconds", help="a replica that has not answered by then is dead")

@@ -356,7 +356,8 @@ class EngineFleet:
                 return None
             try:
                 return await member.server.call(method, *args)
-            except WorkerError:
+            except WorkerError as error:
+                logger.warning("engine %s does not answer to %r: %s", member.server.name, method, error)
                 return None
 
         return list(await asyncio.gather(*map(one, self._members)))

@@ -9,7 +9,7 @@ import os
 import time
 import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -151,21 +151,25 @@ class EngineServer:
                 f"{self._name}: weights {version} are a LoRA adapter's, and this engine lacks the capability 'lora'; "
                 "send the merged weights, or choose an engine that has it (agentrl plugins list --kind engine)"
             )
+        call = self._guard("update_weights", self._engine.update_weights(update, version))
+        await self._in_time(call, "has not taken new weights")
+
+    async def sleep(self, level: int) -> None:
+        """See :meth:`InferenceEngine.sleep`. Raises WorkerError where it has not fallen asleep in time."""
+        await self._in_time(self._guard("sleep", self._engine.sleep(level)), "has not fallen asleep")
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        """See :meth:`InferenceEngine.wake_up`. Raises WorkerError where it has not woken in time."""
+        await self._in_time(self._guard("wake_up", self._engine.wake_up(tags)), "has not woken")
+
+    async def _in_time(self, call: Awaitable[Any], late: str) -> None:
         try:
             async with asyncio.timeout(self._start_timeout) as deadline:
-                await self._guard("update_weights", self._engine.update_weights(update, version))
+                await call
         except TimeoutError:
             if not deadline.expired():
                 raise
-            raise WorkerError(f"{self._name} has not taken new weights within {self._start_timeout:g} s") from None
-
-    async def sleep(self, level: int) -> None:
-        """See :meth:`InferenceEngine.sleep`."""
-        await self._guard("sleep", self._engine.sleep(level))
-
-    async def wake_up(self, tags: Sequence[str]) -> None:
-        """See :meth:`InferenceEngine.wake_up`."""
-        await self._guard("wake_up", self._engine.wake_up(tags))
+            raise WorkerError(f"{self._name} {late} within {self._start_timeout:g} s") from None
 
     def metrics(self) -> dict[str, float]:
         """Counters of engine and server since the last call."""

@@ -48,6 +48,8 @@ class Frail(InferenceEngine):
     async def sleep(self, level):
         if self.fault == "sleep":
             raise RuntimeError("a request holds it awake")
+        if self.fault == "never sleeps":
+            await asyncio.Event().wait()
         self.calls.append(f"sleep {level}")
 
     async def wake_up(self, tags=None):
@@ -169,3 +171,11 @@ def test_an_engine_that_cannot_sleep_says_why(make_rollout: Any) -> None:
     fleet = Fleet(make_rollout, {0: "sleep"}, sleep=1)
     with pytest.raises(EngineError, match="sleep failed: RuntimeError: a request holds it awake"):
         fleet.manager.sleep()
+
+
+def test_an_engine_that_never_falls_asleep_holds_nobody_up(make_rollout: Any, caplog: pytest.LogCaptureFixture) -> None:
+    fleet = Fleet(make_rollout, {0: "never sleeps"}, sleep=1, start_timeout=0.2)
+    fleet.manager.sleep()
+    assert "has not fallen asleep within 0.2 s" in caplog.text
+    fleet.manager.update_weights(WeightUpdate(), 6)
+    assert fleet.rollout.engines[0].calls == ["update 5", "wake ['weights']", "update 6", "wake ['kv_cache']"]
