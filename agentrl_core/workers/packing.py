@@ -111,14 +111,14 @@ def _layout(prompts_gp: Tensor, responses_br: Tensor, group_b: Tensor) -> Attent
                                   torch.cat([prompts_gp[group_b], responses_br], 1))  # fmt: skip
     prompts, _ = _moved_left(index_gp, prompts_gp)
     responses, lengths_b = _moved_left(index_br, responses_br)
-    rows_bk, width_k = rows_bk[:, : int(ends_b.max())], int(ends_b.max())
+    width_k = int(ends_b.max())
     prompt_lengths_b = ends_b - lengths_b
     if (prompt_lengths_b == prompt_lengths_b[0]).all():
         prompt_lengths_b = prompt_lengths_b[:1]
     last_seen = prompt_lengths_b.view(-1, 1, 1, 1) + torch.arange(responses.shape[1], device=device).view(1, 1, -1, 1)
     seen = torch.arange(width_k, device=device) <= last_seen
     filled = torch.cat([_filled(prompts_gp).flatten(), _filled(responses_br).flatten()])
-    return AttentionLayout(prompts, responses, rows_bk, seen, filled.nonzero().squeeze(-1))
+    return AttentionLayout(prompts, responses, rows_bk[:, :width_k], seen, filled.nonzero().squeeze(-1))
 
 
 def _numbered(mask: Tensor, start: int) -> Tensor:
