@@ -63,6 +63,8 @@ async def start_sglang(model: str) -> Sample:
     engine = sglang.Engine(
         model_path=model, device="cpu", dtype="float32", max_total_tokens=MAX_REQUESTS * MAX_MODEL_LEN,
         max_running_requests=MAX_REQUESTS, context_length=MAX_MODEL_LEN, skip_tokenizer_init=True, log_level="error",
+        # Otherwise it spins on a core while the other one is measured.
+        sleep_on_idle=True,
     )  # fmt: skip
 
     async def sample(prompt: list[int], max_tokens: int, request_id: str) -> int:

@@ -37,6 +37,7 @@ from agentrl_core.api import EngineContext, SamplingParams
 from agentrl_core.config import load_config
 from agentrl_core.controller.runtime import make_runtime
 from agentrl_core.rollout.fleet import EngineFleet
+from agentrl_core.rollout.placement import Seat
 from agentrl_core.rollout.server_manager import AsyncLLMServerManager
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.engine import HFEngine
@@ -179,7 +180,7 @@ def routed(name: str, python: Path, model: Path, requests: Requests) -> Iterator
     config = load_config(path, check_files=False)
     place = EngineContext(str(model), max_model_len=MAX_MODEL_LEN, vocab_size=VOCABULARY)
     with make_runtime("ray", num_cpus=32) as runtime:
-        fleet = EngineFleet(runtime, config.rollout.engine, place, 0.0, most_requests=CONCURRENT)
+        fleet = EngineFleet(runtime, config.rollout.engine, place, [[Seat()]], most_requests=CONCURRENT)
         runtime.run(fleet.start())
         router = AsyncLLMServerManager(
             fleet.servers, turn_timeout=300.0, max_model_len=MAX_MODEL_LEN, vocab_size=VOCABULARY, sessions=False

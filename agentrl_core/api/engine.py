@@ -85,7 +85,13 @@ class EngineContext:
         seed: of the run.
         deterministic: ``rollout.deterministic``.
         vocab_size: size of the embedding; ids at or above it never reach the engine.
-        tensor_parallel, pipeline_parallel, data_parallel: GPUs of this replica along each axis.
+        tensor_parallel, pipeline_parallel, data_parallel: devices of this replica along each axis; more than one in
+            all only for engines with the capability ``parallel``.
+        nodes: hosts that these devices are spread over evenly, each with an engine object of this class; more than
+            one only for engines with the capability ``multi_node``.
+        node_rank: of this host among them. The engine object on host 0 gets requests and weights; the others compute
+            for it, and are only started, asked for their health, and closed. All are started at the same time.
+        rendezvous: ``address:port`` on host 0 where they find each other; empty with one host.
         shared_module: the actor's module, for an engine with the capability ``shared_module`` in its process.
     """
 
@@ -100,6 +106,9 @@ class EngineContext:
     tensor_parallel: int = 1
     pipeline_parallel: int = 1
     data_parallel: int = 1
+    nodes: int = 1
+    node_rank: int = 0
+    rendezvous: str = ""
     shared_module: Any = None
 
 

@@ -64,6 +64,8 @@ KINDS: dict[str, PluginKind] = {
             "sleep": "memory can be released and taken back",
             "weight_update": "takes new weights without a restart",
             "lora": "takes LoRA adapters as weight updates, and generates with weights and adapter",
+            "parallel": "a replica computes on several devices: tensor, pipeline and data parallelism",
+            "multi_node": "and these may be of several hosts",
             "shared_module": "can generate with the actor's own torch module, in the actor's process",
             "deterministic": "can repeat a rollout exactly (rollout.deterministic)",
             "sessions": "keeps something between the turns of a trajectory: open_session and close_session are called",

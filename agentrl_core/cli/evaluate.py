@@ -12,7 +12,7 @@ from agentrl_core.config import load_config
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.trainer.checkpoint import checkpoint_path, read_state
 from agentrl_core.trainer.preparation import Preparation
-from agentrl_core.trainer.roles import engine_context, engine_gpu_share, start_runtime
+from agentrl_core.trainer.roles import engine_context, engine_seats, start_runtime
 from agentrl_core.trainer.validation import Validator
 
 
@@ -30,7 +30,7 @@ def run(config: Path, overrides: list[str], checkpoint: Path | None) -> None:
     preparation = Preparation.of(loaded, training=False)
     with start_runtime(loaded) as runtime:
         engine = engine_context(loaded, preparation.plan, preparation.facts)
-        manager = AgentLoopManager(loaded, runtime, engine, engine_gpus=engine_gpu_share(loaded))
+        manager = AgentLoopManager(loaded, runtime, engine, engine_seats(loaded, None))
         try:
             manager.start()
             metrics, results = Validator(loaded, preparation.data.validation, manager).run(step)

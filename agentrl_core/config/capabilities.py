@@ -51,6 +51,18 @@ def _sleep(config: Config) -> str | None:
     return f"rollout.engine.sleep={level}" if level else None
 
 
+def _parallel(config: Config) -> str | None:
+    slot = config.rollout.engine
+    axes = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+    chosen = [f"rollout.engine.{axis}={getattr(slot, axis)}" for axis in axes if getattr(slot, axis) > 1]
+    return " and ".join(chosen) or None
+
+
+def _multi_node(config: Config) -> str | None:
+    nodes = config.rollout.engine.nodes
+    return f"rollout.engine.nodes={nodes}" if nodes > 1 else None
+
+
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "weight_update", lambda config: "training", training=True),
     Requirement(
@@ -60,6 +72,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement("rollout.engine", "logprobs", _logprob_gap),
     Requirement("rollout.engine", "sleep", _sleep, training=True),
+    Requirement("rollout.engine", "parallel", _parallel),
+    Requirement("rollout.engine", "multi_node", _multi_node),
     Requirement("rollout.agent.loops", "tools", _listed("tools", lambda config: config.tools)),
     Requirement("rollout.agent.loops", "interactions", _listed("interactions", lambda config: config.interactions)),
 )

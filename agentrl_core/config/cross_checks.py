@@ -69,6 +69,37 @@ def training_processes(sound: Sound) -> Problems:
             )
 
 
+def engine_parallelism(sound: Sound) -> Problems:
+    engine = sound.config.rollout.engine
+    if engine.devices % engine.nodes:
+        yield (
+            "rollout.engine.nodes",
+            f"{engine.devices} device(s) of a replica (tensor_parallel x pipeline_parallel x data_parallel) cannot be "
+            f"spread evenly over {engine.nodes} nodes",
+        )
+    if sound.config.cluster.runtime != "local":
+        return
+    parallel = {
+        "tensor_parallel": engine.tensor_parallel,
+        "pipeline_parallel": engine.pipeline_parallel,
+        "data_parallel": engine.data_parallel,
+        "nodes": engine.nodes,
+    }
+    for key, count in parallel.items():
+        if count > 1:
+            yield (
+                f"rollout.engine.{key}",
+                f"found {count}, but the local runtime is one process; set cluster.runtime=ray or "
+                f"rollout.engine.{key}=1",
+            )
+    if engine.placement == "standalone":
+        yield (
+            "rollout.engine.placement",
+            "found standalone, but in the local runtime engines are in the trainer's process; set cluster.runtime=ray "
+            "or rollout.engine.placement=colocated",
+        )
+
+
 def offload_leaves_the_engine_its_weights(sound: Sound) -> Problems:
     if (
         sound.config.actor.offload_parameters
@@ -86,8 +117,9 @@ def deterministic_rollouts(sound: Sound) -> Problems:
     rollout = sound.config.rollout
     if not rollout.deterministic:
         return
-    if rollout.engine.replicas != 1:
-        yield "rollout.engine.replicas", f"rollout.deterministic needs 1 replica, found {rollout.engine.replicas}"
+    replicas = sound.config.engine_replicas
+    if replicas != 1:
+        yield "rollout.engine.replicas", f"rollout.deterministic needs 1 replica, found {replicas}"
     if rollout.engine.max_in_flight is not None:
         yield (
             "rollout.engine.max_in_flight",
@@ -226,6 +258,7 @@ CHECKS: tuple[Check, ...] = (
     group_size,
     engine_environment,
     training_processes,
+    engine_parallelism,
     offload_leaves_the_engine_its_weights,
     deterministic_rollouts,
     reference_is_used,

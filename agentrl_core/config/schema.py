@@ -37,7 +37,16 @@ class EngineSlot(Slot):
     python: str | None = option(
         None, path=True, help="interpreter of the engine's own environment (cluster.runtime=ray only)"
     )
-    replicas: int = option(1, ge=1, help="engine servers")
+    replicas: int | None = option(
+        None, ge=1, help="engine servers; null: as many as the training processes' devices hold, at least one"
+    )
+    tensor_parallel: int = option(1, ge=1, unit="devices", help="that share each layer of a replica's model")
+    pipeline_parallel: int = option(1, ge=1, unit="devices", help="that share a replica's layers out")
+    data_parallel: int = option(1, ge=1, unit="copies", help="of the model in a replica, which share its experts")
+    nodes: int = option(1, ge=1, help="hosts that each replica's devices are spread over evenly")
+    placement: Literal["colocated", "standalone"] = option(
+        "colocated", help="whose GPUs engines compute on: those of the training processes, in turns, or their own"
+    )
     sleep: int = option(
         0,
         ge=0,
@@ -56,6 +65,11 @@ class EngineSlot(Slot):
     )
     health_interval: float = option(5.0, gt=0, unit="seconds", help="how often replicas are asked during a rollout")
     health_timeout: float = option(60.0, gt=0, unit="seconds", help="a replica that has not answered by then is dead")
+
+    @property
+    def devices(self) -> int:
+        """Of one replica."""
+        return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
 
 @dataclass
@@ -325,6 +339,11 @@ class ClusterConfig:
         help="where a batch is split over ranks, repeat rows until all get equally many; their results are cut",
     )
 
+    @property
+    def processes(self) -> int:
+        """Those that train together, each with a part of every model."""
+        return self.nodes * self.processes_per_node
+
 
 @dataclass
 class PluginsConfig:
@@ -350,3 +369,9 @@ class Config:
     cluster: ClusterConfig = option(default_factory=ClusterConfig)
     hooks: list[HookSlot] = option(default_factory=list, help="listeners to the run's events, in order")
     plugins: PluginsConfig = option(default_factory=PluginsConfig)
+
+    @property
+    def engine_replicas(self) -> int:
+        """``rollout.engine.replicas``, or what it stands for."""
+        engine = self.rollout.engine
+        return engine.replicas or max(self.cluster.processes // engine.devices, 1)

@@ -14,7 +14,7 @@ from agentrl_core.controller.ray_errors import fetch
 from agentrl_core.controller.ray_hosts import NAMESPACE, route_name, start_hosts
 from agentrl_core.controller.ray_watch import Watch
 from agentrl_core.controller.resource_pool import RayResourcePool
-from agentrl_core.controller.worker_group import ClassWithInitArgs, Fetch, WorkerGroup
+from agentrl_core.controller.worker_group import ClassWithInitArgs, Fetch, Place, WorkerGroup
 from agentrl_core.protocol import DataProto
 
 
@@ -170,6 +170,11 @@ class RayWorkerGroup(WorkerGroup):
         where = [f" on node {node}" for node in self.nodes] or [""] * self.world_size
         labels = [f"rank {rank} of {self.world_size} of {self.role!r}{where[rank]}" for rank in ranks]
         return functools.partial(fetch, method, labels, self._watch)
+
+    def places(self) -> list[Place]:
+        """See :meth:`WorkerGroup.places`."""
+        seats = self._fetcher("seat", range(self.world_size))([actor.seat.remote() for actor in self._actors])
+        return [Place(node, devices) for node, devices in seats]
 
     @property
     def num_cpus(self) -> float:

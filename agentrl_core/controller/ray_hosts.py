@@ -58,6 +58,11 @@ class _Host:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
+    def seat(self) -> tuple[str, tuple[str, ...]]:
+        """Ray's name of this node, and the GPUs that this process was given."""
+        context = ray.get_runtime_context()
+        return context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", ()))
+
     def build(self, role: str, cls_with_init: ClassWithInitArgs, master_addr: str, master_port: int) -> None:
         """Makes the worker of a role."""
         context = dataclasses.replace(self._context, master_addr=master_addr, master_port=master_port)

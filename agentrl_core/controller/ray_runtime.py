@@ -7,6 +7,7 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, Self, TypeVar
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
 from agentrl_core.controller.event_loop import EventLoop
@@ -134,21 +135,23 @@ class RayRuntime:
         num_cpus: float = 1,
         num_gpus: float = 0.0,
         python: str | None = None,
+        node: str = "",
         max_concurrency: int = 1000,
         beside: tuple[WorkerGroup, int] | None = None,
         **kwargs: Any,
     ) -> RayActorHandle:
         """An actor, under ``python`` where given: an environment with this Ray and this Python's minor version.
 
-        ``beside`` (a group and a rank) puts it into that rank's bundle, with a share of its CPUs and GPUs in place of
-        ``num_cpus`` and ``num_gpus``. Raises WorkerError if the cluster is too small.
+        ``node`` is Ray's id of one. ``beside`` (a group and a rank) puts it into that rank's bundle, with a share of
+        its CPUs and GPUs in place of ``num_cpus`` and ``num_gpus``. Raises WorkerError if the cluster is too small.
         """
         if beside is not None:
             placed, num_cpus = _beside(name, *beside), 0.0
         else:
             self._check_cpus(name, num_cpus)
             # Over the nodes, where there are several.
-            placed = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": "SPREAD"}
+            strategy = NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD"
+            placed = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": strategy}
         options: dict[str, Any] = {**placed, "runtime_env": {"py_executable": python} if python else {}}
         if has_async_methods(cls):
             options["max_concurrency"] = max_concurrency

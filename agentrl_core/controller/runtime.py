@@ -64,6 +64,7 @@ class Runtime(Protocol):
         num_cpus: float = 1,
         num_gpus: float = 0.0,
         python: str | None = None,
+        node: str = "",
         max_concurrency: int = 1000,
         beside: tuple[WorkerGroup, int] | None = None,
         **kwargs: Any,
@@ -71,8 +72,9 @@ class Runtime(Protocol):
         """An actor of a plain class.
 
         ``python`` is the interpreter of another environment, ``max_concurrency`` the number of calls that may be in
-        flight where the class has async methods; other classes run one call at a time. ``beside`` a rank of a group
-        whose resources are shared, it has the same node and GPU.
+        flight where the class has async methods; other classes run one call at a time. ``node`` is the host that it
+        must be on, by the name that ``WorkerGroup.places`` tells. ``beside`` a rank of a group whose resources are
+        shared, it has the same node and GPU.
         """
         ...
 
@@ -190,6 +192,7 @@ class LocalRuntime:
         num_cpus: float = 1,
         num_gpus: float = 0.0,
         python: str | None = None,
+        node: str = "",
         max_concurrency: int = 1000,
         beside: tuple[WorkerGroup, int] | None = None,
         **kwargs: Any,

@@ -3,6 +3,7 @@
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Self
 
 from agentrl_core.api.errors import WorkerError
@@ -24,6 +25,19 @@ class ClassWithInitArgs:
     def __call__(self) -> Any:
         """A new object of the class."""
         return self.cls(*self.args, **self.kwargs)
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a rank computes.
+
+    Args:
+        node: the host, by its name in the runtime; empty where there is only one.
+        devices: of the host that the rank was given, as ``CUDA_VISIBLE_DEVICES`` names them; empty on the CPU.
+    """
+
+    node: str = ""
+    devices: tuple[str, ...] = ()
 
 
 class WorkerGroup(ABC):
@@ -58,6 +72,10 @@ class WorkerGroup(ABC):
     @abstractmethod
     def _fetcher(self, method: str, ranks: Sequence[int]) -> Fetch:
         """A function that waits for the handles of ``ranks`` and returns their values."""
+
+    def places(self) -> list[Place]:
+        """Of each rank."""
+        return [Place()] * self.world_size
 
     @abstractmethod
     def close(self) -> None:

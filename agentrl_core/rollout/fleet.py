@@ -18,6 +18,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.config.schema import EngineSlot
 from agentrl_core.controller.runtime import ActorHandle, Runtime
+from agentrl_core.rollout.placement import Seats
 from agentrl_core.rollout.server import EngineServer, tail_of
 
 logger = logging.getLogger(__name__)
@@ -47,18 +48,23 @@ class Member:
     """One replica.
 
     Args:
-        server: its handle.
+        servers: one on each of its hosts; the first one takes requests and weights.
         restarts_left: new starts that it still has.
         newest: weights that it has taken last.
         whole: the same, or those that the adapter in ``newest`` belongs to.
         is_alive: serves, as far as is known.
     """
 
-    server: ActorHandle
+    servers: list[ActorHandle]
     restarts_left: int
     newest: Weights | None = None
     whole: Weights | None = None
     is_alive: bool = True
+
+    @property
+    def server(self) -> ActorHandle:
+        """The one that takes requests."""
+        return self.servers[0]
 
     @property
     def version(self) -> int | None:
@@ -76,21 +82,21 @@ class EngineFleet:
     Args:
         runtime: where they live.
         slot: ``rollout.engine``, resolved.
-        context: place of replica 0.
-        gpus: for each replica.
+        context: of replica 0.
+        seats: of each replica.
         most_requests: that may be on their way to one replica at once.
     """
 
     def __init__(
-        self, runtime: Runtime, slot: EngineSlot, context: EngineContext, gpus: float, most_requests: int
+        self, runtime: Runtime, slot: EngineSlot, context: EngineContext, seats: Seats, most_requests: int
     ) -> None:
         self._runtime = runtime
         self._slot = slot
         self._context = context
-        self._gpus = gpus
+        self._seats = seats
         # Beside the requests there must be room for questions about health and for updates.
         self._concurrency = most_requests + 100
-        self._members = [Member(self._make(replica), slot.restarts) for replica in range(slot.replicas)]
+        self._members = [Member(self._make(replica), slot.restarts) for replica in range(len(seats))]
         self._routers: Sequence[ActorHandle] = ()
         self._newest: Weights | None = None
         # The same, or what its adapter belongs to: a replica that starts anew needs both.
@@ -110,27 +116,42 @@ class EngineFleet:
         """Agent-loop workers to tell of replicas that came back, or will not."""
         self._routers = routers
 
-    def _make(self, replica: int) -> ActorHandle:
+    def _make(self, replica: int) -> list[ActorHandle]:
         slot = self._slot
-        return self._runtime.actor(
-            EngineServer, slot.ref, slot.config, replace(self._context, replica=replica),
-            slot.start_timeout, slot.health_timeout, slot.max_in_flight,
-            name=f"engine-{replica}", num_gpus=self._gpus, python=slot.python, max_concurrency=self._concurrency,
-        )  # fmt: skip
+        return [
+            self._runtime.actor(
+                EngineServer, slot.ref, slot.config, replace(self._context, replica=replica, node_rank=host),
+                slot.start_timeout, slot.health_timeout, slot.max_in_flight, seat.devices,
+                name=f"engine-{replica}" + (f".{host}" if host else ""), num_gpus=seat.num_gpus, node=seat.node,
+                python=slot.python, max_concurrency=self._concurrency,
+            )
+            for host, seat in enumerate(self._seats[replica])
+        ]  # fmt: skip
 
     # Start ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Start every replica. Raises EngineError where one does not."""
-        await asyncio.gather(*(self._boot(member.server) for member in self._members))
+        await asyncio.gather(*(self._boot(member) for member in self._members))
 
-    async def _boot(self, server: ActorHandle) -> None:
+    async def _boot(self, member: Member) -> None:
+        # Hosts wait for each other as they start.
+        rendezvous = await self._rendezvous(member) if len(member.servers) > 1 else ""
+        await asyncio.gather(*(self._boot_server(server, rendezvous) for server in member.servers))
+
+    async def _rendezvous(self, member: Member) -> str:
+        try:
+            return str(await member.server.call("rendezvous"))
+        except WorkerError as error:
+            raise EngineError(f"{member.server.name} died as it started: {error}") from error
+
+    async def _boot_server(self, server: ActorHandle, rendezvous: str) -> None:
         limit = self._slot.start_timeout + START_GRACE
         files: tuple[str, ...] = ()
         try:
             async with asyncio.timeout(limit) as deadline:
                 _, files = await server.call("process")
-                await server.call("start")
+                await server.call("start", rendezvous)
         except WorkerError as error:
             raise EngineError(f"{server.name} died as it started: {error}\n{self._last_words(files)}") from error
         except TimeoutError:
@@ -193,16 +214,16 @@ class EngineFleet:
         return {index for each in answers if not isinstance(each, BaseException) for index in each}
 
     async def _examine(self, index: int, is_left_out: bool) -> None:
-        server = self._members[index].server
+        member = self._members[index]
         try:
             async with asyncio.timeout(self._slot.health_timeout):
-                await server.call("health")
+                await asyncio.gather(*(server.call("health") for server in member.servers))
         except (EngineError, WorkerError, TimeoutError) as error:
             reason = f"no answer within {self._slot.health_timeout:g} s" if isinstance(error, TimeoutError) else error
             self._replace(index, f"{reason}")
             return
         if is_left_out:
-            await self._tell("put_engine", index, server)
+            await self._tell("put_engine", index, member.server)
 
     def _replace(self, index: int, reason: str) -> None:
         """Begin to replace a dead replica."""
@@ -221,9 +242,10 @@ class EngineFleet:
                 index, reason, member.restarts_left,
             )  # fmt: skip
             try:
-                member.server.kill()
-                member.server, member.newest, member.whole = self._make(index), None, None
-                await self._boot(member.server)
+                for server in member.servers:
+                    server.kill()
+                member.servers, member.newest, member.whole = self._make(index), None, None
+                await self._boot(member)
                 await self._may_load.wait()
                 self._loading.add(index)
                 await self._load(member)
@@ -328,7 +350,7 @@ class EngineFleet:
 
     async def memory(self) -> int | None:
         """Bytes of host memory of all replicas and the processes that they started; None where it cannot be told."""
-        found = await self._ask("memory")
+        found = await self._ask("memory", every_host=True)
         return None if None in found else sum(found)
 
     async def metrics(self) -> dict[str, float]:
@@ -348,16 +370,17 @@ class EngineFleet:
             totals["restarts"] = float(self._restarts)
         return dict(totals)
 
-    async def _ask(self, method: str, *args: Any) -> list[Any]:
-        """The answers of all replicas; None of those that are dead."""
+    async def _ask(self, method: str, *args: Any, every_host: bool = False) -> list[Any]:
+        """The answers of all replicas, or of all their hosts; None of those that are dead."""
 
-        async def one(member: Member) -> Any:
+        async def one(member: Member, server: ActorHandle) -> Any:
             if not member.is_alive:
                 return None
             try:
-                return await member.server.call(method, *args)
+                return await server.call(method, *args)
             except WorkerError as error:
-                logger.warning("engine %s does not answer to %r: %s", member.server.name, method, error)
+                logger.warning("engine %s does not answer to %r: %s", server.name, method, error)
                 return None
 
-        return list(await asyncio.gather(*map(one, self._members)))
+        asked = ((member, member.servers if every_host else member.servers[:1]) for member in self._members)
+        return list(await asyncio.gather(*(one(member, server) for member, servers in asked for server in servers)))

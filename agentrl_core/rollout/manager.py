@@ -23,6 +23,7 @@ from agentrl_core.controller.runtime import Runtime
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.fleet import EngineFleet
+from agentrl_core.rollout.placement import Seats, seats_anywhere
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.rewards import RewardWorker
 from agentrl_core.rollout.worker import AgentLoopWorker
@@ -38,11 +39,11 @@ class AgentLoopManager:
     Args:
         config: resolved.
         runtime: where they run.
-        engine: place of replica 0; ``shared_module`` set only if the engine may use the actor's module.
-        engine_gpus: GPUs, or the part of one, for each replica.
+        engine: context of replica 0; ``shared_module`` set only if the engine may use the actor's module.
+        seats: of the engine replicas; default: anywhere, on the CPU.
     """
 
-    def __init__(self, config: Config, runtime: Runtime, engine: EngineContext, engine_gpus: float = 0.0) -> None:
+    def __init__(self, config: Config, runtime: Runtime, engine: EngineContext, seats: Seats | None = None) -> None:
         rollout, ref = config.rollout, config.rollout.engine.ref
         if ref is None:
             raise ConfigError("rollout.engine has not been resolved; load the configuration with load_config")
@@ -51,8 +52,10 @@ class AgentLoopManager:
         self.capabilities = resolve_ref(ref).spec.capabilities
         self.shares_module = engine.shared_module is not None
         agent = rollout.agent
+        seats = seats_anywhere(config) if seats is None else seats
+        self._replicas = len(seats)
         self._fleet = EngineFleet(
-            runtime, rollout.engine, engine, engine_gpus, most_requests=agent.num_workers * agent.max_concurrent
+            runtime, rollout.engine, engine, seats, most_requests=agent.num_workers * agent.max_concurrent
         )
         self._rewarders = [
             runtime.actor(RewardWorker, config.reward, name=f"reward-{index}")
@@ -163,7 +166,7 @@ class AgentLoopManager:
         request = "probe"
 
         async def ask() -> list[TokenOutput]:
-            replicas = range(self._config.rollout.engine.replicas)
+            replicas = range(self._replicas)
             calls = (self._fleet.sample(each, prompt_ids, params, request, session=session) for each in replicas)
             return list(await asyncio.gather(*calls))
 
@@ -172,13 +175,13 @@ class AgentLoopManager:
     def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams, concurrency: int) -> list[TokenOutput]:
         """One answer to each prompt, of the replicas in turns, so many requests at a time; request i has seed i."""
         session = "sessions" in self.capabilities
-        replicas = self._config.rollout.engine.replicas
         slots = asyncio.Semaphore(concurrency)
 
         async def one(number: int, prompt: Sequence[int]) -> TokenOutput:
             seeded = replace(params, seed=number)
             async with slots:
-                return await self._fleet.sample(number % replicas, prompt, seeded, f"answer-{number}", session=session)
+                replica = number % self._replicas
+                return await self._fleet.sample(replica, prompt, seeded, f"answer-{number}", session=session)
 
         async def all_of_them() -> list[TokenOutput]:
             return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))

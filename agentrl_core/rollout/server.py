@@ -11,6 +11,7 @@ import traceback
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from agentrl_core.api import (
     WorkerError,
 )
 from agentrl_core.api.engine import PauseMode
+from agentrl_core.api.ports import free_port, host_address
 from agentrl_core.plugins import resolve_ref
 
 LOG_LINES = 30
@@ -41,6 +43,7 @@ class EngineServer:
         start_timeout: seconds that the engine may take to become healthy, and to take new weights.
         health_timeout: seconds that it may take to say how it is.
         max_in_flight: requests that the engine gets at once; the others queue here. None: all.
+        devices: GPUs of this host that the engine shall see; None: those that this process sees already.
     """
 
     def __init__(
@@ -51,25 +54,41 @@ class EngineServer:
         start_timeout: float = 600.0,
         health_timeout: float = 60.0,
         max_in_flight: int | None = None,
+        devices: Sequence[str] | None = None,
     ) -> None:
         self._name = f"engine {ref.name!r}, replica {context.replica}"
+        if context.nodes > 1:
+            self._name += f", host {context.node_rank} of {context.nodes}"
+        if devices is not None:
+            # Before anything asks CUDA.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self._log = RecentLog()
-        plugin = resolve_ref(ref)
-        self._capabilities = plugin.spec.capabilities
-        self._engine: InferenceEngine = plugin.build(config, context)
+        self._plugin = resolve_ref(ref)
+        self._config = config
+        self._context = context
+        self._capabilities = self._plugin.spec.capabilities
+        self._made: InferenceEngine | None = None
         self._start_timeout = start_timeout
         self._health_timeout = health_timeout
         self._load = Load(max_in_flight)
 
-    async def start(self) -> None:
-        """Start the engine, and see that it is healthy.
+    def rendezvous(self) -> str:
+        """``address:port`` of this host, where the servers of a replica on several hosts can find each other."""
+        address = host_address()
+        return f"{address}:{free_port(host=address)}"
+
+    async def start(self, rendezvous: str = "") -> None:
+        """Make the engine, start it, and see that it is healthy.
+
+        Args:
+            rendezvous: of host 0, where the replica has several.
 
         Raises:
             EngineError: it failed, or its deadline passed; with the last lines of its log.
         """
         try:
             async with asyncio.timeout(self._start_timeout) as deadline:
-                await self._guard("start", self._engine.start())
+                await self._guard("start", self._start_engine(rendezvous))
                 await self._guard("health", self._engine.health())
         except TimeoutError:
             if not deadline.expired():
@@ -80,6 +99,16 @@ class EngineServer:
             ) from None
         except EngineError as error:
             raise EngineError(f"{error}\nThe last lines of its log:\n{self._log.tail()}") from None
+
+    async def _start_engine(self, rendezvous: str) -> None:
+        self._made = self._plugin.build(self._config, replace(self._context, rendezvous=rendezvous))
+        await self._made.start()
+
+    @property
+    def _engine(self) -> InferenceEngine:
+        if self._made is None:
+            raise EngineError(f"{self._name} has not been started")
+        return self._made
 
     async def health(self) -> None:
         """See :meth:`InferenceEngine.health`; the deadline is the caller's."""
@@ -178,7 +207,8 @@ class EngineServer:
     async def close(self) -> None:
         """Close the engine."""
         try:
-            await self._guard("close", self._engine.close())
+            if self._made is not None:
+                await self._guard("close", self._made.close())
         finally:
             self._log.close()
 

@@ -8,7 +8,7 @@ from agentrl_core.config.schema import Config
 from agentrl_core.controller import ClassWithInitArgs
 from agentrl_core.trainer.logprob_gap import GAP, gap_of_answers
 from agentrl_core.trainer.preparation import Preparation
-from agentrl_core.trainer.roles import build_rollout, start_runtime, training_gpu_share
+from agentrl_core.trainer.roles import build_rollout, start_runtime, training_gpus
 from agentrl_core.workers.actor import ActorWorker
 
 WARM_UP = 4
@@ -68,7 +68,7 @@ def measure_engine(config: Config, requests: int, concurrency: int) -> EngineFig
     with start_runtime(config) as runtime:
         classes = {"actor": ClassWithInitArgs(ActorWorker, config, plan.optimizer_steps)}
         actor = runtime.colocated_worker_groups(
-            classes, cluster.nodes, cluster.processes_per_node, num_gpus=training_gpu_share(config)
+            classes, cluster.nodes, cluster.processes_per_node, num_gpus=training_gpus(config)
         )["actor"]
         actor.init_model()
         start = time.perf_counter()

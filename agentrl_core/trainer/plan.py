@@ -73,7 +73,7 @@ def memory_lines(config: Config, has_critic: bool) -> list[str]:
     trained = 2 if has_critic else 1
     lines = weight_lines(Path(config.model.path), trained, frozen=int(config.algorithm.kl_coef > 0))
     cluster = config.cluster
-    processes = cluster.nodes * cluster.processes_per_node
+    processes = cluster.processes
     if processes > 1:
         shape = f"{cluster.nodes} node(s) x {cluster.processes_per_node} = {processes}"
         lines.append(f"processes   {shape}, each with 1/{processes} of weights, gradients and AdamW states")

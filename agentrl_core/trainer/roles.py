@@ -1,7 +1,6 @@
 """The model workers and the rollout of a run, built where the runtime puts them."""
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -12,8 +11,10 @@ from agentrl_core.api import ConfigError, EngineContext
 from agentrl_core.config.schema import Config
 from agentrl_core.controller import ClassWithInitArgs
 from agentrl_core.controller.runtime import Runtime, make_runtime
+from agentrl_core.controller.worker_group import WorkerGroup
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.rollout.placement import Seats, seats_anywhere, seats_beside, seats_of_their_own
 from agentrl_core.trainer.plan import RunPlan
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.critic import CriticWorker
@@ -64,35 +65,39 @@ def needs_critic(config: Config) -> bool:
     return ref is not None and "values" in resolve_ref(ref).spec.capabilities
 
 
-def training_processes(config: Config) -> int:
-    """Processes that train together, each with a part of every model."""
-    return config.cluster.nodes * config.cluster.processes_per_node
-
-
 def needed_cpus(config: Config) -> int:
     """Logical CPUs of a Ray cluster: one for every worker and actor of the run."""
     return (
-        training_processes(config)
-        + config.rollout.engine.replicas
+        config.cluster.processes
+        + config.engine_replicas * config.rollout.engine.nodes
         + config.reward.num_workers
         + config.rollout.agent.num_workers
     )
 
 
-def training_gpu_share(config: Config) -> float:
-    """The part of a GPU for each training process; 0 on the CPU.
+def training_gpus(config: Config) -> float:
+    """Of each training process; 0 on the CPU."""
+    return 1.0 if _on_gpus(config) else 0.0
 
-    More than half of one, so that no two of them share a GPU; what is left is the engines', who work in turns with it.
+
+def engine_seats(config: Config, training: WorkerGroup | None) -> Seats:
+    """Where the engine replicas go.
+
+    Args:
+        training: the processes whose GPUs colocated engines share; None where nothing is trained.
+
+    Raises:
+        ConfigError: they do not fit there.
     """
-    return 0.51 if resolve_device(config.cluster.device).type == "cuda" else 0.0
+    if not _on_gpus(config):
+        return seats_anywhere(config)
+    if training is None or config.rollout.engine.placement == "standalone":
+        return seats_of_their_own(config)
+    return seats_beside(config, training.places())
 
 
-def engine_gpu_share(config: Config) -> float:
-    """The part of a GPU for each engine replica; 0 on the CPU."""
-    if resolve_device(config.cluster.device).type != "cuda":
-        return 0.0
-    per_gpu = math.ceil(config.rollout.engine.replicas / training_processes(config))
-    return math.floor(49 / per_gpu) / 100
+def _on_gpus(config: Config) -> bool:
+    return resolve_device(config.cluster.device).type == "cuda"
 
 
 def start_runtime(config: Config) -> Runtime:
@@ -117,7 +122,7 @@ def build_roles(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFac
         classes["reference"] = ClassWithInitArgs(ReferenceWorker, config)
     cluster = config.cluster
     groups: Mapping[str, Any] = runtime.colocated_worker_groups(
-        classes, cluster.nodes, cluster.processes_per_node, num_gpus=training_gpu_share(config)
+        classes, cluster.nodes, cluster.processes_per_node, num_gpus=training_gpus(config)
     )
     for group in groups.values():
         group.init_model()
@@ -139,13 +144,14 @@ def build_rollout(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelF
     can_share = "shared_module" in capabilities
     workers = getattr(actor, "workers", None)
     context = engine_context(config, plan, facts, workers[0].module if can_share and workers else None)
-    manager = AgentLoopManager(config, runtime, context, engine_gpus=engine_gpu_share(config))
+    manager = AgentLoopManager(config, runtime, context, engine_seats(config, actor))
     manager.start()
     return manager
 
 
 def engine_context(config: Config, plan: RunPlan, facts: ModelFacts, shared_module: Any = None) -> EngineContext:
     """What the run tells replica 0 of its engine; with ``shared_module`` it generates with the actor's own module."""
+    slot = config.rollout.engine
     return EngineContext(
         model_path=config.model.path,
         dtype=config.model.dtype,
@@ -154,5 +160,9 @@ def engine_context(config: Config, plan: RunPlan, facts: ModelFacts, shared_modu
         seed=config.trainer.seed,
         deterministic=config.rollout.deterministic,
         vocab_size=facts.vocab_size,
+        tensor_parallel=slot.tensor_parallel,
+        pipeline_parallel=slot.pipeline_parallel,
+        data_parallel=slot.data_parallel,
+        nodes=slot.nodes,
         shared_module=shared_module,
     )

@@ -250,7 +250,9 @@ class Rollout:
     def __init__(self, config: Config, max_model_len: int = 4096) -> None:
         self.config = config
         self.runtime = LocalRuntime()
-        context = EngineContext(config.model.path, max_model_len=max_model_len, vocab_size=261)
+        context = EngineContext(
+            config.model.path, max_model_len=max_model_len, vocab_size=261, nodes=config.rollout.engine.nodes
+        )
         self.manager = AgentLoopManager(config, self.runtime, context)
         self.manager.start()
 

@@ -1,5 +1,6 @@
 """Replicas that fail in every way, on the local runtime."""
 
+import asyncio
 import itertools
 import textwrap
 from typing import Any
@@ -16,11 +17,13 @@ MADE = []
 PLAN = {}  # what the nth engine made does wrong
 
 class Frail(InferenceEngine):
-    capabilities = frozenset({"logprobs", "weight_update", "lora", "sleep"})
+    capabilities = frozenset({"logprobs", "weight_update", "lora", "sleep", "parallel", "multi_node"})
 
     def __init__(self, config, context):
         self.fault, self.version, self.updates, self.requests = PLAN.get(len(MADE)), 0, [], 0
         self.calls = []
+        self.context = context
+        self.looks = 0
         MADE.append(self)
 
     async def start(self):
@@ -32,6 +35,9 @@ class Frail(InferenceEngine):
             raise RuntimeError("the scheduler has died")
         if self.fault == "hangs" and self.requests:
             await asyncio.Event().wait()
+        self.looks += 1
+        if self.fault == "lost" and self.looks > 1:
+            raise RuntimeError("the host is gone")
 
     async def generate(self, prompt_ids, params, request_id, multi_modal=None):
         self.requests += 1
@@ -77,7 +83,8 @@ class Fleet:
         # A file with the same text is the same module, with its list.
         source += f"# {next(_numbers)}\n"
         slot = {"name": "./frail.py:Frail", "health_interval": 0.01, "health_timeout": 0.05, **engine}
-        changes = {"rollout.engine": slot, "rollout.agent": {"loops": [{"name": "./once.py:Once"}]}}
+        cluster = {"cluster.runtime": slot.pop("cluster.runtime", "local")}
+        changes = {**cluster, "rollout.engine": slot, "rollout.agent": {"loops": [{"name": "./once.py:Once"}]}}
         self.rollout = make_rollout(changes, {"frail.py": source, "once.py": LOOP})
         self.manager = self.rollout.manager
         self.manager.update_weights(WeightUpdate(), 5)
@@ -126,6 +133,29 @@ def test_a_replica_that_comes_back_gets_the_weights_that_its_adapter_belongs_to(
     fleet.manager.update_weights(WeightUpdate(adapter=adapter), 6)
     fleet.manager.update_weights(WeightUpdate(), 7)
     assert second.updates[2:] == [(6, True), (7, False)]
+
+
+def test_the_hosts_of_a_replica_are_started_and_replaced_together(make_rollout: Any, make_row: Any) -> None:
+    hosts = {"cluster.runtime": "ray", "tensor_parallel": 4, "nodes": 2}
+    fleet = Fleet(make_rollout, {1: "lost"}, replicas=1, restarts=1, **hosts)
+    (member,) = fleet.manager._fleet._members
+    before = [server._instance._engine for server in member.servers]
+    assert [each.context.node_rank for each in before] == [0, 1]
+    assert before[0].context.rendezvous == before[1].context.rendezvous != ""
+    # Only the first host gets weights and requests.
+    assert [each.version for each in before] == [5, 0]
+
+    async def until_replaced() -> None:
+        while fleet.manager._fleet._restarts < 1:
+            await asyncio.sleep(0.01)
+
+    fleet.manager._runtime.run(asyncio.wait_for(fleet.manager._fleet.watched(until_replaced()), 10))
+    assert not fleet.rollout([make_row()])[0].failed
+    after = [server._instance._engine for server in member.servers]
+    assert after[0] is not before[0] and after[0].version == 5
+    assert after[1] is not before[1] and [each.context.node_rank for each in after] == [0, 1]
+    assert after[0].context.rendezvous == after[1].context.rendezvous
+    assert (before[0].requests, before[1].requests, after[0].requests, after[1].requests) == (0, 0, 1, 0)
 
 
 def test_without_restarts_the_last_replica_ends_the_rollout(make_rollout: Any, make_row: Any) -> None:

@@ -1,0 +1,86 @@
+"""Which devices each engine replica computes on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from agentrl_core.api import ConfigError
+from agentrl_core.config.schema import Config, EngineSlot
+from agentrl_core.controller.worker_group import Place
+
+
+@dataclass(frozen=True)
+class Seat:
+    """Where one server of a replica goes. A replica has one for each of its hosts.
+
+    Args:
+        num_gpus: that the runtime sets aside for it.
+        node: a host by its name in the runtime; empty for any.
+        devices: of that host, as ``CUDA_VISIBLE_DEVICES`` names them; None for those that the runtime set aside.
+    """
+
+    num_gpus: float = 0.0
+    node: str = ""
+    devices: tuple[str, ...] | None = None
+
+
+Seats = Sequence[Sequence[Seat]]
+"""Of each replica, that of the server which takes requests first."""
+
+
+def seats_anywhere(config: Config) -> Seats:
+    """On any host, with the devices that it has: on the CPU, or in this process."""
+    return [[Seat()] * config.rollout.engine.nodes] * config.engine_replicas
+
+
+def seats_of_their_own(config: Config) -> Seats:
+    """GPUs that no training process has."""
+    slot = config.rollout.engine
+    return [[Seat(slot.devices // slot.nodes)] * slot.nodes] * config.engine_replicas
+
+
+def seats_beside(config: Config, places: Sequence[Place]) -> Seats:
+    """The GPUs of the training processes, in the order of their ranks.
+
+    Several replicas of one device each may share a GPU; a replica of several devices has them to itself.
+
+    Args:
+        places: of each rank; where they have no GPUs a replica may be anywhere.
+
+    Raises:
+        ConfigError: the replicas do not fit.
+    """
+    if not all(place.devices for place in places):
+        return seats_anywhere(config)
+    slot, replicas = config.rollout.engine, config.engine_replicas
+    if slot.devices > 1 and replicas * slot.devices > len(places):
+        raise ConfigError(
+            f"rollout.engine: {replicas} replica(s) of {_shape(slot)} need {replicas * slot.devices} GPUs, the "
+            f"training processes have {len(places)} (cluster.nodes x cluster.processes_per_node); lower replicas or "
+            "their devices, or give engines GPUs of their own with rollout.engine.placement=standalone"
+        )
+    return [_beside(slot, replica, places) for replica in range(replicas)]
+
+
+def _beside(slot: EngineSlot, replica: int, places: Sequence[Place]) -> list[Seat]:
+    first = replica * slot.devices % len(places)
+    ranks = range(first, first + slot.devices)
+    by_node: dict[str, list[str]] = {}
+    for rank in ranks:
+        by_node.setdefault(places[rank].node, []).extend(places[rank].devices)
+    even = {len(devices) for devices in by_node.values()} == {slot.devices // slot.nodes}
+    if len(by_node) != slot.nodes or not even:
+        found = " and ".join(f"{len(devices)} on one node" for devices in by_node.values())
+        raise ConfigError(
+            f"rollout.engine: replica {replica} of {_shape(slot)} is to have the GPUs of training processes "
+            f"{ranks.start} to {ranks.stop - 1}, which are {found}, not {slot.devices // slot.nodes} on each of "
+            f"{slot.nodes} node(s); choose rollout.engine.nodes and the devices of a replica to fit "
+            "cluster.processes_per_node"
+        )
+    return [Seat(0.0, node, tuple(devices)) for node, devices in by_node.items()]
+
+
+def _shape(slot: EngineSlot) -> str:
+    return (
+        f"{slot.devices} device(s) (tensor_parallel {slot.tensor_parallel} x pipeline_parallel "
+        f"{slot.pipeline_parallel} x data_parallel {slot.data_parallel})"
+    )
