@@ -5,9 +5,11 @@ supplies the fixtures ``case`` (a :class:`Case`) and ``run`` (runs a coroutine o
 """
 
 import asyncio
+import multiprocessing
 import random
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,7 @@ from agentrl_core.api import (
     TokenOutput,
     WeightUpdate,
 )
+from agentrl_core.api.ports import free_port, host_address
 from agentrl_core.testing.tiny_model import save_tiny_model
 
 VOCAB = 261
@@ -94,6 +97,57 @@ class Case:
         return largest_gap(self.models.module(seed), prompts, outputs, temperature)
 
 
+Make = Callable[[EngineContext], InferenceEngine]
+"""An engine for a context; can be pickled."""
+
+
+@contextmanager
+def started(run: Any, make: Make, models: Models, **shape: int) -> Iterator[Case]:
+    """An engine of a replica of that shape (``tensor_parallel=2, nodes=2``); its other hosts are processes here."""
+    context = replace(models.context(), **shape)
+    if context.nodes > 1:
+        address = host_address()
+        context = replace(context, rendezvous=f"{address}:{free_port(host=address)}")
+    engine = make(context)
+    spawn = multiprocessing.get_context("spawn")
+    others = []
+    for rank in range(1, context.nodes):
+        here, there = spawn.Pipe()
+        process = spawn.Process(target=_follow, args=(make, replace(context, node_rank=rank), there))
+        process.start()
+        others.append((process, here))
+    try:
+        run(engine.start())
+        for _, connection in others:
+            assert connection.poll(60) and connection.recv() == "healthy"
+        yield Case(engine, models)
+        for _, connection in others:
+            connection.send("how are you?")
+            assert connection.poll(60) and connection.recv() == "healthy"
+    finally:
+        run(engine.close())
+        for process, connection in others:
+            connection.close()
+            process.join(30)
+            process.kill()
+
+
+def _follow(make: Make, context: EngineContext, connection: Any) -> None:
+    async def main() -> None:
+        engine = make(context)
+        await engine.start()
+        try:
+            with suppress(EOFError):
+                while True:
+                    await engine.health()
+                    connection.send("healthy")
+                    await asyncio.to_thread(connection.recv)
+        finally:
+            await engine.close()
+
+    asyncio.run(main())
+
+
 def bucket_of(tensors: Sequence[tuple[str, tuple[int, ...], str, "np.ndarray[Any, Any]"]]) -> ArrayBucket:
     names, shapes, dtypes, data = zip(*tensors, strict=True)
     return ArrayBucket(names, shapes, dtypes, np.concatenate(data))
@@ -145,6 +199,27 @@ class Suite:
     def cacheable(self, tokens: int) -> int:
         """Tokens that must be found. The last two need not: the last id was never fed, and one is always computed."""
         return (tokens - 2) // self.block * self.block
+
+
+def check_sampling_and_updates(case: Case, run: Any) -> None:
+    """What matters most, for replicas of other shapes."""
+    prompts = make_prompts(16)
+
+    async def main() -> list[list[TokenOutput]]:
+        outputs = []
+        for version in range(3):
+            if version:
+                # One after the other by file and by buckets.
+                form = case.models.files if version == 1 else case.models.buckets
+                await case.engine.update_weights(form(version), version)
+            outputs.append(await generate_all(case.engine, prompts, SamplingParams(16)))
+            outputs.append(await generate_all(case.engine, prompts, SamplingParams(16, temperature=0.0)))
+        await case.engine.health()
+        return outputs
+
+    for number, outputs in enumerate(run(main())):
+        assert case.gap(prompts, outputs, seed=number // 2) <= TOLERANCE
+        assert {span.version for output in outputs for span in output.spans} == {number // 2}
 
 
 class GenerationSuite(Suite):

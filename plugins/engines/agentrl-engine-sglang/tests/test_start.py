@@ -18,7 +18,9 @@ from agentrl_core.api.ports import free_port
 from agentrl_engine_sglang import engine as engine_module
 from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.engine import SGLangEngine
+from agentrl_engine_sglang.launch import server_arguments
 from agentrl_engine_sglang.process import ServerProcess
+from agentrl_engine_sglang.roads import FileRoad, GroupRoad, TensorRoad, make_road
 
 
 def arguments(log: Path) -> list[str]:
@@ -44,6 +46,42 @@ def test_the_server_gets_what_the_context_and_the_options_say(serve, run, tmp_pa
     }  # fmt: skip
     assert {name: pairs[name] for name in expected} == expected
     assert {"--skip-tokenizer-init", "--sleep-on-idle"} <= set(words)
+
+
+def test_hosts_of_a_replica_meet_where_the_core_says() -> None:
+    place = {"tensor_parallel": 4, "nodes": 2, "rendezvous": "10.0.0.1:777"}
+    head = server_arguments(SGLangConfig(), EngineContext("m", **place), "m", 1)
+    other = server_arguments(SGLangConfig(), EngineContext("m", **place, node_rank=1), "m", 1)
+    assert {name: value for name, value in other.items() if value != head[name]} == {"node_rank": 1}
+    assert (head["nnodes"], head["node_rank"], head["dist_init_addr"]) == (2, 0, "10.0.0.1:777")
+
+
+@pytest.mark.parametrize(
+    ("road", "shape", "kind"),
+    [
+        ("auto", {}, FileRoad),
+        ("auto", {"pipeline_parallel": 2, "data_parallel": 2}, FileRoad),
+        ("auto", {"tensor_parallel": 2, "nodes": 2, "rendezvous": "10.0.0.1:777"}, GroupRoad),
+        ("tensors", {"tensor_parallel": 2}, TensorRoad),
+    ],
+)
+def test_the_road_of_weights_follows_the_shape_of_the_replica(road, shape, kind) -> None:
+    made = make_road(SGLangConfig(weight_road=road), EngineContext("m", **shape))
+    assert type(made) is kind
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("road", "shape", "message"),
+    [
+        ("files", {"tensor_parallel": 2, "nodes": 2}, "weight_road=files reaches one host.*nodes=2; set it to auto"),
+        ("tensors", {"data_parallel": 2}, "tensor with tensor_parallel only.*data_parallel=2; .*weight_road to files"),
+        ("auto", {"pipeline_parallel": 2, "nodes": 2}, "group with tensor_parallel only.*or nodes to 1"),
+    ],
+)
+def test_roads_that_do_not_lead_everywhere_are_refused(road, shape, message) -> None:
+    with pytest.raises(EngineError, match=message):
+        make_road(SGLangConfig(weight_road=road), EngineContext("m", **shape))
 
 
 def test_the_served_folder_is_the_model_without_an_end_of_sequence(serve, run, model_path, tmp_path) -> None:

@@ -5,13 +5,15 @@ Run by ``make test-engine-sglang`` in the environment of ``make engines-cpu-sgla
 
 import asyncio
 from collections.abc import Callable, Coroutine, Iterator
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
 
 from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.engine import SGLangEngine
-from tests_real.engine_suite import Case, Models
+from tests_real.engine_suite import Case, Models, started
 
 
 @pytest.fixture(scope="session")
@@ -21,19 +23,28 @@ def run() -> Iterator[Callable[[Coroutine[Any, Any, Any]], Any]]:
         yield runner.run
 
 
+CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+"""Of the processes of a replica that share a host: SGLang asks how many NUMA nodes there are otherwise."""
+SHAPES: dict[str, dict[str, int]] = {
+    "files": {},
+    "tensors": {"tensor_parallel": 2},
+    "group": {"tensor_parallel": 2, "nodes": 2},
+}
+"""Of the replica that takes weights by a road."""
+
+
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory, run: Any) -> Iterator[Callable[[str], Case]]:
     """An engine by its road, started when it is first asked for: a start takes most of a minute."""
     cases: dict[str, Case] = {}
+    with ExitStack() as stack:
 
-    def start(road: str) -> Case:
-        if road not in cases:
-            models = Models(tmp_path_factory.mktemp("models"), tied=road == "files")
-            engine = SGLangEngine(SGLangConfig(max_running_requests=64, weight_road=road), models.context())
-            run(engine.start())
-            cases[road] = Case(engine, models)
-        return cases[road]
+        def start(road: str) -> Case:
+            if road not in cases:
+                models = Models(tmp_path_factory.mktemp("models"), tied=road == "files")
+                config = SGLangConfig(max_running_requests=64, weight_road=road, env=CORES if SHAPES[road] else {})
+                replica = started(run, partial(SGLangEngine, config), models, **SHAPES[road])
+                cases[road] = stack.enter_context(replica)
+            return cases[road]
 
-    yield start
-    for case in cases.values():
-        run(case.engine.close())
+        yield start

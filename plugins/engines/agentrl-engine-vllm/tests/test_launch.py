@@ -7,10 +7,10 @@ import sys
 
 import pytest
 
-from agentrl_core.api import EngineContext
+from agentrl_core.api import EngineContext, SamplingParams
 from agentrl_core.api.errors import EngineError
 from agentrl_engine_vllm.config import VLLMConfig
-from agentrl_engine_vllm.engine import VLLMEngine
+from agentrl_engine_vllm.engine import VLLMEngine, make_engine
 from agentrl_engine_vllm.launch import engine_arguments, environment, kv_cache_bytes
 
 MODEL = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 128}
@@ -35,7 +35,35 @@ def test_vllm_gets_what_the_context_and_the_options_say(serve, run, stand_in) ->
         "generation_config": "vllm",
     }  # fmt: skip
     assert {name: arguments[name] for name in expected} == expected
-    assert arguments["weight_transfer_config"].backend == "agentrl_files"
+    assert arguments["weight_transfer_config"].backend == "agentrl"
+
+
+def test_hosts_of_a_replica_meet_where_the_core_says() -> None:
+    place = {"tensor_parallel": 4, "nodes": 2, "rendezvous": "10.0.0.1:777"}
+    head = engine_arguments(VLLMConfig(), EngineContext("m", **place), MODEL)
+    other = engine_arguments(VLLMConfig(), EngineContext("m", **place, node_rank=1), MODEL)
+    assert {name: value for name, value in other.items() if value != head.get(name)} == {"node_rank": 1}
+    expected = {"nnodes": 2, "node_rank": 0, "master_addr": "10.0.0.1", "master_port": 777}
+    assert {name: head[name] for name in expected} == expected
+    assert isinstance(make_engine(VLLMConfig(), EngineContext("m", **place)), VLLMEngine)
+    follower = make_engine(VLLMConfig(), EngineContext("m", **place, node_rank=1))
+    with pytest.raises(EngineError, match="host 1 of a vLLM replica takes no requests"):
+        asyncio.run(follower.generate([1], SamplingParams(1), "r"))
+    with pytest.raises(EngineError, match="workers on host 1 do not run"):
+        asyncio.run(follower.health())
+    asyncio.run(follower.close())
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "message"),
+    [
+        ({}, {"data_parallel": 2}, "data_parallel=2: .* set rollout.engine.nodes=1, or data_parallel=1"),
+        ({"max_lora_rank": 8}, {"tensor_parallel": 2}, "max_lora_rank=8: adapters are files on one host"),
+    ],
+)
+def test_what_hosts_cannot_share_is_refused(config, shape, message) -> None:
+    with pytest.raises(EngineError, match=message):
+        make_engine(VLLMConfig(**config), EngineContext("m", nodes=2, **shape))
 
 
 def test_on_a_gpu_the_memory_is_vllms_choice() -> None:

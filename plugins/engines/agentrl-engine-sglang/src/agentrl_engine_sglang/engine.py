@@ -64,6 +64,8 @@ class _Running:
 class SGLangEngine(InferenceEngine):
     """One SGLang server: started by :meth:`start`, killed by :meth:`close` or with this process.
 
+    Of a replica on several hosts each host has one, and that of host 0 takes requests and weights.
+
     Log-probabilities are SGLang's own, which are those of the contract. Where SGLang and the contract differ, the
     engine makes up for it: ids outside the vocabulary, which would kill the server, are refused; requests end at their
     own stop ids only; the whole context can be used; a paused engine takes no request, and ``keep`` retracts what runs,
@@ -155,8 +157,9 @@ class SGLangEngine(InferenceEngine):
             try:
                 async with asyncio.timeout(PROBE_TIMEOUT):
                     await client.health()
-                    # On a port that was taken meanwhile, somebody else may answer, or nobody.
-                    if await client.model_path() == folder:
+                    # On a port that was taken meanwhile, somebody else may answer, or nobody. Hosts that compute for
+                    # another one say nothing but that they are well.
+                    if self._context.node_rank > 0 or await client.model_path() == folder:
                         return True
             except (EngineError, TimeoutError, KeyError, TypeError) as error:
                 logger.debug("the SGLang server is not ready yet: %s", error)

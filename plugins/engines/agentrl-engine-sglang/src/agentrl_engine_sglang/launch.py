@@ -36,6 +36,12 @@ def server_arguments(config: SGLangConfig, context: EngineContext, model: str, p
         "skip_tokenizer_init": True,
         "log_level_http": "warning",
     }
+    if context.nodes > 1:
+        arguments |= {
+            "nnodes": context.nodes,
+            "node_rank": context.node_rank,
+            "dist_init_addr": context.rendezvous,
+        }
     if config.mem_fraction:
         arguments["mem_fraction_static"] = config.mem_fraction
     if config.max_total_tokens:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl_core.api.engine import EngineContext
+from agentrl_core.api.errors import EngineError
 from agentrl_core.api.ports import free_port
 from agentrl_core.api.weights import ArrayBucket, WeightUpdate, write_safetensors
 from agentrl_engine_sglang.client import SGLangClient
@@ -169,11 +170,29 @@ class GroupRoad:
 
 
 def make_road(config: SGLangConfig, context: EngineContext) -> WeightRoad:
-    """The road that ``weight_road`` names."""
-    if config.weight_road == "files":
+    """The road that ``weight_road`` names.
+
+    Raises:
+        EngineError: it does not lead to all processes of the server.
+    """
+    several = context.nodes > 1
+    road = config.weight_road if config.weight_road != "auto" else "group" if several else "files"
+    if several and road != "group":
+        raise EngineError(
+            f"rollout.engine.config.weight_road={road} reaches one host, and rollout.engine.nodes={context.nodes}; set "
+            "it to auto or group"
+        )
+    if road == "files":
         return FileRoad()
-    if config.weight_road == "tensors":
+    if context.pipeline_parallel * context.data_parallel > 1:
+        # It knows the processes of one tensor-parallel group, of one stage and copy of the model.
+        raise EngineError(
+            f"rollout.engine: SGLang takes weights from a {'group' if road == 'group' else 'tensor'} with "
+            f"tensor_parallel only, and pipeline_parallel={context.pipeline_parallel}, data_parallel="
+            f"{context.data_parallel}; set both to 1, or "
+            + ("nodes to 1 and config.weight_road to files" if road == "group" else "config.weight_road to files")
+        )
+    if road == "tensors":
         return TensorRoad(context.tensor_parallel)
-    # SGLang's own name for the first host of a server on several.
-    host, _, _ = str(config.server_args.get("dist_init_addr", "")).rpartition(":")
-    return GroupRoad(context.tensor_parallel, host or "127.0.0.1")
+    address, _, _ = context.rendezvous.rpartition(":")
+    return GroupRoad(context.tensor_parallel, address or "127.0.0.1")

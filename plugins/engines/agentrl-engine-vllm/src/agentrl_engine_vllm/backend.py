@@ -21,7 +21,7 @@ def register() -> None:
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     try:
-        WeightTransferEngineFactory.register_engine(BACKEND, "agentrl_engine_vllm.transfer", "FileTransferEngine")
+        WeightTransferEngineFactory.register_engine(BACKEND, "agentrl_engine_vllm.transfer", "TransferEngine")
     except ValueError:
         return  # it is there already
     if os.environ.get(WATCH_VARIABLE):
@@ -50,6 +50,7 @@ class WorkerExtension:
         from agentrl_engine_vllm.generators import Rewinder
         from agentrl_engine_vllm.sampler import WholeDistribution
 
+        self._prepare_stage()
         sampler = getattr(self.model_runner, "sampler", None)
         if not hasattr(sampler, "topk_topp_sampler"):
             raise RuntimeError(
@@ -60,6 +61,12 @@ class WorkerExtension:
             on_cpu = self.model_runner.device.type == "cpu"
             before = [Rewinder(self.model_runner).before_sampling] if on_cpu else []
             sampler.topk_topp_sampler = WholeDistribution(sampler.topk_topp_sampler, *before)
+
+    def _prepare_stage(self) -> None:
+        # What a pipeline stage receives goes into tensors that vLLM makes as it measures memory: not on a CPU.
+        runner = self.model_runner
+        if runner.device.type == "cpu" and runner.parallel_config.pipeline_parallel_size > 1:
+            runner._dummy_run(runner.max_num_tokens)
 
     def agentrl_adaptable(self, modules: list[str]) -> list[str]:
         """Linear layers that a LoRA adapter can change in this worker.

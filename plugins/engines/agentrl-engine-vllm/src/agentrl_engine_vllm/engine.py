@@ -2,10 +2,8 @@
 
 import asyncio
 import contextlib
-import importlib.util
 import multiprocessing
 import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -18,9 +16,10 @@ from agentrl_core.api.weights import WeightUpdate
 from agentrl_engine_vllm.adapters import Adapters
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.counters import Counters
-from agentrl_engine_vllm.launch import BACKEND, engine_arguments, environment
+from agentrl_engine_vllm.follower import VLLMFollower
+from agentrl_engine_vllm.launch import BACKEND, check_installed, engine_arguments, environment
 from agentrl_engine_vllm.requests import MAX_TEMPERATURE, sampling_arguments, token_output
-from agentrl_engine_vllm.roads import weight_files
+from agentrl_engine_vllm.roads import make_road
 
 ABORT_INTERVAL = 0.5
 PAUSE_MODES = {"abort": "abort", "drain": "wait", "keep": "keep"}
@@ -50,6 +49,7 @@ class VLLMEngine(InferenceEngine):
         self._version = 0
         self._ended_because = ""
         self._vocab_size = 0
+        self._road = make_road(context)
         self._closing = threading.Event()
         self._llm: Any = None
 
@@ -57,11 +57,7 @@ class VLLMEngine(InferenceEngine):
 
     async def start(self) -> None:
         """Raises EngineError, or whatever vLLM raises, where it does not come up."""
-        if importlib.util.find_spec("vllm") is None:
-            raise EngineError(
-                f"rollout.engine.python: {sys.executable} has no package vllm; choose an interpreter that has it, or "
-                "install it there: pip install 'agentrl-engine-vllm[vllm]'"
-            )
+        check_installed()
         model = read_model_config(self._context.model_path)
         size = int((model.get("text_config") or model).get("vocab_size") or self._context.vocab_size)
         self._vocab_size = min(size, self._context.vocab_size or size)
@@ -90,6 +86,7 @@ class VLLMEngine(InferenceEngine):
         # Whoever waits for an answer gets an error instead: see _call.
         for waiting in (*self._waiting.values(), *self._calls):
             waiting.cancel()
+        self._road.close()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
 
@@ -272,17 +269,13 @@ class VLLMEngine(InferenceEngine):
         return update
 
     async def _send(self, llm: Any, update: WeightUpdate, version: int) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
         if update.adapter is not None:
             await self._adapters.load(llm, update)
             await llm.update_weight_version(str(version))
             return
-        with weight_files(update) as paths:
-            await llm.start_weight_update()
-            while path := await asyncio.to_thread(next, paths, None):
-                await llm.update_weights(WeightTransferUpdateRequest(update_info={"files": [path]}))
-            await llm.finish_weight_update(str(version))
+        await llm.start_weight_update()
+        await self._road.send(llm, update)
+        await llm.finish_weight_update(str(version))
         # With the weights vLLM has forgotten the adapter, the one of zeros too.
         await self._adapters.clear(llm)
 
@@ -330,3 +323,23 @@ def _make(arguments: dict[str, Any], closing: threading.Event) -> Any:
             llm.shutdown()
         raise EngineError("the vllm engine was closed while it started")
     return llm
+
+
+def make_engine(config: VLLMConfig, context: EngineContext) -> InferenceEngine:
+    """The engine of a replica's first host, or what runs on the others.
+
+    Raises:
+        EngineError: vLLM cannot be spread like that.
+    """
+    if context.nodes > 1 and context.data_parallel > 1:
+        raise EngineError(
+            f"rollout.engine.data_parallel={context.data_parallel}: the vllm engine spreads tensor and pipeline "
+            "parallelism over hosts, not data parallelism; set rollout.engine.nodes=1, or data_parallel=1 and more "
+            "replicas"
+        )
+    if context.nodes > 1 and config.max_lora_rank:
+        raise EngineError(
+            f"rollout.engine.config.max_lora_rank={config.max_lora_rank}: adapters are files on one host, and "
+            f"rollout.engine.nodes={context.nodes}; set one of the two to 0 or 1"
+        )
+    return VLLMFollower(config, context) if context.node_rank else VLLMEngine(config, context)

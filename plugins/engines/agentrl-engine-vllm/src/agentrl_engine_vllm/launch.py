@@ -1,12 +1,15 @@
 """How vLLM is started: its arguments and its environment."""
 
+import importlib.util
+import sys
 from typing import Any
 
 from agentrl_core.api.engine import EngineContext
+from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import DTYPE_BYTES
 from agentrl_engine_vllm.config import VLLMConfig
 
-BACKEND = "agentrl_files"
+BACKEND = "agentrl"
 """Our weight transfer backend, by the name under which vLLM knows it."""
 WORKER_EXTENSION = "agentrl_engine_vllm.backend.WorkerExtension"
 WATCH_VARIABLE = "AGENTRL_VLLM_ENDS_WITH_PARENT"
@@ -16,6 +19,15 @@ CPU_BLOCK_SIZE = 32
 FALLBACK_KV_BYTES = 1 << 30
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Those that vLLM makes room for; an adapter may have a lower one."""
+
+
+def check_installed() -> None:
+    """Raises EngineError where this interpreter has no vLLM."""
+    if importlib.util.find_spec("vllm") is None:
+        raise EngineError(
+            f"rollout.engine.python: {sys.executable} has no package vllm; choose an interpreter that has it, or "
+            "install it there: pip install 'agentrl-engine-vllm[vllm]'"
+        )
 
 
 def on_cpu(context: EngineContext) -> bool:
@@ -50,6 +62,14 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
     if context.tensor_parallel * context.pipeline_parallel > 1:
         # Inside a Ray actor vLLM would otherwise look for GPUs of other actors.
         arguments["distributed_executor_backend"] = "mp"
+    if context.nodes > 1:
+        address, _, port = context.rendezvous.rpartition(":")
+        arguments |= {
+            "nnodes": context.nodes,
+            "node_rank": context.node_rank,
+            "master_addr": address,
+            "master_port": int(port),
+        }
     if config.mem_fraction:
         arguments["gpu_memory_utilization"] = config.mem_fraction
     if config.kv_cache_gib:

@@ -8,8 +8,10 @@ PLUGIN = PluginSpec(
     name="vllm",
     api_version=1,
     summary="vLLM's AsyncLLM, in an environment of its own (rollout.engine.python)",
-    factory="agentrl_engine_vllm.engine:VLLMEngine",
+    factory="agentrl_engine_vllm.engine:make_engine",
     config=VLLMConfig,
     requires=("vllm>=0.32",),
-    capabilities=frozenset({"logprobs", "seeds", "abort", "pause", "sleep", "weight_update", "lora"}),
+    capabilities=frozenset(
+        {"logprobs", "seeds", "abort", "pause", "sleep", "weight_update", "lora", "parallel", "multi_node"}
+    ),
 )

@@ -1,8 +1,8 @@
-"""New weights from safetensors files, in each of vLLM's worker processes."""
+"""New weights from safetensors files or from a broadcast, in each of vLLM's worker processes."""
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,23 +15,43 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from agentrl_core.api.weight_group import WeightGroup
+
 
 @dataclass
 class InitInfo(WeightTransferInitInfo):
-    """Nothing: there is no rendezvous."""
+    """Of the group that buckets are broadcast in.
+
+    Args:
+        address: of its store.
+        backend: of torch.distributed.
+        first_rank: of this engine's workers.
+        size: of the group.
+    """
+
+    address: str
+    backend: str
+    first_rank: int
+    size: int
 
 
 @dataclass
 class UpdateInfo(WeightTransferUpdateInfo):
-    """Args:
-    files: safetensors files on this host. They may change once the update is finished.
+    """Files, or a bucket that is broadcast next.
+
+    Args:
+        files: safetensors files on this host. They may change once the update is finished.
+        names, shapes, dtypes: of the bucket's tensors.
     """
 
-    files: list[str]
+    files: list[str] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    shapes: list[list[int]] = field(default_factory=list)
+    dtypes: list[str] = field(default_factory=list)
 
 
-class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
-    """Maps the files and loads what this worker's shard of the model needs of them.
+class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
+    """Loads what this worker's shard of the model needs.
 
     Layers are put back into the form that checkpoints have before, and into the one that kernels need after: on a CPU
     linear layers are packed, and nothing can be loaded into them as they are.
@@ -40,8 +60,13 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
+    _group: WeightGroup | None = None
+
     def init_transfer_engine(self, init_info: InitInfo) -> None:
-        return None
+        self.shutdown()
+        rank = init_info.first_rank + torch.distributed.get_rank()
+        self._group = WeightGroup(init_info.address, rank, init_info.size, init_info.backend)
+        self._received_on = torch.device("cpu") if init_info.backend == "gloo" else self.device
 
     def start_weight_update(self) -> None:
         # It warns of every layer that gets nothing. Whether all weights came was checked before; the others have none.
@@ -55,9 +80,14 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.model.load_weights(self._tensors(update_info.files))
+        self.model.load_weights(self._mapped(update_info.files) if update_info.files else self._received(update_info))
 
-    def _tensors(self, files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    def _received(self, info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._group is None:
+            raise RuntimeError("a bucket is to be broadcast, and init_weight_transfer_engine() was not called")
+        yield from self._group.receive(info.names, info.shapes, info.dtypes, self._received_on)
+
+    def _mapped(self, files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for path in files:
             with safe_open(path, framework="pt") as file:
                 for name in file.keys():
@@ -75,4 +105,6 @@ class FileTransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                 layer.quant_method.process_weights_after_loading(layer)
 
     def shutdown(self) -> None:
-        return None
+        if self._group is not None:
+            self._group.close()
+            self._group = None
