@@ -3,7 +3,7 @@
 import difflib
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,15 +49,18 @@ class ModelTensors:
             EngineError: tensors that the model does not have, other shapes, missing ones, bytes that don't add up.
         """
         buckets = list(update)
-        problems = [*broken_buckets(buckets), *self._differing(buckets)]
+        problems = [*broken_buckets(update), *self._differing(buckets)]
         if problems:
             raise EngineError(
                 "weights refused, nothing was sent:\n" + "\n".join(f"  - {problem}" for problem in problems)
             )
         given = {name for bucket in buckets for name in bucket.names}
-        if self.tied_to and self.tied_to not in given:
-            return WeightUpdate([self._renamed(bucket) for bucket in buckets])
-        return update
+        if not self.tied_to or self.tied_to in given:
+            return update
+        renamed = [self._renamed(bucket) for bucket in buckets]
+        if update.broadcast is not None:
+            return WeightUpdate(broadcast=replace(update.broadcast, buckets=tuple(renamed)))
+        return WeightUpdate(renamed)
 
     def _renamed(self, bucket: ArrayBucket) -> ArrayBucket:
         names = tuple(self.tied_to if name == LM_HEAD else name for name in bucket.names)
@@ -90,9 +93,9 @@ def _tied_to(shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> str:
     return next((name for name in shapes if name.endswith("embed_tokens.weight")), "")
 
 
-def broken_buckets(buckets: list[ArrayBucket]) -> Iterator[str]:
-    """What does not fit together in buckets: counts, dtypes, bytes."""
-    for number, bucket in enumerate(buckets):
+def broken_buckets(update: WeightUpdate) -> Iterator[str]:
+    """What does not fit together in buckets: counts, dtypes, bytes where they have any."""
+    for number, bucket in enumerate(update):
         counts = len(bucket.names), len(bucket.shapes), len(bucket.dtypes)
         if len(set(counts)) != 1:
             yield f"bucket {number} has {counts[0]} names, {counts[1]} shapes and {counts[2]} dtypes"
@@ -103,5 +106,5 @@ def broken_buckets(buckets: list[ArrayBucket]) -> Iterator[str]:
             continue
         sizes = zip(bucket.shapes, bucket.dtypes, strict=True)
         expected = sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in sizes)
-        if expected != bucket.nbytes:
+        if expected != bucket.nbytes and update.broadcast is None:
             yield f"bucket {number} holds {bucket.nbytes} bytes; its shapes and dtypes need {expected}"

@@ -87,10 +87,31 @@ class LoraAdapter:
 
 
 @dataclass(frozen=True)
-class WeightUpdate:
-    """New weights, by one of three roads: a whole model's, or those of a LoRA adapter.
+class Broadcast:
+    """Weights that the actor sends while the engine's ``update_weights`` runs: as rank 0 of a
+    :class:`agentrl_core.api.weight_group.WeightGroup`, from its own device to those of the engine.
 
-    Iterating yields buckets whatever the road is, except for ``shared``, which has none.
+    Args:
+        address: of the group; the same one as before means the same group, which is joined once.
+        backend: ``gloo`` or ``nccl``.
+        size: ranks of the group.
+        first_rank: of this engine's processes, which have as many ranks as the engine has devices.
+        buckets: in the order in which they are sent; their ``data`` is empty.
+    """
+
+    address: str
+    backend: str
+    size: int
+    first_rank: int
+    buckets: tuple[ArrayBucket, ...]
+
+
+@dataclass(frozen=True)
+class WeightUpdate:
+    """New weights, by one of four roads: a whole model's, or those of a LoRA adapter.
+
+    Iterating yields buckets whatever the road is; those of ``broadcast`` have names, shapes and dtypes only, and
+    ``shared`` has none.
 
     With ``adapter`` the tensors are the adapter's, under PEFT's names
     (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`` [rank, in], ``lora_B`` [out, rank]). The
@@ -106,15 +127,19 @@ class WeightUpdate:
         shared: the engine generates with the actor's module itself, so nothing moves; only caches are reset and the
             version is taken over.
         adapter: of a LoRA adapter's tensors. Only for engines with the capability ``lora``.
+        broadcast: nothing lies anywhere yet. Only for engines with the capability ``broadcast``.
     """
 
     buckets: Sequence[ArrayBucket] = ()
     files: tuple[str, ...] = ()
     shared: bool = False
     adapter: LoraAdapter | None = None
+    broadcast: Broadcast | None = None
 
     def __iter__(self) -> Iterator[ArrayBucket]:
         yield from self.buckets
+        if self.broadcast is not None:
+            yield from self.broadcast.buckets
         for path in self.files:
             yield map_safetensors(path)
 

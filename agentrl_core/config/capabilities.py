@@ -72,6 +72,14 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     ),
     Requirement("rollout.engine", "logprobs", _logprob_gap),
     Requirement("rollout.engine", "sleep", _sleep, training=True),
+    Requirement(
+        "rollout.engine",
+        "broadcast",
+        lambda config: (
+            "rollout.engine.weight_transfer=broadcast" if config.rollout.engine.weight_transfer == "broadcast" else None
+        ),
+        training=True,
+    ),
     Requirement("rollout.engine", "parallel", _parallel),
     Requirement("rollout.engine", "multi_node", _multi_node),
     Requirement("rollout.agent.loops", "tools", _listed("tools", lambda config: config.tools)),

@@ -92,6 +92,12 @@ def engine_parallelism(sound: Sound) -> Problems:
                 f"found {count}, but the local runtime is one process; set cluster.runtime=ray or "
                 f"rollout.engine.{key}=1",
             )
+    if engine.weight_transfer == "broadcast":
+        yield (
+            "rollout.engine.weight_transfer",
+            "found broadcast, but in the local runtime engines are in the trainer's process; set cluster.runtime=ray "
+            "or rollout.engine.weight_transfer=host_memory",
+        )
     if engine.placement == "standalone":
         yield (
             "rollout.engine.placement",

@@ -38,7 +38,9 @@ class EngineSlot(Slot):
         None, path=True, help="interpreter of the engine's own environment (cluster.runtime=ray only)"
     )
     replicas: int | None = option(
-        None, ge=1, help="engine servers; null: as many as the training processes' devices hold, at least one"
+        None,
+        ge=1,
+        help="engine servers; null: as many as the training processes' devices hold, 1 if rollout.deterministic",
     )
     tensor_parallel: int = option(1, ge=1, unit="devices", help="that share each layer of a replica's model")
     pipeline_parallel: int = option(1, ge=1, unit="devices", help="that share a replica's layers out")
@@ -52,6 +54,11 @@ class EngineSlot(Slot):
         ge=0,
         le=2,
         help="what engines release while the trainer computes: 0 nothing, 1 the KV cache, 2 weights too",
+    )
+    weight_transfer: Literal["host_memory", "broadcast"] = option(
+        "host_memory",
+        help="how new weights reach engines of other processes: through the memory of hosts, or sent from the actor's "
+        "device to theirs (NCCL, gloo on the CPU)",
     )
     max_in_flight: int | None = option(
         None, ge=1, unit="requests", help="in one replica at once, the others queue; null: all"
@@ -374,4 +381,6 @@ class Config:
     def engine_replicas(self) -> int:
         """``rollout.engine.replicas``, or what it stands for."""
         engine = self.rollout.engine
+        if engine.replicas is None and self.rollout.deterministic:
+            return 1
         return engine.replicas or max(self.cluster.processes // engine.devices, 1)

@@ -3,10 +3,10 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from agentrl_core.api import (
     EngineContext,
@@ -16,6 +16,7 @@ from agentrl_core.api import (
     WeightUpdate,
     WorkerError,
 )
+from agentrl_core.api.weights import Broadcast
 from agentrl_core.config.schema import EngineSlot
 from agentrl_core.controller.runtime import ActorHandle, Runtime
 from agentrl_core.rollout.placement import Seats
@@ -28,6 +29,19 @@ START_GRACE = 60.0
 starts and imports within them, on a machine that may be busy."""
 
 
+class WeightSender(Protocol):
+    """The actor, where it sends weights from its device to those of the engines. Its methods block."""
+
+    def open(self, size: int) -> Broadcast:
+        """A new group of so many ranks, the actor's among them; ``first_rank`` is that of the first engine."""
+
+    def send(self, broadcast: Broadcast) -> None:
+        """Send the weights in that group, while all its engines receive."""
+
+    def files(self) -> WeightUpdate:
+        """The same weights, for a replica that is started between two updates."""
+
+
 @dataclass(frozen=True)
 class Weights:
     """What replicas get, one after the other.
@@ -36,11 +50,13 @@ class Weights:
         update: for those that can read its files, or for all where it has none.
         elsewhere: for the others, in the runtime's store.
         version: of the weights.
+        sender: made them, where they were broadcast: ``update`` is empty then.
     """
 
     update: WeightUpdate
     elsewhere: Any
     version: int
+    sender: WeightSender | None = None
 
 
 @dataclass
@@ -101,6 +117,8 @@ class EngineFleet:
         self._newest: Weights | None = None
         # The same, or what its adapter belongs to: a replica that starts anew needs both.
         self._whole: Weights | None = None
+        # Those that are in the group that weights were broadcast in last.
+        self._group: tuple[list[ActorHandle], Broadcast] | None = None
         self._is_asleep = False
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._restarts = 0
@@ -293,11 +311,7 @@ class EngineFleet:
         self._newest = Weights(update, elsewhere and self._runtime.share(elsewhere), version)
         if update.adapter is None:
             self._whole = self._newest
-        self._may_load.set()
-        try:
-            if self._is_asleep:
-                # The KV cache waits: while weights are loaded there may be no room for both.
-                await self._ask("wake_up", ["weights"])
+        async with self._updating():
             alive = [(index, member) for index, member in enumerate(self._members) if member.is_alive]
             results = await asyncio.gather(*(self._load(member) for _, member in alive), return_exceptions=True)
             for (index, _), result in zip(alive, results, strict=True):
@@ -305,6 +319,43 @@ class EngineFleet:
                     self._replace(index, str(result))
                 elif isinstance(result, BaseException):
                     raise result
+
+    async def broadcast_weights(self, sender: WeightSender, version: int) -> None:
+        """Give every replica the actor's weights from device to device, and wake those that sleep.
+
+        Raises:
+            EngineError: a replica refuses them, or none is alive.
+            WorkerError: the actor or a replica died in the middle of it.
+        """
+        self._newest = self._whole = Weights(WeightUpdate(), None, version, sender)
+        async with self._updating():
+            alive = [member for member in self._members if member.is_alive]
+            servers = [member.server for member in alive]
+            if self._group is None or list(map(id, self._group[0])) != list(map(id, servers)):
+                devices = self._slot.devices * len(alive)
+                self._group = servers, await asyncio.to_thread(sender.open, 1 + devices)
+            broadcast = self._group[1]
+            # The first error is raised at once: whoever else waits for that rank does so for a long time.
+            await asyncio.gather(
+                asyncio.to_thread(sender.send, broadcast),
+                *(self._receive(member, number, broadcast) for number, member in enumerate(alive)),
+            )
+
+    async def _receive(self, member: Member, number: int, broadcast: Broadcast) -> None:
+        assert self._newest is not None
+        broadcast = replace(broadcast, first_rank=broadcast.first_rank + number * self._slot.devices)
+        await member.server.call("update_weights", WeightUpdate(broadcast=broadcast), self._newest.version)
+        member.newest = member.whole = self._newest
+
+    @asynccontextmanager
+    async def _updating(self) -> AsyncIterator[None]:
+        """Replicas are awake for what is done here, at least one is alive after it, and then all sleepers wake."""
+        self._may_load.set()
+        try:
+            if self._is_asleep:
+                # The KV cache waits: while weights are loaded there may be no room for both.
+                await self._ask("wake_up", ["weights"])
+            yield
             while not any(member.is_alive for member in self._members):
                 if not self._restarting:
                     raise EngineError("no engine replica is alive to take the new weights")
@@ -323,6 +374,8 @@ class EngineFleet:
     @staticmethod
     async def _send(member: Member, weights: Weights) -> None:
         update, elsewhere = weights.update, weights.elsewhere
+        if weights.sender is not None:
+            update = await asyncio.to_thread(weights.sender.files)
         if update.files and not await member.server.call("can_read", update.files):
             if elsewhere is None:
                 # A replica that came back on another node; these files are at hand where the driver is.

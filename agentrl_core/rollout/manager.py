@@ -22,7 +22,7 @@ from agentrl_core.config.schema import Config
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
-from agentrl_core.rollout.fleet import EngineFleet
+from agentrl_core.rollout.fleet import EngineFleet, WeightSender
 from agentrl_core.rollout.placement import Seats, seats_anywhere
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.rewards import RewardWorker
@@ -159,6 +159,15 @@ class AgentLoopManager:
             EngineError: a replica refuses them, naming what does not fit, or none is alive.
         """
         self._runtime.run(self._fleet.update_weights(update, version, elsewhere))
+
+    def broadcast_weights(self, sender: WeightSender, version: int) -> None:
+        """Give every replica the actor's weights from device to device.
+
+        Raises:
+            EngineError: a replica refuses them, naming what does not fit, or none is alive.
+            WorkerError: the actor or a replica died in the middle of it.
+        """
+        self._runtime.run(self._fleet.broadcast_weights(sender, version))
 
     def probe(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[TokenOutput]:
         """What each replica answers to one request, in their order; no trajectory, tool or reward takes part."""

@@ -91,8 +91,14 @@ def engine_seats(config: Config, training: WorkerGroup | None) -> Seats:
     """
     if not _on_gpus(config):
         return seats_anywhere(config)
-    if training is None or config.rollout.engine.placement == "standalone":
+    engine = config.rollout.engine
+    if training is None or engine.placement == "standalone":
         return seats_of_their_own(config)
+    if engine.weight_transfer == "broadcast":
+        raise ConfigError(
+            "rollout.engine.weight_transfer=broadcast: NCCL sends from one GPU to another, and colocated engines have "
+            "the trainer's; set rollout.engine.placement=standalone, or weight_transfer=host_memory"
+        )
     return seats_beside(config, training.places())
 
 

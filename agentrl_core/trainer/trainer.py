@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from agentrl_core.algorithms.outcome import advantage_input
-from agentrl_core.api import AdvantageEstimator, AlgorithmContext, WeightUpdate
+from agentrl_core.api import AdvantageEstimator, AlgorithmContext
 from agentrl_core.config import Config, to_dict
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
@@ -37,9 +37,9 @@ from agentrl_core.trainer.roles import build_roles, start_runtime
 from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
 from agentrl_core.trainer.validation import Validator, prompt_batch
+from agentrl_core.trainer.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
-WEIGHT_BUCKET_BYTES = 256 << 20
 GAP_ROWS = 4
 """Rows whose log-probs are computed a second time, to watch the engine, where a second pass is not needed."""
 TOOL_SILENCE_STEPS = 10
@@ -111,6 +111,7 @@ class Trainer:
     def _started(self) -> Iterator[None]:
         """Workers, closed however the run ends; weights, and the validation before training."""
         self.roles = build_roles(self.config, self.runtime, self.plan, self.preparation.facts)
+        self._give_weights = WeightSync(self.config, self.roles.actor, self.roles.rollout)
         try:
             self._begin()
             yield
@@ -236,20 +237,7 @@ class Trainer:
     def sync_weights(self, step: int) -> None:
         """Give the engines the actor's weights, as version ``step``."""
         with self.timer.phase("sync_weights"):
-            self.roles.rollout.update_weights(*self._new_weights(step))
-
-    def _new_weights(self, version: int) -> tuple[WeightUpdate, int, WeightUpdate | None]:
-        """The cheapest road to every engine: the module itself, files in memory on the actor's host, buckets."""
-        rollout, actor = self.roles.rollout, self.roles.actor
-        if rollout.shares_module:
-            return WeightUpdate(shared=True), version, None
-        if self.config.cluster.runtime == "local":
-            return WeightUpdate(buckets=actor.weight_buckets(WEIGHT_BUCKET_BYTES)), version, None
-        files = actor.weight_files()
-        elsewhere = None
-        if not rollout.can_all_read(files):
-            elsewhere = WeightUpdate(buckets=actor.weight_buckets(WEIGHT_BUCKET_BYTES))
-        return WeightUpdate(files=files), version, elsewhere
+            self._give_weights(step)
 
     def finish_step(self, step: int, batch: DataProto, metrics: dict[str, float]) -> None:
         """Records, validation, checkpoint, trackers, hooks."""

@@ -13,7 +13,9 @@ from agentrl_core.algorithms.kl import kl_estimate
 from agentrl_core.algorithms.token_log_probs import Entropies
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.api.weights import ArrayBucket
+from agentrl_core.api.ports import free_port, host_address
+from agentrl_core.api.weight_group import WeightGroup
+from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.config.schema import Config
 from agentrl_core.controller import Dispatch, register
 from agentrl_core.plugins.resolution import resolve_ref
@@ -27,7 +29,13 @@ from agentrl_core.workers.models import empty_causal_lm, enable_gradient_checkpo
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.update import MicroLoss, Update, seed_of
-from agentrl_core.workers.weights import ModelFiles, iter_weight_buckets, save_model
+from agentrl_core.workers.weights import (
+    ModelFiles,
+    bucket_layout,
+    iter_weight_buckets,
+    save_model,
+    send_weights,
+)
 
 
 class ActorWorker(ModelWorker):
@@ -46,6 +54,7 @@ class ActorWorker(ModelWorker):
         super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
         self._weight_files: ModelFiles | None = None
+        self._weight_group: WeightGroup | None = None
 
     @property
     def module(self) -> Any:
@@ -150,6 +159,24 @@ class ActorWorker(ModelWorker):
                 self._weight_files = ModelFiles(self._model)
             return self._weight_files.write()
 
+    @register(dispatch_mode=COLLECTIVE)
+    def open_broadcast(self, bucket_bytes: int) -> tuple[str, list[ArrayBucket]]:
+        self._leave_weight_group()
+        address = host_address()
+        return f"{address}:{free_port(host=address)}", bucket_layout(self._model, bucket_bytes)
+
+    @register(dispatch_mode=COLLECTIVE)
+    def send_weights(self, broadcast: Broadcast, bucket_bytes: int) -> None:
+        if self._parallel.is_first and self._weight_group is None:
+            self._weight_group = WeightGroup(broadcast.address, 0, broadcast.size, broadcast.backend)
+        with self._offload.on_device():
+            send_weights(self._model, bucket_bytes, self._weight_group, on_host=broadcast.backend == "gloo")
+
+    def _leave_weight_group(self) -> None:
+        if self._weight_group is not None:
+            self._weight_group.close()
+            self._weight_group = None
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
         with self._offload.on_device(optimizer=True):
@@ -171,6 +198,7 @@ class ActorWorker(ModelWorker):
         if self._weight_files is not None:
             self._weight_files.close()
             self._weight_files = None
+        self._leave_weight_group()
         super().close()
 
 

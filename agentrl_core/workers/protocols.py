@@ -7,7 +7,7 @@ are directories.
 
 from typing import Protocol
 
-from agentrl_core.api.weights import ArrayBucket
+from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.protocol import DataProto
 
 
@@ -57,6 +57,15 @@ class Actor(Protocol):
 
         They are the same files each time, overwritten by the next call, and gone when the actor's process ends.
         """
+
+    def open_broadcast(self, bucket_bytes: int) -> tuple[str, list[ArrayBucket]]:
+        """``address:port`` for a group in which rank 0 will send all weights, and its buckets without their data.
+
+        A group that was opened before is left.
+        """
+
+    def send_weights(self, broadcast: Broadcast, bucket_bytes: int) -> object:
+        """Send all weights in a group, which is joined first where this is the first time."""
 
 
 class Critic(Protocol):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from agentrl_core.api.weight_group import WeightGroup
 from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.workers.models import quiet_progress
 from agentrl_core.workers.weight_files import WeightFiles
@@ -38,12 +39,35 @@ def iter_weight_buckets(model: nn.Module, bucket_bytes: int) -> Iterator[ArrayBu
     for bucket in plan_buckets(model, bucket_bytes):
         gathered = gather(bucket)
         raw = [tensor.contiguous().reshape(-1).view(torch.uint8).numpy() for _, tensor in gathered]
-        yield ArrayBucket(
-            names=tuple(name for name, _ in bucket),
-            shapes=tuple(tuple(tensor.shape) for _, tensor in bucket),
-            dtypes=tuple(str(tensor.dtype).removeprefix(_DTYPE_PREFIX) for _, tensor in bucket),
-            data=raw[0] if len(raw) == 1 else np.concatenate(raw) if raw else np.empty(0, np.uint8),
-        )
+        yield _described(bucket, raw[0] if len(raw) == 1 else np.concatenate(raw) if raw else np.empty(0, np.uint8))
+
+
+def _described(bucket: Named, data: "np.ndarray[Any, Any]") -> ArrayBucket:
+    return ArrayBucket(
+        names=tuple(name for name, _ in bucket),
+        shapes=tuple(tuple(tensor.shape) for _, tensor in bucket),
+        dtypes=tuple(str(tensor.dtype).removeprefix(_DTYPE_PREFIX) for _, tensor in bucket),
+        data=data,
+    )
+
+
+def bucket_layout(model: nn.Module, bucket_bytes: int) -> list[ArrayBucket]:
+    """What :func:`iter_weight_buckets` yields, without the data; nothing is gathered."""
+    return [_described(bucket, np.empty(0, np.uint8)) for bucket in plan_buckets(model, bucket_bytes)]
+
+
+def send_weights(model: nn.Module, bucket_bytes: int, group: WeightGroup | None, on_host: bool) -> None:
+    """Broadcast all weights, bucket by bucket, in the order of :func:`bucket_layout`.
+
+    Where the model is sharded every rank must call this; those other than 0 have no group, and only help to gather.
+
+    Args:
+        on_host: the group takes tensors on the host (gloo), otherwise those on the model's device (NCCL).
+    """
+    for bucket in plan_buckets(model, bucket_bytes):
+        gathered = gather(bucket, on_host)
+        if group is not None:
+            group.broadcast(torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in gathered]))
 
 
 def plan_buckets(model: nn.Module, bucket_bytes: int) -> list[Named]:
@@ -59,8 +83,8 @@ def plan_buckets(model: nn.Module, bucket_bytes: int) -> list[Named]:
     return buckets
 
 
-def gather(bucket: Named) -> Named:
-    """The whole tensors of a bucket, on the host; nothing on ranks other than 0."""
+def gather(bucket: Named, on_host: bool = True) -> Named:
+    """The whole tensors of a bucket, on the host unless told otherwise; nothing on ranks other than 0."""
     gathered: Named = []
     is_sharded = False
     for name, tensor in bucket:
@@ -69,7 +93,7 @@ def gather(bucket: Named) -> Named:
             is_sharded = True
             whole = whole.full_tensor()
         if not is_sharded or dist.get_rank() == 0:
-            gathered.append((name, whole.cpu()))
+            gathered.append((name, whole.cpu() if on_host else whole))
     return gathered
 
 

@@ -148,8 +148,8 @@ def test_message(problems, valid, lines, message):
             "rollout.engine.max_num_seqs=9",
             "rollout.engine.max_num_seqs (override 'rollout.engine.max_num_seqs=9'): unknown key; did you mean "
             "'rollout.engine.config.max_num_seqs'? allowed: name, python, replicas, tensor_parallel, "
-            "pipeline_parallel, data_parallel, nodes, placement, sleep, max_in_flight, retry, restarts, "
-            "start_timeout, health_interval, health_timeout, config",
+            "pipeline_parallel, data_parallel, nodes, placement, sleep, weight_transfer, max_in_flight, retry, "
+            "restarts, start_timeout, health_interval, health_timeout, config",
         ),
         (
             "rollout.engine.config.mode=slow",

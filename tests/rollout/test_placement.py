@@ -53,6 +53,9 @@ def test_replicas_fill_the_training_processes_unless_they_are_counted(make_confi
     assert make_config((2, 4), tensor_parallel=2, pipeline_parallel=2).engine_replicas == 2
     assert make_config((1, 2), data_parallel=8).engine_replicas == 1
     assert make_config(replicas=3).engine_replicas == 3
+    config = make_config()
+    config.rollout.deterministic = True
+    assert config.engine_replicas == 1
 
 
 def test_replicas_get_the_gpus_of_consecutive_ranks(make_config: Any) -> None:

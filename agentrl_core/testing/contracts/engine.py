@@ -7,7 +7,8 @@ import asyncio
 import copy
 import tempfile
 from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,6 +26,8 @@ from agentrl_core.api import (
     WeightUpdate,
 )
 from agentrl_core.api.adapter_tensors import tensor_names
+from agentrl_core.api.ports import free_port
+from agentrl_core.api.weights import Broadcast
 from agentrl_core.controller.event_loop import EventLoop
 from agentrl_core.testing.contracts.case import PluginCase, PluginContract, needs
 
@@ -362,6 +365,31 @@ class EngineContract(PluginContract):
                 check_spans(output, served.version)
                 if output.log_probs is not None:
                     assert served.gap(prompt, output) <= served.plugin.tolerance, f"stale log-probs after update {seed}"
+
+    def test_weights_that_are_sent_in_a_group_are_received(self, served: Served) -> None:
+        """Bucket by bucket, in one group for several updates, and in another one after it."""
+        needs(served.plugin, "broadcast", "weight_update")
+        from agentrl_core.api.weight_group import WeightGroup
+
+        for seeds in ((1, 2), (3,)):
+            address = f"127.0.0.1:{free_port()}"
+            models = [Model(seed, served.plugin.tie_word_embeddings) for seed in seeds]
+
+            def send(address: str = address, models: Sequence[Model] = models) -> None:
+                with WeightGroup(address, 0, 2, timeout=DEADLINE) as group:
+                    for model in models:
+                        for bucket in model.buckets():
+                            group.send(bucket)
+
+            with ThreadPoolExecutor(1) as threads:
+                sending = threads.submit(send)
+                for model in models:
+                    layout = tuple(replace(bucket, data=np.empty(0, np.uint8)) for bucket in model.buckets())
+                    served.take(model, WeightUpdate(broadcast=Broadcast(address, "gloo", 2, 1, layout)))
+                    output = served.run(served.generate(PROMPTS[0], temperature=0.0))
+                    assert output.token_ids == model.greedy(PROMPTS[0], 16), "the answer is not the new model's"
+                    check_spans(output, served.version)
+                sending.result(DEADLINE)
 
     def test_weights_that_do_not_fit_are_refused(self, served: Served) -> None:
         """The error names the tensor."""

@@ -14,7 +14,7 @@ from agentrl_engine_hf.model import Model
 from agentrl_engine_hf.sampler import Sampler
 from agentrl_engine_hf.scheduler import Scheduler
 from agentrl_engine_hf.sequence import Sequence
-from agentrl_engine_hf.weights import load_weights
+from agentrl_engine_hf.weights import Receiver, load_weights
 
 
 @dataclass
@@ -47,6 +47,7 @@ class Executor:
         self._asleep: set[str] = set()
         self._draining: list[Future[None]] = []
         self._sampler = Sampler([], model.device)
+        self._receiver = Receiver()
         self._results: list[tuple[Sequence, TokenOutput | BaseException]] = []
 
     # The step -----------------------------------------------------------------------------------------------------
@@ -280,7 +281,7 @@ class Executor:
 
     def update_weights(self, update: WeightUpdate, version: int) -> None:
         if not update.shared:
-            load_weights(self.model.module, update)
+            load_weights(self.model.module, update, self._receiver)
         self._scheduler.invalidate()
         self.version = version
 

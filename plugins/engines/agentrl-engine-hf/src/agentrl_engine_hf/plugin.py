@@ -12,6 +12,17 @@ PLUGIN = PluginSpec(
     config=HFEngineConfig,
     requires=("torch>=2.11", "transformers>=5.16"),
     capabilities=frozenset(
-        {"logprobs", "seeds", "abort", "pause", "sleep", "weight_update", "shared_module", "deterministic", "sessions"}
+        {
+            "logprobs",
+            "seeds",
+            "abort",
+            "pause",
+            "sleep",
+            "weight_update",
+            "broadcast",
+            "shared_module",
+            "deterministic",
+            "sessions",
+        }
     ),
 )

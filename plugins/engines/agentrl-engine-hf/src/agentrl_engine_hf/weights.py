@@ -1,18 +1,21 @@
-"""New weights from buckets of bytes into a module, in place."""
+"""New weights from buckets of bytes, or from a broadcast, into a module, in place."""
 
 import difflib
-import math
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import torch
 
 from agentrl_core.api import ArrayBucket, WeightUpdate
 from agentrl_core.api.errors import EngineError
+from agentrl_core.api.model_tensors import broken_buckets
+from agentrl_core.api.weight_group import WeightGroup
+from agentrl_core.api.weights import Broadcast
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
 
 
-def load_weights(module: torch.nn.Module, update: WeightUpdate) -> None:
+def load_weights(module: torch.nn.Module, update: WeightUpdate, receiver: "Receiver") -> None:
     """Copy every tensor of ``update`` into the module's own, cast to its dtype.
 
     Everything is checked before the first byte is written. Of tied tensors one name is enough; buffers may be absent.
@@ -22,36 +25,17 @@ def load_weights(module: torch.nn.Module, update: WeightUpdate) -> None:
             buckets whose bytes don't add up.
     """
     targets = module.state_dict()
-    problems = [*_bucket_problems(update), *_name_problems(module, targets, update)]
+    problems = [*broken_buckets(update), *_name_problems(module, targets, update)]
     if problems:
         raise EngineError("weights refused, nothing was written:\n" + "\n".join(f"  - {line}" for line in problems))
+    if update.broadcast is None:
+        tensors = (tensor for bucket in update for tensor in _tensors(bucket))
+    else:
+        device = next(iter(targets.values())).device
+        tensors = receiver.receive(update.broadcast, device)
     with torch.no_grad():
-        for bucket in update:
-            for name, tensor in _tensors(bucket):
-                targets[name].copy_(tensor)
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    dtype = getattr(torch, name, None)
-    return dtype if isinstance(dtype, torch.dtype) else None
-
-
-def _bucket_problems(update: WeightUpdate) -> Iterator[str]:
-    for number, bucket in enumerate(update):
-        counts = len(bucket.names), len(bucket.shapes), len(bucket.dtypes)
-        if len(set(counts)) != 1:
-            yield f"bucket {number} has {counts[0]} names, {counts[1]} shapes and {counts[2]} dtypes"
-            continue
-        unknown = sorted({name for name in bucket.dtypes if _dtype(name) is None})
-        if unknown:
-            yield f"bucket {number} has dtypes that torch doesn't know: {', '.join(unknown)}"
-            continue
-        expected = sum(
-            math.prod(shape) * torch.empty(0, dtype=_dtype(dtype)).element_size()
-            for shape, dtype in zip(bucket.shapes, bucket.dtypes, strict=True)
-        )
-        if expected != bucket.nbytes:
-            yield f"bucket {number} holds {bucket.nbytes} bytes; its shapes and dtypes need {expected}"
+        for name, tensor in tensors:
+            targets[name].copy_(tensor)
 
 
 def _name_problems(module: torch.nn.Module, targets: dict[str, torch.Tensor], update: WeightUpdate) -> Iterator[str]:
@@ -70,13 +54,31 @@ def _name_problems(module: torch.nn.Module, targets: dict[str, torch.Tensor], up
             yield f"{' = '.join(names)}: missing"
 
 
-def _tensors(bucket: ArrayBucket) -> Iterator[tuple[str, torch.Tensor]]:
-    data = bucket.data.reshape(-1).view(np.uint8)
-    offset = 0
-    for name, shape, dtype_name in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
-        dtype: Any = _dtype(dtype_name)
-        size = math.prod(shape) * torch.empty(0, dtype=dtype).element_size()
+def _tensors(bucket: ArrayBucket) -> Tensors:
+    for name, shape, dtype, data in bucket.tensors():
         # A copy is aligned and writable, which torch asks for and which a slice of shared memory need not be.
-        raw = torch.from_numpy(data[offset : offset + size].copy())
-        yield name, raw.view(dtype).view(shape)
-        offset += size
+        yield name, torch.from_numpy(data.reshape(-1).view(np.uint8).copy()).view(getattr(torch, dtype)).view(shape)
+
+
+class Receiver:
+    """A rank of the group that an actor broadcasts weights in, joined when the first update comes."""
+
+    def __init__(self) -> None:
+        self._address = ""
+        self._group: WeightGroup | None = None
+
+    def receive(self, broadcast: Broadcast, device: torch.device) -> Tensors:
+        """All tensors, which must be taken as they come: the sender waits."""
+        if self._group is None or self._address != broadcast.address:
+            self.close()
+            self._address = broadcast.address
+            self._group = WeightGroup(broadcast.address, broadcast.first_rank, broadcast.size, broadcast.backend)
+        on = torch.device("cpu") if broadcast.backend == "gloo" else device
+        for bucket in broadcast.buckets:
+            yield from self._group.receive(bucket.names, bucket.shapes, bucket.dtypes, on)
+
+    def close(self) -> None:
+        """Leave the group."""
+        if self._group is not None:
+            self._group.close()
+            self._group = None

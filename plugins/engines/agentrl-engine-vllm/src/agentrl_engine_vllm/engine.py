@@ -19,7 +19,7 @@ from agentrl_engine_vllm.counters import Counters
 from agentrl_engine_vllm.follower import VLLMFollower
 from agentrl_engine_vllm.launch import BACKEND, check_installed, engine_arguments, environment
 from agentrl_engine_vllm.requests import MAX_TEMPERATURE, sampling_arguments, token_output
-from agentrl_engine_vllm.roads import make_road
+from agentrl_engine_vllm.roads import make_roads
 
 ABORT_INTERVAL = 0.5
 PAUSE_MODES = {"abort": "abort", "drain": "wait", "keep": "keep"}
@@ -49,7 +49,7 @@ class VLLMEngine(InferenceEngine):
         self._version = 0
         self._ended_because = ""
         self._vocab_size = 0
-        self._road = make_road(context)
+        self._road, self._broadcast_road = make_roads(context)
         self._closing = threading.Event()
         self._llm: Any = None
 
@@ -274,7 +274,7 @@ class VLLMEngine(InferenceEngine):
             await llm.update_weight_version(str(version))
             return
         await llm.start_weight_update()
-        await self._road.send(llm, update)
+        await (self._road if update.broadcast is None else self._broadcast_road).send(llm, update)
         await llm.finish_weight_update(str(version))
         # With the weights vLLM has forgotten the adapter, the one of zeros too.
         await self._adapters.clear(llm)

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from agentrl_core.api.engine import EngineContext
 from agentrl_core.api.ports import free_port, host_address
-from agentrl_core.api.weights import WeightUpdate, write_safetensors
+from agentrl_core.api.weights import ArrayBucket, WeightUpdate, write_safetensors
 
 MEMORY_FOLDER = Path("/dev/shm")
 
@@ -46,36 +46,32 @@ class GroupRoad:
 
     Args:
         workers: of the engine, on all its hosts.
+        membership: of these workers.
     """
 
-    def __init__(self, workers: int) -> None:
+    def __init__(self, workers: int, membership: "Membership") -> None:
         self._size = 1 + workers
+        self._membership = membership
+        self._address = ""
         self._group: Any = None
 
     async def send(self, llm: Any, update: WeightUpdate) -> None:
-        from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
-
-        if self._group is None:
-            self._group = await self._join(llm)
+        if self._group is None or self._membership.address != self._address:
+            self.close()
+            await self._join(llm)
         for bucket in update:
-            layout = {"names": list(bucket.names), "shapes": [list(shape) for shape in bucket.shapes]}
-            request = WeightTransferUpdateRequest(update_info={**layout, "dtypes": list(bucket.dtypes)})
             # Where a worker refuses, nobody receives, and sending would wait for its own time limit.
-            await asyncio.gather(llm.update_weights(request), asyncio.to_thread(self._group.send, bucket))
+            await asyncio.gather(_receive(llm, bucket), asyncio.to_thread(self._group.send, bucket))
 
-    async def _join(self, llm: Any) -> Any:
-        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
-
+    async def _join(self, llm: Any) -> None:
         from agentrl_core.api.weight_group import WeightGroup
 
-        address = host_address()
-        address = f"{address}:{free_port(host=address)}"
-        place = {"address": address, "backend": "gloo", "first_rank": 1, "size": self._size}
-        group, _ = await asyncio.gather(
-            asyncio.to_thread(WeightGroup, address, 0, self._size),
-            llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=place)),
+        host = host_address()
+        self._address = f"{host}:{free_port(host=host)}"
+        self._group, _ = await asyncio.gather(
+            asyncio.to_thread(WeightGroup, self._address, 0, self._size),
+            self._membership.join(llm, self._address, "gloo", 1, self._size),
         )
-        return group
 
     def close(self) -> None:
         if self._group is not None:
@@ -83,9 +79,51 @@ class GroupRoad:
             self._group = None
 
 
-def make_road(context: EngineContext) -> WeightRoad:
-    """Files for workers on one host."""
-    return GroupRoad(context.tensor_parallel * context.pipeline_parallel) if context.nodes > 1 else FileRoad()
+class BroadcastRoad:
+    """Workers receive what the actor sends, in a group that they share with it."""
+
+    def __init__(self, membership: "Membership") -> None:
+        self._membership = membership
+
+    async def send(self, llm: Any, update: WeightUpdate) -> None:
+        broadcast = update.broadcast
+        assert broadcast is not None
+        await self._membership.join(llm, broadcast.address, broadcast.backend, broadcast.first_rank, broadcast.size)
+        for bucket in broadcast.buckets:
+            await _receive(llm, bucket)
+
+    def close(self) -> None:
+        return None
+
+
+class Membership:
+    """The group that an engine's workers are in: one at a time."""
+
+    def __init__(self) -> None:
+        self.address = ""
+
+    async def join(self, llm: Any, address: str, backend: str, first_rank: int, size: int) -> None:
+        """Returns at once where it is the same group as before."""
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        if self.address != address:
+            self.address = address
+            place = {"address": address, "backend": backend, "first_rank": first_rank, "size": size}
+            await llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=place))
+
+
+async def _receive(llm: Any, bucket: ArrayBucket) -> None:
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    layout = {"names": list(bucket.names), "shapes": list(map(list, bucket.shapes)), "dtypes": list(bucket.dtypes)}
+    await llm.update_weights(WeightTransferUpdateRequest(update_info=layout))
+
+
+def make_roads(context: EngineContext) -> tuple[WeightRoad, WeightRoad]:
+    """For weights that lie in the host's memory, where workers on one host map files, and for those that are sent."""
+    membership = Membership()
+    workers = context.tensor_parallel * context.pipeline_parallel
+    return GroupRoad(workers, membership) if context.nodes > 1 else FileRoad(), BroadcastRoad(membership)
 
 
 @contextmanager

@@ -64,7 +64,8 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
-        rank = init_info.first_rank + torch.distributed.get_rank()
+        parallel = self.parallel_config
+        rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
         self._group = WeightGroup(init_info.address, rank, init_info.size, init_info.backend)
         self._received_on = torch.device("cpu") if init_info.backend == "gloo" else self.device
 
