@@ -18,6 +18,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.api.weights import Broadcast
 from agentrl_core.config.schema import EngineSlot
+from agentrl_core.controller.event_loop import in_daemon_thread
 from agentrl_core.controller.runtime import ActorHandle, Runtime
 from agentrl_core.rollout.placement import Seats
 from agentrl_core.rollout.server import EngineServer, tail_of
@@ -337,7 +338,7 @@ class EngineFleet:
             broadcast = self._group[1]
             # The first error is raised at once: whoever else waits for that rank does so for a long time.
             await asyncio.gather(
-                asyncio.to_thread(sender.send, broadcast),
+                in_daemon_thread(sender.send, broadcast),
                 *(self._receive(member, number, broadcast) for number, member in enumerate(alive)),
             )
 

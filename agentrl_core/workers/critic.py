@@ -23,8 +23,7 @@ from agentrl_core.workers.model_worker import ModelWorker
 from agentrl_core.workers.models import empty_backbone, enable_gradient_checkpointing, load_backbone
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
-from agentrl_core.workers.packed_attention import is_packing, rows_of
-from agentrl_core.workers.packing import pack
+from agentrl_core.workers.packed_attention import ForwardPass
 from agentrl_core.workers.update import MicroLoss, Update, seed_of
 from agentrl_core.workers.weights import gather, save_model
 
@@ -47,16 +46,9 @@ class ValueModel(nn.Module):
         The value at token t is read where t is predicted, before it is sampled. Where rows are packed the n tokens are
         the sampled ones, else all.
         """
-        width_r, width_l = micro["responses"].shape[1], micro["input_ids"].shape[1]
-        packed = pack(micro) if is_packing(self.backbone) else None
-        inputs = micro.model_inputs if packed is None else packed.model_inputs
-        hidden: Tensor = self.backbone(**inputs, use_cache=False).last_hidden_state
-        if packed is not None:
-            hidden_nH, places_br = rows_of(hidden.squeeze(0), packed.predicting), packed.sampled
-        else:
-            hidden_nH = hidden[:, width_l - width_r - 1 : width_l - 1].flatten(0, 1)
-            places_br = torch.ones_like(micro["response_mask"])
-        return (self.value_head(hidden_nH.float()).squeeze(-1) if with_head else hidden_nH), places_br
+        rows = ForwardPass.of(self.backbone, micro)
+        hidden_nH = rows.predicting_states(self.backbone(**rows.inputs, use_cache=False).last_hidden_state)
+        return (self.value_head(hidden_nH.float()).squeeze(-1) if with_head else hidden_nH), rows.places
 
 
 class CriticWorker(ModelWorker):

@@ -5,15 +5,13 @@ Shapes: b rows, r response tokens and l = p + r tokens of a micro-batch, n of it
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from agentrl_core.algorithms.token_log_probs import Entropies, token_log_probs
 from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.micro_batching import MicroBatch, in_place
-from agentrl_core.workers.packed_attention import is_packing
-from agentrl_core.workers.packing import pack
+from agentrl_core.workers.packed_attention import ForwardPass
 
 
 def temperature_of(batch: DataProto, method: str) -> float:
@@ -30,21 +28,14 @@ def response_logits(model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
 
     Raises WorkerError for a model that does not know ``logits_to_keep``.
     """
-    width_r, width_l = micro["responses"].shape[1], micro["input_ids"].shape[1]
-    packed = pack(micro) if is_packing(model) else None
-    if packed is not None:
-        inputs, predicting = packed.model_inputs, packed.predicting
-    else:
-        inputs = micro.model_inputs
-        predicting = torch.arange(width_l - width_r - 1, width_l - 1, device=micro["input_ids"].device)
-    logits = model(**inputs, logits_to_keep=predicting, use_cache=False).logits
-    if logits.shape[1] != len(predicting):
+    rows = ForwardPass.of(model, micro)
+    logits = model(**rows.inputs, logits_to_keep=rows.predicting, use_cache=False).logits
+    if logits.shape[1] != len(rows.predicting):
         raise WorkerError(
-            f"{type(model).__name__} returned logits for {logits.shape[1]} positions instead of {len(predicting)}: its "
+            f"{type(model).__name__} returned logits for {logits.shape[1]} positions, not {len(rows.predicting)}: its "
             "forward() must take logits_to_keep as a tensor of positions, as the models of transformers do"
         )
-    places_br = packed.sampled if packed is not None else torch.ones_like(micro["response_mask"])
-    return logits.flatten(0, 1), places_br
+    return logits.flatten(0, 1), rows.places
 
 
 def response_log_probs(

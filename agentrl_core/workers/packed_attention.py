@@ -6,6 +6,7 @@ Shapes: T tokens of the packed sequence, H heads, D size of a head, n predicted 
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.workers.micro_batching import Columns, MicroBatch
-from agentrl_core.workers.packing import AttentionLayout
+from agentrl_core.workers.packing import AttentionLayout, pack
 
 logger = logging.getLogger(__name__)
 
@@ -127,6 +128,38 @@ class Packing:
 def is_packing(model: Any) -> bool:
     """The model attends with :func:`packed_attention` now."""
     return _attention(model) == PACKED
+
+
+@dataclass(frozen=True)
+class ForwardPass:
+    """What a model is given for a micro-batch, and where it predicts what: packed rows, or padded ones.
+
+    Args:
+        inputs: of the model's forward.
+        predicting: positions after which response tokens are predicted, in each row of ``inputs``.
+        places: [b, r] bool, which response tokens these are, in the same order.
+    """
+
+    inputs: dict[str, Any]
+    predicting: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, model: Any, micro: MicroBatch) -> "ForwardPass":
+        """Packed where the model packs and where it pays, and then without response tokens that were not sampled."""
+        packed = pack(micro) if is_packing(model) else None
+        if packed is not None:
+            return cls(packed.model_inputs, packed.predicting, packed.sampled)
+        mask_br, ids_bl = micro["response_mask"], micro["input_ids"]
+        end = ids_bl.shape[1] - 1
+        predicting = torch.arange(end - mask_br.shape[1], end, device=ids_bl.device)
+        return cls(dict(micro.model_inputs), predicting, torch.ones_like(mask_br))
+
+    def predicting_states(self, hidden: Tensor) -> Tensor:
+        """The states [n, H] after which response tokens are predicted, of all states [rows, tokens, H]."""
+        rows, width = hidden.shape[:2]
+        starts = torch.arange(0, rows * width, width, device=hidden.device)
+        return rows_of(hidden.flatten(0, 1), (starts.unsqueeze(-1) + self.predicting).flatten())
 
 
 def _attention(model: Any) -> str:

@@ -1,12 +1,14 @@
 """New weights that go from the actor's device to those of the engines."""
 
 import logging
+import time
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
-from agentrl_core.api import ConfigError
+from agentrl_core.api import ConfigError, EngineError
+from agentrl_core.api.weight_group import TIMEOUT
 from agentrl_core.config import load_config
 from agentrl_core.tracking.run_dir import RunDir
 from agentrl_core.trainer import roles
@@ -69,6 +71,28 @@ def test_sharded_weights_are_broadcast_to_replicas_and_one_that_comes_back_joins
         # The one that was killed did not live to be told the second step's; the one in its place got them from files.
         "0 1 files",
     ])  # fmt: skip
+
+
+@pytest.mark.ray
+def test_an_engine_that_refuses_weights_ends_the_run_although_the_others_wait_for_it(
+    fit: Callable[..., RunDir], tiny_run: Any
+) -> None:
+    refusing = MORTAL.replace(
+        "    async def update_weights(self, update, version):\n",
+        "    async def update_weights(self, update, version):\n"
+        "        if self.replica == 1 and version == 1:\n"
+        "            raise EngineError('no room for them')\n",
+    ).replace("self.version == 1 and not", "False and not")
+    source = f"FOLDER = {str(tiny_run.folder)!r}\nfrom agentrl_core.api import EngineError\n{refusing}"
+    (tiny_run.folder / "mortal.py").write_text(source)
+    start = time.monotonic()
+    with pytest.raises(EngineError, match="no room for them"):
+        fit({
+            "cluster": {"runtime": "ray", "processes_per_node": 2},
+            "rollout.engine": {"name": "./mortal.py:Mortal", "weight_transfer": "broadcast"},
+        })  # fmt: skip
+    # Far less than a rank waits for the others.
+    assert time.monotonic() - start < TIMEOUT / 3
 
 
 def test_the_local_runtime_has_nobody_to_send_to(tiny_run: Any) -> None:
