@@ -5,8 +5,8 @@ import logging
 from collections import defaultdict
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from agentrl_core.api import (
     EngineContext,
@@ -16,10 +16,9 @@ from agentrl_core.api import (
     WeightUpdate,
     WorkerError,
 )
-from agentrl_core.api.weights import Broadcast
 from agentrl_core.config.schema import EngineSlot
-from agentrl_core.controller.event_loop import in_daemon_thread
 from agentrl_core.controller.runtime import ActorHandle, Runtime
+from agentrl_core.rollout.delivery import Member, WeightDelivery, Weights, WeightSender
 from agentrl_core.rollout.placement import Seats
 from agentrl_core.rollout.server import EngineServer, tail_of
 
@@ -28,65 +27,6 @@ T = TypeVar("T")
 START_GRACE = 60.0
 """Seconds beyond ``start_timeout`` after which a server that cannot even say that it is late is given up: its process
 starts and imports within them, on a machine that may be busy."""
-
-
-class WeightSender(Protocol):
-    """The actor, where it sends weights from its device to those of the engines. Its methods block."""
-
-    def open(self, size: int) -> Broadcast:
-        """A new group of so many ranks, the actor's among them; ``first_rank`` is that of the first engine."""
-
-    def send(self, broadcast: Broadcast) -> None:
-        """Send the weights in that group, while all its engines receive."""
-
-    def files(self) -> WeightUpdate:
-        """The same weights, for a replica that is started between two updates."""
-
-
-@dataclass(frozen=True)
-class Weights:
-    """What replicas get, one after the other.
-
-    Args:
-        update: for those that can read its files, or for all where it has none.
-        elsewhere: for the others, in the runtime's store.
-        version: of the weights.
-        sender: made them, where they were broadcast: ``update`` is empty then.
-    """
-
-    update: WeightUpdate
-    elsewhere: Any
-    version: int
-    sender: WeightSender | None = None
-
-
-@dataclass
-class Member:
-    """One replica.
-
-    Args:
-        servers: one on each of its hosts; the first one takes requests and weights.
-        restarts_left: new starts that it still has.
-        newest: weights that it has taken last.
-        whole: the same, or those that the adapter in ``newest`` belongs to.
-        is_alive: serves, as far as is known.
-    """
-
-    servers: list[ActorHandle]
-    restarts_left: int
-    newest: Weights | None = None
-    whole: Weights | None = None
-    is_alive: bool = True
-
-    @property
-    def server(self) -> ActorHandle:
-        """The one that takes requests."""
-        return self.servers[0]
-
-    @property
-    def version(self) -> int | None:
-        """Of its weights; None before the first update."""
-        return None if self.newest is None else self.newest.version
 
 
 class EngineFleet:
@@ -115,11 +55,7 @@ class EngineFleet:
         self._concurrency = most_requests + 100
         self._members = [Member(self._make(replica), slot.restarts) for replica in range(len(seats))]
         self._routers: Sequence[ActorHandle] = ()
-        self._newest: Weights | None = None
-        # The same, or what its adapter belongs to: a replica that starts anew needs both.
-        self._whole: Weights | None = None
-        # Those that are in the group that weights were broadcast in last.
-        self._group: tuple[list[ActorHandle], Broadcast] | None = None
+        self._delivery = WeightDelivery(slot.devices)
         self._is_asleep = False
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._restarts = 0
@@ -267,7 +203,7 @@ class EngineFleet:
                 await self._boot(member)
                 await self._may_load.wait()
                 self._loading.add(index)
-                await self._load(member)
+                await self._delivery.load(member)
             except (EngineError, WorkerError) as error:
                 reason = str(error)
                 continue
@@ -309,12 +245,11 @@ class EngineFleet:
             EngineError: a replica refuses them, or none is alive.
         """
         # Through the store, once for each node.
-        self._newest = Weights(update, elsewhere and self._runtime.share(elsewhere), version)
-        if update.adapter is None:
-            self._whole = self._newest
+        self._delivery.note(Weights(update, elsewhere and self._runtime.share(elsewhere), version))
         async with self._updating():
             alive = [(index, member) for index, member in enumerate(self._members) if member.is_alive]
-            results = await asyncio.gather(*(self._load(member) for _, member in alive), return_exceptions=True)
+            loads = (self._delivery.load(member) for _, member in alive)
+            results = await asyncio.gather(*loads, return_exceptions=True)
             for (index, _), result in zip(alive, results, strict=True):
                 if isinstance(result, WorkerError):
                     self._replace(index, str(result))
@@ -328,25 +263,11 @@ class EngineFleet:
             EngineError: a replica refuses them, or none is alive.
             WorkerError: the actor or a replica died in the middle of it.
         """
-        self._newest = self._whole = Weights(WeightUpdate(), None, version, sender)
+        weights = Weights(WeightUpdate(), None, version, sender)
+        self._delivery.note(weights)
         async with self._updating():
             alive = [member for member in self._members if member.is_alive]
-            servers = [member.server for member in alive]
-            if self._group is None or list(map(id, self._group[0])) != list(map(id, servers)):
-                devices = self._slot.devices * len(alive)
-                self._group = servers, await asyncio.to_thread(sender.open, 1 + devices)
-            broadcast = self._group[1]
-            # The first error is raised at once: whoever else waits for that rank does so for a long time.
-            await asyncio.gather(
-                in_daemon_thread(sender.send, broadcast),
-                *(self._receive(member, number, broadcast) for number, member in enumerate(alive)),
-            )
-
-    async def _receive(self, member: Member, number: int, broadcast: Broadcast) -> None:
-        assert self._newest is not None
-        broadcast = replace(broadcast, first_rank=broadcast.first_rank + number * self._slot.devices)
-        await member.server.call("update_weights", WeightUpdate(broadcast=broadcast), self._newest.version)
-        member.newest = member.whole = self._newest
+            await self._delivery.broadcast(weights, sender, alive)
 
     @asynccontextmanager
     async def _updating(self) -> AsyncIterator[None]:
@@ -366,26 +287,6 @@ class EngineFleet:
                 self._is_asleep = False
         finally:
             await self._settle()
-
-    async def _load(self, member: Member) -> None:
-        while self._newest is not None and member.newest is not self._newest:
-            whole = self._whole
-            await self._send(member, self._newest if whole is None or member.whole is whole else whole)
-
-    @staticmethod
-    async def _send(member: Member, weights: Weights) -> None:
-        update, elsewhere = weights.update, weights.elsewhere
-        if weights.sender is not None:
-            update = await asyncio.to_thread(weights.sender.files)
-        if update.files and not await member.server.call("can_read", update.files):
-            if elsewhere is None:
-                # A replica that came back on another node; these files are at hand where the driver is.
-                elsewhere = replace(update, buckets=list(update), files=())
-            update = elsewhere
-        await member.server.call("update_weights", update, weights.version)
-        member.newest = weights
-        if weights.update.adapter is None:
-            member.whole = weights
 
     # Questions --------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,8 @@ from agentrl_core.config.schema import Config
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
-from agentrl_core.rollout.fleet import EngineFleet, WeightSender
+from agentrl_core.rollout.delivery import WeightSender
+from agentrl_core.rollout.fleet import EngineFleet
 from agentrl_core.rollout.placement import Seats, seats_anywhere
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.rewards import RewardWorker

@@ -52,7 +52,7 @@ class WeightSync:
 
 
 class ActorSender:
-    """Implements :class:`agentrl_core.rollout.fleet.WeightSender` on the actor's workers.
+    """Implements :class:`agentrl_core.rollout.delivery.WeightSender` on the actor's workers.
 
     Args:
         actor: rank 0 of the groups.
