@@ -181,6 +181,12 @@ class RayWorkerGroup(WorkerGroup):
         """The CPUs that the group's own actors hold."""
         return self._num_cpus * len(self._actors) if self._owns_actors else 0.0
 
+    @property
+    def num_gpus(self) -> float:
+        """The GPUs that the group's own actors hold."""
+        pool = self.resource_pool
+        return pool.num_gpus * len(self._actors) if self._owns_actors and pool is not None else 0.0
+
     def close(self) -> None:
         """Kills the actors that this group started, and gives the pool back if it owns it."""
         actors, self._actors = self._actors, []

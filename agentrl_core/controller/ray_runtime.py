@@ -26,10 +26,11 @@ MIN_LOGICAL_CPUS = 32
 class RayActorHandle:
     """An actor of a plain class on Ray. Handles can be pickled and passed to other actors."""
 
-    def __init__(self, name: str, actor: Any, num_cpus: float) -> None:
+    def __init__(self, name: str, actor: Any, num_cpus: float, num_gpus: float) -> None:
         self._name = name
         self._actor = actor
         self.num_cpus = num_cpus
+        self.num_gpus = num_gpus
         self._was_killed = False
 
     @property
@@ -58,7 +59,7 @@ class RayActorHandle:
         """Ends the actor's process."""
         self._was_killed = True
         ray.kill(self._actor)
-        self.num_cpus = 0.0
+        self.num_cpus = self.num_gpus = 0.0
 
 
 class RayRuntime:
@@ -146,16 +147,17 @@ class RayRuntime:
         its CPUs and GPUs in place of ``num_cpus`` and ``num_gpus``. Raises WorkerError if the cluster is too small.
         """
         if beside is not None:
-            placed, num_cpus = _beside(name, *beside), 0.0
+            placed, num_cpus, num_gpus = _beside(name, *beside), 0.0, 0.0
         else:
             self._check_cpus(name, num_cpus)
+            self._check_gpus(name, num_gpus)
             # Over the nodes, where there are several.
             strategy = NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD"
             placed = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": strategy}
         options: dict[str, Any] = {**placed, "runtime_env": {"py_executable": python} if python else {}}
         if has_async_methods(cls):
             options["max_concurrency"] = max_concurrency
-        handle = RayActorHandle(name, ray.remote(cls).options(**options).remote(*args, **kwargs), num_cpus)
+        handle = RayActorHandle(name, ray.remote(cls).options(**options).remote(*args, **kwargs), num_cpus, num_gpus)
         self._actors.append(handle)
         return handle
 
@@ -167,6 +169,16 @@ class RayRuntime:
             raise WorkerError(
                 f"{name!r} needs {wanted:g} logical CPUs, but {taken:g} of the {seen:g} that the Ray cluster has are "
                 f"taken by this run: set cluster.num_cpus to {taken + wanted:g} or more (logical CPUs may exceed cores)"
+            )
+
+    def _check_gpus(self, name: str, wanted: float) -> None:
+        taken = sum(actor.num_gpus for actor in self._actors) + sum(group.num_gpus for group in self._groups)
+        seen = ray.cluster_resources().get("GPU", 0.0)
+        if wanted and taken + wanted > seen:
+            raise WorkerError(
+                f"{name!r} needs {wanted:g} GPUs, but {taken:g} of the {seen:g} that the Ray cluster has are taken by "
+                "this run: use fewer or smaller engine replicas, let them share the training processes' GPUs "
+                "(rollout.engine.placement=colocated), or add nodes"
             )
 
     def share(self, value: Any) -> Any:

@@ -1,5 +1,6 @@
 """Which devices each engine replica computes on."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -36,6 +37,14 @@ def seats_of_their_own(config: Config) -> Seats:
     """GPUs that no training process has."""
     slot = config.rollout.engine
     return [[Seat(slot.devices // slot.nodes)] * slot.nodes] * config.engine_replicas
+
+
+def seats_without_training(config: Config) -> Seats:
+    """The GPUs that the training processes would have; small replicas share them if there are more of them."""
+    per_gpu = math.ceil(config.engine_replicas / config.cluster.processes)
+    if config.rollout.engine.devices > 1 or per_gpu == 1:
+        return seats_of_their_own(config)
+    return [[Seat(math.floor(100 / per_gpu) / 100)]] * config.engine_replicas
 
 
 def seats_beside(config: Config, places: Sequence[Place]) -> Seats:

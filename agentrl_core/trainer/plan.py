@@ -64,8 +64,23 @@ def describe(config: Config, plan: RunPlan, train_rows: int, validation_rows: in
         f"update      {actor.epochs} epoch(s) x {actor.mini_batches} mini-batch(es) of ~{mini:.0f} trajectories, "
         f"micro-batches of up to {actor.micro_batch_tokens} padded tokens",
         f"validation  {validation_rows} prompts x {samples} = {validation_rows * samples} trajectories each time",
+        _engine_line(config),
     ]
     return lines
+
+
+def _engine_line(config: Config) -> str:
+    engine = config.rollout.engine
+    line = f"engines     {config.engine_replicas} x {engine.registered_name}"
+    if engine.devices > 1:
+        hosts = f" on {engine.nodes} hosts" if engine.nodes > 1 else ""
+        line += (
+            f", each with {engine.devices} devices{hosts} (tensor {engine.tensor_parallel} x pipeline "
+            f"{engine.pipeline_parallel} x data {engine.data_parallel} parallel)"
+        )
+    if config.cluster.runtime == "local":
+        return f"{line}, in this process"
+    return f"{line}, {engine.placement}"
 
 
 def memory_lines(config: Config, has_critic: bool) -> list[str]:

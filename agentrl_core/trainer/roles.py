@@ -14,7 +14,13 @@ from agentrl_core.controller.runtime import Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.rollout.manager import AgentLoopManager
-from agentrl_core.rollout.placement import Seats, seats_anywhere, seats_beside, seats_of_their_own
+from agentrl_core.rollout.placement import (
+    Seats,
+    seats_anywhere,
+    seats_beside,
+    seats_of_their_own,
+    seats_without_training,
+)
 from agentrl_core.trainer.plan import RunPlan
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.critic import CriticWorker
@@ -92,8 +98,10 @@ def engine_seats(config: Config, training: WorkerGroup | None) -> Seats:
     if not _on_gpus(config):
         return seats_anywhere(config)
     engine = config.rollout.engine
-    if training is None or engine.placement == "standalone":
+    if engine.placement == "standalone":
         return seats_of_their_own(config)
+    if training is None:
+        return seats_without_training(config)
     if engine.weight_transfer == "broadcast":
         raise ConfigError(
             "rollout.engine.weight_transfer=broadcast: NCCL sends from one GPU to another, and colocated engines have "

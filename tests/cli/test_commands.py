@@ -43,6 +43,7 @@ def test_dry_run_prints_plugins_and_arithmetic_and_starts_nothing(tiny_run: Any)
         "3 prompts x 4 samples = 12 trajectories, each of up to 8 response tokens",
         "5 steps = 2.50 epochs",
         "3 prompts x 2 = 6 trajectories each time",
+        "engines 1 x hf, in this process",
         "weights 0.1 MiB",
         "append-only: every turn's prompt starts with the exact tokens of the turn before",
         "Everything fits. Nothing was started.",
@@ -50,7 +51,16 @@ def test_dry_run_prints_plugins_and_arithmetic_and_starts_nothing(tiny_run: Any)
         assert " ".join(words.split()) in " ".join(result.output.split())
     assert not (tiny_run.folder / "runs").exists()
     many = agentrl("train", path, "--dry-run", "cluster={runtime: ray, nodes: 2, processes_per_node: 8}")
-    assert "2 node(s) x 8 = 16, each with 1/16 of weights" in " ".join(many.output.split()), many.output
+    shown = " ".join(many.output.split())
+    assert "2 node(s) x 8 = 16, each with 1/16 of weights" in shown and "engines 16 x hf, colocated" in shown, shown
+    (tiny_run.folder / "many.py").write_text(
+        "class Many:\n    capabilities = {'logprobs', 'weight_update', 'parallel', 'multi_node'}\n"
+    )
+    engine = {"name": "./many.py:Many", "tensor_parallel": 4, "pipeline_parallel": 2, "nodes": 2}
+    cluster = {"runtime": "ray", "nodes": 2, "processes_per_node": 8}
+    large = agentrl("train", tiny_run({"rollout.engine": engine, "cluster": cluster}), "--dry-run")
+    shape = "each with 8 devices on 2 hosts (tensor 4 x pipeline 2 x data 1 parallel), colocated"
+    assert f"engines 2 x Many, {shape}" in " ".join(large.output.split()), large.output
 
 
 def test_dry_run_refuses_an_engine_that_cannot_take_new_weights(tiny_run: Any) -> None:

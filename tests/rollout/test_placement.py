@@ -5,14 +5,20 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import ConfigError
+from agentrl_core.api import ConfigError, WorkerError
 from agentrl_core.config import load_config
 from agentrl_core.config.schema import Config
 from agentrl_core.controller import ClassWithInitArgs
 from agentrl_core.controller.runtime import make_runtime
 from agentrl_core.controller.worker import Worker
 from agentrl_core.controller.worker_group import Place
-from agentrl_core.rollout.placement import Seat, seats_anywhere, seats_beside, seats_of_their_own
+from agentrl_core.rollout.placement import (
+    Seat,
+    seats_anywhere,
+    seats_beside,
+    seats_of_their_own,
+    seats_without_training,
+)
 
 ENGINE = """
 from agentrl_core.api import InferenceEngine
@@ -101,6 +107,12 @@ def test_a_replica_of_several_hosts_has_a_seat_on_each(make_config: Any) -> None
     assert seats_beside(config, [Place()] * 4) == [[Seat()] * 2] * 2
 
 
+def test_without_training_small_replicas_share_what_training_would_have(make_config: Any) -> None:
+    assert seats_without_training(make_config((1, 2))) == [[Seat(1)]] * 2
+    assert seats_without_training(make_config((1, 1), replicas=3)) == [[Seat(0.33)]] * 3
+    assert seats_without_training(make_config((1, 4), tensor_parallel=2)) == [[Seat(2)]] * 2
+
+
 @pytest.mark.parametrize(
     ("engine", "message"),
     [
@@ -158,5 +170,7 @@ def test_ranks_tell_their_gpus_and_actors_go_where_they_are_told(tmp_path: Path)
             actor = runtime.actor(Shows, name="shows", node=found[0].node)
             node, _ = runtime.run(actor.call("where"))
             assert node == found[0].node
+            with pytest.raises(WorkerError, match="'greedy' needs 2 GPUs, but 4 of the 4 .*placement=colocated"):
+                runtime.actor(Shows, name="greedy", num_gpus=2)
     finally:
         ray.shutdown()
