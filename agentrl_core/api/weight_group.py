@@ -35,15 +35,25 @@ class WeightGroup:
         rank: of this process; 0 sends.
         size: of the group.
         backend: ``gloo`` for tensors on the host, ``nccl`` for those on CUDA devices.
+        device: on which a receiver wants what it gets: the CPU with gloo.
         timeout: [seconds] to wait for the others, when joining and in each transfer.
 
     Raises:
         EngineError: the others have not come in time.
     """
 
-    def __init__(self, address: str, rank: int, size: int, backend: str = "gloo", timeout: float = TIMEOUT) -> None:
+    def __init__(
+        self,
+        address: str,
+        rank: int,
+        size: int,
+        backend: str = "gloo",
+        device: "torch.device | str" = "cpu",
+        timeout: float = TIMEOUT,
+    ) -> None:
         import torch
 
+        self._device = device
         host, _, port = address.rpartition(":")
         limit = timedelta(seconds=timeout)
         try:
@@ -67,22 +77,14 @@ class WeightGroup:
         self.broadcast(torch.from_numpy(data))
 
     def receive(
-        self,
-        names: Sequence[str],
-        shapes: Sequence[Sequence[int]],
-        dtypes: Sequence[str],
-        device: "torch.device | str" = "cpu",
+        self, names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[str]
     ) -> "Iterator[tuple[str, torch.Tensor]]":
         """The tensors of the bucket that rank 0 sends next; they share memory."""
         import torch
 
-        sizes = [math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(shapes, dtypes, strict=True)]
-        received = torch.empty(sum(sizes), dtype=torch.uint8, device=device)
+        received = torch.empty(total_bytes(shapes, dtypes), dtype=torch.uint8, device=self._device)
         self.broadcast(received)
-        for name, shape, dtype, part in zip(names, shapes, dtypes, torch.split(received, sizes), strict=True):
-            # Bytes can be looked at as elements only where they begin at a multiple of an element's size.
-            aligned = part if part.storage_offset() % DTYPE_BYTES[dtype] == 0 else part.clone()
-            yield name, aligned.view(getattr(torch, dtype)).view(tuple(shape))
+        yield from cut(received, names, shapes, dtypes)
 
     def broadcast(self, tensor: "torch.Tensor") -> None:
         """Rank 0's tensor into everybody's; contiguous, of the same number of bytes."""
@@ -102,6 +104,24 @@ class WeightGroup:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+def total_bytes(shapes: Sequence[Sequence[int]], dtypes: Sequence[str]) -> int:
+    """Of a bucket."""
+    return sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(shapes, dtypes, strict=True))
+
+
+def cut(
+    received: "torch.Tensor", names: Sequence[str], shapes: Sequence[Sequence[int]], dtypes: Sequence[str]
+) -> "Iterator[tuple[str, torch.Tensor]]":
+    """The tensors of a bucket whose bytes [n] uint8 have come; they share its memory where they can."""
+    import torch
+
+    sizes = [math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(shapes, dtypes, strict=True)]
+    for name, shape, dtype, part in zip(names, shapes, dtypes, torch.split(received, sizes), strict=True):
+        # Bytes can be looked at as elements only where they begin at a multiple of an element's size.
+        aligned = part if part.storage_offset() % DTYPE_BYTES[dtype] == 0 else part.clone()
+        yield name, aligned.view(getattr(torch, dtype)).view(tuple(shape))
 
 
 def _gloo(host: str, store: Any, rank: int, size: int, limit: timedelta) -> Any:

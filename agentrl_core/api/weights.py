@@ -88,13 +88,14 @@ class LoraAdapter:
 
 @dataclass(frozen=True)
 class Broadcast:
-    """Weights that the actor sends while the engine's ``update_weights`` runs: as rank 0 of a
-    :class:`agentrl_core.api.weight_group.WeightGroup`, from its own device to those of the engine.
+    """Weights that the actor sends while the engine's ``update_weights`` runs, from its own devices to the engine's.
+
+    The processes of engines join with :func:`agentrl_core.api.weight_buffer.join_as_engine`, and receive.
 
     Args:
-        address: of the group; the same one as before means the same group, which is joined once.
-        backend: ``gloo`` or ``nccl``.
-        size: ranks of the group.
+        address: where they meet; the same one as before means the same group, which is joined once.
+        backend: ``gloo``, ``nccl``, or ``ipc`` where each computes on a device of the actor's.
+        size: ranks of the group, with the actor's rank 0.
         first_rank: of this engine's processes, which have as many ranks as the engine has devices.
         buckets: in the order in which they are sent; their ``data`` is empty.
     """

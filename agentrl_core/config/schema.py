@@ -58,7 +58,7 @@ class EngineSlot(Slot):
     weight_transfer: Literal["host_memory", "broadcast"] = option(
         "host_memory",
         help="how new weights reach engines of other processes: through the memory of hosts, or sent from the actor's "
-        "device to theirs (NCCL, gloo on the CPU)",
+        "devices to theirs (NCCL, CUDA IPC where they share a GPU, gloo on the CPU)",
     )
     max_in_flight: int | None = option(
         None, ge=1, unit="requests", help="in one replica at once, the others queue; null: all"

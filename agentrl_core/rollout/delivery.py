@@ -84,6 +84,8 @@ class WeightDelivery:
         self._whole: Weights | None = None
         # The servers in the group that weights were broadcast in last.
         self._group: tuple[list[ActorHandle], Broadcast] | None = None
+        # Two calls at once could reach the actor's ranks in different orders, which would then wait for each other.
+        self._sender_is_free = asyncio.Lock()
 
     def note(self, weights: Weights) -> None:
         """These are the newest ones."""
@@ -100,7 +102,7 @@ class WeightDelivery:
         """
         while self._newest is not None and member.newest is not self._newest:
             whole = self._whole
-            await _send(member, self._newest if whole is None or member.whole is whole else whole)
+            await self._send(member, self._newest if whole is None or member.whole is whole else whole)
 
     async def broadcast(self, weights: Weights, sender: WeightSender, members: Sequence[Member]) -> None:
         """Let the actor send weights to these replicas, all at the same time.
@@ -110,31 +112,32 @@ class WeightDelivery:
             WorkerError: the actor or a replica died in the middle of it.
         """
         servers = [member.server for member in members]
-        if self._group is None or list(map(id, self._group[0])) != list(map(id, servers)):
-            self._group = servers, await asyncio.to_thread(sender.open, 1 + self._devices * len(members))
-        broadcast = self._group[1]
-        # The first error is raised at once: whoever else waits for that rank does so for a long time.
-        await asyncio.gather(
-            in_daemon_thread(sender.send, broadcast),
-            *(self._receive(member, number, broadcast, weights) for number, member in enumerate(members)),
-        )
+        async with self._sender_is_free:
+            if self._group is None or list(map(id, self._group[0])) != list(map(id, servers)):
+                self._group = servers, await asyncio.to_thread(sender.open, 1 + self._devices * len(members))
+            broadcast = self._group[1]
+            # The first error is raised at once: whoever else waits for that rank does so for a long time.
+            await asyncio.gather(
+                in_daemon_thread(sender.send, broadcast),
+                *(self._receive(member, number, broadcast, weights) for number, member in enumerate(members)),
+            )
 
     async def _receive(self, member: Member, number: int, broadcast: Broadcast, weights: Weights) -> None:
         broadcast = replace(broadcast, first_rank=broadcast.first_rank + number * self._devices)
         await member.server.call("update_weights", WeightUpdate(broadcast=broadcast), weights.version)
         member.newest = member.whole = weights
 
-
-async def _send(member: Member, weights: Weights) -> None:
-    update, elsewhere = weights.update, weights.elsewhere
-    if weights.sender is not None:
-        update = await asyncio.to_thread(weights.sender.files)
-    if update.files and not await member.server.call("can_read", update.files):
-        if elsewhere is None:
-            # A replica that came back on another node; these files are at hand where the driver is.
-            elsewhere = replace(update, buckets=list(update), files=())
-        update = elsewhere
-    await member.server.call("update_weights", update, weights.version)
-    member.newest = weights
-    if weights.update.adapter is None:
-        member.whole = weights
+    async def _send(self, member: Member, weights: Weights) -> None:
+        update, elsewhere = weights.update, weights.elsewhere
+        if weights.sender is not None:
+            async with self._sender_is_free:
+                update = await asyncio.to_thread(weights.sender.files)
+        if update.files and not await member.server.call("can_read", update.files):
+            if elsewhere is None:
+                # A replica that came back on another node; these files are at hand where the driver is.
+                elsewhere = replace(update, buckets=list(update), files=())
+            update = elsewhere
+        await member.server.call("update_weights", update, weights.version)
+        member.newest = weights
+        if weights.update.adapter is None:
+            member.whole = weights

@@ -102,11 +102,6 @@ def engine_seats(config: Config, training: WorkerGroup | None) -> Seats:
         return seats_of_their_own(config)
     if training is None:
         return seats_without_training(config)
-    if engine.weight_transfer == "broadcast":
-        raise ConfigError(
-            "rollout.engine.weight_transfer=broadcast: NCCL sends from one GPU to another, and colocated engines have "
-            "the trainer's; set rollout.engine.placement=standalone, or weight_transfer=host_memory"
-        )
     return seats_beside(config, training.places())
 
 

@@ -27,8 +27,7 @@ class WeightSync:
         self._rollout = rollout
         self._sender: ActorSender | None = None
         if config.rollout.engine.weight_transfer == "broadcast":
-            on_gpu = resolve_device(config.cluster.device).type == "cuda"
-            self._sender = ActorSender(actor, "nccl" if on_gpu else "gloo")
+            self._sender = ActorSender(actor, _backend(config))
 
     def __call__(self, version: int) -> None:
         """Returns when every engine samples with them, as this version."""
@@ -51,12 +50,19 @@ class WeightSync:
         return WeightUpdate(files=files), elsewhere
 
 
+def _backend(config: Config) -> str:
+    if resolve_device(config.cluster.device).type == "cpu":
+        return "gloo"
+    # NCCL wants a GPU for each rank.
+    return "nccl" if config.rollout.engine.placement == "standalone" else "ipc"
+
+
 class ActorSender:
     """Implements :class:`agentrl_core.rollout.delivery.WeightSender` on the actor's workers.
 
     Args:
         actor: rank 0 of the groups.
-        backend: ``nccl`` or ``gloo``.
+        backend: of :class:`agentrl_core.api.weights.Broadcast`.
     """
 
     def __init__(self, actor: Actor, backend: str) -> None:

@@ -14,6 +14,7 @@ from agentrl_core.algorithms.token_log_probs import Entropies
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.ports import free_port, host_address
+from agentrl_core.api.weight_buffer import WeightBuffer
 from agentrl_core.api.weight_group import WeightGroup
 from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.config.schema import Config
@@ -54,7 +55,7 @@ class ActorWorker(ModelWorker):
         super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
         self._weight_files: ModelFiles | None = None
-        self._weight_group: WeightGroup | None = None
+        self._weight_group: WeightGroup | WeightBuffer | None = None
 
     @property
     def module(self) -> Any:
@@ -167,10 +168,17 @@ class ActorWorker(ModelWorker):
 
     @register(dispatch_mode=COLLECTIVE)
     def send_weights(self, broadcast: Broadcast, bucket_bytes: int) -> None:
-        if self._parallel.is_first and self._weight_group is None:
-            self._weight_group = WeightGroup(broadcast.address, 0, broadcast.size, broadcast.backend)
+        if self._weight_group is None:
+            self._weight_group = self._join(broadcast)
         with self._offload.on_device():
             send_weights(self._model, bucket_bytes, self._weight_group, on_host=broadcast.backend == "gloo")
+
+    def _join(self, broadcast: Broadcast) -> WeightGroup | WeightBuffer | None:
+        is_first = self._parallel.is_first
+        if broadcast.backend == "ipc":
+            # Each rank hands the weights over on its own device.
+            return WeightBuffer(broadcast.address, broadcast.size, self._device, is_actor=True, opens_store=is_first)
+        return WeightGroup(broadcast.address, 0, broadcast.size, broadcast.backend) if is_first else None
 
     def _leave_weight_group(self) -> None:
         if self._weight_group is not None:

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
+from agentrl_core.api.weight_buffer import WeightBuffer
 from agentrl_core.api.weight_group import WeightGroup
 from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.workers.models import quiet_progress
@@ -56,16 +57,16 @@ def bucket_layout(model: nn.Module, bucket_bytes: int) -> list[ArrayBucket]:
     return [_described(bucket, np.empty(0, np.uint8)) for bucket in plan_buckets(model, bucket_bytes)]
 
 
-def send_weights(model: nn.Module, bucket_bytes: int, group: WeightGroup | None, on_host: bool) -> None:
-    """Broadcast all weights, bucket by bucket, in the order of :func:`bucket_layout`.
+def send_weights(model: nn.Module, bucket_bytes: int, group: WeightGroup | WeightBuffer | None, on_host: bool) -> None:
+    """Send all weights, bucket by bucket, in the order of :func:`bucket_layout`.
 
-    Where the model is sharded every rank must call this; those other than 0 have no group, and only help to gather.
+    Where the model is sharded every rank must call this; those that have no group only help to gather.
 
     Args:
-        on_host: the group takes tensors on the host (gloo), otherwise those on the model's device (NCCL).
+        on_host: the group takes tensors on the host (gloo), otherwise those on the model's device.
     """
     for bucket in plan_buckets(model, bucket_bytes):
-        gathered = gather(bucket, on_host)
+        gathered = gather(bucket, on_host, everywhere=group is not None)
         if group is not None:
             group.broadcast(torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for _, tensor in gathered]))
 
@@ -83,8 +84,8 @@ def plan_buckets(model: nn.Module, bucket_bytes: int) -> list[Named]:
     return buckets
 
 
-def gather(bucket: Named, on_host: bool = True) -> Named:
-    """The whole tensors of a bucket, on the host unless told otherwise; nothing on ranks other than 0."""
+def gather(bucket: Named, on_host: bool = True, everywhere: bool = False) -> Named:
+    """The whole tensors of a bucket, on the host unless told otherwise; unless ``everywhere`` on rank 0 alone."""
     gathered: Named = []
     is_sharded = False
     for name, tensor in bucket:
@@ -92,7 +93,7 @@ def gather(bucket: Named, on_host: bool = True) -> Named:
         if isinstance(whole, DTensor):
             is_sharded = True
             whole = whole.full_tensor()
-        if not is_sharded or dist.get_rank() == 0:
+        if everywhere or not is_sharded or dist.get_rank() == 0:
             gathered.append((name, whole.cpu() if on_host else whole))
     return gathered
 

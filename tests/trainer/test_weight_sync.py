@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl_core.api import ConfigError, EngineError
 from agentrl_core.api.weight_group import TIMEOUT
 from agentrl_core.config import load_config
 from agentrl_core.tracking.run_dir import RunDir
-from agentrl_core.trainer import roles
+from agentrl_core.trainer import weight_sync
 
 MORTAL = """
 import asyncio
@@ -51,9 +52,12 @@ class Mortal(HFEngine):
 
 
 @pytest.mark.ray
-def test_sharded_weights_are_broadcast_to_replicas_and_one_that_comes_back_joins_again(
-    fit: Callable[..., RunDir], tiny_run: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_sharded_weights_are_sent_to_replicas_and_one_that_comes_back_joins_again(
+    fit: Callable[..., RunDir], tiny_run: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
+    backend: str,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(weight_sync, "_backend", lambda config: backend)
     caplog.set_level(logging.WARNING, logger="agentrl_core")
     (tiny_run.folder / "mortal.py").write_text(f"FOLDER = {str(tiny_run.folder)!r}\n{MORTAL}")
     run = fit({
@@ -102,14 +106,14 @@ def test_the_local_runtime_has_nobody_to_send_to(tiny_run: Any) -> None:
         load_config(tiny_run({"rollout.engine": {"name": "hf", "weight_transfer": "broadcast"}}))
 
 
-def test_nccl_needs_a_gpu_of_its_own_for_each_rank(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(roles, "_on_gpus", lambda config: True)
-    config = load_config(
-        tiny_run({"cluster.runtime": "ray", "rollout.engine": {"name": "hf", "weight_transfer": "broadcast"}})
-    )
-    with pytest.raises(
-        ConfigError, match="colocated engines have the trainer's; set rollout.engine.placement=standalone"
-    ):
-        roles.engine_seats(config, object())  # type: ignore[arg-type]
-    config.rollout.engine.placement = "standalone"
-    assert [[seat.num_gpus for seat in replica] for replica in roles.engine_seats(config, None)] == [[1]]
+@pytest.mark.parametrize(
+    ("device", "placement", "backend"),
+    [("cpu", "standalone", "gloo"), ("cuda", "standalone", "nccl"), ("cuda", "colocated", "ipc")],
+)
+def test_the_way_between_devices_follows_their_places(
+    tiny_run: Any, monkeypatch: pytest.MonkeyPatch, device: str, placement: str, backend: str
+) -> None:
+    monkeypatch.setattr(weight_sync, "resolve_device", lambda name: torch.device(device))
+    engine = {"name": "hf", "weight_transfer": "broadcast", "placement": placement}
+    config = load_config(tiny_run({"cluster.runtime": "ray", "rollout.engine": engine}))
+    assert weight_sync._backend(config) == backend

@@ -5,32 +5,43 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
+import torch
 
 from agentrl_core.api import SamplingParams, WeightUpdate
 from agentrl_core.api.ports import free_port, host_address
+from agentrl_core.api.weight_buffer import WeightBuffer
 from agentrl_core.api.weight_group import WeightGroup
 from agentrl_core.api.weights import Broadcast
 from tests_real.engine_suite import LONG, TOLERANCE, Case
 
+CPU = torch.device("cpu")
 
-def test_each_update_may_take_another_road(case: Case, run: Any) -> None:
+
+@pytest.mark.parametrize("backend", ["gloo", "ipc"])
+def test_each_update_may_take_another_road(case: Case, run: Any, backend: str) -> None:
     workers = case.engine._context.tensor_parallel  # type: ignore[attr-defined]
     # Two ranks before the workers', as if another engine had the first one.
     size = 2 + workers
     updates = {version: case.models.buckets(version) for version in range(1, 8)}
 
     def sender(address: str, rank: int, versions: int, started: int) -> None:
-        with WeightGroup(address, rank, size, timeout=60) as group:
-            for version in range(started, started + versions):
-                for bucket in updates[version]:
-                    if rank == 0:
-                        group.send(bucket)
-                    else:
-                        list(group.receive(bucket.names, bucket.shapes, bucket.dtypes))
+        group: WeightGroup | WeightBuffer
+        if backend == "ipc":
+            group = WeightBuffer(address, size, CPU, is_actor=rank == 0, opens_store=rank == 0, timeout=60)
+        else:
+            group = WeightGroup(address, rank, size, timeout=60)
+        for version in range(started, started + versions):
+            for bucket in updates[version]:
+                if rank == 0:
+                    group.broadcast(torch.from_numpy(bucket.data.copy()))
+                else:
+                    list(group.receive(bucket.names, bucket.shapes, bucket.dtypes))
+        group.close()
 
     async def by_broadcast(address: str, version: int) -> None:
         layout = tuple(replace(bucket, data=np.empty(0, np.uint8)) for bucket in updates[version])
-        broadcast = Broadcast(address, "gloo", size, first_rank=2, buckets=layout)
+        broadcast = Broadcast(address, backend, size, first_rank=2, buckets=layout)
         await case.engine.update_weights(WeightUpdate(broadcast=broadcast), version)
 
     async def gap(version: int) -> float:

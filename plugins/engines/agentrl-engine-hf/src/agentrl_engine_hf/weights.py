@@ -9,6 +9,7 @@ import torch
 from agentrl_core.api import ArrayBucket, WeightUpdate
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.model_tensors import broken_buckets
+from agentrl_core.api.weight_buffer import WeightBuffer, join_as_engine
 from agentrl_core.api.weight_group import WeightGroup
 from agentrl_core.api.weights import Broadcast
 
@@ -61,21 +62,22 @@ def _tensors(bucket: ArrayBucket) -> Tensors:
 
 
 class Receiver:
-    """A rank of the group that an actor broadcasts weights in, joined when the first update comes."""
+    """A rank of the group that an actor sends weights in, joined when the first update comes."""
 
     def __init__(self) -> None:
         self._address = ""
-        self._group: WeightGroup | None = None
+        self._group: WeightGroup | WeightBuffer | None = None
 
     def receive(self, broadcast: Broadcast, device: torch.device) -> Tensors:
         """All tensors, which must be taken as they come: the sender waits."""
         if self._group is None or self._address != broadcast.address:
             self.close()
             self._address = broadcast.address
-            self._group = WeightGroup(broadcast.address, broadcast.first_rank, broadcast.size, broadcast.backend)
-        on = torch.device("cpu") if broadcast.backend == "gloo" else device
+            self._group = join_as_engine(
+                broadcast.address, broadcast.backend, broadcast.first_rank, broadcast.size, device
+            )
         for bucket in broadcast.buckets:
-            yield from self._group.receive(bucket.names, bucket.shapes, bucket.dtypes, on)
+            yield from self._group.receive(bucket.names, bucket.shapes, bucket.dtypes)
 
     def close(self) -> None:
         """Leave the group."""

@@ -14,6 +14,7 @@ from agentrl_engine_sglang.client import SGLangClient
 from agentrl_engine_sglang.config import SGLangConfig
 
 MEMORY_FOLDER = Path("/dev/shm")
+SHARE_ATTEMPTS = 5
 
 
 class WeightRoad(Protocol):
@@ -86,7 +87,14 @@ class TensorRoad:
         multiprocessing: Any = torch.multiprocessing
         multiprocessing.set_sharing_strategy("file_system")
         tensor: Any = torch.empty(bucket.nbytes, dtype=torch.uint8)
-        tensor.share_memory_()
+        for attempt in range(1, SHARE_ATTEMPTS + 1):
+            try:
+                tensor.share_memory_()
+                break
+            except RuntimeError as error:
+                # torch waits for its manager for a second, which a busy machine may not have.
+                if "hared memory manager" not in str(error) or attempt == SHARE_ATTEMPTS:
+                    raise
         tensor.numpy()[:] = bucket.data
         metadata, start = [], 0
         for name, shape, dtype, data in bucket.tensors():

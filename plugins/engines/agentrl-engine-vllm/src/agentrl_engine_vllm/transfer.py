@@ -15,6 +15,7 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from agentrl_core.api.weight_buffer import WeightBuffer, join_as_engine
 from agentrl_core.api.weight_group import WeightGroup
 
 
@@ -24,7 +25,7 @@ class InitInfo(WeightTransferInitInfo):
 
     Args:
         address: of its store.
-        backend: of torch.distributed.
+        backend: ``gloo``, ``nccl`` or ``ipc``.
         first_rank: of this engine's workers.
         size: of the group.
     """
@@ -60,14 +61,13 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
-    _group: WeightGroup | None = None
+    _group: WeightGroup | WeightBuffer | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
         parallel = self.parallel_config
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = WeightGroup(init_info.address, rank, init_info.size, init_info.backend)
-        self._received_on = torch.device("cpu") if init_info.backend == "gloo" else self.device
+        self._group = join_as_engine(init_info.address, init_info.backend, rank, init_info.size, self.device)
 
     def start_weight_update(self) -> None:
         # It warns of every layer that gets nothing. Whether all weights came was checked before; the others have none.
@@ -86,7 +86,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _received(self, info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         if self._group is None:
             raise RuntimeError("a bucket is to be broadcast, and init_weight_transfer_engine() was not called")
-        yield from self._group.receive(info.names, info.shapes, info.dtypes, self._received_on)
+        yield from self._group.receive(info.names, info.shapes, info.dtypes)
 
     def _mapped(self, files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for path in files:
