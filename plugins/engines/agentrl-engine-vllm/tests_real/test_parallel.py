@@ -1,4 +1,4 @@
-"""A real vLLM whose replica is spread over processes: stages of the model, and copies of it."""
+"""A real vLLM with stages of the model; shards and hosts: see the fixture ``case``."""
 
 from functools import partial
 from typing import Any
@@ -8,7 +8,7 @@ from agentrl_engine_vllm.engine import make_engine
 from tests_real.engine_suite import Models, check_sampling_and_updates, started
 
 
-def test_two_stages_of_two_copies(models: Models, run: Any) -> None:
+def test_two_stages(models: Models, run: Any) -> None:
     make = partial(make_engine, VLLMConfig())
-    with started(run, make, models, pipeline_parallel=2, data_parallel=2) as case:
+    with started(run, make, models, pipeline_parallel=2) as case:
         check_sampling_and_updates(case, run)
