@@ -46,7 +46,7 @@ class AdapterRules:
         if adapter is None:
             raise EngineError("this update has no adapter")
         buckets = list(update)
-        problems = list(broken_buckets(update))
+        problems = list(broken_buckets(buckets))
         if not problems:
             shapes = {name: tuple(shape) for bucket in buckets for name, shape in zip(bucket.names, bucket.shapes)}  # noqa: B905 - checked just now
             problems = [*self._rank(adapter), *self._targets(adapter, model), *_differing(adapter, model, shapes)]

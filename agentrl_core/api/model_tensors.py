@@ -49,7 +49,7 @@ class ModelTensors:
             EngineError: tensors that the model does not have, other shapes, missing ones, bytes that don't add up.
         """
         buckets = list(update)
-        problems = [*broken_buckets(update), *self._differing(buckets)]
+        problems = [*broken_buckets(buckets, has_data=update.broadcast is None), *self._differing(buckets)]
         if problems:
             raise EngineError(
                 "weights refused, nothing was sent:\n" + "\n".join(f"  - {problem}" for problem in problems)
@@ -93,9 +93,9 @@ def _tied_to(shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> str:
     return next((name for name in shapes if name.endswith("embed_tokens.weight")), "")
 
 
-def broken_buckets(update: WeightUpdate) -> Iterator[str]:
+def broken_buckets(buckets: list[ArrayBucket], has_data: bool = True) -> Iterator[str]:
     """What does not fit together in buckets: counts, dtypes, bytes where they have any."""
-    for number, bucket in enumerate(update):
+    for number, bucket in enumerate(buckets):
         counts = len(bucket.names), len(bucket.shapes), len(bucket.dtypes)
         if len(set(counts)) != 1:
             yield f"bucket {number} has {counts[0]} names, {counts[1]} shapes and {counts[2]} dtypes"
@@ -106,5 +106,5 @@ def broken_buckets(update: WeightUpdate) -> Iterator[str]:
             continue
         sizes = zip(bucket.shapes, bucket.dtypes, strict=True)
         expected = sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in sizes)
-        if expected != bucket.nbytes and update.broadcast is None:
+        if has_data and expected != bucket.nbytes:
             yield f"bucket {number} holds {bucket.nbytes} bytes; its shapes and dtypes need {expected}"

@@ -104,13 +104,15 @@ class WeightDelivery:
             whole = self._whole
             await self._send(member, self._newest if whole is None or member.whole is whole else whole)
 
-    async def broadcast(self, weights: Weights, sender: WeightSender, members: Sequence[Member]) -> None:
-        """Let the actor send weights to these replicas, all at the same time.
+    async def broadcast(self, weights: Weights, members: Sequence[Member]) -> None:
+        """Let the sender of these weights send them to these replicas, all at the same time.
 
         Raises:
             EngineError: a replica refuses them.
             WorkerError: the actor or a replica died in the middle of it.
         """
+        sender = weights.sender
+        assert sender is not None
         servers = [member.server for member in members]
         async with self._sender_is_free:
             if self._group is None or list(map(id, self._group[0])) != list(map(id, servers)):

@@ -267,7 +267,7 @@ class EngineFleet:
         self._delivery.note(weights)
         async with self._updating():
             alive = [member for member in self._members if member.is_alive]
-            await self._delivery.broadcast(weights, sender, alive)
+            await self._delivery.broadcast(weights, alive)
 
     @asynccontextmanager
     async def _updating(self) -> AsyncIterator[None]:

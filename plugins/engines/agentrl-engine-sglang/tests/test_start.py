@@ -20,7 +20,14 @@ from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.engine import SGLangEngine
 from agentrl_engine_sglang.launch import server_arguments
 from agentrl_engine_sglang.process import ServerProcess
-from agentrl_engine_sglang.roads import FileRoad, GroupRoad, TensorRoad, make_road
+from agentrl_engine_sglang.roads import (
+    SHARE_ATTEMPTS,
+    FileRoad,
+    GroupRoad,
+    TensorRoad,
+    make_road,
+    move_to_shared_memory,
+)
 
 
 def arguments(log: Path) -> list[str]:
@@ -82,6 +89,28 @@ def test_the_road_of_weights_follows_the_shape_of_the_replica(road, shape, kind)
 def test_roads_that_do_not_lead_everywhere_are_refused(road, shape, message) -> None:
     with pytest.raises(EngineError, match=message):
         make_road(SGLangConfig(weight_road=road), EngineContext("m", **shape))
+
+
+class Late:
+    """A tensor whose manager answers late a few times."""
+
+    def __init__(self, late: int, message: str = "Shared memory manager connection has timed out") -> None:
+        self.late, self.message, self.calls = late, message, 0
+
+    def share_memory_(self) -> None:
+        self.calls += 1
+        if self.calls <= self.late:
+            raise RuntimeError(self.message)
+
+
+def test_a_late_manager_of_shared_memory_is_asked_again() -> None:
+    tensor = Late(SHARE_ATTEMPTS - 1)
+    move_to_shared_memory(tensor)
+    assert tensor.calls == SHARE_ATTEMPTS
+    for tensor, calls in ((Late(SHARE_ATTEMPTS), SHARE_ATTEMPTS), (Late(1, "No space left on device"), 1)):
+        with pytest.raises(RuntimeError, match=tensor.message):
+            move_to_shared_memory(tensor)
+        assert tensor.calls == calls
 
 
 def test_the_served_folder_is_the_model_without_an_end_of_sequence(serve, run, model_path, tmp_path) -> None:

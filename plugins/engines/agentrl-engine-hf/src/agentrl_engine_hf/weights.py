@@ -25,12 +25,13 @@ def load_weights(module: torch.nn.Module, update: WeightUpdate, receiver: "Recei
         EngineError: names that the module doesn't have, parameters that are missing, other shapes, unknown dtypes or
             buckets whose bytes don't add up.
     """
-    targets = module.state_dict()
-    problems = [*broken_buckets(update), *_name_problems(module, targets, update)]
+    targets, buckets = module.state_dict(), list(update)
+    has_data = update.broadcast is None
+    problems = [*broken_buckets(buckets, has_data), *_name_problems(module, targets, buckets)]
     if problems:
         raise EngineError("weights refused, nothing was written:\n" + "\n".join(f"  - {line}" for line in problems))
     if update.broadcast is None:
-        tensors = (tensor for bucket in update for tensor in _tensors(bucket))
+        tensors = (tensor for bucket in buckets for tensor in _tensors(bucket))
     else:
         device = next(iter(targets.values())).device
         tensors = receiver.receive(update.broadcast, device)
@@ -39,8 +40,10 @@ def load_weights(module: torch.nn.Module, update: WeightUpdate, receiver: "Recei
             targets[name].copy_(tensor)
 
 
-def _name_problems(module: torch.nn.Module, targets: dict[str, torch.Tensor], update: WeightUpdate) -> Iterator[str]:
-    given = {name: tuple(shape) for bucket in update for name, shape in zip(bucket.names, bucket.shapes, strict=False)}
+def _name_problems(
+    module: torch.nn.Module, targets: dict[str, torch.Tensor], buckets: list[ArrayBucket]
+) -> Iterator[str]:
+    given = {name: tuple(shape) for bucket in buckets for name, shape in zip(bucket.names, bucket.shapes, strict=False)}
     for name, shape in given.items():
         if name not in targets:
             near = difflib.get_close_matches(name, targets, n=1)

@@ -87,14 +87,7 @@ class TensorRoad:
         multiprocessing: Any = torch.multiprocessing
         multiprocessing.set_sharing_strategy("file_system")
         tensor: Any = torch.empty(bucket.nbytes, dtype=torch.uint8)
-        for attempt in range(1, SHARE_ATTEMPTS + 1):
-            try:
-                tensor.share_memory_()
-                break
-            except RuntimeError as error:
-                # torch waits for its manager for a second, which a busy machine may not have.
-                if "hared memory manager" not in str(error) or attempt == SHARE_ATTEMPTS:
-                    raise
+        move_to_shared_memory(tensor)
         tensor.numpy()[:] = bucket.data
         metadata, start = [], 0
         for name, shape, dtype, data in bucket.tensors():
@@ -108,6 +101,18 @@ class TensorRoad:
 
     def close(self) -> None:
         return None
+
+
+def move_to_shared_memory(tensor: Any) -> None:
+    """Raises RuntimeError where torch cannot, after several attempts if only its manager is late."""
+    for attempt in range(1, SHARE_ATTEMPTS + 1):
+        try:
+            tensor.share_memory_()
+            return
+        except RuntimeError as error:
+            # It is waited for for a second, which a busy machine may not have.
+            if "hared memory manager" not in str(error) or attempt == SHARE_ATTEMPTS:
+                raise
 
 
 class GroupRoad:
