@@ -36,9 +36,9 @@ from transformers.generation import ContinuousBatchingConfig
 from agentrl_core.api import EngineContext, SamplingParams
 from agentrl_core.config import load_config
 from agentrl_core.controller.runtime import make_runtime
-from agentrl_core.rollout.fleet import EngineFleet
-from agentrl_core.rollout.placement import Seat
-from agentrl_core.rollout.server_manager import AsyncLLMServerManager
+from agentrl_core.serving.placement import Seat
+from agentrl_core.serving.replicas import EngineFleet
+from agentrl_core.serving.router import AsyncLLMServerManager
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.engine import HFEngine
 

@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from agentrl_core.plugins.registration import registrations
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.runs.run_dir import RunDir
 
 Changes = Mapping[str, Any]
 """Values by dotted key of the configuration; None removes the key."""

@@ -28,7 +28,7 @@ from agentrl_core.api import (
     TokenOutput,
     WeightUpdate,
 )
-from agentrl_core.api.ports import free_port, host_address
+from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.testing.tiny_model import save_tiny_model
 
 VOCAB = 261

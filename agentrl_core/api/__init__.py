@@ -39,7 +39,6 @@ if TYPE_CHECKING:
         SamplingParams,
         TokenOutput,
     )
-    from agentrl_core.api.engine_requests import check_request, covering_spans, read_model_config
     from agentrl_core.api.errors import (
         AgentRLError,
         CheckpointError,
@@ -65,7 +64,6 @@ if TYPE_CHECKING:
     from agentrl_core.api.hooks import EndedTrajectory, HookContext, HookSpecs, hookimpl
     from agentrl_core.api.interaction import Interaction, InteractionContext, InteractionTurn
     from agentrl_core.api.plugin import KINDS, PluginKind, PluginRef, PluginSpec
-    from agentrl_core.api.ports import free_port
     from agentrl_core.api.reward import (
         BoundRewardFunction,
         RewardFunction,
@@ -168,14 +166,10 @@ __all__ = [
     "Turn",
     "WeightUpdate",
     "WorkerError",
-    "check_request",
-    "covering_spans",
-    "free_port",
     "function_schema",
     "hookimpl",
     "map_safetensors",
     "option",
-    "read_model_config",
     "schema_of",
 ]
 
@@ -191,7 +185,6 @@ _NAMES_OF_MODULE = {
     "config": ("NoConfig", "OptionInfo", "option"),
     "dataset": ("DatasetContext", "PromptDataset"),
     "engine": ("EngineContext", "InferenceEngine", "PolicySpan", "SamplingParams", "TokenOutput"),
-    "engine_requests": ("check_request", "covering_spans", "read_model_config"),
     "errors": (
         "AgentRLError", "CheckpointError", "ConfigError", "DataError", "DeadlineError", "EngineError",
         "InteractionError", "PluginBrokenError", "PluginConflictError", "PluginDriftError", "PluginError",
@@ -201,7 +194,6 @@ _NAMES_OF_MODULE = {
     "hooks": ("EndedTrajectory", "HookContext", "HookSpecs", "hookimpl"),
     "interaction": ("Interaction", "InteractionContext", "InteractionTurn"),
     "plugin": ("KINDS", "PluginKind", "PluginRef", "PluginSpec"),
-    "ports": ("free_port",),
     "reward": (
         "BoundRewardFunction", "RewardFunction", "RewardFunctionContext", "RewardManager", "RewardManagerContext",
         "RewardResult", "RewardTrajectory",

@@ -90,7 +90,7 @@ class LoraAdapter:
 class Broadcast:
     """Weights that the actor sends while the engine's ``update_weights`` runs, from its own devices to the engine's.
 
-    The processes of engines join with :func:`agentrl_core.api.weight_buffer.join_as_engine`, and receive.
+    The processes of engines join with :func:`agentrl_core.engine_kit.weight_buffer.join_as_engine`, and receive.
 
     Args:
         address: where they meet; the same one as before means the same group, which is joined once.

@@ -25,7 +25,7 @@ def setup_engine(
 ) -> None:
     """Make the environment in which an engine runs beside the trainer's own, and print its interpreter."""
     from agentrl_core.plugins import resolve
-    from agentrl_core.rollout.environment import setup_commands, setup_environment
+    from agentrl_core.serving.environment import setup_commands, setup_environment
 
     plugin = resolve("engine", name)
     folder = (path or Path(".engines") / plugin.spec.name).absolute()

@@ -83,7 +83,7 @@ def new_plugin(
     output: Annotated[Path, typer.Option("--output", help="Folder in which the package's folder is made.")] = Path("."),
 ) -> None:
     """Make the package of a new plugin, which installs and passes its own tests."""
-    from agentrl_core.plugins.scaffold import scaffold
+    from agentrl_core.devtools.scaffold import scaffold
 
     folder = scaffold(kind, name, output)
     typer.echo(f"{folder}: README.md says what to fill in")

@@ -10,7 +10,7 @@ from rich.text import Text
 
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.api.plugin import KINDS, PluginRef
-from agentrl_core.plugins.check import CheckResult, check_here, check_in_children, failed
+from agentrl_core.devtools.check import CheckResult, check_here, check_in_children, failed
 from agentrl_core.plugins.discovery import conflict_text
 from agentrl_core.plugins.registration import (
     BLOCK_VARIABLE,

@@ -16,9 +16,9 @@ from agentrl_core.api.plugin import PluginRef
 from agentrl_core.api.reward import RewardFunctionContext, RewardTrajectory
 from agentrl_core.cli._output import console_of_stdout
 from agentrl_core.config import load_config
+from agentrl_core.hosting.rewards import check_score
 from agentrl_core.plugins import resolve, resolve_ref
-from agentrl_core.rollout.rewards import check_score
-from agentrl_core.tracking.records import RolloutRecord, read_rollouts, reward_trajectory_of
+from agentrl_core.runs.records import RolloutRecord, read_rollouts, reward_trajectory_of
 
 _SAME = 1e-9
 

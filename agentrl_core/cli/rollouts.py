@@ -6,9 +6,9 @@ from pathlib import Path
 from rich.console import Console
 
 from agentrl_core.api.errors import DataError
-from agentrl_core.tracking.records import read_rollouts
-from agentrl_core.tracking.run_dir import RunDir, Split
-from agentrl_core.tracking.trajectory_view import legend, show_trajectory
+from agentrl_core.runs.records import read_rollouts
+from agentrl_core.runs.run_dir import RunDir, Split
+from agentrl_core.runs.trajectory_view import legend, show_trajectory
 
 
 def show(run_dir: Path, step: int | None, count: int, validation: bool, color: bool | None) -> None:

@@ -8,7 +8,7 @@ import rich
 from agentrl_core.cli import _logging
 from agentrl_core.config import Config, load_config
 from agentrl_core.config.slots import all_slots
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.runs.run_dir import RunDir
 
 
 def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose: bool) -> None:

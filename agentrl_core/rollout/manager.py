@@ -20,14 +20,14 @@ from agentrl_core.api import (
 )
 from agentrl_core.config.schema import Config
 from agentrl_core.controller.runtime import Runtime
+from agentrl_core.hosting.rewards import RewardWorker
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
-from agentrl_core.rollout.delivery import WeightSender
-from agentrl_core.rollout.fleet import EngineFleet
-from agentrl_core.rollout.placement import Seats, seats_anywhere
 from agentrl_core.rollout.results import TrajectoryResult
-from agentrl_core.rollout.rewards import RewardWorker
 from agentrl_core.rollout.worker import AgentLoopWorker
+from agentrl_core.serving.placement import Seats, seats_anywhere
+from agentrl_core.serving.replicas import EngineFleet
+from agentrl_core.serving.weight_delivery import WeightSender
 
 logger = logging.getLogger(__name__)
 CLOSE_TIMEOUT = 30.0

@@ -24,10 +24,10 @@ from agentrl_core.api import (
     TrajectorySession,
 )
 from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.hosting.tools import HostedTool, check_result, is_finite, select_tools
 from agentrl_core.rollout.endpoint.server import EndpointServer, OpenEndpoint
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.pacing import Pacer
-from agentrl_core.rollout.tools import HostedTool, check_result, is_finite, select_tools
 from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
 
 logger = logging.getLogger(__name__)

@@ -25,17 +25,17 @@ from agentrl_core.config.schema import Config, Slot
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import rows_of
+from agentrl_core.hosting.rewards import check_score
+from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.endpoint.server import EndpointServer
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
-from agentrl_core.rollout.rewards import check_score
-from agentrl_core.rollout.server_manager import AsyncLLMServerManager
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
-from agentrl_core.rollout.tools import HostedTool
 from agentrl_core.rollout.trajectory import TemplateBreakError, TrajectoryLimits
 from agentrl_core.rollout.watchdog import Watchdog
+from agentrl_core.serving.router import AsyncLLMServerManager
 
 FATAL = (ConfigError, PluginError, TemplateBreakError)
 """What is wrong with these is wrong for every trajectory: the run stops."""

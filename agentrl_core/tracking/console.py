@@ -13,13 +13,13 @@ from rich.console import Console
 from rich.live import Live
 
 from agentrl_core.api.tracker import Tracker, TrackerContext
+from agentrl_core.runs.formatting import compact, duration, figure, percent
+from agentrl_core.runs.metrics import mean_accuracies, time_shares
+from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.runs.trajectory_view import show_trajectory
 from agentrl_core.tracking.config import ConsoleConfig
-from agentrl_core.tracking.formatting import compact, duration, figure, percent
 from agentrl_core.tracking.live_view import live_view
-from agentrl_core.tracking.metrics import mean_accuracies, time_shares
 from agentrl_core.tracking.progress import Progress
-from agentrl_core.tracking.run_dir import RunDir
-from agentrl_core.tracking.trajectory_view import show_trajectory
 
 __all__ = ["ConsoleTracker", "plain_line", "show_trajectory"]
 

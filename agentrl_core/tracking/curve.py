@@ -11,8 +11,8 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
 from agentrl_core.api.errors import DataError
-from agentrl_core.tracking.atomic import replace_file
-from agentrl_core.tracking.metrics import (
+from agentrl_core.runs.atomic import replace_file
+from agentrl_core.runs.metrics import (
     Accuracy,
     ValidationMode,
     is_number,

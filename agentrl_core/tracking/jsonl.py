@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 from agentrl_core.api.config import NoConfig
 from agentrl_core.api.tracker import Tracker, TrackerContext
-from agentrl_core.tracking.run_dir import RunDir, timestamp
+from agentrl_core.runs.run_dir import RunDir, timestamp
 
 
 class JsonlTracker(Tracker):

@@ -11,8 +11,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentrl_core.tracking.formatting import compact, duration, figure, percent, sparkline
-from agentrl_core.tracking.metrics import Accuracy, time_shares
+from agentrl_core.runs.formatting import compact, duration, figure, percent, sparkline
+from agentrl_core.runs.metrics import Accuracy, time_shares
 from agentrl_core.tracking.progress import LENGTH, REWARD, SPEED, TOOL_SHARE, Progress
 
 MAX_WIDTH = 96

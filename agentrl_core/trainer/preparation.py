@@ -9,9 +9,9 @@ from agentrl_core.config.slots import slots_by_path
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.sampler import fingerprint
 from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
+from agentrl_core.hosting.rewards import RewardWorker
 from agentrl_core.plugins import resolve_ref
-from agentrl_core.rollout.interpreter import check_interpreter
-from agentrl_core.rollout.rewards import RewardWorker
+from agentrl_core.serving.interpreter import check_interpreter
 from agentrl_core.trainer.plan import RunPlan, describe, memory_lines
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
 from agentrl_core.trainer.roles import ModelFacts, needs_critic

@@ -9,8 +9,8 @@ from agentrl_core.config.schema import Config
 from agentrl_core.data.prompts import fit_prompts
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.sampler import PromptSampler
+from agentrl_core.hosting.tools import select_tools, tool_schemas
 from agentrl_core.plugins import resolve_ref
-from agentrl_core.rollout.tools import select_tools, tool_schemas
 
 Row = dict[str, Any]
 _RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}

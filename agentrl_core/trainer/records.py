@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from agentrl_core.api import EndedTrajectory
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
-from agentrl_core.tracking.records import RolloutRecord, reward_input
-from agentrl_core.tracking.run_dir import Split
+from agentrl_core.runs.records import RolloutRecord, reward_input
+from agentrl_core.runs.run_dir import Split
 
 
 def make_records(

@@ -14,7 +14,7 @@ from agentrl_core.controller.runtime import Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
 from agentrl_core.plugins import resolve_ref
 from agentrl_core.rollout.manager import AgentLoopManager
-from agentrl_core.rollout.placement import (
+from agentrl_core.serving.placement import (
     Seats,
     seats_anywhere,
     seats_beside,

@@ -21,9 +21,9 @@ from agentrl_core.api import (
 from agentrl_core.config import Config, to_dict, to_yaml
 from agentrl_core.config.slots import all_slots
 from agentrl_core.plugins import HookCaller, diff_lock, lock_of, read_lock, resolve_ref, write_lock
-from agentrl_core.tracking.records import RolloutRecord, RolloutWriter
-from agentrl_core.tracking.run_dir import RunDir, RunStatus, Split
-from agentrl_core.tracking.trajectory_view import show_trajectory
+from agentrl_core.runs.records import RolloutRecord, RolloutWriter
+from agentrl_core.runs.run_dir import RunDir, RunStatus, Split
+from agentrl_core.runs.trajectory_view import show_trajectory
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, read_state
 from agentrl_core.trainer.plan import RunPlan
 from agentrl_core.workers.protocols import Actor, Critic

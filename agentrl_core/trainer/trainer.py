@@ -22,7 +22,7 @@ from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
-from agentrl_core.tracking.run_dir import Split
+from agentrl_core.runs.run_dir import Split
 from agentrl_core.trainer.logprob_gap import check_gap, compare_with_engines, logprob_gap
 from agentrl_core.trainer.metrics import (
     PhaseTimer,

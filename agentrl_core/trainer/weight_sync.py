@@ -58,7 +58,7 @@ def _backend(config: Config) -> str:
 
 
 class ActorSender:
-    """Implements :class:`agentrl_core.rollout.delivery.WeightSender` on the actor's workers.
+    """Implements :class:`agentrl_core.serving.weight_delivery.WeightSender` on the actor's workers.
 
     Args:
         actor: rank 0 of the groups.

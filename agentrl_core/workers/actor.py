@@ -13,12 +13,12 @@ from agentrl_core.algorithms.kl import kl_estimate
 from agentrl_core.algorithms.token_log_probs import Entropies
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.api.ports import free_port, host_address
-from agentrl_core.api.weight_buffer import WeightBuffer
-from agentrl_core.api.weight_group import WeightGroup
 from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.config.schema import Config
 from agentrl_core.controller import Dispatch, register
+from agentrl_core.engine_kit.ports import free_port, host_address
+from agentrl_core.engine_kit.weight_buffer import WeightBuffer
+from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.plugins.resolution import resolve_ref
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.checkpoints import load_training_state, save_training_state

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.core_model_loading import revert_weight_conversion
 
-from agentrl_core.api.weight_buffer import WeightBuffer
-from agentrl_core.api.weight_group import WeightGroup
 from agentrl_core.api.weights import ArrayBucket
+from agentrl_core.engine_kit.weight_buffer import WeightBuffer
+from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.workers.models import quiet_progress
 from agentrl_core.workers.weight_files import WeightFiles
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import ModuleType
 
 import agentrl_core.api
+import agentrl_core.engine_kit
 import agentrl_core.testing
 from agentrl_core.api import KINDS
 
@@ -30,8 +31,9 @@ def listed() -> str:
     lines = [f"# What plugins may import. After an intended change: {COMMAND}, and a changelog fragment"]
     lines += [f"{kind.kind} api_version {kind.api_version}" for kind in KINDS.values()]
     lines += names(agentrl_core.api)
-    for found in pkgutil.walk_packages(agentrl_core.testing.__path__, "agentrl_core.testing."):
-        lines += names(importlib.import_module(found.name))
+    for package in (agentrl_core.engine_kit, agentrl_core.testing):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            lines += names(importlib.import_module(found.name))
     return "\n".join(dict.fromkeys(lines)) + "\n"
 
 

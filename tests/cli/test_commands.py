@@ -10,8 +10,8 @@ from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.doctor import TESTED
 from agentrl_core.cli.main import app
+from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.testing.tiny_model import tiny_tokenizer
-from agentrl_core.tracking.run_dir import RunDir
 
 Fit = Callable[..., RunDir]
 ROOT = Path(__file__).parents[2]

@@ -9,8 +9,8 @@ from typer.testing import CliRunner, Result
 
 from agentrl_core.api import RewardTrajectory
 from agentrl_core.cli.main import app
-from agentrl_core.tracking.records import RolloutRecord, RolloutWriter, reward_input, reward_trajectory_of
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.runs.records import RolloutRecord, RolloutWriter, reward_input, reward_trajectory_of
+from agentrl_core.runs.run_dir import RunDir
 
 REWARD = """
 import os

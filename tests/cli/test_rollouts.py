@@ -6,7 +6,7 @@ import pytest
 
 from agentrl_core.api.errors import DataError
 from agentrl_core.cli.rollouts import show
-from agentrl_core.tracking.records import RolloutRecord, RolloutWriter
+from agentrl_core.runs.records import RolloutRecord, RolloutWriter
 
 
 def record(step: int, sample: int) -> RolloutRecord:

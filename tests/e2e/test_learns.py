@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.tracking.records import read_rollouts
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.runs.records import read_rollouts
+from agentrl_core.runs.run_dir import RunDir
 
 LEARN = {
     "data.batch_size": 4,

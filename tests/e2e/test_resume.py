@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.runs.run_dir import RunDir
 
 RESUMABLE = {
     "rollout.deterministic": True,

@@ -10,8 +10,8 @@ import pytest
 
 from agentrl_core.api import KINDS
 from agentrl_core.plugins import read_lock
-from agentrl_core.tracking.records import read_rollouts
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.runs.records import read_rollouts
+from agentrl_core.runs.run_dir import RunDir
 
 MINE = '''
 """One plugin of every kind."""

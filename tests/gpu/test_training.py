@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.runs.run_dir import RunDir
 
 pytestmark = [
     pytest.mark.gpu,

@@ -24,6 +24,7 @@ from agentrl_core.config.schema import Config, EndpointConfig, Slot
 from agentrl_core.controller.runtime import LocalRuntime
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import collate
+from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins import resolution
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.rollout.endpoint.server import EndpointServer
@@ -31,7 +32,6 @@ from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
-from agentrl_core.rollout.tools import HostedTool
 from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
 from agentrl_core.rollout.worker import AgentLoopWorker
 from agentrl_core.testing.tiny_model import tiny_tokenizer

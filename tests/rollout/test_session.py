@@ -15,8 +15,8 @@ from agentrl_core.api import (
     ToolCall,
 )
 from agentrl_core.config.schema import ToolSlot
+from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.rollout.session import HostedInteraction
-from agentrl_core.rollout.tools import HostedTool
 
 TOOLS = '''
 import asyncio

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from agentrl_core.api import KINDS
-from agentrl_core.plugins.scaffold import render, scaffold
+from agentrl_core.devtools.scaffold import render, scaffold
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -11,9 +11,9 @@ from rich.console import Console
 from rich.logging import RichHandler
 
 from agentrl_core.api.tracker import TrackerContext
+from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.tracking.config import ConsoleConfig
 from agentrl_core.tracking.console import ConsoleTracker, plain_line
-from agentrl_core.tracking.run_dir import RunDir
 
 STEP = {
     "reward/mean": 0.41, "reward/std": 0.49, "response_length/mean": 34.2, "rollout/tool_call_share": 0.61,

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.runs.run_dir import RunDir
 
 Fit = Callable[..., RunDir]
 EVERY_STEP = {"trainer.checkpoint": {"interval": 1}, "rollout.engine": {"name": "scripted"}}

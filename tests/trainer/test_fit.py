@@ -25,8 +25,8 @@ from agentrl_core.config import (
     bind,
     load_config,
 )
-from agentrl_core.tracking.records import read_rollouts
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.runs.records import read_rollouts
+from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer import Trainer
 
 Fit = Callable[..., RunDir]

@@ -9,7 +9,7 @@ import torch
 
 from agentrl_core.api import EngineError
 from agentrl_core.protocol import DataProto
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer.logprob_gap import logprob_gap
 
 Fit = Callable[..., RunDir]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.runs.run_dir import RunDir
 
 Fit = Callable[..., RunDir]
 BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

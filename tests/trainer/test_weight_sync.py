@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from agentrl_core.api import ConfigError, EngineError
-from agentrl_core.api.weight_group import TIMEOUT
 from agentrl_core.config import load_config
-from agentrl_core.tracking.run_dir import RunDir
+from agentrl_core.engine_kit.weight_group import TIMEOUT
+from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer import weight_sync
 
 MORTAL = """

@@ -28,10 +28,10 @@ from agentrl_core.api import (
     TokenOutput,
     WeightUpdate,
 )
-from agentrl_core.api.adapter_tensors import tensor_names
-from agentrl_core.api.ports import free_port
 from agentrl_core.api.weights import Broadcast
 from agentrl_core.controller.event_loop import EventLoop
+from agentrl_core.engine_kit.adapter_tensors import tensor_names
+from agentrl_core.engine_kit.ports import free_port
 from agentrl_core.testing.contracts.case import PluginCase, PluginContract, needs
 
 T = TypeVar("T")
@@ -139,8 +139,8 @@ def _send(address: str, backend: str, models: Sequence[Model]) -> None:
     """All weights of these models, one after the other, as an actor sends them."""
     import torch
 
-    from agentrl_core.api.weight_buffer import WeightBuffer
-    from agentrl_core.api.weight_group import WeightGroup
+    from agentrl_core.engine_kit.weight_buffer import WeightBuffer
+    from agentrl_core.engine_kit.weight_group import WeightGroup
 
     # An engine that does not come fails the check that waits for its answer.
     with suppress(EngineError):

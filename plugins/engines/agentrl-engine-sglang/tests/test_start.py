@@ -14,7 +14,7 @@ import pytest
 
 from agentrl_core.api import EngineContext, SamplingParams
 from agentrl_core.api.errors import EngineError
-from agentrl_core.api.ports import free_port
+from agentrl_core.engine_kit.ports import free_port
 from agentrl_engine_sglang import engine as engine_module
 from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.engine import SGLangEngine

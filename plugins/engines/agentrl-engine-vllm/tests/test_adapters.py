@@ -16,8 +16,8 @@ from agentrl_core.api import (
     SamplingParams,
     WeightUpdate,
 )
-from agentrl_core.api.adapter_tensors import tensor_names
 from agentrl_core.api.errors import EngineError
+from agentrl_core.engine_kit.adapter_tensors import tensor_names
 from agentrl_engine_vllm import roads
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.launch import engine_arguments

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from agentrl_core.api import SamplingParams, WeightUpdate
-from agentrl_core.api.ports import free_port, host_address
-from agentrl_core.api.weight_buffer import WeightBuffer
-from agentrl_core.api.weight_group import WeightGroup
 from agentrl_core.api.weights import Broadcast
+from agentrl_core.engine_kit.ports import free_port, host_address
+from agentrl_core.engine_kit.weight_buffer import WeightBuffer
+from agentrl_core.engine_kit.weight_group import WeightGroup
 from tests_real.engine_suite import LONG, TOLERANCE, Case
 
 CPU = torch.device("cpu")

@@ -20,7 +20,7 @@ START_IN_A_SERVER = """
     import asyncio, sys
     from agentrl_core.api import EngineContext
     from agentrl_core.plugins.resolution import resolve
-    from agentrl_core.rollout.server import EngineServer
+    from agentrl_core.serving.server import EngineServer
     from agentrl_engine_vllm.config import VLLMConfig
 
     async def main(model, timeout, report):

@@ -15,8 +15,8 @@ from agentrl_core.api.engine import (
     TokenOutput,
     WeightUpdate,
 )
-from agentrl_core.api.engine_requests import check_request
 from agentrl_core.api.errors import EngineError
+from agentrl_core.engine_kit.requests import check_request
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.counters import Counters
 from agentrl_engine_hf.executor import Executor

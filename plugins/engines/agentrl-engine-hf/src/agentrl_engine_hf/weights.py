@@ -8,10 +8,10 @@ import torch
 
 from agentrl_core.api import ArrayBucket, WeightUpdate
 from agentrl_core.api.errors import EngineError
-from agentrl_core.api.model_tensors import broken_buckets
-from agentrl_core.api.weight_buffer import WeightBuffer, join_as_engine
-from agentrl_core.api.weight_group import WeightGroup
 from agentrl_core.api.weights import Broadcast
+from agentrl_core.engine_kit.model_tensors import broken_buckets
+from agentrl_core.engine_kit.weight_buffer import WeightBuffer, join_as_engine
+from agentrl_core.engine_kit.weight_group import WeightGroup
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 

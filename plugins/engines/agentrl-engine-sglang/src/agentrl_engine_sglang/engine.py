@@ -18,11 +18,11 @@ from agentrl_core.api.engine import (
     SamplingParams,
     TokenOutput,
 )
-from agentrl_core.api.engine_requests import check_request, read_model_config
 from agentrl_core.api.errors import EngineError
-from agentrl_core.api.model_tensors import ModelTensors
-from agentrl_core.api.ports import free_port
 from agentrl_core.api.weights import WeightUpdate
+from agentrl_core.engine_kit.model_tensors import ModelTensors
+from agentrl_core.engine_kit.ports import free_port
+from agentrl_core.engine_kit.requests import check_request, read_model_config
 from agentrl_engine_sglang.client import SGLangClient
 from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.counters import Counters

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_core.api.engine import EngineContext
-from agentrl_core.api.engine_requests import read_model_config
+from agentrl_core.engine_kit.requests import read_model_config
 from agentrl_engine_sglang.config import SGLangConfig
 
 CONTEXT_MARGIN = 16

@@ -4,8 +4,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agentrl_core.api.engine import FinishReason, PolicySpan, SamplingParams, TokenOutput
-from agentrl_core.api.engine_requests import covering_spans
 from agentrl_core.api.errors import EngineError
+from agentrl_core.engine_kit.requests import covering_spans
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 

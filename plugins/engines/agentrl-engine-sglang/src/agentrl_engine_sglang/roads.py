@@ -8,8 +8,8 @@ from typing import Any, Protocol
 
 from agentrl_core.api.engine import EngineContext
 from agentrl_core.api.errors import EngineError
-from agentrl_core.api.ports import free_port
 from agentrl_core.api.weights import ArrayBucket, WeightUpdate, write_safetensors
+from agentrl_core.engine_kit.ports import free_port
 from agentrl_engine_sglang.client import SGLangClient
 from agentrl_engine_sglang.config import SGLangConfig
 

@@ -9,7 +9,7 @@ import signal
 import threading
 from typing import Any
 
-from agentrl_core.api.adapter_tensors import tensor_names
+from agentrl_core.engine_kit.adapter_tensors import tensor_names
 from agentrl_engine_vllm.launch import BACKEND, WATCH_VARIABLE
 
 

@@ -9,10 +9,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from agentrl_core.api.engine import EngineContext, InferenceEngine, PauseMode, SamplingParams, TokenOutput
-from agentrl_core.api.engine_requests import check_request, read_model_config
 from agentrl_core.api.errors import EngineError
-from agentrl_core.api.model_tensors import ModelTensors
 from agentrl_core.api.weights import WeightUpdate
+from agentrl_core.engine_kit.model_tensors import ModelTensors
+from agentrl_core.engine_kit.requests import check_request, read_model_config
 from agentrl_engine_vllm.adapters import Adapters
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.counters import Counters

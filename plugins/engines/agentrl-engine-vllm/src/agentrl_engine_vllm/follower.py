@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl_core.api.engine import EngineContext, InferenceEngine, SamplingParams, TokenOutput
-from agentrl_core.api.engine_requests import read_model_config
 from agentrl_core.api.errors import EngineError
+from agentrl_core.engine_kit.requests import read_model_config
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.launch import BACKEND, check_installed, engine_arguments, environment
 

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from agentrl_core.api.engine import EngineContext
-from agentrl_core.api.ports import free_port, host_address
 from agentrl_core.api.weights import ArrayBucket, WeightUpdate, write_safetensors
+from agentrl_core.engine_kit.ports import free_port, host_address
 
 MEMORY_FOLDER = Path("/dev/shm")
 
@@ -64,7 +64,7 @@ class GroupRoad:
             await asyncio.gather(_receive(llm, bucket), asyncio.to_thread(self._group.send, bucket))
 
     async def _join(self, llm: Any) -> None:
-        from agentrl_core.api.weight_group import WeightGroup
+        from agentrl_core.engine_kit.weight_group import WeightGroup
 
         host = host_address()
         self._address = f"{host}:{free_port(host=host)}"

@@ -15,8 +15,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from agentrl_core.api.weight_buffer import WeightBuffer, join_as_engine
-from agentrl_core.api.weight_group import WeightGroup
+from agentrl_core.engine_kit.weight_buffer import WeightBuffer, join_as_engine
+from agentrl_core.engine_kit.weight_group import WeightGroup
 
 
 @dataclass

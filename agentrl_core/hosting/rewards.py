@@ -1,0 +1,161 @@
+"""Rewards: functions with their deadlines, the manager above them, and the worker that holds both."""
+
+import asyncio
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+from agentrl_core.api import (
+    DeadlineError,
+    PluginRef,
+    RewardError,
+    RewardFunctionContext,
+    RewardManager,
+    RewardManagerContext,
+    RewardResult,
+    RewardTrajectory,
+    ToolError,
+)
+from agentrl_core.config.schema import RewardConfig, RewardFunctionSlot
+from agentrl_core.hosting.process_host import ProcessHost, ProcessPool
+from agentrl_core.hosting.tools import is_finite
+from agentrl_core.plugins import resolve_ref
+
+
+def build_reward_function(ref: PluginRef, config: Any, name: str) -> Any:
+    """The callable of a resolved plugin."""
+    return resolve_ref(ref).build(config, RewardFunctionContext(name))
+
+
+class HostedRewardFunction:
+    """One configured function: named, weighted, bounded in time, its result checked.
+
+    A function from a file runs in a process of its own unless the slot says otherwise, because nothing is known
+    about it; a packaged one where it declares (``isolation``), inline by default.
+    """
+
+    def __init__(self, slot: RewardFunctionSlot) -> None:
+        assert slot.ref is not None, "load the configuration with load_config"
+        self.name = slot.registered_name
+        self.weight = slot.weight
+        self._timeout = slot.timeout
+        args = (slot.ref, slot.config, self.name)
+        function = build_reward_function(*args)
+        declared = getattr(function, "isolation", "process" if inspect.isfunction(function) else "inline")
+        self._function = function
+        self._pool: ProcessPool | None = None
+        if (slot.isolation or declared) == "process":
+            title = f"reward function {self.name!r}"
+            self._pool = ProcessPool(lambda: ProcessHost(build_reward_function, args, title), slot.processes)
+
+    async def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
+        try:
+            value = await self._call(trajectory)
+        except DeadlineError as error:
+            raise RewardError(str(error)) from error
+        except ToolError as error:
+            raise RewardError(f"reward function {self.name!r}: {error}\n{getattr(error, 'trace', '')}") from error
+        except Exception as error:
+            raise RewardError(f"reward function {self.name!r} raised {type(error).__name__}: {error}") from error
+        return check_score(f"reward function {self.name!r}", value)
+
+    async def _call(self, trajectory: RewardTrajectory) -> Any:
+        if self._pool is not None:
+            async with self._pool.borrow() as free:
+                return await free.call("", (trajectory,), {}, self._timeout)
+        value = self._function(trajectory)
+        if not inspect.isawaitable(value):
+            return value
+        try:
+            async with asyncio.timeout(self._timeout) as deadline:
+                return await value
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise DeadlineError(f"reward function {self.name!r}: no answer within {self._timeout:g} s") from None
+
+    async def close(self) -> None:
+        """End all child processes."""
+        if self._pool is not None:
+            await self._pool.close()
+
+
+def check_score(who: str, value: Any) -> RewardResult:
+    """A finite score as a :class:`RewardResult`.
+
+    Raises:
+        RewardError: ``value`` is something else; nothing is ever coerced to 0.
+    """
+    result = value if isinstance(value, RewardResult) else None
+    score = result.score if result is not None else value
+    try:
+        if isinstance(score, (str, bytes)):
+            raise TypeError
+        number = float(score)
+    except (TypeError, ValueError):
+        raise RewardError(f"{who} returned {score!r}; allowed are a number, a bool or a RewardResult") from None
+    metrics = dict(result.metrics) if result is not None else {}
+    for name, value in {"score": number, **metrics}.items():
+        if not is_finite(value):
+            raise RewardError(f"{who} returned {name}={value!r}, which is not a finite number")
+    return RewardResult(number, metrics)
+
+
+class RewardWorker:
+    """Scores trajectories one by one as they end; built once, in this process or as an actor.
+
+    Args:
+        config: the section ``reward``, its slots resolved.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        assert config.manager.ref is not None, "load the configuration with load_config"
+        self._functions = [HostedRewardFunction(slot) for slot in config.functions]
+        context = RewardManagerContext(functions=self._functions)
+        self._manager: RewardManager = resolve_ref(config.manager.ref).build(config.manager.config, context)
+        self._timeout = config.timeout
+        self._name = config.manager.name
+
+    async def score(self, trajectory: RewardTrajectory) -> RewardResult:
+        """The reward of one trajectory.
+
+        Raises:
+            RewardError: a function or the manager failed, or ``reward.timeout`` passed.
+        """
+        result = await self._bounded(self._manager.score(trajectory))
+        return check_score(f"reward manager {self._name!r}", result)
+
+    async def score_group(
+        self, trajectories: Sequence[RewardTrajectory], results: Sequence[RewardResult]
+    ) -> list[RewardResult]:
+        """The revised rewards of all samples of one prompt.
+
+        Raises:
+            RewardError: as :meth:`score`, or another number of results.
+        """
+        revised = await self._bounded(self._manager.score_group(trajectories, results))
+        if not isinstance(revised, Sequence) or len(revised) != len(trajectories):
+            found = f"{len(revised)} results" if isinstance(revised, Sequence) else type(revised).__name__
+            raise RewardError(f"reward manager {self._name!r} returned {found} for {len(trajectories)} trajectories")
+        return [check_score(f"reward manager {self._name!r}", result) for result in revised]
+
+    async def _bounded(self, call: Any) -> Any:
+        try:
+            async with asyncio.timeout(self._timeout) as deadline:
+                return await call
+        except TimeoutError as error:
+            if not deadline.expired():
+                raise RewardError(f"reward manager {self._name!r} raised TimeoutError: {error}") from error
+            raise RewardError(
+                f"reward manager {self._name!r}: no answer within {self._timeout:g} s (reward.timeout); if it "
+                "waited for a free process, raise `processes` of the slow function"
+            ) from None
+        except RewardError:
+            raise
+        except Exception as error:
+            raise RewardError(f"reward manager {self._name!r} raised {type(error).__name__}: {error}") from error
+
+    async def close(self) -> None:
+        """End all child processes."""
+        for function in self._functions:
+            await function.close()

@@ -1,0 +1,163 @@
+"""The tools of a worker: built once, opened per trajectory, inline or in processes of their own."""
+
+import asyncio
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from agentrl_core.api import (
+    ConfigError,
+    DeadlineError,
+    PluginBrokenError,
+    PluginRef,
+    Tool,
+    ToolContext,
+    ToolError,
+    ToolResponse,
+    ToolResult,
+)
+from agentrl_core.config.schema import ToolSlot
+from agentrl_core.hosting.process_host import ProcessHost, ProcessPool
+from agentrl_core.plugins import resolve_ref
+
+_OPTIONAL = ("create", "calc_reward", "release")
+
+
+def build_tool(ref: PluginRef, config: Any, context: ToolContext) -> Tool:
+    """The tool object of a resolved plugin.
+
+    Raises:
+        PluginBrokenError: the factory made something that is not a tool, or has no valid schema.
+    """
+    tool = resolve_ref(ref).build(config, context)
+    if not isinstance(tool, Tool):
+        raise PluginBrokenError(f"tool {context.name!r}: its factory made a {type(tool).__name__}, not a Tool")
+    schema = getattr(tool, "schema", None)
+    if not isinstance(schema, Mapping) or not isinstance(schema.get("function"), Mapping):
+        raise PluginBrokenError(f"tool {context.name!r}: its schema is not an OpenAI function schema: {schema!r}")
+    return tool
+
+
+class HostedTool:
+    """One configured tool with its deadline; ``inline`` calls go straight to the object.
+
+    Args:
+        slot: from the configuration, resolved.
+        seed: of the run.
+    """
+
+    def __init__(self, slot: ToolSlot, seed: int) -> None:
+        if slot.ref is None:
+            raise ConfigError(f"tools: {slot.name!r} has not been resolved; load the configuration with load_config")
+        self.timeout = slot.timeout
+        context = ToolContext(name=slot.registered_name, seed=seed)
+        self.tool = build_tool(slot.ref, slot.config, context)
+        self.schema: dict[str, Any] = self.tool.schema
+        self.name: str = self.schema["function"]["name"]
+        self.properties: Mapping[str, Any] = self.schema["function"].get("parameters", {}).get("properties", {})
+        self.required: Sequence[str] = self.schema["function"].get("parameters", {}).get("required", ())
+        self._inline = (slot.isolation or self.tool.isolation) == "inline"
+        # What a tool does not define needs no call, and no deadline.
+        self._absent = {
+            name for name in _OPTIONAL if getattr(getattr(self.tool, name), "__func__", None) is getattr(Tool, name)
+        }
+        self._build_args = (slot.ref, slot.config, context)
+        self._pool: ProcessPool | None = None
+        self._processes = slot.processes
+        self._owned: dict[str, ProcessHost] = {}
+
+    def _make(self) -> ProcessHost:
+        return ProcessHost(build_tool, self._build_args, f"tool {self.name!r}")
+
+    async def call(self, method: str, instance_id: str, *args: Any, kwargs: Mapping[str, Any]) -> Any:
+        """Call a lifecycle method within the deadline.
+
+        Raises:
+            DeadlineError: it passed. Whatever the tool raises comes through (from a process: as a ToolError).
+            ToolError: a stateful tool's process has ended, and with it what the trajectory had built up there.
+        """
+        if self._inline:
+            if method in self._absent:
+                return None
+            try:
+                async with asyncio.timeout(self.timeout) as deadline:
+                    return await getattr(self.tool, method)(instance_id, *args, **kwargs)
+            except TimeoutError:
+                if not deadline.expired():
+                    raise
+                raise DeadlineError(f"tool {self.name!r}: no answer within {self.timeout:g} s") from None
+        call = (method, (instance_id, *args), dict(kwargs), self.timeout)
+        if self.tool.stateful:
+            if method == "create":
+                self._owned[instance_id] = self._make()
+            elif instance_id not in self._owned or not self._owned[instance_id].alive:
+                raise ToolError(f"tool {self.name!r}: its process has ended, and its state is lost")
+            return await self._owned[instance_id].call(*call)
+        if self._pool is None:
+            self._pool = ProcessPool(self._make, self._processes)
+        async with self._pool.borrow() as free:
+            return await free.call(*call)
+
+    async def release(self, instance_id: str, kwargs: Mapping[str, Any]) -> None:
+        """Release an instance, and end the process that it owned."""
+        try:
+            owned = self._owned.get(instance_id)
+            if owned is None or owned.alive:
+                await self.call("release", instance_id, kwargs=kwargs)
+        finally:
+            owned = self._owned.pop(instance_id, None)
+            if owned is not None:
+                await owned.close()
+
+    async def close(self) -> None:
+        """End all processes."""
+        if self._pool is not None:
+            await self._pool.close()
+        for host in self._owned.values():
+            await host.close()
+
+
+def check_result(name: str, result: Any) -> ToolResult:
+    """What ``execute`` returned, if it is what it should be.
+
+    Raises:
+        ToolError: saying what it is instead.
+    """
+    if not isinstance(result, ToolResult):
+        raise ToolError(f"tool {name!r} returned {type(result).__name__}, not a ToolResult")
+    if not isinstance(result.response, ToolResponse) or not isinstance(result.response.text, str):
+        raise ToolError(f"tool {name!r} returned a response without text: {type(result.response).__name__}")
+    if result.response.images:
+        raise ToolError(f"tool {name!r} returned images, which this version cannot show to the model")
+    if result.reward is not None and not is_finite(result.reward):
+        raise ToolError(f"tool {name!r} returned the reward {result.reward!r}, which is not a finite number")
+    for key, value in result.metrics.items():
+        if not is_finite(value):
+            raise ToolError(f"tool {name!r} returned the metric {key}={value!r}, which is not a finite number")
+    return result
+
+
+def is_finite(value: Any) -> bool:
+    """Whether it is a number (also of numpy), and neither NaN nor infinite."""
+    try:
+        return not isinstance(value, (str, bytes)) and math.isfinite(value)
+    except TypeError:
+        return False
+
+
+def select_tools(extra_info: Mapping[str, Any], names: Sequence[str]) -> list[str]:
+    """The tools of a row: all that are configured, or those named in ``tools_kwargs`` under ``need_tools_kwargs``."""
+    if not extra_info.get("need_tools_kwargs"):
+        return list(names)
+    wanted = extra_info.get("tools_kwargs") or {}
+    return [name for name in names if name in wanted]
+
+
+def tool_schemas(slots: Sequence[ToolSlot], seed: int) -> dict[str, dict[str, Any]]:
+    """The schemas of the configured tools by name, in order."""
+    schemas: dict[str, dict[str, Any]] = {}
+    for slot in slots:
+        assert slot.ref is not None, "load the configuration with load_config"
+        schema = build_tool(slot.ref, slot.config, ToolContext(slot.registered_name, seed)).schema
+        schemas[schema["function"]["name"]] = schema
+    return schemas

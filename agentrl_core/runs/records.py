@@ -1,0 +1,210 @@
+"""One finished trajectory on disk: a line of ``rollouts/step-000010.jsonl``, complete enough to show and to replay."""
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, TypedDict
+
+from agentrl_core.api.errors import DataError
+from agentrl_core.api.reward import RewardTrajectory
+from agentrl_core.runs.atomic import replace_file
+from agentrl_core.runs.run_dir import Split, rollout_file_name
+
+SCHEMA_VERSION = 1
+
+
+class ToolCallRecord(TypedDict):
+    """One tool call and what the model saw of it."""
+
+    name: str
+    arguments: dict[str, Any]
+    response: str
+    failed: bool
+
+
+@dataclass(kw_only=True)
+class RolloutRecord:
+    """One row of a step: tokens, text, tool calls, reward.
+
+    Args:
+        step: of the run; 0 is the validation before training.
+        split: ``train`` or ``validation``.
+        uid: of the prompt: the samples of one prompt share it.
+        trajectory_id: the rows of one trajectory share it.
+        sample: which sample of the prompt, from 0.
+        data_source: of the dataset row.
+        prompt_ids, response_ids: token ids.
+        response_mask: 1 = sampled by the policy; as long as ``response_ids``.
+        response_logprobs: as long as ``response_ids``; None where the engine has none.
+        policy_versions: of the weights that sampled each id, -1 under mask 0.
+        prompt_text: the prompt, decoded with its special tokens.
+        segments: the response in runs of equal mask, ``(mask, decoded text)``: see :func:`mask_segments`.
+        messages: the conversation.
+        tool_schemas: OpenAI function schemas that the policy was shown.
+        tool_calls: in order.
+        reward: None where the trajectory has none.
+        reward_metrics: details of the reward. What was NaN here or elsewhere reads back as None.
+        tool_rewards, turn_scores: as collected by the session, in order.
+        termination: a value of ``Termination``.
+        num_turns: as in ``AgentLoopOutput``.
+        ground_truth: of the dataset row.
+        timings: seconds by name.
+        error: what went wrong, for the terminations that are errors.
+        advantage: of the outcome, where the estimator gives one number to the trajectory.
+        reward_input: what rewards saw that stands nowhere else here: ``model_text``, ``last_text``, ``full_text``,
+            ``extra_info``, ``row``, and ``termination`` before scoring; None where nothing was scored, and in all rows
+            of a trajectory but its last.
+    """
+
+    schema_version: int = SCHEMA_VERSION
+    step: int
+    split: Split
+    uid: str
+    trajectory_id: str
+    sample: int = 0
+    data_source: str = ""
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    policy_versions: list[int] = field(default_factory=list)
+    prompt_text: str = ""
+    segments: list[tuple[int, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tool_schemas: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[ToolCallRecord] = field(default_factory=list)
+    reward: float | None = None
+    reward_metrics: dict[str, float] = field(default_factory=dict)
+    tool_rewards: list[float] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)
+    termination: str = "completed"
+    num_turns: int = 0
+    ground_truth: Any = None
+    timings: dict[str, float] = field(default_factory=dict)
+    error: str | None = None
+    advantage: float | None = None
+    reward_input: dict[str, Any] | None = None
+
+    def to_json(self) -> str:
+        """One line. Arrays become lists, what JSON does not know its ``str``, NaN and infinities null."""
+        # Not asdict, which copies every id.
+        content = {name: getattr(self, name) for name in _FIELDS}
+        try:
+            line = json.dumps(content, ensure_ascii=False, allow_nan=False, default=_plain)
+            line.encode()
+        except ValueError:
+            # NaN, or half of a surrogate pair, which a model can write as an escape in a tool call's JSON.
+            finite = _without_nan(json.loads(json.dumps(content, default=_plain)))
+            line = json.dumps(finite, allow_nan=False)
+        return line
+
+    @classmethod
+    def from_json(cls, line: str) -> "RolloutRecord":
+        """Read what :meth:`to_json` wrote; keys that this version does not know are passed over.
+
+        Raises:
+            DataError: no JSON object, a required key is absent, or another schema version.
+        """
+        try:
+            content = json.loads(line)
+        except ValueError as error:
+            raise DataError(f"a rollout record that is not JSON: {error}") from error
+        if not isinstance(content, dict):
+            raise DataError(f"a rollout record must be a JSON object, found {type(content).__name__}")
+        if content.get("schema_version") != SCHEMA_VERSION:
+            raise DataError(
+                f"a rollout record of schema version {content.get('schema_version')!r}; this agentrl reads "
+                f"{SCHEMA_VERSION}. Read it with the agentrl that wrote it"
+            )
+        missing = [name for name in _REQUIRED if name not in content]
+        if missing:
+            raise DataError(f"a rollout record without {', '.join(missing)}")
+        record = cls(**{name: content[name] for name in _FIELDS if name in content})
+        record.segments = [(int(mask), str(text)) for mask, text in record.segments]
+        return record
+
+
+_REWARD_INPUT = ("model_text", "last_text", "full_text", "extra_info", "row", "termination")
+_FIELDS = tuple(item.name for item in fields(RolloutRecord))
+_REQUIRED = tuple(
+    item.name for item in fields(RolloutRecord) if item.default is MISSING and item.default_factory is MISSING
+)
+
+
+class RolloutWriter:
+    """Writes the trajectories of a step into ``rollouts_dir``, one file per step and split."""
+
+    def __init__(self, rollouts_dir: Path) -> None:
+        self.rollouts_dir = rollouts_dir
+
+    def write(self, step: int, split: Split, records: Iterable[RolloutRecord]) -> Path:
+        """Write or replace the file of a step, atomically; returns its path."""
+        self.rollouts_dir.mkdir(parents=True, exist_ok=True)
+        path = self.rollouts_dir / rollout_file_name(step, split)
+        replace_file(path, "".join(record.to_json() + "\n" for record in records))
+        return path
+
+
+def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
+    """The records of one file, read as they are asked for.
+
+    Raises:
+        DataError: a line is no record; names file and line.
+        FileNotFoundError: there is no such file.
+    """
+    with path.open(encoding="utf-8", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                yield RolloutRecord.from_json(line)
+            except DataError as error:
+                raise DataError(f"{path}:{number}: {error}") from error
+
+
+def reward_input(trajectory: RewardTrajectory) -> dict[str, Any]:
+    """What :attr:`RolloutRecord.reward_input` keeps."""
+    return {name: getattr(trajectory, name) for name in _REWARD_INPUT}
+
+
+def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:
+    """What rewards saw of a record's trajectory; None where it was never scored, or another row of it has it."""
+    if record.reward_input is None:
+        return None
+    return RewardTrajectory(
+        messages=record.messages,
+        ground_truth=record.ground_truth,
+        data_source=record.data_source,
+        tool_rewards=record.tool_rewards,
+        turn_scores=record.turn_scores,
+        num_turns=record.num_turns,
+        **{name: record.reward_input[name] for name in _REWARD_INPUT},
+    )
+
+
+def mask_segments(
+    response_ids: Sequence[int], response_mask: Sequence[int], decode: Callable[[list[int]], str]
+) -> list[tuple[int, str]]:
+    """Split a response into runs of equal mask and decode each, special tokens included if ``decode`` keeps them."""
+    segments: list[tuple[int, list[int]]] = []
+    for token, mask in zip(response_ids, response_mask, strict=True):
+        if not segments or segments[-1][0] != mask:
+            segments.append((mask, []))
+        segments[-1][1].append(token)
+    return [(mask, decode(ids)) for mask, ids in segments]
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return asdict(value)
+    return value.tolist() if hasattr(value, "tolist") else str(value)
+
+
+def _without_nan(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, list):
+        return [_without_nan(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _without_nan(item) for key, item in value.items()}
+    return value

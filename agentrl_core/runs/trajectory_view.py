@@ -1,0 +1,152 @@
+"""One decoded trajectory for a person: what was prompted, what the policy sampled, what came from elsewhere."""
+
+import json
+import re
+from typing import Any
+
+from rich.box import ROUNDED
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from agentrl_core.runs.formatting import duration, figure
+from agentrl_core.runs.metrics import is_number
+from agentrl_core.runs.records import RolloutRecord
+
+PROMPT_STYLE = "dim"
+SAMPLED_STYLE = "bold green"
+OTHER_STYLE = "yellow"
+
+_OPEN, _CLOSE = "⟦", "⟧"
+_INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
+
+
+def show_trajectory(record: RolloutRecord, console: Console, max_chars: int | None = None) -> None:
+    """Print one trajectory: prompt, response by mask, tool calls, reward, termination and timings.
+
+    Where the console has no colour, ⟦ ⟧ enclose what the policy sampled. Control characters are made visible, so that
+    what a model wrote cannot drive the terminal.
+
+    Args:
+        record: the trajectory.
+        console: where to print.
+        max_chars: longest text of one segment; its middle is left out beyond. None: all.
+    """
+    colour = console.color_system is not None and not console.no_color
+    parts: list[RenderableType] = [_body(record, colour, max_chars), Text(), _facts(record)]
+    name = f"step {record.step} · {record.split} · sample {record.sample} of {_visible(record.uid)}"
+    title = Text(name, style="bold not dim")
+    console.print(Panel(Group(*parts), box=ROUNDED, title=title, title_align="left", border_style="dim"))
+
+
+def legend(console: Console) -> Text:
+    """What the colours, or without colour the brackets, of :func:`show_trajectory` mean."""
+    colour = console.color_system is not None and not console.no_color
+    sampled = "sampled by the policy (mask 1)"
+    return Text.assemble(
+        ("prompt", PROMPT_STYLE), "  ·  ", (sampled if colour else f"{_OPEN}{sampled}{_CLOSE}", SAMPLED_STYLE),
+        "  ·  ", ("tool, user and template text (mask 0)", OTHER_STYLE),
+    )  # fmt: skip
+
+
+def _body(record: RolloutRecord, colour: bool, max_chars: int | None) -> Text:
+    body = Text.assemble((_clip(_visible(record.prompt_text), max_chars), PROMPT_STYLE))
+    for mask, text in record.segments:
+        shown = _clip(_visible(text), max_chars)
+        if mask:
+            body.append(shown if colour else f"{_OPEN}{shown}{_CLOSE}", style=SAMPLED_STYLE)
+        else:
+            body.append(shown, style=OTHER_STYLE)
+    body.rstrip()
+    return body
+
+
+def _facts(record: RolloutRecord) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold", no_wrap=True)
+    table.add_column(overflow="fold")
+    if record.tool_schemas:
+        table.add_row("tools", _visible(", ".join(_signature(schema) for schema in record.tool_schemas)))
+    for number, call in enumerate(record.tool_calls):
+        arguments = ", ".join(f"{name}={_json(value)}" for name, value in call["arguments"].items())
+        text = Text(_visible(f"{call['name']}({arguments}) → {_clip(call['response'], 400)}"))
+        if call["failed"]:
+            text.append("  failed", style="bold red")
+        table.add_row("" if number else "tool calls", text)
+    table.add_row("reward", _reward(record))
+    table.add_row("ended", _ending(record))
+    table.add_row("tokens", _tokens(record))
+    if record.timings:
+        table.add_row("time", "  ".join(f"{name} {_seconds(value)}" for name, value in record.timings.items()))
+    return table
+
+
+def _reward(record: RolloutRecord) -> Text:
+    if record.reward is None:
+        text = Text("none", style="bold red")
+    else:
+        text = Text(figure(record.reward), style="bold green" if record.reward > 0 else "bold red")
+    for name, value in record.reward_metrics.items():
+        text.append(f"  {name} {_number(value)}", style="not bold default")
+    for name, values in (("tool rewards", record.tool_rewards), ("turn scores", record.turn_scores)):
+        if values:
+            text.append(f"  {name} {', '.join(map(_number, values))}", style="not bold default")
+    if record.advantage is not None:
+        text.append(f"  advantage {record.advantage:+.3g}", style="not bold default")
+    if record.ground_truth is not None:
+        text.append(f"  ground truth {_visible(_clip(_json(record.ground_truth), 200))}", style="not bold default")
+    return text
+
+
+def _ending(record: RolloutRecord) -> Text:
+    text = Text(f"{record.termination} after {record.num_turns} turns")
+    if record.data_source:
+        text.append(f"  data source {_visible(record.data_source)}", style="dim")
+    if record.error:
+        text.append(f"\n{_visible(record.error)}", style="bold red")
+    return text
+
+
+def _tokens(record: RolloutRecord) -> str:
+    sampled = sum(record.response_mask)
+    parts = [f"prompt {len(record.prompt_ids)}", f"response {len(record.response_ids)}", f"sampled {sampled}"]
+    pairs = zip(record.response_logprobs or [], record.response_mask, strict=False)
+    log_probs = [value for value, mask in pairs if mask and is_number(value)]
+    if log_probs:
+        parts.append(f"mean log-prob {sum(log_probs) / len(log_probs):.3f}")
+    versions = sorted({version for version in record.policy_versions if version >= 0})
+    if versions:
+        parts.append(f"policy version {', '.join(map(str, versions))}")
+    return "  ".join(parts)
+
+
+def _signature(schema: dict[str, Any]) -> str:
+    function = schema.get("function", schema)
+    parameters = function.get("parameters") or {}
+    return f"{function.get('name', '?')}({', '.join(parameters.get('properties') or {})})"
+
+
+def _seconds(value: float) -> str:
+    if value >= 60:
+        return duration(value)
+    return f"{figure(value)} s" if value >= 0.1 else f"{figure(value * 1000)} ms"
+
+
+def _number(value: float | None) -> str:
+    return "none" if value is None else figure(value)
+
+
+def _json(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _visible(text: str) -> str:
+    return _INVISIBLE.sub(lambda match: f"\\u{ord(match[0]):04x}", text)
+
+
+def _clip(text: str, max_chars: int | None) -> str:
+    if max_chars is None or len(text) <= max_chars:
+        return text
+    head = max_chars // 2
+    return f"{text[:head]} … {len(text) - max_chars:,} characters left out … {text[len(text) - (max_chars - head) :]}"

@@ -1,0 +1,97 @@
+"""Builds the environment of its own in which an engine's servers run: ``rollout.engine.python``."""
+
+import importlib.metadata
+import json
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from importlib.resources import files
+from pathlib import Path
+from urllib.parse import unquote, urlparse
+
+from agentrl_core.api import EngineError
+from agentrl_core.api.errors import PluginError, PluginRequirementError
+from agentrl_core.plugins import ResolvedPlugin
+from agentrl_core.plugins.discovery import is_external
+from agentrl_core.plugins.file_plugin import FILE_DIST
+from agentrl_core.serving.interpreter import CORE, check_interpreter
+
+PINS = "environment.txt"
+"""File of an engine's import package with the versions that it was tested with, as constraints of pip."""
+
+Command = list[str]
+
+
+def setup_environment(
+    plugin: ResolvedPlugin, folder: Path, extra: Sequence[str] = (), report: Callable[[Command], None] = lambda _: None
+) -> Path:
+    """Make the environment, and see that it can serve; an existing one is brought up to date.
+
+    Args:
+        plugin: the engine.
+        folder: of the environment.
+        extra: more requirements, such as another build of the engine.
+        report: called with each command before it runs.
+
+    Returns:
+        The path of its interpreter.
+
+    Raises:
+        PluginError: the engine needs no environment of its own.
+        ConfigError: what was built cannot serve.
+        EngineError: a command failed.
+    """
+    python = folder / "bin" / "python"
+    for command in setup_commands(plugin, folder, extra):
+        report(command)
+        # The caller's standard output is for the result.
+        done = subprocess.run(command, stdout=sys.stderr, check=False)
+        if done.returncode:
+            raise EngineError(
+                f"{shlex.join(command)} ended with {done.returncode}; what it says is above. Run this again when that "
+                "is mended: what is installed already stays"
+            )
+    check_interpreter(str(python), plugin.ref, plugin.spec)
+    return python
+
+
+def setup_commands(plugin: ResolvedPlugin, folder: Path, extra: Sequence[str] = ()) -> list[Command]:
+    """What makes the environment: with uv where there is one, else with venv and pip.
+
+    Raises:
+        PluginError: the engine needs no environment of its own.
+    """
+    spec, ref = plugin.spec, plugin.ref
+    if not is_external(spec) or not spec.requires or ref.dist == FILE_DIST:
+        raise PluginError(f"inference engine {ref.name!r} runs in the trainer's own environment: it needs no other one")
+    python = folder / "bin" / "python"
+    wanted = [*_own(CORE), *_own(ref.dist), f"ray=={_version('ray')}", *spec.requires, *extra]
+    pins = files(spec.factory.partition(".")[0]) / PINS
+    constraints = ["--constraint", str(pins)] if pins.is_file() else []
+    uv = shutil.which("uv")
+    if uv is not None:
+        make = [uv, "venv", "--allow-existing", "--python", sys.executable, str(folder)]
+        return [make, [uv, "pip", "install", "--python", str(python), *constraints, *wanted]]
+    make = [sys.executable, "-m", "venv", str(folder)]
+    return [make, [str(python), "-m", "pip", "install", *constraints, *wanted]]
+
+
+def _own(dist: str) -> list[str]:
+    """The same version as here, from the same place."""
+    origin = json.loads(importlib.metadata.distribution(dist).read_text("direct_url.json") or "{}")
+    url = urlparse(origin.get("url", ""))
+    if url.scheme != "file":
+        return [f"{dist}=={_version(dist)}"]
+    path = unquote(url.path)
+    return ["--editable", path] if origin.get("dir_info", {}).get("editable") else [path]
+
+
+def _version(dist: str) -> str:
+    try:
+        return importlib.metadata.version(dist)
+    except importlib.metadata.PackageNotFoundError as error:
+        raise PluginRequirementError(
+            f"engines with an environment of their own need {dist} here too: pip install 'agentrl-core[{dist}]'"
+        ) from error

@@ -1,0 +1,341 @@
+"""The engine replicas of a run: started, watched, given new weights, and replaced where they die."""
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from agentrl_core.api import (
+    EngineContext,
+    EngineError,
+    SamplingParams,
+    TokenOutput,
+    WeightUpdate,
+    WorkerError,
+)
+from agentrl_core.config.schema import EngineSlot
+from agentrl_core.controller.runtime import ActorHandle, Runtime
+from agentrl_core.serving.placement import Seats
+from agentrl_core.serving.server import EngineServer, tail_of
+from agentrl_core.serving.weight_delivery import Member, WeightDelivery, Weights, WeightSender
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+START_GRACE = 60.0
+"""Seconds beyond ``start_timeout`` after which a server that cannot even say that it is late is given up: its process
+starts and imports within them, on a machine that may be busy."""
+
+
+class EngineFleet:
+    """Owns the engine servers.
+
+    A replica that dies is started anew and gets the current weights before it serves again. That happens while
+    trajectories run; weights are read only then and in :meth:`update_weights`, so that the files of an update may be
+    overwritten between the two.
+
+    Args:
+        runtime: where they live.
+        slot: ``rollout.engine``, resolved.
+        context: of replica 0.
+        seats: of each replica.
+        most_requests: that may be on their way to one replica at once.
+    """
+
+    def __init__(
+        self, runtime: Runtime, slot: EngineSlot, context: EngineContext, seats: Seats, most_requests: int
+    ) -> None:
+        self._runtime = runtime
+        self._slot = slot
+        self._context = context
+        self._seats = seats
+        # Beside the requests there must be room for questions about health and for updates.
+        self._concurrency = most_requests + 100
+        self._members = [Member(self._make(replica), slot.restarts) for replica in range(len(seats))]
+        self._routers: Sequence[ActorHandle] = ()
+        self._delivery = WeightDelivery(slot.devices)
+        self._is_asleep = False
+        self._restarting: dict[int, asyncio.Task[None]] = {}
+        self._restarts = 0
+        self._may_load = asyncio.Event()
+        self._loading: set[int] = set()
+
+    @property
+    def servers(self) -> list[ActorHandle]:
+        """The present handles, in the order of the replicas."""
+        return [member.server for member in self._members]
+
+    def introduce(self, routers: Sequence[ActorHandle]) -> None:
+        """Agent-loop workers to tell of replicas that came back, or will not."""
+        self._routers = routers
+
+    def _make(self, replica: int) -> list[ActorHandle]:
+        slot = self._slot
+        return [
+            self._runtime.actor(
+                EngineServer, slot.ref, slot.config, replace(self._context, replica=replica, node_rank=host),
+                slot.start_timeout, slot.health_timeout, slot.max_in_flight, seat.devices,
+                name=f"engine-{replica}" + (f".{host}" if host else ""), num_gpus=seat.num_gpus, node=seat.node,
+                python=slot.python, max_concurrency=self._concurrency,
+            )
+            for host, seat in enumerate(self._seats[replica])
+        ]  # fmt: skip
+
+    # Start ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Start every replica. Raises EngineError where one does not."""
+        await asyncio.gather(*(self._boot(member) for member in self._members))
+
+    async def _boot(self, member: Member) -> None:
+        # Hosts wait for each other as they start.
+        rendezvous = await self._rendezvous(member) if len(member.servers) > 1 else ""
+        await asyncio.gather(*(self._boot_server(server, rendezvous) for server in member.servers))
+
+    async def _rendezvous(self, member: Member) -> str:
+        try:
+            return str(await member.server.call("rendezvous"))
+        except WorkerError as error:
+            raise EngineError(f"{member.server.name} died as it started: {error}") from error
+
+    async def _boot_server(self, server: ActorHandle, rendezvous: str) -> None:
+        limit = self._slot.start_timeout + START_GRACE
+        files: tuple[str, ...] = ()
+        try:
+            async with asyncio.timeout(limit) as deadline:
+                _, files = await server.call("process")
+                await server.call("start", rendezvous)
+        except WorkerError as error:
+            raise EngineError(f"{server.name} died as it started: {error}\n{self._last_words(files)}") from error
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise EngineError(
+                f"{server.name} has not answered for {limit:g} s (rollout.engine.start_timeout="
+                f"{self._slot.start_timeout:g}).\n{self._last_words(files)}"
+            ) from None
+
+    @staticmethod
+    def _last_words(files: Sequence[str]) -> str:
+        text = tail_of(files)
+        return f"The last lines of its log:\n{text}" if text else ""
+
+    # Watch ------------------------------------------------------------------------------------------------------
+
+    async def watched(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, with the replicas watched and replaced meanwhile.
+
+        Raises:
+            EngineError: every replica is dead, and none has a new start left.
+        """
+        self._may_load.set()
+        watcher = asyncio.create_task(self._watch())
+        try:
+            result = await work
+            # A rollout may be over before the watcher has looked at a replica that was lost on the way.
+            await self._look()
+            return result
+        finally:
+            watcher.cancel()
+            with suppress(asyncio.CancelledError):
+                await watcher
+            await self._settle()
+
+    async def _settle(self) -> None:
+        """From here on no replica reads weights."""
+        self._may_load.clear()
+        loading = [self._restarting[index] for index in self._loading if index in self._restarting]
+        if loading:
+            await asyncio.wait(loading)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._slot.health_interval)
+            alive = [index for index, each in enumerate(self._members) if each.is_alive]
+            lost = await self._lost()
+            await asyncio.gather(*(self._examine(index, index in lost) for index in alive))
+
+    async def _look(self) -> None:
+        """Examine those that the routers have left out."""
+        lost = await self._lost()
+        await asyncio.gather(*(self._examine(index, True) for index in lost if self._members[index].is_alive))
+
+    async def _lost(self) -> set[int]:
+        answers = await asyncio.gather(
+            *(router.call("lost_engines") for router in self._routers), return_exceptions=True
+        )
+        return {index for each in answers if not isinstance(each, BaseException) for index in each}
+
+    async def _examine(self, index: int, is_left_out: bool) -> None:
+        member = self._members[index]
+        try:
+            async with asyncio.timeout(self._slot.health_timeout):
+                await asyncio.gather(*(server.call("health") for server in member.servers))
+        except (EngineError, WorkerError, TimeoutError) as error:
+            reason = f"no answer within {self._slot.health_timeout:g} s" if isinstance(error, TimeoutError) else error
+            self._replace(index, f"{reason}")
+            return
+        if is_left_out:
+            await self._tell("put_engine", index, member.server)
+
+    def _replace(self, index: int, reason: str) -> None:
+        """Begin to replace a dead replica."""
+        if index not in self._restarting:
+            self._members[index].is_alive = False
+            task = asyncio.get_running_loop().create_task(self._restart(index, reason))
+            self._restarting[index] = task
+            task.add_done_callback(lambda _: self._restarting.pop(index, None))
+
+    async def _restart(self, index: int, reason: str) -> None:
+        member = self._members[index]
+        while member.restarts_left > 0:
+            member.restarts_left -= 1
+            logger.error(
+                "engine replica %d is dead (%s); it is started anew, %d more times at most",
+                index, reason, member.restarts_left,
+            )  # fmt: skip
+            try:
+                for server in member.servers:
+                    server.kill()
+                member.servers, member.newest, member.whole = self._make(index), None, None
+                await self._boot(member)
+                await self._may_load.wait()
+                self._loading.add(index)
+                await self._delivery.load(member)
+            except (EngineError, WorkerError) as error:
+                reason = str(error)
+                continue
+            finally:
+                self._loading.discard(index)
+            member.is_alive = True
+            self._restarts += 1
+            await self._tell("put_engine", index, member.server)
+            logger.warning("engine replica %d is back with weights %s", index, member.version)
+            return
+        logger.error("engine replica %d is dead for good (%s)", index, reason)
+        if not any(each.is_alive or each.restarts_left for each in self._members):
+            await self._tell("give_up_engines", f"no engine replica is alive and none can be started: {reason}")
+
+    async def _tell(self, method: str, *args: Any) -> None:
+        await asyncio.gather(*(router.call(method, *args) for router in self._routers), return_exceptions=True)
+
+    # Weights ----------------------------------------------------------------------------------------------------
+
+    async def can_all_read(self, files: Sequence[str]) -> bool:
+        """Whether these files are readable for every replica that lives."""
+        return False not in await self._ask("can_read", files)
+
+    async def sleep(self) -> None:
+        """Let every replica release what ``rollout.engine.sleep`` says, until it gets new weights."""
+        if self._slot.sleep:
+            self._is_asleep = True
+            await self._ask("sleep", self._slot.sleep)
+
+    async def update_weights(self, update: WeightUpdate, version: int, elsewhere: WeightUpdate | None = None) -> None:
+        """Give every replica the new weights, and wake those that sleep.
+
+        Args:
+            update: for those that can read its files, or for all where it has none.
+            version: of the weights.
+            elsewhere: for the others.
+
+        Raises:
+            EngineError: a replica refuses them, or none is alive.
+        """
+        # Through the store, once for each node.
+        self._delivery.note(Weights(update, elsewhere and self._runtime.share(elsewhere), version))
+        async with self._updating():
+            alive = [(index, member) for index, member in enumerate(self._members) if member.is_alive]
+            loads = (self._delivery.load(member) for _, member in alive)
+            results = await asyncio.gather(*loads, return_exceptions=True)
+            for (index, _), result in zip(alive, results, strict=True):
+                if isinstance(result, WorkerError):
+                    self._replace(index, str(result))
+                elif isinstance(result, BaseException):
+                    raise result
+
+    async def broadcast_weights(self, sender: WeightSender, version: int) -> None:
+        """Give every replica the actor's weights from device to device, and wake those that sleep.
+
+        Raises:
+            EngineError: a replica refuses them, or none is alive.
+            WorkerError: the actor or a replica died in the middle of it.
+        """
+        weights = Weights(WeightUpdate(), None, version, sender)
+        self._delivery.note(weights)
+        async with self._updating():
+            alive = [member for member in self._members if member.is_alive]
+            await self._delivery.broadcast(weights, alive)
+
+    @asynccontextmanager
+    async def _updating(self) -> AsyncIterator[None]:
+        """Replicas are awake for what is done here, at least one is alive after it, and then all sleepers wake."""
+        self._may_load.set()
+        try:
+            if self._is_asleep:
+                # The KV cache waits: while weights are loaded there may be no room for both.
+                await self._ask("wake_up", ["weights"])
+            yield
+            while not any(member.is_alive for member in self._members):
+                if not self._restarting:
+                    raise EngineError("no engine replica is alive to take the new weights")
+                await asyncio.wait(self._restarting.values(), return_when=asyncio.FIRST_COMPLETED)
+            if self._is_asleep:
+                await self._ask("wake_up", ["kv_cache"])
+                self._is_asleep = False
+        finally:
+            await self._settle()
+
+    # Questions --------------------------------------------------------------------------------------------------
+
+    async def sample(
+        self, replica: int, prompt_ids: Sequence[int], params: SamplingParams, request_id: str, *, session: bool
+    ) -> TokenOutput:
+        """One request to one replica, past the routing."""
+        server = self._members[replica].server
+        async with asyncio.timeout(self._slot.start_timeout):
+            if session:
+                await server.call("open_session", request_id)
+            output: TokenOutput = await server.call("generate", prompt_ids, params, request_id)
+            if session:
+                await server.call("close_session", request_id)
+        return output
+
+    async def memory(self) -> int | None:
+        """Bytes of host memory of all replicas and the processes that they started; None where it cannot be told."""
+        found = await self._ask("memory", every_host=True)
+        return None if None in found else sum(found)
+
+    async def metrics(self) -> dict[str, float]:
+        """Counters of all replicas added up, ``restarts``, ``tokens_per_second`` and ``cache_hit_rate``."""
+        totals: dict[str, float] = defaultdict(float)
+        rate = 0.0
+        for metrics in await self._ask("metrics"):
+            for name, value in (metrics or {}).items():
+                totals[name] += value
+            if metrics and metrics.get("serving_seconds"):
+                rate += metrics["tokens"] / metrics["serving_seconds"]
+        if rate:
+            totals["tokens_per_second"] = rate
+        if totals.get("prompt_tokens"):
+            totals["cache_hit_rate"] = totals["cached_tokens"] / totals["prompt_tokens"]
+        if self._restarts:
+            totals["restarts"] = float(self._restarts)
+        return dict(totals)
+
+    async def _ask(self, method: str, *args: Any, every_host: bool = False) -> list[Any]:
+        """The answers of all replicas, or of all their hosts; None of those that are dead."""
+
+        async def one(member: Member, server: ActorHandle) -> Any:
+            if not member.is_alive:
+                return None
+            try:
+                return await server.call(method, *args)
+            except WorkerError as error:
+                logger.warning("engine %s does not answer to %r: %s", server.name, method, error)
+                return None
+
+        asked = ((member, member.servers if every_host else member.servers[:1]) for member in self._members)
+        return list(await asyncio.gather(*(one(member, server) for member, servers in asked for server in servers)))

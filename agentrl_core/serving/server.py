@@ -1,0 +1,344 @@
+"""One engine behind one server: the same class runs in this process and as a Ray actor.
+
+An engine's own interpreter imports this module: it and all that it imports do without torch and Ray.
+"""
+
+import asyncio
+import logging
+import os
+import time
+import traceback
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from agentrl_core.api import (
+    EngineContext,
+    EngineError,
+    InferenceEngine,
+    PluginRef,
+    SamplingParams,
+    TokenOutput,
+    WeightUpdate,
+    WorkerError,
+)
+from agentrl_core.api.engine import PauseMode
+from agentrl_core.engine_kit.ports import free_port, host_address
+from agentrl_core.plugins import resolve_ref
+
+LOG_LINES = 30
+LOG_TAIL_BYTES = 64 << 10
+
+
+class EngineServer:
+    """Builds an engine from its reference and maps everything that it raises to :class:`EngineError`.
+
+    Args:
+        ref: the resolved plugin.
+        config: of the plugin.
+        context: the engine's place.
+        start_timeout: seconds that the engine may take to become healthy, and to take new weights.
+        health_timeout: seconds that it may take to say how it is.
+        max_in_flight: requests that the engine gets at once; the others queue here. None: all.
+        devices: GPUs of this host that the engine shall see; None: those that this process sees already.
+    """
+
+    def __init__(
+        self,
+        ref: PluginRef,
+        config: Any,
+        context: EngineContext,
+        start_timeout: float = 600.0,
+        health_timeout: float = 60.0,
+        max_in_flight: int | None = None,
+        devices: Sequence[str] | None = None,
+    ) -> None:
+        self._name = f"engine {ref.name!r}, replica {context.replica}"
+        if context.nodes > 1:
+            self._name += f", host {context.node_rank} of {context.nodes}"
+        if devices is not None:
+            # Before anything asks CUDA.
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
+        self._log = RecentLog()
+        self._plugin = resolve_ref(ref)
+        self._config = config
+        self._context = context
+        self._capabilities = self._plugin.spec.capabilities
+        self._made: InferenceEngine | None = None
+        self._start_timeout = start_timeout
+        self._health_timeout = health_timeout
+        self._load = Load(max_in_flight)
+
+    def rendezvous(self) -> str:
+        """``address:port`` of this host, where the servers of a replica on several hosts can find each other."""
+        address = host_address()
+        return f"{address}:{free_port(host=address)}"
+
+    async def start(self, rendezvous: str = "") -> None:
+        """Make the engine, start it, and see that it is healthy.
+
+        Args:
+            rendezvous: of host 0, where the replica has several.
+
+        Raises:
+            EngineError: it failed, or its deadline passed; with the last lines of its log.
+        """
+        try:
+            async with asyncio.timeout(self._start_timeout) as deadline:
+                await self._guard("start", self._start_engine(rendezvous))
+                await self._guard("health", self._engine.health())
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise EngineError(
+                f"{self._name} is not healthy after {self._start_timeout:g} s (rollout.engine.start_timeout). "
+                f"The last lines of its log:\n{self._log.tail()}"
+            ) from None
+        except EngineError as error:
+            raise EngineError(f"{error}\nThe last lines of its log:\n{self._log.tail()}") from None
+
+    async def _start_engine(self, rendezvous: str) -> None:
+        self._made = self._plugin.build(self._config, replace(self._context, rendezvous=rendezvous))
+        await self._made.start()
+
+    @property
+    def _engine(self) -> InferenceEngine:
+        if self._made is None:
+            raise EngineError(f"{self._name} has not been started")
+        return self._made
+
+    async def health(self) -> None:
+        """See :meth:`InferenceEngine.health`; the deadline is the caller's."""
+        await self._guard("health", self._engine.health())
+
+    def process(self) -> tuple[int, tuple[str, ...]]:
+        """This process's id and the files that its output goes to."""
+        return os.getpid(), self._log.files()
+
+    def memory(self) -> int | None:
+        """Bytes of host memory of this process and those that it started, shared pages in parts; None off Linux."""
+        return family_memory(os.getpid())
+
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str) -> TokenOutput:
+        """See :meth:`InferenceEngine.generate`; queues while ``max_in_flight`` requests are under way.
+
+        Raises:
+            EngineError: the request failed.
+            WorkerError: it failed, and the engine is not healthy either: this replica is of no use any more.
+        """
+        async with self._load.request():
+            try:
+                output: TokenOutput = await self._guard(
+                    "generate", self._engine.generate(prompt_ids, params, request_id)
+                )
+            except EngineError as error:
+                try:
+                    await asyncio.wait_for(self._engine.health(), self._health_timeout)
+                except Exception as ill:  # noqa: BLE001 - an engine may raise anything
+                    raise WorkerError(f"{self._name} is not healthy any more ({ill!r}): {error}") from None
+                raise
+            self._load.tokens += len(output.token_ids)
+            return output
+
+    async def open_session(self, session_id: str) -> None:
+        """See :meth:`InferenceEngine.open_session`."""
+        await self._guard("open_session", self._engine.open_session(session_id))
+
+    async def close_session(self, session_id: str) -> None:
+        """See :meth:`InferenceEngine.close_session`."""
+        await self._guard("close_session", self._engine.close_session(session_id))
+
+    async def abort(self, request_id: str) -> TokenOutput | None:
+        """See :meth:`InferenceEngine.abort`."""
+        output: TokenOutput | None = await self._guard("abort", self._engine.abort(request_id))
+        return output
+
+    async def pause(self, mode: PauseMode = "keep") -> None:
+        """See :meth:`InferenceEngine.pause`."""
+        await self._guard("pause", self._engine.pause(mode))
+
+    async def resume(self) -> None:
+        """See :meth:`InferenceEngine.resume`."""
+        await self._guard("resume", self._engine.resume())
+
+    def can_read(self, paths: Sequence[str]) -> bool:
+        """Whether all these files are readable from here."""
+        return all(os.access(path, os.R_OK) for path in paths)
+
+    async def update_weights(self, update: WeightUpdate, version: int) -> None:
+        """See :meth:`InferenceEngine.update_weights`.
+
+        Raises:
+            EngineError: the engine refuses them, or they are an adapter's and it takes none.
+            WorkerError: it has not taken them in time.
+        """
+        if update.adapter is not None and "lora" not in self._capabilities:
+            raise EngineError(
+                f"{self._name}: weights {version} are a LoRA adapter's, and this engine lacks the capability 'lora'; "
+                "send the merged weights, or choose an engine that has it (agentrl plugins list --kind engine)"
+            )
+        call = self._guard("update_weights", self._engine.update_weights(update, version))
+        await self._in_time(call, "has not taken new weights")
+
+    async def sleep(self, level: int) -> None:
+        """See :meth:`InferenceEngine.sleep`. Raises WorkerError where it has not fallen asleep in time."""
+        await self._in_time(self._guard("sleep", self._engine.sleep(level)), "has not fallen asleep")
+
+    async def wake_up(self, tags: Sequence[str]) -> None:
+        """See :meth:`InferenceEngine.wake_up`. Raises WorkerError where it has not woken in time."""
+        await self._in_time(self._guard("wake_up", self._engine.wake_up(tags)), "has not woken")
+
+    async def _in_time(self, call: Awaitable[Any], late: str) -> None:
+        try:
+            async with asyncio.timeout(self._start_timeout) as deadline:
+                await call
+        except TimeoutError:
+            if not deadline.expired():
+                raise
+            raise WorkerError(f"{self._name} {late} within {self._start_timeout:g} s") from None
+
+    def metrics(self) -> dict[str, float]:
+        """Counters of engine and server since the last call."""
+        return {**self._load.take(), **self._engine.metrics()}
+
+    async def close(self) -> None:
+        """Close the engine."""
+        try:
+            if self._made is not None:
+                await self._guard("close", self._made.close())
+        finally:
+            self._log.close()
+
+    async def _guard(self, what: str, call: Any) -> Any:
+        try:
+            return await call
+        except EngineError:
+            raise
+        except Exception as error:  # noqa: BLE001 - an engine may raise anything
+            # As text: the class of a foreign exception may not exist in the caller's interpreter.
+            trace = "".join(traceback.format_exception(error))
+            raise EngineError(f"{self._name}: {what} failed: {type(error).__name__}: {error}\n{trace}") from None
+
+
+class Load:
+    """Requests that wait for the engine and that it works on, and what came of them."""
+
+    def __init__(self, max_in_flight: int | None) -> None:
+        self._slots = None if max_in_flight is None else asyncio.Semaphore(max_in_flight)
+        self._waiting = self._running = 0
+        self._busy_since = 0.0
+        self.tokens = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._max_waiting, self._max_running = self._waiting, self._running
+        self._requests, self._serving_seconds, self.tokens = 0, 0.0, 0
+
+    @asynccontextmanager
+    async def request(self) -> AsyncIterator[None]:
+        """One request, from its arrival to its answer."""
+        self._requests += 1
+        if self._slots is not None:
+            queues = self._slots.locked()
+            self._waiting += queues
+            self._max_waiting = max(self._max_waiting, self._waiting)
+            try:
+                await self._slots.acquire()
+            finally:
+                self._waiting -= queues
+        if not self._running:
+            self._busy_since = time.perf_counter()
+        self._running += 1
+        self._max_running = max(self._max_running, self._running)
+        try:
+            yield
+        finally:
+            self._running -= 1
+            if not self._running:
+                self._serving_seconds += time.perf_counter() - self._busy_since
+            if self._slots is not None:
+                self._slots.release()
+
+    def take(self) -> dict[str, float]:
+        """``requests``; ``queue_max`` and ``running_max``, the most at once; ``tokens`` sampled in
+        ``serving_seconds``, in which there was at least one request. Nothing where there was none."""
+        if not self._requests and not self._running:
+            return {}
+        now = time.perf_counter()
+        if self._running:
+            self._serving_seconds += now - self._busy_since
+            self._busy_since = now
+        taken = {
+            "requests": float(self._requests),
+            "queue_max": float(self._max_waiting),
+            "running_max": float(self._max_running),
+            "tokens": float(self.tokens),
+            "serving_seconds": self._serving_seconds,
+        }
+        self._reset()
+        return taken
+
+
+class RecentLog(logging.Handler):
+    """What a process wrote last: the end of the files that its output goes to, or else of its log records."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._records: deque[str] = deque(maxlen=LOG_LINES)
+        self.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        logging.getLogger().addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._records.append(self.format(record))
+
+    def files(self) -> tuple[str, ...]:
+        """Regular files behind standard output and error; Ray gives each worker its own. Nothing on a terminal."""
+        found = (os.path.realpath(f"/proc/self/fd/{number}") for number in (1, 2))
+        return tuple(dict.fromkeys(path for path in found if os.path.isfile(path)))
+
+    def tail(self) -> str:
+        """The last lines, those of processes that the engine started included where they share its output."""
+        return tail_of(self.files()) or "\n".join(self._records) or "(it wrote nothing)"
+
+    def close(self) -> None:
+        logging.getLogger().removeHandler(self)
+        super().close()
+
+
+def tail_of(paths: Sequence[str], lines: int = LOG_LINES) -> str:
+    """The last lines of these files together, the one that was written to last at the end."""
+    texts: list[tuple[float, list[str]]] = []
+    for path in map(Path, paths):
+        try:
+            with path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                file.seek(max(size - LOG_TAIL_BYTES, 0))
+                text = file.read().decode(errors="replace")
+            texts.append((path.stat().st_mtime, text.splitlines()))
+        except OSError:
+            continue
+    return "\n".join([line for _, each in sorted(texts) for line in each if line.strip()][-lines:])
+
+
+def family_memory(pid: int) -> int | None:
+    """Proportional set size of a process and its descendants, in bytes; None where /proc does not tell."""
+    children: dict[int, list[int]] = {}
+    try:
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                # The name in parentheses may hold anything, spaces included.
+                fields = path.read_text().rpartition(")")[2].split()
+                children.setdefault(int(fields[1]), []).append(int(path.parent.name))
+        total, family = 0, [pid]
+        while family:
+            member = family.pop()
+            family += children.get(member, [])
+            with suppress(FileNotFoundError, ProcessLookupError):
+                text = Path(f"/proc/{member}/smaps_rollup").read_text()
+                total += int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1]) << 10
+    except (OSError, StopIteration):
+        return None
+    return total or None

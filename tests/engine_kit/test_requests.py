@@ -1,0 +1,56 @@
+"""What engines share: the checks of requests, spans, the model's configuration."""
+
+import math
+from pathlib import Path
+
+import pytest
+
+from agentrl_core.api import EngineError, PolicySpan, SamplingParams
+from agentrl_core.engine_kit.requests import check_request, covering_spans, read_model_config
+
+
+@pytest.mark.parametrize(
+    ("prompt", "params", "message"),
+    [
+        ([], SamplingParams(4), "request 'r': the prompt is empty; it needs at least 1 token"),
+        ([1] * 10, SamplingParams(4), "the prompt has 10 tokens, which leaves no room to sample with max_model_len 10"),
+        ([1, 200], SamplingParams(4), "request 'r': token id 200 is outside the vocabulary 0..199"),
+        ([1, -1], SamplingParams(4), "request 'r': token id -1 is outside the vocabulary 0..199"),
+        ([1], SamplingParams(0), "request 'r': max_tokens is 0; it must be at least 1"),
+        ([1], SamplingParams(4, temperature=-1.0), "temperature -1.0, top_p 1.0, top_k 0; allowed are temp"),
+        ([1], SamplingParams(4, temperature=math.nan), "temperature nan"),
+        ([1], SamplingParams(4, top_p=0.0), "0 < top_p <= 1"),
+        ([1], SamplingParams(4, top_k=-1), "top_k >= 0"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_served_is_refused(prompt: list[int], params: SamplingParams, message: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        check_request("r", prompt, params, vocab_size=200, max_model_len=10)
+    assert message in str(caught.value)
+
+
+def test_what_can_be_served_passes() -> None:
+    limits = {"vocab_size": 200, "max_model_len": 10}
+    check_request("r", [0, 199], SamplingParams(100, temperature=0.0, top_p=1.0, top_k=5), {}, **limits)
+    check_request("r", [0] * 9, SamplingParams(1, temperature=7.0), **limits)
+    with pytest.raises(ValueError, match="allowed are 0 <= temperature <= 2, "):
+        check_request("r", [0], SamplingParams(1, temperature=7.0), **limits, max_temperature=2.0)
+    with pytest.raises(ValueError, match="this engine takes text only, found image, video"):
+        check_request("r", [0], SamplingParams(1), {"video": b"", "image": b""}, **limits)
+
+
+def test_spans_cover_the_output_or_are_an_error() -> None:
+    assert covering_spans([], 0, 7) == []
+    assert covering_spans([], 3, 7) == [PolicySpan(7, 0, 3)]
+    spans = [PolicySpan(1, 0, 2), PolicySpan(2, 2, 3)]
+    assert covering_spans([PolicySpan(0, 0, 0), *spans], 3, 7) == spans
+    for wrong in (spans[:1], spans[1:], [spans[0], PolicySpan(2, 1, 3)]):
+        with pytest.raises(EngineError, match=r"weight versions \(\d for .*\) do not cover 3 tokens"):
+            covering_spans(wrong, 3, 7)
+
+
+def test_the_configuration_of_a_model(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match=r"model.path: .*config.json cannot be read .* must be a folder with a model"):
+        read_model_config(str(tmp_path))
+    (tmp_path / "config.json").write_text('{"vocab_size": 200}')
+    assert read_model_config(str(tmp_path)) == {"vocab_size": 200}

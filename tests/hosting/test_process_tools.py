@@ -1,0 +1,251 @@
+"""Tools in child processes that can be killed, with real children."""
+
+import asyncio
+import os
+import time
+
+import pytest
+
+from agentrl_core.api import DeadlineError, PluginBrokenError, ToolCall, ToolError
+from agentrl_core.config.schema import ToolSlot
+from agentrl_core.hosting.tools import HostedTool
+
+TOOLS = '''
+import os, time
+from agentrl_core.api import Tool, ToolResponse, ToolResult, function_schema
+
+SCHEMA = {"x": {"type": "string"}}
+
+class Stateless(Tool):
+    isolation = "process"
+    schema = function_schema("stateless", "Does what x says.", SCHEMA)
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        x = parameters["x"]
+        if x == "pid":
+            return ToolResult(ToolResponse(str(os.getpid())), 0.5, {"calls": 1.0})
+        if x == "spin":
+            while True:
+                pass
+        if x == "die":
+            os._exit(3)
+        if x == "raise":
+            raise ValueError("no such city")
+        if x == "print":
+            print("noise on stdout")
+            return ToolResult(ToolResponse("quiet"))
+        if x == "megabytes":
+            return ToolResult(ToolResponse("m" * 3_000_000))
+        if x == "unpicklable":
+            return lambda: None
+        return x
+
+class Counter(Tool):
+    isolation = "process"
+    stateful = True
+    schema = function_schema("counter", "Counts.", SCHEMA)
+
+    async def create(self, instance_id, start=0, **kwargs):
+        self.count = start
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        if parameters["x"] == "spin":
+            while True:
+                pass
+        self.count += 1
+        return ToolResult(ToolResponse(f"{self.count} {os.getpid()}"))
+
+    async def calc_reward(self, instance_id, factor=1.0, **kwargs):
+        return self.count * factor
+
+class Broken(Tool):
+    isolation = "process"
+    schema = function_schema("broken", "Cannot be built in a child.", SCHEMA)
+
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        if os.environ.get("AGENTRL_TEST_PARENT") != str(os.getpid()):
+            raise RuntimeError("no licence here")
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        raise AssertionError
+
+def shout(x: str, times: int = 1) -> str:
+    """Says it louder."""
+    return x.upper() * times
+'''
+
+
+@pytest.fixture
+def hosted(make_slot):
+    made: list[HostedTool] = []
+
+    def make(name: str, **fields) -> HostedTool:
+        made.append(HostedTool(make_slot(ToolSlot, TOOLS, name, **fields), seed=0))
+        return made[-1]
+
+    yield make
+    assert not any(tool._owned for tool in made)
+
+
+def run(tool: HostedTool, scenario) -> None:
+    async def closed_at_the_end() -> None:
+        try:
+            await scenario()
+        finally:
+            await tool.close()
+
+    asyncio.run(closed_at_the_end())
+
+
+def execute(tool: HostedTool, x: str, instance: str = "i"):
+    return tool.call("execute", instance, {"x": x}, kwargs={})
+
+
+def test_tool_that_raises_returns_megabytes_or_nonsense_is_an_observation(hosted, make_session) -> None:
+    """And the same child goes on: none of these costs the process."""
+    tool = hosted("Stateless", processes=1)
+
+    async def scenario() -> None:
+        session = make_session([tool])
+        await session.open_tools()
+
+        async def call(x: str):
+            return await session.call_tool(ToolCall("stateless", {"x": x}, "call00001"))
+
+        pid = (await call("pid")).response.text
+        raised = await call("raise")
+        assert raised.failed and raised.response.text == "Error: ValueError: no such city"
+        big = await call("megabytes")
+        assert not big.failed and len(big.response.text) == 3_000_000
+        wrong = await call("anything")
+        assert wrong.failed and "returned str, not a ToolResult" in wrong.response.text
+        assert (await call("unpicklable")).failed
+        assert (await call("print")).response.text == "quiet"
+        assert (await call("pid")).response.text == pid != str(os.getpid())
+        died = await call("die")
+        assert died.failed and "its process died with exit code 3" in died.response.text
+        assert (await call("pid")).response.text != pid
+        assert session.report.metrics["tool_calls"] == 9 and session.report.metrics["tool_failures"] == 4
+        assert session.report.tool_rewards == [0.5] * 3 and session.report.metrics["tool/stateless/calls"] == 3
+        assert max(len(call["response"]) for call in session.report.tool_calls) <= 2000
+        await session.close()
+
+    run(tool, scenario)
+
+
+def test_a_tool_that_spins_for_ever_is_killed_within_its_deadline_and_its_neighbours_are_unharmed(hosted) -> None:
+    tool = hosted("Stateless", processes=2)
+
+    async def scenario() -> None:
+        async def pid(instance: str) -> str:
+            return (await execute(tool, "pid", instance)).response.text
+
+        before = set(await asyncio.gather(pid("a"), pid("b")))
+        tool.timeout = 0.3
+        start = time.monotonic()
+        spinning = asyncio.create_task(execute(tool, "spin", "spinner"))
+        await asyncio.sleep(0)
+        (neighbour,) = {await pid(f"n{number}") for number in range(3)}
+        assert neighbour in before and not spinning.done()
+        with pytest.raises(DeadlineError, match="no answer within 0.3 s; its process was killed"):
+            await spinning
+        assert time.monotonic() - start < 30
+        tool.timeout = 30.0
+        after = set(await asyncio.gather(pid("c"), pid("d")))
+        assert len(after) == 2 and after & before == {neighbour}
+
+    run(tool, scenario)
+
+
+def test_a_stateful_tool_owns_its_process_and_calls_come_in_order(hosted, make_session) -> None:
+    """Parallel calls of one turn too: one conversation over one pipe."""
+    tool = hosted("Counter")
+
+    async def scenario() -> None:
+        one = make_session([tool], tools_kwargs={"counter": {"create_kwargs": {"start": 10}}})
+        two = make_session([tool], key=one._key.next_attempt())
+        await asyncio.gather(one.open_tools(), two.open_tools())
+        call = ToolCall("counter", {"x": "count"})
+        outcomes = await asyncio.gather(*(one.call_tool(call) for _ in range(5)), two.call_tool(call))
+        texts = [outcome.response.text.split() for outcome in outcomes]
+        assert [int(count) for count, _ in texts] == [11, 12, 13, 14, 15, 1]
+        assert len({pid for _, pid in texts[:5]}) == 1 and texts[5][1] != texts[0][1]
+        await one.collect_rewards()
+        assert one.report.tool_rewards == [15.0]
+        process = tool._owned[one._key.request_id]._process
+        await one.close()
+        await two.close()
+        assert tool._owned == {}
+        await process.wait()
+
+    run(tool, scenario)
+
+
+def test_a_stateful_tool_whose_process_was_killed_says_so_and_is_not_begun_anew(hosted, make_session) -> None:
+    """A new process would know nothing of what the trajectory had built up in the old one."""
+    tool = hosted("Counter")
+
+    async def scenario() -> None:
+        session = make_session([tool])
+        await session.open_tools()
+        tool.timeout = 0.2
+        assert "killed" in (await session.call_tool(ToolCall("counter", {"x": "spin"}))).response.text
+        lost = await session.call_tool(ToolCall("counter", {"x": "count"}))
+        assert lost.failed and "its state is lost" in lost.response.text
+        with pytest.raises(ToolError, match="its state is lost"):
+            await session.collect_rewards()
+        await session.close()
+        assert tool._owned == {} and "release_failures" not in session.report.metrics
+
+    run(tool, scenario)
+
+
+def test_cancelling_a_call_kills_its_process_so_that_no_answer_meets_the_next_question(hosted) -> None:
+    tool = hosted("Stateless", processes=1)
+
+    async def scenario() -> None:
+        pid = (await execute(tool, "pid")).response.text
+        waiting = asyncio.create_task(execute(tool, "megabytes"))
+        await asyncio.sleep(0)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        assert (await execute(tool, "pid")).response.text != pid
+
+    run(tool, scenario)
+
+
+def test_a_tool_that_cannot_be_built_in_its_process_is_an_error_each_time(hosted, monkeypatch) -> None:
+    monkeypatch.setenv("AGENTRL_TEST_PARENT", str(os.getpid()))
+    tool = hosted("Broken", processes=1)
+
+    async def scenario() -> None:
+        for _ in range(2):
+            with pytest.raises(ToolError, match="no licence here"):
+                await execute(tool, "x")
+
+    run(tool, scenario)
+
+
+def test_a_typed_function_of_a_file_is_a_tool_in_a_process(hosted, make_session) -> None:
+    tool = hosted("shout")
+    assert tool.schema["function"]["parameters"]["properties"]["times"] == {"type": "integer"}
+
+    async def scenario() -> None:
+        session = make_session([tool])
+        (schema,) = await session.open_tools()
+        assert schema["function"]["description"] == "Says it louder."
+        outcome = await session.call_tool(ToolCall("shout", {"x": "ab", "times": 2}))
+        assert outcome.response.text == "ABAB" and not outcome.failed
+        missing = await session.call_tool(ToolCall("shout", {"times": 2}))
+        assert missing.failed and "missing: x" in missing.response.text
+        await session.close()
+
+    run(tool, scenario)
+
+
+def test_what_is_not_a_tool_is_refused_when_the_worker_starts(make_slot) -> None:
+    source = "class Odd:\n    def __init__(self, config, context): pass\n"
+    with pytest.raises(PluginBrokenError, match="made a Odd, not a Tool"):
+        HostedTool(make_slot(ToolSlot, source, "Odd"), seed=0)

@@ -1,0 +1,115 @@
+"""Rollout records: what is written is read again, whatever a model wrote."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_core.api.errors import DataError
+from agentrl_core.runs.records import RolloutRecord, RolloutWriter, mask_segments, read_rollouts
+
+
+def record(**changes: Any) -> RolloutRecord:
+    values: dict[str, Any] = {
+        "step": 10, "split": "train", "uid": "p1", "trajectory_id": "p1-0", "prompt_ids": [1, 2],
+        "response_ids": [3, 4, 5], "response_mask": [1, 0, 1],
+    }  # fmt: skip
+    return RolloutRecord(**{**values, **changes})
+
+
+anything = st.text(st.characters(codec=None, exclude_categories=()))  # lone surrogates and control characters too
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | anything,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(anything, inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=50)
+@given(
+    text=anything, truth=json_values, arguments=st.dictionaries(anything, json_values, max_size=3),
+    reward=st.none() | st.floats(-10, 10),
+)  # fmt: skip
+def test_a_record_survives_the_file(
+    tmp_path_factory: pytest.TempPathFactory, text: str, truth: Any, arguments: dict[str, Any], reward: float | None
+) -> None:
+    written = record(
+        segments=[(1, text), (0, "\n")], ground_truth=truth, reward=reward, prompt_text=text,
+        tool_calls=[{"name": text, "arguments": arguments, "response": text, "failed": False}],
+    )  # fmt: skip
+    path = RolloutWriter(tmp_path_factory.mktemp("rollouts")).write(10, "train", [written, written])
+    assert list(read_rollouts(path)) == [written, written]
+
+
+def test_arrays_and_nan_become_strict_json() -> None:
+    line = record(
+        ground_truth=np.array([1, 2]), reward=float("nan"), reward_metrics={"a": np.float32(0.5)},
+        response_logprobs=[-0.5, float("-inf"), 0.0], messages=[{"role": "user", "content": Path("x")}],
+    ).to_json()  # fmt: skip
+    content = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
+    assert content["ground_truth"] == [1, 2]
+    assert content["reward"] is None
+    assert content["reward_metrics"] == {"a": 0.5}
+    assert content["response_logprobs"] == [-0.5, None, 0.0]
+    assert content["messages"] == [{"role": "user", "content": "x"}]
+
+
+def test_text_of_any_language_stays_readable_in_the_file() -> None:
+    assert "答え é" in record(prompt_text="答え é").to_json()
+
+
+def test_writer_names_files_by_step_and_split(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path / "rollouts")
+    assert writer.write(10, "train", [record()]).name == "step-000010.jsonl"
+    assert writer.write(0, "validation", [record()]).name == "validation-step-000000.jsonl"
+    assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [
+        "step-000010.jsonl", "validation-step-000000.jsonl",
+    ]  # fmt: skip
+
+
+def test_writer_leaves_the_old_file_whole_if_a_record_fails(tmp_path: Path) -> None:
+    writer = RolloutWriter(tmp_path)
+    path = writer.write(1, "train", [record()])
+    before = path.read_bytes()
+
+    def broken() -> Any:
+        yield record()
+        raise RuntimeError("half way")
+
+    with pytest.raises(RuntimeError):
+        writer.write(1, "train", broken())
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("{", "not JSON"),
+        ("[]", "JSON object, found list"),
+        ('{"schema_version": 2}', "schema version 2"),
+        ('{"schema_version": 1, "step": 1}', "without split, uid, trajectory_id, prompt_ids"),
+    ],
+)
+def test_a_broken_line_is_named_with_its_number(tmp_path: Path, line: str, message: str) -> None:
+    path = tmp_path / "step-000001.jsonl"
+    path.write_text(record().to_json() + "\n" + line + "\n")
+    with pytest.raises(DataError, match=rf"step-000001.jsonl:2: .*{message}"):
+        list(read_rollouts(path))
+
+
+def test_keys_of_a_newer_writer_are_passed_over() -> None:
+    content = {**json.loads(record().to_json()), "colour": "blue"}
+    assert RolloutRecord.from_json(json.dumps(content)) == record()
+
+
+@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 1))))
+def test_segments_are_runs_of_equal_mask_and_keep_every_token(tokens: list[tuple[int, int]]) -> None:
+    ids, mask = [token for token, _ in tokens], [bit for _, bit in tokens]
+    segments = mask_segments(ids, mask, lambda run: "".join(f"<{token}>" for token in run))
+    assert "".join(text for _, text in segments) == "".join(f"<{token}>" for token in ids)
+    assert [bit for bit, text in segments for _ in range(text.count("<"))] == mask
+    assert all(a[0] != b[0] for a, b in zip(segments, segments[1:], strict=False))

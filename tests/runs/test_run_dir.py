@@ -1,0 +1,198 @@
+"""The run directory: records survive a kill, an earlier run and a resume."""
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from agentrl_core.api.errors import ConfigError, DataError
+from agentrl_core.runs.run_dir import RunDir
+
+
+def a_run(path: Path, steps: int = 4) -> RunDir:
+    """A directory as a run of so many steps leaves it, validated at every second step, checkpoints alike."""
+    run = RunDir.create(path, "calculator")
+    run.config_file.write_text("model: {}\n")
+    run.rollouts_dir.mkdir()
+    for step in range(steps + 1):
+        run.append_metrics({"step": step, "reward/mean": step / 10})
+        run.rollout_file(step, "train").write_text(f"train {step}\n")
+        if step % 2 == 0:
+            run.rollout_file(step, "validation").write_text(f"validation {step}\n")
+            (run.checkpoints_dir / f"step-{step:06d}").mkdir(parents=True)
+    run.write_state("running", steps)
+    return run
+
+
+def all_files(path: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+
+
+def test_layout_is_that_of_the_documentation(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "calculator")
+    names = [
+        run.config_file, run.lock_file, run.metrics_file, run.rollouts_dir, run.checkpoints_dir, run.log_file,
+        run.state_file, run.rollout_file(1, "train"), run.rollout_file(0, "validation"),
+    ]  # fmt: skip
+    assert [str(name.relative_to(tmp_path / "calculator")) for name in names] == [
+        "config.yaml", "plugins.lock.json", "metrics.jsonl", "rollouts", "checkpoints", "log.txt", "state.json",
+        "rollouts/step-000001.jsonl", "rollouts/validation-step-000000.jsonl",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/b", "a\\b", "/tmp"])
+def test_create_refuses_a_name_that_is_no_single_directory(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="trainer.name"):
+        RunDir.create(tmp_path, name)
+
+
+def test_create_says_which_file_is_in_the_way(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    with pytest.raises(ConfigError, match="runs is a file"):
+        RunDir.create(tmp_path / "runs", "calculator")
+
+
+def test_state_tells_a_killed_run_from_a_completed_one(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "calculator")
+    assert run.read_state() is None
+    run.write_state("running", 3)
+    killed = run.read_state()
+    run.write_state("completed", 20)
+    completed = run.read_state()
+    assert killed and completed
+    assert (killed.status, killed.step, killed.finished) == ("running", 3, False)
+    assert (completed.status, completed.step, completed.finished) == ("completed", 20, True)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "[]", '{"status": "sleeping", "step": 1, "time": ""}', '{"status": "running"}']
+)
+def test_a_state_file_of_something_else_is_named(tmp_path: Path, content: str) -> None:
+    run = RunDir.create(tmp_path, "calculator")
+    run.state_file.write_text(content)
+    with pytest.raises(DataError, match="state.json"):
+        run.read_state()
+
+
+def test_metrics_are_strict_json_lines(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "calculator")
+    run.append_metrics({"step": 1, "reward/mean": float("nan"), "time": "now"})
+    run.append_metrics({"step": 2, "reward/mean": 0.5})
+    assert run.metrics_file.read_text() == (
+        '{"step": 1, "reward/mean": null, "time": "now"}\n{"step": 2, "reward/mean": 0.5}\n'
+    )
+    assert [row["step"] for row in run.read_metrics()] == [1, 2]
+
+
+def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "calculator")
+    run.metrics_file.write_text('{"step": 1}\n{"step": 2, "rew')
+    run.append_metrics({"step": 2})
+    assert [row["step"] for row in run.read_metrics()] == [1, 2]
+
+
+def test_archive_moves_every_entry_and_changes_none(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    (run.path / "notes.txt").write_text("by hand")
+    before = all_files(run.path)
+    first = run.archive()
+    assert first == run.path / "superseded" / "1"
+    assert [entry.name for entry in run.path.iterdir()] == ["superseded"]
+    assert all_files(first) == before
+    assert run.archive() is None
+
+
+def test_a_second_archive_stays_beside_the_first(tmp_path: Path) -> None:
+    run = a_run(tmp_path)
+    run.archive()
+    run = a_run(tmp_path)
+    assert run.archive() == run.path / "superseded" / "2"
+    assert sorted(entry.name for entry in run.superseded_dir.iterdir()) == ["1", "2"]
+
+
+def test_archive_leaves_a_directory_that_is_no_run_alone(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "thesis")
+    (run.path / "chapter1.tex").write_text("years of work")
+    with pytest.raises(ConfigError, match="chapter1.tex"):
+        run.archive()
+    assert [entry.name for entry in run.path.iterdir()] == ["chapter1.tex"]
+
+
+def test_archive_of_an_empty_directory_does_nothing(tmp_path: Path) -> None:
+    run = RunDir.create(tmp_path, "calculator")
+    (run.path / ".gitkeep").write_text("")
+    assert run.archive() is None
+    assert [entry.name for entry in run.path.iterdir()] == [".gitkeep"]
+
+
+def test_supersede_moves_what_is_past_the_checkpoint(tmp_path: Path) -> None:
+    run = a_run(tmp_path, steps=4)
+    destination = run.supersede_after(2)
+    assert destination == run.path / "superseded" / "1"
+    later = RunDir(destination)
+    assert [row["step"] for row in run.read_metrics()] == [0, 1, 2]
+    assert [row["step"] for row in later.read_metrics()] == [3, 4]
+    assert (run.rollout_steps("train"), run.rollout_steps("validation")) == ([0, 1, 2], [0, 2])
+    assert (later.rollout_steps("train"), later.rollout_steps("validation")) == ([3, 4], [4])
+    assert sorted(path.name for path in run.checkpoints_dir.iterdir()) == ["step-000000", "step-000002"]
+    assert sorted(path.name for path in later.checkpoints_dir.iterdir()) == ["step-000004"]
+    assert run.config_file.exists() and run.state_file.exists()
+
+
+def test_supersede_without_later_records_does_nothing(tmp_path: Path) -> None:
+    run = a_run(tmp_path, steps=4)
+    before = all_files(run.path)
+    assert run.supersede_after(4) is None
+    assert RunDir.create(tmp_path, "new").supersede_after(4) is None
+    assert all_files(run.path) == before
+
+
+@settings(max_examples=40)
+@given(cut=st.integers(min_value=0, max_value=400), step=st.integers(min_value=0, max_value=8))
+def test_a_file_torn_anywhere_loses_nothing(tmp_path_factory: pytest.TempPathFactory, cut: int, step: int) -> None:
+    run = RunDir.create(tmp_path_factory.mktemp("torn"), "calculator")
+    for each in range(8):
+        run.append_metrics({"step": each, "reward/mean": 0.5, "ünïcode": "…"})
+    content = run.metrics_file.read_bytes()[:cut]
+    run.metrics_file.write_bytes(content)
+    destination = run.supersede_after(step)
+    moved = (destination / "metrics.jsonl").read_bytes() if destination else b""
+    kept = run.metrics_file.read_bytes()
+    assert [line for line in (kept + moved).split(b"\n") if line] == [line for line in content.split(b"\n") if line]
+    assert all(json.loads(line)["step"] <= step for line in kept.splitlines())
+    run.append_metrics({"step": step + 1})
+    assert run.read_metrics()[-1]["step"] == step + 1
+
+
+@pytest.mark.parametrize("failing", range(5))
+@pytest.mark.parametrize("operation", ["archive", "supersede"])
+def test_cut_short_and_repeated_nothing_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str, failing: int
+) -> None:
+    run = a_run(tmp_path, steps=6)
+    before = sorted(all_files(run.rollouts_dir).values())
+    rename, count = Path.rename, 0
+
+    def killed(path: Path, target: Path) -> Path:
+        nonlocal count
+        count += 1
+        if count > failing:
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    def act() -> Path | None:
+        return run.archive() if operation == "archive" else run.supersede_after(2)
+
+    monkeypatch.setattr(Path, "rename", killed)
+    with pytest.raises(KeyboardInterrupt):
+        act()
+    monkeypatch.undo()
+    act()
+    assert act() is None
+    rollouts = [content for name, content in all_files(run.path).items() if "rollouts/" in name]
+    assert sorted(rollouts) == before
+    steps = {row["step"] for file in run.path.rglob("metrics.jsonl") for row in RunDir(file.parent).read_metrics()}
+    assert steps == set(range(7))
+    assert [row["step"] for row in run.read_metrics()] == ([] if operation == "archive" else [0, 1, 2])

@@ -1,0 +1,176 @@
+"""Which devices engine replicas get."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_core.api import ConfigError, WorkerError
+from agentrl_core.config import load_config
+from agentrl_core.config.schema import Config
+from agentrl_core.controller import ClassWithInitArgs
+from agentrl_core.controller.runtime import make_runtime
+from agentrl_core.controller.worker import Worker
+from agentrl_core.controller.worker_group import Place
+from agentrl_core.serving.placement import (
+    Seat,
+    seats_anywhere,
+    seats_beside,
+    seats_of_their_own,
+    seats_without_training,
+)
+
+ENGINE = """
+from agentrl_core.api import InferenceEngine
+
+class Many(InferenceEngine):
+    capabilities = frozenset({"logprobs", "weight_update", "parallel", "multi_node"})
+
+    async def generate(self, prompt_ids, sampling_params, request_id, multi_modal=None):
+        raise NotImplementedError
+"""
+
+
+@pytest.fixture
+def make_config(tiny_run: Any) -> Any:
+    (tiny_run.folder / "many.py").write_text(ENGINE)
+
+    def make(cluster: tuple[int, int] = (1, 4), **engine: Any) -> Config:
+        return load_config(
+            tiny_run({
+                "cluster": {"runtime": "ray", "nodes": cluster[0], "processes_per_node": cluster[1]},
+                "rollout.engine": {"name": "./many.py:Many", **engine},
+            })
+        )  # fmt: skip
+
+    return make
+
+
+def places(nodes: int, each: int) -> list[Place]:
+    return [Place(f"node{node}", (str(gpu),)) for node in range(nodes) for gpu in range(each)]
+
+
+def devices(seats: Any) -> list[list[tuple[str, str]]]:
+    return [[(seat.node, ",".join(seat.devices)) for seat in replica] for replica in seats]
+
+
+def test_replicas_fill_the_training_processes_unless_they_are_counted(make_config: Any) -> None:
+    assert make_config().engine_replicas == 4
+    assert make_config((2, 4), tensor_parallel=2, pipeline_parallel=2).engine_replicas == 2
+    assert make_config((1, 2), data_parallel=8).engine_replicas == 1
+    assert make_config(replicas=3).engine_replicas == 3
+    config = make_config()
+    config.rollout.deterministic = True
+    assert config.engine_replicas == 1
+
+
+def test_replicas_get_the_gpus_of_consecutive_ranks(make_config: Any) -> None:
+    assert devices(seats_beside(make_config(), places(1, 4))) == [[("node0", str(gpu))] for gpu in range(4)]
+    assert devices(seats_beside(make_config((2, 4), tensor_parallel=2), places(2, 4))) == [
+        [("node0", "0,1")], [("node0", "2,3")], [("node1", "0,1")], [("node1", "2,3")]
+    ]  # fmt: skip
+    assert devices(
+        seats_beside(make_config((2, 2), tensor_parallel=2, pipeline_parallel=2, nodes=2), places(2, 2))
+    ) == [[("node0", "0,1"), ("node1", "0,1")]]
+
+
+def test_small_replicas_may_share_gpus_and_leave_some_out(make_config: Any) -> None:
+    seats = seats_beside(make_config((1, 2), replicas=5), places(1, 2))
+    assert devices(seats) == [[("node0", str(gpu))] for gpu in (0, 1, 0, 1, 0)]
+    assert devices(seats_beside(make_config(replicas=1, tensor_parallel=2), places(1, 4))) == [[("node0", "0,1")]]
+
+
+@pytest.mark.parametrize(
+    ("cluster", "engine", "message"),
+    [
+        ((1, 2), {"tensor_parallel": 4}, "1 replica.* 4 GPUs, the training processes have 2 .*standalone"),
+        ((1, 4), {"replicas": 3, "tensor_parallel": 2}, "3 replica.* of 2 device.* need 6 GPUs"),
+        (
+            (2, 3),
+            {"tensor_parallel": 2},
+            "replica 1 of .* 1 on one node and 1 on one node, not 2 on each of 1 node.*processes_per_node",
+        ),
+        ((2, 2), {"tensor_parallel": 4}, "2 on one node and 2 on one node, not 4 on each of 1 node"),
+    ],
+)
+def test_replicas_that_do_not_fit_are_refused(
+    make_config: Any, cluster: tuple[int, int], engine: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        seats_beside(make_config(cluster, **engine), places(*cluster))
+
+
+def test_a_replica_of_several_hosts_has_a_seat_on_each(make_config: Any) -> None:
+    config = make_config(tensor_parallel=4, replicas=2, nodes=2)
+    assert seats_of_their_own(config) == [[Seat(2.0)] * 2] * 2
+    assert seats_anywhere(config) == [[Seat()] * 2] * 2
+    assert seats_beside(config, [Place()] * 4) == [[Seat()] * 2] * 2
+
+
+def test_without_training_small_replicas_share_what_training_would_have(make_config: Any) -> None:
+    assert seats_without_training(make_config((1, 2))) == [[Seat(1)]] * 2
+    assert seats_without_training(make_config((1, 1), replicas=3)) == [[Seat(0.33)]] * 3
+    assert seats_without_training(make_config((1, 4), tensor_parallel=2)) == [[Seat(2)]] * 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        ({"tensor_parallel": 2}, "rollout.engine.tensor_parallel.*found 2.*local runtime.*cluster.runtime=ray"),
+        ({"nodes": 2, "tensor_parallel": 2}, "rollout.engine.nodes.*found 2.*local runtime"),
+        ({"placement": "standalone"}, "rollout.engine.placement.*in the trainer's process"),
+        ({"nodes": 2}, r"rollout.engine.nodes.*1 device\(s\) of a replica .* cannot be spread evenly over 2 nodes"),
+    ],
+)
+def test_the_local_runtime_has_one_process(tiny_run: Any, engine: dict[str, Any], message: str) -> None:
+    (tiny_run.folder / "many.py").write_text(ENGINE)
+    with pytest.raises(ConfigError, match=message):
+        load_config(tiny_run({"rollout.engine": {"name": "./many.py:Many", **engine}}))
+
+
+def test_engines_must_say_that_they_can(tiny_run: Any) -> None:
+    with pytest.raises(ConfigError) as refused:
+        load_config(
+            tiny_run({
+                "cluster.runtime": "ray",
+                "rollout.engine": {"name": "scripted", "tensor_parallel": 2, "data_parallel": 2, "nodes": 2},
+            })
+        )  # fmt: skip
+    assert "'parallel', which rollout.engine.tensor_parallel=2 and rollout.engine.data_parallel=2 needs" in str(
+        refused.value
+    )
+    assert "'multi_node', which rollout.engine.nodes=2 needs" in str(refused.value)
+
+
+class Shows:
+    """What a process sees."""
+
+    def __init__(self) -> None:
+        import os
+
+        self.seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def where(self) -> tuple[str, str | None]:
+        import ray
+
+        return ray.get_runtime_context().get_node_id(), self.seen
+
+
+@pytest.mark.ray
+def test_ranks_tell_their_gpus_and_actors_go_where_they_are_told(tmp_path: Path) -> None:
+    import ray
+
+    ray.init(num_cpus=16, num_gpus=4, include_dashboard=False, logging_level="ERROR")
+    try:
+        with make_runtime("ray") as runtime:
+            group = runtime.colocated_worker_groups({"actor": ClassWithInitArgs(Worker)}, 1, 4, num_gpus=1.0)["actor"]
+            found = group.places()
+            assert sorted(gpu for place in found for gpu in place.devices) == ["0", "1", "2", "3"]
+            assert len({place.node for place in found}) == 1
+            actor = runtime.actor(Shows, name="shows", node=found[0].node)
+            node, _ = runtime.run(actor.call("where"))
+            assert node == found[0].node
+            with pytest.raises(WorkerError, match="'greedy' needs 2 GPUs, but 4 of the 4 .*placement=colocated"):
+                runtime.actor(Shows, name="greedy", num_gpus=2)
+    finally:
+        ray.shutdown()

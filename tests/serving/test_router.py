@@ -1,0 +1,317 @@
+"""Routing to engine replicas."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from agentrl_core.api import DeadlineError, EngineError, PolicySpan, SamplingParams, TokenOutput, WorkerError
+from agentrl_core.serving.router import AsyncLLMServerManager
+
+OUTPUT = TokenOutput([1], [-1.0], "stop", [PolicySpan(0, 0, 1)])
+PARAMS = SamplingParams(max_tokens=4)
+
+
+class Replica:
+    """An engine server that may die, or hold its answers back."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, str]] = []
+        self.alive = True
+        self.gate: asyncio.Event | None = None
+
+    async def call(self, method: str, *args: Any) -> Any:
+        if not self.alive:
+            raise WorkerError("the replica died")
+        request_id = args[-1]
+        self.calls.append((method, request_id))
+        if method != "generate":
+            return None
+        if self.gate is not None:
+            await self.gate.wait()
+        return OUTPUT
+
+    @property
+    def requests(self) -> list[str]:
+        return [request for method, request in self.calls if method == "generate"]
+
+
+def make(count: int, **changes: Any) -> tuple[AsyncLLMServerManager, list[Replica]]:
+    replicas = [Replica() for _ in range(count)]
+    settings: dict[str, Any] = {"turn_timeout": 60.0, "max_model_len": 16, "vocab_size": 10, "sessions": False}
+    return AsyncLLMServerManager(replicas, **{**settings, **changes}), replicas
+
+
+def drive(manager: AsyncLLMServerManager, *requests: str) -> None:
+    async def all_in_order() -> None:
+        for request in requests:
+            await manager.generate(request, [1, 2], PARAMS)
+
+    asyncio.run(all_in_order())
+
+
+def test_a_request_id_stays_with_its_replica() -> None:
+    manager, replicas = make(3)
+    drive(manager, "a", "b", "c", "b", "a", "c", "a")
+    homes = [set(replica.requests) for replica in replicas]
+    assert sorted(map(len, homes)) == [1, 1, 1] and sum(len(replica.requests) for replica in replicas) == 7
+
+
+def test_a_new_request_goes_to_the_replica_with_the_least_in_flight() -> None:
+    manager, replicas = make(2)
+
+    async def scenario() -> None:
+        replicas[0].gate = replicas[1].gate = gate = asyncio.Event()
+        waiting = [asyncio.create_task(manager.generate(name, [1], PARAMS)) for name in ("a", "b", "c")]
+        await asyncio.sleep(0)
+        assert [len(replica.requests) for replica in replicas] == [2, 1]
+        waiting.append(asyncio.create_task(manager.generate("d", [1], PARAMS)))
+        await asyncio.sleep(0)
+        assert [len(replica.requests) for replica in replicas] == [2, 2]
+        gate.set()
+        await asyncio.gather(*waiting)
+
+    asyncio.run(scenario())
+
+
+def test_a_dead_replica_hands_its_requests_to_the_others() -> None:
+    manager, replicas = make(2, sessions=True)
+    drive(manager, "a", "b")
+    home = 0 if "a" in replicas[0].requests else 1
+    replicas[home].alive = False
+    drive(manager, "a", "c")
+    other = replicas[1 - home]
+    assert other.requests == ["b", "a", "c"]
+    # The engine there learns of the trajectory before its first request.
+    assert other.calls.index(("open_session", "a")) < other.calls.index(("generate", "a"))
+
+
+def test_a_replica_found_dead_when_a_session_opens_is_left_out() -> None:
+    """A dead replica has nothing in flight: without this every new trajectory would be sent to it."""
+    manager, replicas = make(2, sessions=True)
+    replicas[0].alive = False
+
+    async def scenario() -> None:
+        for name in ("a", "b", "c"):
+            await manager.open_session(name)
+            await manager.generate(name, [1], PARAMS)
+            await manager.close_session(name)
+
+    asyncio.run(scenario())
+    assert replicas[1].requests == ["a", "b", "c"]
+    assert [call for call in replicas[1].calls if call[1] == "a"] == [
+        ("open_session", "a"), ("generate", "a"), ("close_session", "a"),
+    ]  # fmt: skip
+
+
+def test_without_a_living_replica_requests_fail() -> None:
+    manager, replicas = make(2, sessions=True)
+    for replica in replicas:
+        replica.alive = False
+    for _ in range(2):
+        with pytest.raises(EngineError, match="no engine replica is alive"):
+            drive(manager, "a")
+    with pytest.raises(EngineError, match="no engine replica is alive"):
+        asyncio.run(manager.open_session("b"))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "max_tokens", "message"),
+    [
+        ([], 4, "0 prompt tokens"),
+        ([1], 0, "max_tokens=0"),
+        ([1], -3, "max_tokens=-3"),
+        ([1] * 13, 4, "fit the context of 16"),
+        ([1, 10], 4, r"outside 0\.\.9"),
+        ([-1], 4, r"outside 0\.\.9"),
+    ],
+)
+def test_impossible_requests_are_refused_before_they_reach_an_engine(prompt, max_tokens, message) -> None:
+    manager, replicas = make(1)
+    with pytest.raises(EngineError, match=message):
+        asyncio.run(manager.generate("a", prompt, SamplingParams(max_tokens=max_tokens)))
+    assert replicas[0].calls == []
+
+
+def test_a_request_that_fits_exactly_is_served() -> None:
+    manager, replicas = make(1)
+    asyncio.run(manager.generate("a", [1] * 12, PARAMS))
+    assert replicas[0].requests == ["a"]
+
+
+def test_the_oldest_homes_are_forgotten() -> None:
+    manager, replicas = make(2, max_sticky=2)
+    drive(manager, "a", "b", "a", "c")
+    assert set(manager._sticky) == {"a", "c"}
+    assigned = [replica.assigned for replica in manager._replicas]
+    assert assigned == [sum(home == index for home in manager._sticky.values()) for index in range(2)]
+
+
+def test_nothing_is_counted_as_in_flight_or_assigned_after_the_end() -> None:
+    manager, _ = make(2, sessions=True)
+
+    async def scenario() -> None:
+        for name in ("a", "b", "c"):
+            await manager.open_session(name)
+            await manager.generate(name, [1], PARAMS)
+            await manager.close_session(name)
+        await manager.close_session("unknown")
+
+    asyncio.run(scenario())
+    assert all(replica.in_flight == replica.assigned == 0 for replica in manager._replicas) and not manager._sticky
+
+
+def test_a_request_has_a_deadline() -> None:
+    manager, replicas = make(1, turn_timeout=0.01)
+
+    async def scenario() -> None:
+        replicas[0].gate = asyncio.Event()
+        await manager.generate("a", [1], PARAMS)
+
+    with pytest.raises(DeadlineError, match="request a: no answer within 0.01 s"):
+        asyncio.run(scenario())
+    assert manager._replicas[0].in_flight == 0
+
+
+@pytest.mark.parametrize("method", ["open_session", "close_session"])
+def test_opening_and_closing_a_session_have_a_deadline(method: str) -> None:
+    manager, replicas = make(1, turn_timeout=0.01, sessions=True)
+
+    async def never(method_called: str, *args: Any) -> None:
+        if method_called == method:
+            await asyncio.Event().wait()
+
+    async def scenario() -> None:
+        replicas[0].call = never  # type: ignore[method-assign]
+        await manager.open_session("a")
+        await manager.close_session("a")
+
+    with pytest.raises(DeadlineError, match=f"{method} of a"):
+        asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("error", [EngineError("out of memory"), TimeoutError("of the engine's own")])
+def test_an_error_of_the_engine_comes_through_and_the_replica_lives_on(error: Exception) -> None:
+    manager, replicas = make(1)
+    works: Callable[..., Any] = replicas[0].call
+
+    async def fails(method: str, *args: Any) -> None:
+        raise error
+
+    replicas[0].call = fails  # type: ignore[method-assign]
+    with pytest.raises(type(error), match=str(error)):
+        drive(manager, "a")
+    replicas[0].call = works  # type: ignore[method-assign]
+    drive(manager, "a")
+
+
+def test_a_replica_that_came_back_is_used_again() -> None:
+    manager, replicas = make(2, restarts=True)
+    replicas[0].alive = False
+    drive(manager, "a", "b")
+    assert manager.lost_servers() == [0] and replicas[1].requests == ["a", "b"]
+    replicas[0].alive = True
+    manager.put_server(0, replicas[0])
+    drive(manager, "c")
+    assert manager.lost_servers() == [] and replicas[0].requests == ["c"]
+
+
+def test_requests_wait_for_the_return_of_a_replica_where_all_are_dead() -> None:
+    manager, replicas = make(1, restarts=True)
+    replicas[0].alive = False
+    fresh = Replica()
+
+    async def scenario() -> None:
+        waiting = [asyncio.create_task(manager.generate(name, [1], PARAMS)) for name in ("a", "b")]
+        while not manager.lost_servers():
+            await asyncio.sleep(0)
+        manager.put_server(0, fresh)
+        assert await asyncio.gather(*waiting) == [OUTPUT, OUTPUT]
+
+    asyncio.run(scenario())
+    assert sorted(fresh.requests) == ["a", "b"]
+
+
+def test_requests_that_wait_in_vain_fail_with_the_reason() -> None:
+    manager, replicas = make(1, restarts=True)
+    replicas[0].alive = False
+
+    async def scenario() -> None:
+        waiting = asyncio.create_task(manager.generate("a", [1], PARAMS))
+        while not manager.lost_servers():
+            await asyncio.sleep(0)
+        manager.give_up("the GPU has fallen off the bus")
+        await waiting
+
+    with pytest.raises(EngineError, match="fallen off the bus"):
+        asyncio.run(scenario())
+
+
+def test_a_late_failure_of_the_process_before_does_not_take_the_new_one_out() -> None:
+    manager, replicas = make(1, restarts=True)
+    old, fresh = replicas[0], Replica()
+
+    async def scenario() -> None:
+        old.gate = asyncio.Event()
+        waiting = asyncio.create_task(manager.generate("a", [1], PARAMS))
+        while not old.requests:
+            await asyncio.sleep(0)
+        manager.put_server(0, fresh)
+
+        old.gate.set()
+        manager._lose(0, old, "b", WorkerError("late"))
+        await waiting
+
+    asyncio.run(scenario())
+    assert manager.lost_servers() == []
+
+
+def test_a_request_that_kills_one_replica_after_the_other_is_given_up() -> None:
+    manager, replicas = make(1, restarts=True)
+
+    async def dies(method: str, *args: Any) -> Any:
+        manager.put_server(0, replicas[0] if manager._replicas[0].server is not replicas[0] else other)
+        raise WorkerError("out of memory")
+
+    other = Replica()
+    replicas[0].call = other.call = dies  # type: ignore[method-assign]
+    with pytest.raises(EngineError, match="request a has lost 4 engine replicas.*2 prompt tokens"):
+        drive(manager, "a")
+
+
+PARTIAL = TokenOutput([5, 6], [-0.5, -0.6], "abort", [PolicySpan(3, 0, 2)])
+
+
+@pytest.mark.parametrize(
+    ("retry", "prompt", "left", "whole"),
+    [
+        ("continue", [1, 2, 5, 6], 2, TokenOutput([5, 6, 1], [-0.5, -0.6, -1.0], "stop",
+                                                  [PolicySpan(3, 0, 2), PolicySpan(0, 2, 3)])),
+        ("restart", [1, 2], 4, OUTPUT),
+    ],
+)  # fmt: skip
+def test_a_request_that_was_ended_early_is_taken_up_again(retry, prompt, left, whole) -> None:
+    manager, replicas = make(1, retry=retry)
+    seen: list[tuple[list[int], SamplingParams]] = []
+
+    async def call(method: str, prompt_ids: list[int], params: SamplingParams, request_id: str) -> TokenOutput:
+        seen.append((list(prompt_ids), params))
+        return PARTIAL if len(seen) == 1 else OUTPUT
+
+    replicas[0].call = call  # type: ignore[method-assign]
+    assert asyncio.run(manager.generate("a", [1, 2], SamplingParams(4, seed=9))) == whole
+    assert (seen[1][0], seen[1][1].max_tokens) == (prompt, left)
+    # The continuation does not draw the beginning's random numbers again.
+    assert (seen[1][1].seed == 9) == (retry == "restart")
+
+
+def test_a_request_that_was_ended_early_with_its_budget_spent_is_not_asked_again() -> None:
+    manager, replicas = make(1)
+
+    async def call(method: str, *args: Any) -> TokenOutput:
+        return PARTIAL
+
+    replicas[0].call = call  # type: ignore[method-assign]
+    output = asyncio.run(manager.generate("a", [1, 2], SamplingParams(2)))
+    assert (output.token_ids, output.finish_reason) == ([5, 6], "length")

@@ -1,0 +1,150 @@
+"""One engine behind its server."""
+
+import asyncio
+import os
+from collections.abc import Callable
+from ipaddress import ip_address
+from typing import Any
+
+import pytest
+
+from agentrl_core.api import EngineContext, EngineError, LoraAdapter, SamplingParams, WeightUpdate
+from agentrl_core.config.schema import EngineSlot
+from agentrl_core.serving.server import EngineServer
+
+ENGINE = """
+from agentrl_core.api import EngineError, InferenceEngine, PolicySpan, TokenOutput
+
+class Foreign(Exception):
+    pass
+
+class Engine(InferenceEngine):
+    def __init__(self, config, context):
+        self.failing = config
+        self.context = context
+        self.updates = []
+
+    async def _may_fail(self, what):
+        if what in self.failing:
+            raise self.failing[what]
+
+    async def start(self):
+        await self._may_fail("start")
+
+    async def health(self):
+        await self._may_fail("health")
+
+    async def generate(self, prompt_ids, params, request_id, multi_modal=None):
+        await self._may_fail("generate")
+        return TokenOutput([1], None, "stop", [PolicySpan(0, 0, 1)])
+
+    async def update_weights(self, update, version):
+        await self._may_fail("update_weights")
+        self.updates.append(version)
+
+    async def close(self):
+        await self._may_fail("close")
+"""
+
+
+@pytest.fixture
+def make_server(make_slot) -> Callable[..., EngineServer]:
+    def make(failing: dict[str, Exception] | None = None, source: str = ENGINE, **place: Any) -> EngineServer:
+        ref = make_slot(EngineSlot, source, "Engine").ref
+        return EngineServer(ref, failing or {}, EngineContext("model", replica=2, **place))
+
+    return make
+
+
+async def started(server: EngineServer) -> EngineServer:
+    await server.start()
+    return server
+
+
+CALLS = {
+    "start": lambda server: server.start(),
+    "health": lambda server: server.start(),
+    "generate": lambda server: server.generate([1], SamplingParams(1), "a"),
+    "update_weights": lambda server: server.update_weights(WeightUpdate(), 3),
+    "close": lambda server: server.close(),
+}
+
+
+async def call(server: EngineServer, what: str) -> Any:
+    if what not in ("start", "health"):
+        await server.start()
+    return await CALLS[what](server)
+
+
+@pytest.mark.parametrize("what", CALLS)
+def test_foreign_exceptions_become_engine_errors_that_name_the_engine(make_server, what: str) -> None:
+    class Foreign(Exception):
+        """Its class does not exist where the error is read."""
+
+    with pytest.raises(EngineError) as caught:
+        asyncio.run(call(make_server({what: Foreign("CUDA is ill")}), what))
+    text = str(caught.value)
+    assert "Engine" in text and "replica 2" in text and f"{what} failed: Foreign: CUDA is ill" in text
+    assert "Traceback" in text and caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_engine_errors_pass_unchanged(make_server) -> None:
+    error = EngineError("no room")
+    with pytest.raises(EngineError) as caught:
+        asyncio.run(call(make_server({"generate": error}), "generate"))
+    assert caught.value is error
+
+
+def test_only_a_server_that_was_started_serves(make_server) -> None:
+    server = make_server()
+    with pytest.raises(EngineError, match="replica 2 has not been started"):
+        asyncio.run(server.health())
+    asyncio.run(server.close())
+
+
+def test_hosts_of_a_replica_are_told_where_they_meet(make_server) -> None:
+    head, other = make_server(nodes=2), make_server(nodes=2, node_rank=1)
+    place = head.rendezvous()
+    address, port = place.split(":")
+    assert ip_address(address) and 1024 <= int(port) < 65536
+    for server, rank in ((head, 0), (other, 1)):
+        asyncio.run(server.start(place))
+        context = server._engine.context
+        assert (context.nodes, context.node_rank, context.rendezvous) == (2, rank, place)
+    with pytest.raises(EngineError, match="replica 2, host 1 of 2: health failed"):
+        asyncio.run(make_server({"health": RuntimeError("ill")}, nodes=2, node_rank=1).start(place))
+
+
+def test_an_engine_sees_the_devices_of_its_seat(make_slot, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
+    ref = make_slot(EngineSlot, ENGINE, "Engine").ref
+    EngineServer(ref, {}, EngineContext("model"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
+    EngineServer(ref, {}, EngineContext("model"), devices=("2", "3"))
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_an_adapter_never_reaches_an_engine_that_takes_none(make_server) -> None:
+    update = WeightUpdate(adapter=LoraAdapter(8, 16, ("q_proj",)))
+    for declared, refuses in ((set(), True), ({"lora"}, False)):
+        source = ENGINE.replace(
+            "(InferenceEngine):", f"(InferenceEngine):\n    capabilities = frozenset({declared!r})\n"
+        )
+        server = asyncio.run(started(make_server(source=source)))
+        asyncio.run(server.update_weights(WeightUpdate(), 1))
+        if refuses:
+            with pytest.raises(
+                EngineError, match="replica 2: weights 3 are a LoRA adapter's.*lacks the capability 'lora'"
+            ):
+                asyncio.run(server.update_weights(update, 3))
+        else:
+            asyncio.run(server.update_weights(update, 3))
+        assert server._engine.updates == ([1] if refuses else [1, 3])
+
+
+def test_what_the_engine_says_comes_through(make_server) -> None:
+    server = asyncio.run(started(make_server()))
+    assert asyncio.run(CALLS["generate"](server)).token_ids == [1]
+    told = server.metrics()
+    assert (told["requests"], told["tokens"], told["running_max"], told["queue_max"]) == (1, 1, 1, 0)
+    assert server.metrics() == {}
