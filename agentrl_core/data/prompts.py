@@ -15,6 +15,7 @@ import datasets
 
 from agentrl_core.api import DataError, DatasetContext, PromptDataset
 from agentrl_core.data.config import PromptsConfig
+from agentrl_core.plugins.boundary import boundary
 
 _READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 logger = logging.getLogger(__name__)
@@ -52,11 +53,8 @@ def _read(file: str) -> datasets.Dataset:
         raise DataError(f"{file}: unknown file type; allowed are {', '.join(_READERS)}")
     if not Path(file).is_file():
         raise DataError(f"{file}: no such file")
-    try:
-        with _no_progress_bars():
-            return datasets.load_dataset(reader, data_files=file, split="train")
-    except Exception as error:  # noqa: BLE001 - the readers raise many types; the file is named for all of them
-        raise DataError(f"{file}: cannot be read as {reader}: {error}") from error
+    with boundary(DataError, f"{file}: cannot be read as {reader}:"), _no_progress_bars():
+        return datasets.load_dataset(reader, data_files=file, split="train")
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from agentrl_core.api import ChatRenderer, Message, TemplateError, TruncationSide
 from agentrl_core.config.schema import ModelConfig
+from agentrl_core.plugins.boundary import boundary
 
 _MOST_CHARACTERS_PER_TOKEN = 256
 _TAILS = ("x", " x", "\n", "\nx")
@@ -21,10 +22,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     Raises:
         TemplateError: there is no tokenizer, or it has no chat template.
     """
-    try:
+    with boundary(TemplateError, f"model.path: no tokenizer could be loaded from {model.path}:"):
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    except Exception as error:  # noqa: BLE001 - transformers raises many types here; all mean the same to the user
-        raise TemplateError(f"model.path: no tokenizer could be loaded from {model.path}: {error}") from error
     if model.chat_template is not None:
         tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
     if not tokenizer.chat_template:
@@ -93,7 +92,10 @@ class HFChatRenderer(ChatRenderer):
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generation_prompt: bool = False
     ) -> str:
-        try:
+        def failed() -> str:
+            return f"the chat template cannot render messages with the roles {[each.get('role') for each in messages]}:"
+
+        with boundary(TemplateError, failed, describe=str):
             text = self.tokenizer.apply_chat_template(
                 list(messages),
                 tools=list(tools) or None,
@@ -101,10 +103,7 @@ class HFChatRenderer(ChatRenderer):
                 add_generation_prompt=generation_prompt,
                 **self._template_kwargs,
             )
-            return cast(str, text)
-        except Exception as error:  # noqa: BLE001 - templates raise whatever they like
-            roles = [message.get("role") for message in messages]
-            raise TemplateError(f"the chat template cannot render messages with the roles {roles}: {error}") from error
+        return cast(str, text)
 
     def encode(self, text: str) -> list[int]:
         if self._backend is not None:

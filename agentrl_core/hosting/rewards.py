@@ -1,12 +1,10 @@
 """Rewards: functions with their deadlines, the manager above them, and the worker that holds both."""
 
-import asyncio
 import inspect
 from collections.abc import Sequence
 from typing import Any
 
 from agentrl_core.api import (
-    DeadlineError,
     PluginRef,
     RewardError,
     RewardFunctionContext,
@@ -14,12 +12,12 @@ from agentrl_core.api import (
     RewardManagerContext,
     RewardResult,
     RewardTrajectory,
-    ToolError,
 )
 from agentrl_core.config.schema import RewardConfig, RewardFunctionSlot
 from agentrl_core.hosting.process_host import ProcessHost, ProcessPool
 from agentrl_core.hosting.tools import is_finite
 from agentrl_core.plugins import resolve_ref
+from agentrl_core.plugins.boundary import boundary, deadline
 
 
 def build_reward_function(ref: PluginRef, config: Any, name: str) -> Any:
@@ -49,30 +47,20 @@ class HostedRewardFunction:
             self._pool = ProcessPool(lambda: ProcessHost(build_reward_function, args, title), slot.processes)
 
     async def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
-        try:
-            value = await self._call(trajectory)
-        except DeadlineError as error:
-            raise RewardError(str(error)) from error
-        except ToolError as error:
-            raise RewardError(f"reward function {self.name!r}: {error}\n{getattr(error, 'trace', '')}") from error
-        except Exception as error:
-            raise RewardError(f"reward function {self.name!r} raised {type(error).__name__}: {error}") from error
-        return check_score(f"reward function {self.name!r}", value)
+        who = f"reward function {self.name!r}"
+        with boundary(RewardError, f"{who} raised"):
+            value = await self._call(trajectory, who)
+        return check_score(who, value)
 
-    async def _call(self, trajectory: RewardTrajectory) -> Any:
+    async def _call(self, trajectory: RewardTrajectory, who: str) -> Any:
         if self._pool is not None:
             async with self._pool.borrow() as free:
                 return await free.call("", (trajectory,), {}, self._timeout)
         value = self._function(trajectory)
         if not inspect.isawaitable(value):
             return value
-        try:
-            async with asyncio.timeout(self._timeout) as deadline:
-                return await value
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise DeadlineError(f"reward function {self.name!r}: no answer within {self._timeout:g} s") from None
+        async with deadline(self._timeout, f"{who}: no answer within {self._timeout:g} s"):
+            return await value
 
     async def close(self) -> None:
         """End all child processes."""
@@ -140,20 +128,13 @@ class RewardWorker:
         return [check_score(f"reward manager {self._name!r}", result) for result in revised]
 
     async def _bounded(self, call: Any) -> Any:
-        try:
-            async with asyncio.timeout(self._timeout) as deadline:
+        late = (
+            f"reward manager {self._name!r}: no answer within {self._timeout:g} s (reward.timeout); if it "
+            "waited for a free process, raise `processes` of the slow function"
+        )
+        with boundary(RewardError, f"reward manager {self._name!r} raised"):
+            async with deadline(self._timeout, late):
                 return await call
-        except TimeoutError as error:
-            if not deadline.expired():
-                raise RewardError(f"reward manager {self._name!r} raised TimeoutError: {error}") from error
-            raise RewardError(
-                f"reward manager {self._name!r}: no answer within {self._timeout:g} s (reward.timeout); if it "
-                "waited for a free process, raise `processes` of the slow function"
-            ) from None
-        except RewardError:
-            raise
-        except Exception as error:
-            raise RewardError(f"reward manager {self._name!r} raised {type(error).__name__}: {error}") from error
 
     async def close(self) -> None:
         """End all child processes."""

@@ -1,13 +1,11 @@
 """The tools of a worker: built once, opened per trajectory, inline or in processes of their own."""
 
-import asyncio
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl_core.api import (
     ConfigError,
-    DeadlineError,
     PluginBrokenError,
     PluginRef,
     Tool,
@@ -19,6 +17,7 @@ from agentrl_core.api import (
 from agentrl_core.config.schema import ToolSlot
 from agentrl_core.hosting.process_host import ProcessHost, ProcessPool
 from agentrl_core.plugins import resolve_ref
+from agentrl_core.plugins.boundary import deadline
 
 _OPTIONAL = ("create", "calc_reward", "release")
 
@@ -79,13 +78,8 @@ class HostedTool:
         if self._inline:
             if method in self._absent:
                 return None
-            try:
-                async with asyncio.timeout(self.timeout) as deadline:
-                    return await getattr(self.tool, method)(instance_id, *args, **kwargs)
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
-                raise DeadlineError(f"tool {self.name!r}: no answer within {self.timeout:g} s") from None
+            async with deadline(self.timeout, f"tool {self.name!r}: no answer within {self.timeout:g} s"):
+                return await getattr(self.tool, method)(instance_id, *args, **kwargs)
         call = (method, (instance_id, *args), dict(kwargs), self.timeout)
         if self.tool.stateful:
             if method == "create":

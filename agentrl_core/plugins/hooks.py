@@ -14,6 +14,7 @@ import pluggy
 
 from agentrl_core.api.errors import PluginBrokenError
 from agentrl_core.api.hooks import PROJECT, EndedTrajectory, HookSpecs
+from agentrl_core.plugins.boundary import boundary
 from agentrl_core.plugins.spec import describe_exception
 
 _HOOKS = tuple(name for name in vars(HookSpecs) if name.startswith("on_"))
@@ -83,11 +84,9 @@ class HookCaller:
         return caller.get_hookimpls()
 
     def _call(self, implementation: pluggy.HookImpl, hook: str, arguments: Mapping[str, Any]) -> Any:
-        try:
+        name = self._names[implementation.plugin_name]
+        with boundary(PluginBrokenError, f"hook {name!r} raised in {hook}:", describe=describe_exception):
             return implementation.function(*(arguments[name] for name in implementation.argnames))
-        except Exception as error:
-            name = self._names[implementation.plugin_name]
-            raise PluginBrokenError(f"hook {name!r} raised in {hook}: {describe_exception(error)}") from error
 
     def _check(self, name: str, hooks: object) -> None:
         marked = {

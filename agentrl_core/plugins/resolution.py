@@ -25,6 +25,7 @@ from agentrl_core.api.errors import (
 )
 from agentrl_core.api.plugin import KINDS, PluginRef, PluginSpec
 from agentrl_core.api.tool import FunctionTool
+from agentrl_core.plugins.boundary import boundary
 from agentrl_core.plugins.discovery import conflict_text, is_external
 from agentrl_core.plugins.file_plugin import (
     FILE_DIST,
@@ -81,16 +82,11 @@ class ResolvedPlugin:
             PluginBrokenError: the factory raised; errors of agentrl's own tree pass unchanged.
         """
         factory = self.load()
-        try:
+        what = f"package {self._package}: building {self._title} raised"
+        with boundary(PluginBrokenError, what, keep=(AgentRLError,), describe=describe_exception):
             if is_plain_function(self.ref, factory):
                 return FunctionTool(factory, context) if self.ref.kind == "tool" else factory
             return factory(config, context)
-        except AgentRLError:
-            raise
-        except Exception as error:  # noqa: BLE001 - a foreign factory may raise anything
-            raise PluginBrokenError(
-                f"package {self._package}: building {self._title} raised {describe_exception(error)}"
-            ) from error
 
     @property
     def _title(self) -> str:

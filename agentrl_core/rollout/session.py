@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentrl_core.api import (
-    DeadlineError,
     Interaction,
     InteractionError,
     InteractionTurn,
@@ -25,6 +24,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.hosting.tools import HostedTool, check_result, is_finite, select_tools
+from agentrl_core.plugins.boundary import boundary, deadline
 from agentrl_core.rollout.endpoint.server import EndpointServer, OpenEndpoint
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.pacing import Pacer
@@ -182,11 +182,10 @@ class RolloutSession(TrajectorySession):
     async def call_tool(self, call: ToolCall) -> ToolOutcome:
         with self.timed("tools", f"calling tool {call.name!r}"):
             try:
-                text, failed = await self._execute(call), False
-            except (ToolError, DeadlineError) as error:
+                with boundary(ToolError):
+                    text, failed = await self._execute(call), False
+            except ToolError as error:
                 text, failed = f"Error: {error}", True
-            except Exception as error:  # noqa: BLE001 - whatever a tool raises is an observation for the model
-                text, failed = f"Error: {type(error).__name__}: {error}", True
         self.report.count("tool_calls")
         self.report.count("tool_failures", float(failed))
         self.report.tool_calls.append(
@@ -257,14 +256,9 @@ class RolloutSession(TrajectorySession):
 
     async def _interact(self, hosted: HostedInteraction, call: Awaitable[Any], what: str) -> Any:
         with self.timed("interaction", f"{what} interaction {hosted.interaction.context.name!r}"):
-            try:
-                async with asyncio.timeout(hosted.timeout) as deadline:
-                    return await call
-            except TimeoutError:
-                if not deadline.expired():
-                    raise
-                name = hosted.interaction.context.name
-                raise InteractionError(f"interaction {name!r}: no answer within {hosted.timeout:g} s") from None
+            late = f"interaction {hosted.interaction.context.name!r}: no answer within {hosted.timeout:g} s"
+            async with deadline(hosted.timeout, late, InteractionError):
+                return await call
 
     async def open_endpoint(self, sampling_params: Mapping[str, Any]) -> OpenEndpoint:
         endpoint = await self._env.endpoints.open(self, sampling_params)

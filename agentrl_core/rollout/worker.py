@@ -28,6 +28,7 @@ from agentrl_core.data.rows import rows_of
 from agentrl_core.hosting.rewards import check_score
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins import resolve_ref
+from agentrl_core.plugins.boundary import deadline
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.endpoint.server import EndpointServer
 from agentrl_core.rollout.identity import TrajectoryKey
@@ -209,19 +210,16 @@ class AgentLoopWorker:
         result = TrajectoryResult(row, key.trajectory_id, Termination.ABORTED)
         self._live[key.request_id] = session
         start = time.perf_counter()
+        limit = self._config.rollout.trajectory_timeout
         try:
-            async with asyncio.timeout(self._config.rollout.trajectory_timeout) as deadline:
+            async with deadline(
+                limit, lambda: f"rollout.trajectory_timeout of {limit:g} s passed while {session.state}"
+            ):
                 await self._trajectory(result, session, sampling)
         except FATAL:
             raise
-        except TimeoutError:
-            result.error = traceback.format_exc()
-            if deadline.expired():
-                limit = self._config.rollout.trajectory_timeout
-                result.error = f"rollout.trajectory_timeout of {limit:g} s passed while {session.state}"
-            result.termination = Termination.TIMEOUT
         except Exception as error:  # noqa: BLE001 - a failed trajectory is data, not a crash
-            result.error = traceback.format_exc()
+            result.error = str(error) if isinstance(error, DeadlineError) else traceback.format_exc()
             result.termination = classify(error)
         finally:
             try:

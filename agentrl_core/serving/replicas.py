@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from agentrl_core.api import (
+    AgentRLError,
     EngineContext,
     EngineError,
     SamplingParams,
@@ -18,6 +19,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.config.schema import EngineSlot
 from agentrl_core.controller.runtime import ActorHandle, Runtime
+from agentrl_core.plugins.boundary import deadline
 from agentrl_core.serving.placement import Seats
 from agentrl_core.serving.server import EngineServer, tail_of
 from agentrl_core.serving.weight_delivery import Member, WeightDelivery, Weights, WeightSender
@@ -103,19 +105,19 @@ class EngineFleet:
     async def _boot_server(self, server: ActorHandle, rendezvous: str) -> None:
         limit = self._slot.start_timeout + START_GRACE
         files: tuple[str, ...] = ()
+
+        def late() -> str:
+            return (
+                f"{server.name} has not answered for {limit:g} s (rollout.engine.start_timeout="
+                f"{self._slot.start_timeout:g}).\n{self._last_words(files)}"
+            )
+
         try:
-            async with asyncio.timeout(limit) as deadline:
+            async with deadline(limit, late, EngineError):
                 _, files = await server.call("process")
                 await server.call("start", rendezvous)
         except WorkerError as error:
             raise EngineError(f"{server.name} died as it started: {error}\n{self._last_words(files)}") from error
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise EngineError(
-                f"{server.name} has not answered for {limit:g} s (rollout.engine.start_timeout="
-                f"{self._slot.start_timeout:g}).\n{self._last_words(files)}"
-            ) from None
 
     @staticmethod
     def _last_words(files: Sequence[str]) -> str:
@@ -170,12 +172,12 @@ class EngineFleet:
 
     async def _examine(self, index: int, is_left_out: bool) -> None:
         member = self._members[index]
+        limit = self._slot.health_timeout
         try:
-            async with asyncio.timeout(self._slot.health_timeout):
+            async with deadline(limit, f"no answer within {limit:g} s"):
                 await asyncio.gather(*(server.call("health") for server in member.servers))
-        except (EngineError, WorkerError, TimeoutError) as error:
-            reason = f"no answer within {self._slot.health_timeout:g} s" if isinstance(error, TimeoutError) else error
-            self._replace(index, f"{reason}")
+        except AgentRLError as error:
+            self._replace(index, str(error))
             return
         if is_left_out:
             await self._tell("put_engine", index, member.server)

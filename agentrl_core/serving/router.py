@@ -8,8 +8,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from agentrl_core.api import DeadlineError, EngineError, PolicySpan, SamplingParams, TokenOutput, WorkerError
+from agentrl_core.api import EngineError, PolicySpan, SamplingParams, TokenOutput, WorkerError
 from agentrl_core.controller.runtime import ActorHandle
+from agentrl_core.plugins.boundary import deadline
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 3
@@ -213,13 +214,8 @@ class AsyncLLMServerManager:
             await self._bounded(f"close_session of {session_id}", call)
 
     async def _bounded(self, what: str, call: Any) -> Any:
-        try:
-            async with asyncio.timeout(self._turn_timeout) as deadline:
-                return await call
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise DeadlineError(f"{what}: no answer within {self._turn_timeout:g} s") from None
+        async with deadline(self._turn_timeout, f"{what}: no answer within {self._turn_timeout:g} s"):
+            return await call
 
 
 def remaining(

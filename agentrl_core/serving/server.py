@@ -7,10 +7,9 @@ import asyncio
 import logging
 import os
 import time
-import traceback
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,12 +24,21 @@ from agentrl_core.api import (
     WeightUpdate,
     WorkerError,
 )
-from agentrl_core.api.engine import PauseMode
 from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.plugins import resolve_ref
+from agentrl_core.plugins.boundary import boundary, deadline, with_traceback
 
 LOG_LINES = 30
 LOG_TAIL_BYTES = 64 << 10
+
+
+def _delegated(method: str, late: str = "") -> Callable[..., Coroutine[Any, Any, None]]:
+    """The server's method that calls the engine's; with ``late`` WorkerError after ``start_timeout`` seconds."""
+
+    async def call(self: "EngineServer", *args: Any) -> None:
+        await self._ask(method, *args, late=late)
+
+    return call
 
 
 class EngineServer:
@@ -86,33 +94,21 @@ class EngineServer:
         Raises:
             EngineError: it failed, or its deadline passed; with the last lines of its log.
         """
+        late = f"{self._name} is not healthy after {self._start_timeout:g} s (rollout.engine.start_timeout)."
         try:
-            async with asyncio.timeout(self._start_timeout) as deadline:
-                await self._guard("start", self._start_engine(rendezvous))
-                await self._guard("health", self._engine.health())
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise EngineError(
-                f"{self._name} is not healthy after {self._start_timeout:g} s (rollout.engine.start_timeout). "
-                f"The last lines of its log:\n{self._log.tail()}"
-            ) from None
+            async with deadline(self._start_timeout, late, EngineError):
+                with boundary(EngineError, f"{self._name}: start failed:", describe=with_traceback):
+                    self._made = self._plugin.build(self._config, replace(self._context, rendezvous=rendezvous))
+                    await self._made.start()
+                await self._ask("health")
         except EngineError as error:
             raise EngineError(f"{error}\nThe last lines of its log:\n{self._log.tail()}") from None
-
-    async def _start_engine(self, rendezvous: str) -> None:
-        self._made = self._plugin.build(self._config, replace(self._context, rendezvous=rendezvous))
-        await self._made.start()
 
     @property
     def _engine(self) -> InferenceEngine:
         if self._made is None:
             raise EngineError(f"{self._name} has not been started")
         return self._made
-
-    async def health(self) -> None:
-        """See :meth:`InferenceEngine.health`; the deadline is the caller's."""
-        await self._guard("health", self._engine.health())
 
     def process(self) -> tuple[int, tuple[str, ...]]:
         """This process's id and the files that its output goes to."""
@@ -131,38 +127,21 @@ class EngineServer:
         """
         async with self._load.request():
             try:
-                output: TokenOutput = await self._guard(
-                    "generate", self._engine.generate(prompt_ids, params, request_id)
-                )
+                output: TokenOutput = await self._ask("generate", prompt_ids, params, request_id)
             except EngineError as error:
-                try:
-                    await asyncio.wait_for(self._engine.health(), self._health_timeout)
-                except Exception as ill:  # noqa: BLE001 - an engine may raise anything
-                    raise WorkerError(f"{self._name} is not healthy any more ({ill!r}): {error}") from None
+                late = f"no answer within {self._health_timeout:g} s"
+                with boundary(WorkerError, f"{self._name} is not healthy any more; {error}\nIts health check:"):
+                    async with deadline(self._health_timeout, late):
+                        await self._engine.health()
                 raise
             self._load.tokens += len(output.token_ids)
             return output
 
-    async def open_session(self, session_id: str) -> None:
-        """See :meth:`InferenceEngine.open_session`."""
-        await self._guard("open_session", self._engine.open_session(session_id))
-
-    async def close_session(self, session_id: str) -> None:
-        """See :meth:`InferenceEngine.close_session`."""
-        await self._guard("close_session", self._engine.close_session(session_id))
-
-    async def abort(self, request_id: str) -> TokenOutput | None:
-        """See :meth:`InferenceEngine.abort`."""
-        output: TokenOutput | None = await self._guard("abort", self._engine.abort(request_id))
-        return output
-
-    async def pause(self, mode: PauseMode = "keep") -> None:
-        """See :meth:`InferenceEngine.pause`."""
-        await self._guard("pause", self._engine.pause(mode))
-
-    async def resume(self) -> None:
-        """See :meth:`InferenceEngine.resume`."""
-        await self._guard("resume", self._engine.resume())
+    health = _delegated("health")
+    open_session = _delegated("open_session")
+    close_session = _delegated("close_session")
+    sleep = _delegated("sleep", "has not fallen asleep")
+    wake_up = _delegated("wake_up", "has not woken")
 
     def can_read(self, paths: Sequence[str]) -> bool:
         """Whether all these files are readable from here."""
@@ -180,25 +159,7 @@ class EngineServer:
                 f"{self._name}: weights {version} are a LoRA adapter's, and this engine lacks the capability 'lora'; "
                 "send the merged weights, or choose an engine that has it (agentrl plugins list --kind engine)"
             )
-        call = self._guard("update_weights", self._engine.update_weights(update, version))
-        await self._in_time(call, "has not taken new weights")
-
-    async def sleep(self, level: int) -> None:
-        """See :meth:`InferenceEngine.sleep`. Raises WorkerError where it has not fallen asleep in time."""
-        await self._in_time(self._guard("sleep", self._engine.sleep(level)), "has not fallen asleep")
-
-    async def wake_up(self, tags: Sequence[str]) -> None:
-        """See :meth:`InferenceEngine.wake_up`. Raises WorkerError where it has not woken in time."""
-        await self._in_time(self._guard("wake_up", self._engine.wake_up(tags)), "has not woken")
-
-    async def _in_time(self, call: Awaitable[Any], late: str) -> None:
-        try:
-            async with asyncio.timeout(self._start_timeout) as deadline:
-                await call
-        except TimeoutError:
-            if not deadline.expired():
-                raise
-            raise WorkerError(f"{self._name} {late} within {self._start_timeout:g} s") from None
+        await self._ask("update_weights", update, version, late="has not taken new weights")
 
     def metrics(self) -> dict[str, float]:
         """Counters of engine and server since the last call."""
@@ -208,19 +169,17 @@ class EngineServer:
         """Close the engine."""
         try:
             if self._made is not None:
-                await self._guard("close", self._made.close())
+                await self._ask("close")
         finally:
             self._log.close()
 
-    async def _guard(self, what: str, call: Any) -> Any:
-        try:
-            return await call
-        except EngineError:
-            raise
-        except Exception as error:  # noqa: BLE001 - an engine may raise anything
+    async def _ask(self, method: str, *args: Any, late: str = "") -> Any:
+        """Call the engine's method; with ``late`` it has ``start_timeout`` seconds."""
+        message = f"{self._name} {late} within {self._start_timeout:g} s"
+        async with deadline(self._start_timeout, message, WorkerError) if late else nullcontext():
             # As text: the class of a foreign exception may not exist in the caller's interpreter.
-            trace = "".join(traceback.format_exception(error))
-            raise EngineError(f"{self._name}: {what} failed: {type(error).__name__}: {error}\n{trace}") from None
+            with boundary(EngineError, f"{self._name}: {method} failed:", describe=with_traceback):
+                return await getattr(self._engine, method)(*args)
 
 
 class Load:

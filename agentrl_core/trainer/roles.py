@@ -13,6 +13,7 @@ from agentrl_core.controller import ClassWithInitArgs
 from agentrl_core.controller.runtime import Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
 from agentrl_core.plugins import resolve_ref
+from agentrl_core.plugins.boundary import boundary
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.serving.placement import (
     Seats,
@@ -45,12 +46,8 @@ class ModelFacts:
         Raises:
             ConfigError: transformers cannot make sense of it.
         """
-        try:
+        with boundary(ConfigError, f"model.path: {config.model.path} is not a model transformers can load:"):
             found = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        except Exception as error:  # noqa: BLE001 - transformers raises many types here
-            raise ConfigError(
-                f"model.path: {config.model.path} is not a model transformers can load: {error}"
-            ) from error
         text = found.get_text_config()
         return cls(int(text.vocab_size), getattr(text, "max_position_embeddings", None))
 

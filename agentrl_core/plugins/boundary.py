@@ -1,0 +1,69 @@
+"""The boundary to code that is not ours: how long it may take, and which of our errors its failures become."""
+
+import asyncio
+import traceback
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+from agentrl_core.api.errors import AgentRLError, DeadlineError
+
+Message = str | Callable[[], str]
+"""A message, or a function that composes it when it is needed."""
+
+
+def described(failure: Exception) -> str:
+    """``ValueError: text``, and for an error of our own tree its text with what it knows of the other process."""
+    if isinstance(failure, AgentRLError):
+        trace = getattr(failure, "trace", "")
+        return f"{failure}\n{trace}" if trace else str(failure)
+    return f"{type(failure).__name__}: {failure}" if str(failure) else type(failure).__name__
+
+
+def with_traceback(failure: Exception) -> str:
+    """The same and the traceback, for an error that travels to a process where the exception's class may not exist."""
+    return f"{described(failure)}\n{''.join(traceback.format_exception(failure))}"
+
+
+@asynccontextmanager
+async def deadline(seconds: float, message: Message, error: type[AgentRLError] = DeadlineError) -> AsyncIterator[None]:
+    """Cancel the block after ``seconds``; a TimeoutError that the block itself raises passes unchanged.
+
+    Raises:
+        AgentRLError: ``error`` with ``message``, because the time is over.
+    """
+    try:
+        async with asyncio.timeout(seconds) as timer:
+            yield
+    except TimeoutError:
+        if not timer.expired():
+            raise
+        raise error(_text(message)) from None
+
+
+@contextmanager
+def boundary(
+    error: type[AgentRLError],
+    message: Message = "",
+    *,
+    keep: tuple[type[Exception], ...] = (),
+    describe: Callable[[Exception], str] = described,
+) -> Iterator[None]:
+    """Turn whatever the block raises into ``error``: ``message``, and then what ``describe`` says of the exception.
+
+    Errors of the class ``error`` or of ``keep`` pass unchanged. A DeadlineError keeps its text, which is complete.
+    """
+    try:
+        yield
+    except error:
+        raise
+    except Exception as failure:  # noqa: BLE001 - the one place that may: foreign code raises anything
+        if isinstance(failure, keep):
+            raise
+        if isinstance(failure, DeadlineError):
+            raise error(str(failure)) from failure
+        cause = None if describe is with_traceback else failure
+        raise error(f"{_text(message)} {describe(failure)}".lstrip()) from cause
+
+
+def _text(message: Message) -> str:
+    return message if isinstance(message, str) else message()

@@ -1,0 +1,48 @@
+"""Deadlines and failures of code that is not ours."""
+
+import asyncio
+
+import pytest
+
+from agentrl_core.api.errors import DeadlineError, EngineError, RewardError, ToolError
+from agentrl_core.plugins.boundary import boundary, deadline, with_traceback
+
+
+def test_a_deadline_raises_its_error_and_leaves_a_timeout_of_the_block_alone() -> None:
+    async def late() -> None:
+        async with deadline(0.0, lambda: "judge: no answer", RewardError):
+            await asyncio.Event().wait()
+
+    async def own() -> None:
+        async with deadline(60.0, "judge: no answer"):
+            raise TimeoutError("the judge's own")
+
+    with pytest.raises(RewardError, match="^judge: no answer$"):
+        asyncio.run(late())
+    with pytest.raises(TimeoutError, match="the judge's own"):
+        asyncio.run(own())
+
+
+def test_whatever_foreign_code_raises_becomes_one_class_that_names_it() -> None:
+    with (
+        pytest.raises(ToolError, match=r"^tool 'x' raised KeyError: 'city'$") as caught,
+        boundary(ToolError, "tool 'x' raised"),
+    ):
+        raise KeyError("city")
+    assert isinstance(caught.value.__cause__, KeyError)
+    with pytest.raises(ToolError, match="^too late$"), boundary(ToolError, "tool 'x' raised"):
+        raise DeadlineError("too late")
+    for kept in (ToolError("as it is"), EngineError("as it is")):
+        with pytest.raises(type(kept), match="^as it is$"), boundary(ToolError, "tool 'x' raised", keep=(EngineError,)):
+            raise kept
+    with pytest.raises(KeyboardInterrupt), boundary(ToolError):
+        raise KeyboardInterrupt
+
+
+def test_an_error_for_another_process_has_its_traceback_as_text() -> None:
+    with (
+        pytest.raises(EngineError, match="ValueError: no\nTraceback") as caught,
+        boundary(EngineError, describe=with_traceback),
+    ):
+        raise ValueError("no")
+    assert caught.value.__cause__ is None and caught.value.__suppress_context__
