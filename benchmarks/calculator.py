@@ -17,7 +17,7 @@ from pathlib import Path
 
 from _report import Figure, print_figures
 
-from agentrl_core.tracking.curve import draw_curves
+from agentrl_trackers_basic.curve import draw_curves
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "calculator"
 VARIANTS = {

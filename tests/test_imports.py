@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("hosting", "workers", "runs"),
     ("serving",),
     ("rollout",),
-    ("trainer", "tracking"),
+    ("trainer",),
     ("devtools",),
     ("cli",),
 )

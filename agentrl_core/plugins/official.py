@@ -12,6 +12,10 @@ OFFICIAL: dict[tuple[str, str], str] = {
     ("reward_manager", "naive"): "agentrl-rewards-basic",
     ("tool", "calculator"): "agentrl-tools-basic",
     ("tool_parser", "hermes"): "agentrl-tool-parsers",
+    ("tracker", "console"): "agentrl-trackers-basic",
+    ("tracker", "curve"): "agentrl-trackers-basic",
+    ("tracker", "jsonl"): "agentrl-trackers-basic",
+    ("tracker", "tensorboard"): "agentrl-trackers-basic",
 }
 
 

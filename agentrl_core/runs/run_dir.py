@@ -12,9 +12,7 @@ runs/<name>/
 """
 
 import json
-import os
 import re
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -22,7 +20,7 @@ from typing import Any, Literal, get_args
 
 from agentrl_core.api.errors import ConfigError, DataError
 from agentrl_core.runs.atomic import replace_file
-from agentrl_core.runs.metrics import is_number, parse_metrics_line, read_metrics
+from agentrl_core.runs.metrics import parse_metrics_line, read_metrics
 
 RunStatus = Literal["running", "completed", "stopped", "failed"]
 Split = Literal["train", "validation"]
@@ -111,23 +109,8 @@ class RunDir:
         """Record how far the run came, atomically."""
         replace_file(self.state_file, json.dumps(asdict(RunState(status, step, timestamp()))) + "\n")
 
-    # Metrics
-
-    def append_metrics(self, record: Mapping[str, Any]) -> None:
-        """Add one line to ``metrics.jsonl``; it is on disk when this returns. JSON has no NaN: it becomes null."""
-        plain = {name: value if _fits_json(value) else None for name, value in record.items()}
-        line = json.dumps(plain, allow_nan=False).encode() + b"\n"
-        with self.metrics_file.open("ab+") as file:
-            if file.tell() > 0:
-                file.seek(-1, os.SEEK_END)
-                # A killed process can leave a line without its end: it must not swallow this one.
-                line = line if file.read(1) == b"\n" else b"\n" + line
-            file.write(line)
-            file.flush()
-            os.fsync(file.fileno())
-
     def read_metrics(self) -> list[dict[str, Any]]:
-        """The steps so far; empty if there are none. Torn lines are passed over."""
+        """What the tracker ``jsonl`` wrote, by step; empty if there is nothing. Torn lines are skipped."""
         return read_metrics(self.metrics_file) if self.metrics_file.exists() else []
 
     # Rollouts
@@ -229,10 +212,6 @@ def rollout_file_name(step: int, split: Split) -> str:
 def timestamp() -> str:
     """Now, as ISO 8601 with offset, to the millisecond."""
     return datetime.now().astimezone().isoformat(timespec="milliseconds")
-
-
-def _fits_json(value: Any) -> bool:
-    return is_number(value) or not isinstance(value, float)
 
 
 def _checked_status(value: Any) -> RunStatus:

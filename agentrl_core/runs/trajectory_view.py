@@ -10,7 +10,6 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from agentrl_core.runs.formatting import duration, figure
 from agentrl_core.runs.metrics import is_number
 from agentrl_core.runs.records import RolloutRecord
 
@@ -86,7 +85,7 @@ def _reward(record: RolloutRecord) -> Text:
     if record.reward is None:
         text = Text("none", style="bold red")
     else:
-        text = Text(figure(record.reward), style="bold green" if record.reward > 0 else "bold red")
+        text = Text(_number(record.reward), style="bold green" if record.reward > 0 else "bold red")
     for name, value in record.reward_metrics.items():
         text.append(f"  {name} {_number(value)}", style="not bold default")
     for name, values in (("tool rewards", record.tool_rewards), ("turn scores", record.turn_scores)):
@@ -129,12 +128,14 @@ def _signature(schema: dict[str, Any]) -> str:
 
 def _seconds(value: float) -> str:
     if value >= 60:
-        return duration(value)
-    return f"{figure(value)} s" if value >= 0.1 else f"{figure(value * 1000)} ms"
+        return f"{value // 60:.0f}m{value % 60:02.0f}s"
+    return f"{_number(value)} s" if value >= 0.1 else f"{_number(value * 1000)} ms"
 
 
 def _number(value: float | None) -> str:
-    return "none" if value is None else figure(value)
+    if value is None:
+        return "none"
+    return f"{value:.2f}" if 0.01 <= abs(value) < 1000 else f"{value:.3g}"
 
 
 def _json(value: Any) -> str:

@@ -17,6 +17,7 @@ OURS = (
     "agentrl-loop-single-turn",
     "agentrl-tool-parsers",
     "agentrl-rewards-basic",
+    "agentrl-trackers-basic",
 )
 
 

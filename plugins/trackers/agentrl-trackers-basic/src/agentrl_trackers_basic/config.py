@@ -1,8 +1,8 @@
-"""Options of the built-in trackers."""
+"""Options of the trackers."""
 
 from dataclasses import dataclass
 
-from agentrl_core.api.config import option
+from agentrl_core.api import option
 
 
 @dataclass

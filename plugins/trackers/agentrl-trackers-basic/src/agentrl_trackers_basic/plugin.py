@@ -1,8 +1,7 @@
-"""The built-in trackers."""
+"""What the entry points name."""
 
-from agentrl_core.api.config import NoConfig
-from agentrl_core.api.plugin import PluginSpec
-from agentrl_core.tracking.config import ConsoleConfig
+from agentrl_core.api import NoConfig, PluginSpec
+from agentrl_trackers_basic.config import ConsoleConfig
 
 CONSOLE = PluginSpec(
     kind="tracker",
@@ -10,7 +9,7 @@ CONSOLE = PluginSpec(
     api_version=1,
     summary="a live panel in a terminal, one line per step elsewhere",
     config=ConsoleConfig,
-    factory="agentrl_core.tracking.console:ConsoleTracker",
+    factory="agentrl_trackers_basic.console:ConsoleTracker",
 )
 JSONL = PluginSpec(
     kind="tracker",
@@ -18,7 +17,7 @@ JSONL = PluginSpec(
     api_version=1,
     summary="metrics.jsonl in the run's directory, one object a step",
     config=NoConfig,
-    factory="agentrl_core.tracking.jsonl:JsonlTracker",
+    factory="agentrl_trackers_basic.jsonl:JsonlTracker",
 )
 TENSORBOARD = PluginSpec(
     kind="tracker",
@@ -26,7 +25,7 @@ TENSORBOARD = PluginSpec(
     api_version=1,
     summary="event files for TensorBoard in the run's directory",
     config=NoConfig,
-    factory="agentrl_core.tracking.tensorboard:TensorboardTracker",
+    factory="agentrl_trackers_basic.tensorboard:TensorboardTracker",
     requires=("tensorboard>=2.18", "torch>=2.11"),
 )
 CURVE = PluginSpec(
@@ -35,6 +34,6 @@ CURVE = PluginSpec(
     api_version=1,
     summary="curve.png in the run's directory: reward and validation accuracy over steps",
     config=NoConfig,
-    factory="agentrl_core.tracking.curve_tracker:CurveTracker",
+    factory="agentrl_trackers_basic.curve_tracker:CurveTracker",
     requires=("matplotlib>=3.9",),
 )

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_core.api.errors import DataError
-from agentrl_core.tracking.curve import draw_curve, draw_curves
+from agentrl_core.api import DataError
+from agentrl_trackers_basic.curve import draw_curve, draw_curves
 
 
 def metrics_file(path: Path, scale: float = 1.0, sources: tuple[str, ...] = ("calculator",)) -> Path:

@@ -1,7 +1,7 @@
 """What a person sees of a run: a panel that is redrawn in a terminal, one line per step everywhere else.
 
-Both go through rich's one console, ``rich.get_console()``. Log lines that take the same road (``RichHandler`` with
-that console) appear above the panel instead of tearing it.
+Both go through rich's one console, ``rich.get_console()``. Log lines that use the same console (``RichHandler``) appear
+above the panel instead of tearing it.
 """
 
 import time
@@ -12,16 +12,12 @@ import rich
 from rich.console import Console
 from rich.live import Live
 
-from agentrl_core.api.tracker import Tracker, TrackerContext
-from agentrl_core.runs.formatting import compact, duration, figure, percent
-from agentrl_core.runs.metrics import mean_accuracies, time_shares
-from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.runs.trajectory_view import show_trajectory
-from agentrl_core.tracking.config import ConsoleConfig
-from agentrl_core.tracking.live_view import live_view
-from agentrl_core.tracking.progress import Progress
-
-__all__ = ["ConsoleTracker", "plain_line", "show_trajectory"]
+from agentrl_core.api import Tracker, TrackerContext
+from agentrl_trackers_basic.config import ConsoleConfig
+from agentrl_trackers_basic.formatting import compact, duration, figure, percent
+from agentrl_trackers_basic.live_view import live_view
+from agentrl_trackers_basic.metrics import mean_accuracies, metrics_file, read_metrics, time_shares
+from agentrl_trackers_basic.progress import Progress
 
 _SMALLEST_SHARE = 0.02
 
@@ -50,7 +46,7 @@ class ConsoleTracker(Tracker):
         self._clock = clock
         self._progress = Progress(context.run_name, context.total_steps, started=clock())
         if context.first_step > 1:
-            for row in RunDir(context.run_dir).read_metrics():
+            for row in read_metrics(metrics_file(context.run_dir)):
                 self._progress.remember(row["step"], row)
         in_terminal = self._console.is_interactive and self._console.file.isatty()
         live = in_terminal if config.live is None else config.live

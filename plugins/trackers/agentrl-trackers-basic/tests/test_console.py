@@ -1,6 +1,7 @@
 """The console tracker: a panel in a terminal, single lines elsewhere."""
 
 import io
+import json
 import logging
 import re
 from collections.abc import Iterator
@@ -10,10 +11,9 @@ import pytest
 from rich.console import Console
 from rich.logging import RichHandler
 
-from agentrl_core.api.tracker import TrackerContext
-from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.tracking.config import ConsoleConfig
-from agentrl_core.tracking.console import ConsoleTracker, plain_line
+from agentrl_core.api import TrackerContext
+from agentrl_trackers_basic.config import ConsoleConfig
+from agentrl_trackers_basic.console import ConsoleTracker, plain_line
 
 STEP = {
     "reward/mean": 0.41, "reward/std": 0.49, "response_length/mean": 34.2, "rollout/tool_call_share": 0.61,
@@ -153,10 +153,11 @@ def test_finish_before_any_step_leaves_the_terminal_alone(tmp_path: Path) -> Non
 
 
 def test_a_resumed_run_shows_the_curve_from_its_start(tmp_path: Path) -> None:
-    run = RunDir.create(tmp_path, "calculator")
-    for step in range(3):
-        run.append_metrics({"step": step, "reward/mean": None, "validation/calculator/accuracy_greedy": step / 10})
-    console, file, _ = tracker(run.path, terminal=False, first_step=3)
+    rows = [
+        {"step": step, "reward/mean": None, "validation/calculator/accuracy_greedy": step / 10} for step in range(3)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    console, file, _ = tracker(tmp_path, terminal=False, first_step=3)
     console.log({"validation/calculator/accuracy_greedy": 0.9}, 3)
     console.finish("completed")
     assert "calculator acc 0.00 -> 0.90 (greedy)" in file.getvalue()

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 
 from torch.utils.tensorboard import SummaryWriter
 
-from agentrl_core.api.config import NoConfig
-from agentrl_core.api.tracker import Tracker, TrackerContext
+from agentrl_core.api import NoConfig, Tracker, TrackerContext
 
 
 class TensorboardTracker(Tracker):

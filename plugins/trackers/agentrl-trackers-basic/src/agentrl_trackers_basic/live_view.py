@@ -11,9 +11,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from agentrl_core.runs.formatting import compact, duration, figure, percent, sparkline
-from agentrl_core.runs.metrics import Accuracy, time_shares
-from agentrl_core.tracking.progress import LENGTH, REWARD, SPEED, TOOL_SHARE, Progress
+from agentrl_trackers_basic.formatting import compact, duration, figure, percent, sparkline
+from agentrl_trackers_basic.metrics import Accuracy, time_shares
+from agentrl_trackers_basic.progress import LENGTH, REWARD, SPEED, TOOL_SHARE, Progress
 
 MAX_WIDTH = 96
 _SPARK_WIDTHS = ((80, 24), (54, 10), (0, 0))

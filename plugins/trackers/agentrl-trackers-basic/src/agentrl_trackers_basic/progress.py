@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl_core.runs.metrics import Accuracy, is_number, validation_accuracies
+from agentrl_trackers_basic.metrics import Accuracy, is_number, validation_accuracies
 
 REWARD = "reward/mean"
 LENGTH = "response_length/mean"

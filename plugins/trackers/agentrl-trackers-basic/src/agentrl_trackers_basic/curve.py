@@ -1,6 +1,6 @@
 """Learning curves as PNG files: the reward of training and the accuracy of validation over the steps."""
 
-import io
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
-from agentrl_core.api.errors import DataError
-from agentrl_core.runs.atomic import replace_file
-from agentrl_core.runs.metrics import (
+from agentrl_core.api import DataError
+from agentrl_trackers_basic.metrics import (
     Accuracy,
     ValidationMode,
     is_number,
@@ -96,10 +95,9 @@ def draw_curves(metrics_files: Mapping[str, Path], png_path: Path, title: str = 
 
 
 def _rows(metrics_file: Path) -> list[dict[str, Any]]:
-    try:
-        rows = read_metrics(metrics_file)
-    except FileNotFoundError as error:
-        raise DataError(f"{metrics_file}: no such file; allowed is the metrics.jsonl of a run") from error
+    if not metrics_file.exists():
+        raise DataError(f"{metrics_file}: no such file; allowed is the metrics.jsonl of a run")
+    rows = read_metrics(metrics_file)
     if not any(_reward([row]) or validation_accuracies(row) for row in rows):
         raise DataError(f"{metrics_file}: found {len(rows)} steps without reward/mean and without validation accuracy")
     return rows
@@ -154,8 +152,8 @@ def _xy(points: _Points) -> tuple[list[int], list[float]]:
 
 def _save(figure: Figure, png_path: Path) -> Path:
     FigureCanvasAgg(figure)
-    content = io.BytesIO()
-    figure.savefig(content, format="png")
     png_path.parent.mkdir(parents=True, exist_ok=True)
-    replace_file(png_path, content.getvalue())
+    temporary = png_path.with_name(f".{png_path.name}.tmp")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, png_path)
     return png_path

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from agentrl_core.runs.formatting import compact, duration, figure, percent, sparkline
+from agentrl_trackers_basic.formatting import compact, duration, figure, percent, sparkline
 
 
 @pytest.mark.parametrize(

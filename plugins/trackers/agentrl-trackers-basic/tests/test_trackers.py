@@ -1,4 +1,4 @@
-"""The trackers that write files, and the specs that name all three."""
+"""The trackers that write files, and the specs."""
 
 import importlib
 import json
@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import KINDS, NoConfig, PluginSpec, Tracker, TrackerContext
-from agentrl_core.tracking.plugin import CONSOLE, JSONL, TENSORBOARD
+from agentrl_trackers_basic.metrics import read_metrics
+from agentrl_trackers_basic.plugin import CONSOLE, JSONL, TENSORBOARD
 
 
 def build(spec: PluginSpec, run_dir: Path, first_step: int = 1) -> Any:
@@ -28,7 +29,7 @@ def test_specs_name_trackers(spec: PluginSpec, tmp_path: Path) -> None:
 
 def test_specs_import_nothing_heavy() -> None:
     code = (
-        "import sys, agentrl_core.tracking.plugin, agentrl_core.tracking.console, agentrl_core.cli.rollouts\n"
+        "import sys, agentrl_trackers_basic.plugin, agentrl_trackers_basic.console, agentrl_core.cli.rollouts\n"
         "print([name for name in ('torch', 'ray', 'transformers', 'tensordict', 'matplotlib') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -46,6 +47,12 @@ def test_jsonl_writes_one_object_a_step(tmp_path: Path) -> None:
     assert [(row["step"], row["reward/mean"]) for row in rows] == [(0, 0.5), (1, 1.0)]
     assert rows[0]["critic/loss"] is None
     assert datetime.fromisoformat(rows[0]["time"]).tzinfo is not None
+
+
+def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2, "rew')
+    build(JSONL, tmp_path).log({}, 2)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
 def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path: Path) -> None:
