@@ -32,7 +32,7 @@ from _workload import CHAT_TEMPLATE, ENGINE, STOP, TOOL_CALLS, make_workload, sc
 from transformers import PreTrainedTokenizerFast
 
 from agentrl_core.api import EngineContext, ToolContext
-from agentrl_core.config import Config, load_config
+from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.controller.runtime import LocalRuntime
 from agentrl_core.data.rows import rows_of
 from agentrl_core.protocol import DataProto
@@ -81,7 +81,7 @@ class Benchmark:
         self.tokenizer: PreTrainedTokenizerFast = train_tokenizer(directory, schema, vocabulary, seed=0)
         self.schema_tokens = len(self.tokenizer.encode(schema))
 
-    def config(self, delay: float, max_concurrent: int) -> Config:
+    def config(self, delay: float, max_concurrent: int) -> ResolvedConfig:
         """A configuration as a run has it."""
         settings = {
             "model": {"path": str(self.directory)},

@@ -12,12 +12,11 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl_core.api.errors import ConfigError, DataError, RewardError
-from agentrl_core.api.plugin import PluginRef
 from agentrl_core.api.reward import RewardFunctionContext, RewardTrajectory
 from agentrl_core.cli._output import console_of_stdout
-from agentrl_core.config import load_config
+from agentrl_core.config import RewardFunctionSlot, load_config
 from agentrl_core.hosting.rewards import check_score
-from agentrl_core.plugins import resolve, resolve_ref
+from agentrl_core.plugins import resolve
 from agentrl_core.runs.records import RolloutRecord, read_rollouts, reward_trajectory_of
 
 _SAME = 1e-9
@@ -75,18 +74,15 @@ def _function(reward: str, config: Path | None) -> tuple[str, Callable[[RewardTr
             options = plugin.spec.config()
         except TypeError as error:
             raise ConfigError(f"reward function {reward!r} has required options ({error}): give --config") from error
-        return _built(plugin.ref, options, plugin.ref.name.rpartition(":")[2])
+        slot = RewardFunctionSlot(reward, options, resolved=plugin)
+        return slot.registered_name, slot.build(RewardFunctionContext(slot.registered_name))
     slots = load_config(config, check_files=False).reward.functions
     wanted = reward.rpartition(":")[2]
     found = [slot for slot in slots if slot.registered_name == wanted]
-    if not found or found[0].ref is None:
+    if not found:
         listed = ", ".join(slot.registered_name for slot in slots) or "none"
         raise ConfigError(f"--reward: {reward!r} is not in reward.functions of {config}; listed: {listed}")
-    return _built(found[0].ref, found[0].config, wanted)
-
-
-def _built(ref: PluginRef, options: Any, name: str) -> tuple[str, Callable[[RewardTrajectory], Any]]:
-    return name, resolve_ref(ref).build(options, RewardFunctionContext(name))
+    return wanted, found[0].build(RewardFunctionContext(wanted))
 
 
 def _score(

@@ -6,7 +6,7 @@ from pathlib import Path
 import rich
 
 from agentrl_core.cli import _logging
-from agentrl_core.config import Config, load_config
+from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.config.slots import all_slots
 from agentrl_core.runs.run_dir import RunDir
 
@@ -41,7 +41,7 @@ def _say(line: str) -> None:
     rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _dry_run(config: Config) -> None:
+def _dry_run(config: ResolvedConfig) -> None:
     from rich.table import Table
 
     from agentrl_core.trainer.preparation import Preparation
@@ -51,8 +51,7 @@ def _dry_run(config: Config) -> None:
     for column in ("KIND", "NAME", "PACKAGE", "VERSION"):
         table.add_column(column)
     for slot in all_slots(config):
-        if slot.ref is not None:
-            table.add_row(slot.kind, slot.registered_name, slot.ref.dist, slot.ref.version[:12])
+        table.add_row(slot.kind, slot.registered_name, slot.ref.dist, slot.ref.version[:12])
     rich.print(table)
     rich.print()
     for line in preparation.lines(config):

@@ -3,13 +3,14 @@
 A plugin declares its capabilities in its spec, so nothing here imports an implementation.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from agentrl_core.api.plugin import KINDS, PluginSpec
-from agentrl_core.config.schema import Config, Slot
+from agentrl_core.api.plugin import KINDS
+from agentrl_core.config.schema import ResolvedConfig, Slot
+from agentrl_core.config.slots import slots_by_path
 
-Feature = Callable[[Config], str | None]
+Feature = Callable[[ResolvedConfig], str | None]
 """The feature as ``key=value`` where a configuration uses it, else None."""
 
 Alternatives = Callable[[str, str, Sequence[str]], list[str]]
@@ -33,32 +34,32 @@ class Requirement:
     training: bool = False
 
 
-def _listed(key: str, slots: Callable[[Config], Sequence[Slot]]) -> Feature:
-    def feature(config: Config) -> str | None:
+def _listed(key: str, slots: Callable[[ResolvedConfig], Sequence[Slot]]) -> Feature:
+    def feature(config: ResolvedConfig) -> str | None:
         names = ", ".join(slot.registered_name for slot in slots(config))
         return f"{key}=[{names}]" if names else None
 
     return feature
 
 
-def _logprob_gap(config: Config) -> str | None:
+def _logprob_gap(config: ResolvedConfig) -> str | None:
     gap = config.rollout.max_logprob_gap
     return None if gap is None else f"rollout.max_logprob_gap={gap:g}"
 
 
-def _sleep(config: Config) -> str | None:
+def _sleep(config: ResolvedConfig) -> str | None:
     level = config.rollout.engine.sleep
     return f"rollout.engine.sleep={level}" if level else None
 
 
-def _parallel(config: Config) -> str | None:
+def _parallel(config: ResolvedConfig) -> str | None:
     slot = config.rollout.engine
     axes = ("tensor_parallel", "pipeline_parallel", "data_parallel")
     chosen = [f"rollout.engine.{axis}={getattr(slot, axis)}" for axis in axes if getattr(slot, axis) > 1]
     return " and ".join(chosen) or None
 
 
-def _multi_node(config: Config) -> str | None:
+def _multi_node(config: ResolvedConfig) -> str | None:
     nodes = config.rollout.engine.nodes
     return f"rollout.engine.nodes={nodes}" if nodes > 1 else None
 
@@ -88,13 +89,12 @@ REQUIREMENTS: tuple[Requirement, ...] = (
 
 
 def missing_capabilities(
-    config: Config, specs: Mapping[str, PluginSpec], *, training: bool, alternatives: Alternatives
+    config: ResolvedConfig, *, training: bool, alternatives: Alternatives
 ) -> Iterator[tuple[str, str]]:
     """The requirements of one phase that no plugin of their slot meets, as ``(key path, message)``.
 
     Args:
-        config: resolved.
-        specs: the plugin of each slot, by key path (``rollout.agent.loops.0``).
+        config: the configuration.
         training: those that only training needs, or those that loading needs already.
         alternatives: what to propose.
     """
@@ -103,21 +103,21 @@ def missing_capabilities(
         if feature is None or requirement.training != training:
             continue
         slots = {
-            path: spec
-            for path, spec in specs.items()
+            path: slot
+            for path, slot in slots_by_path(config)
             if path == requirement.slot or path.rpartition(".")[0] == requirement.slot
         }
-        if slots and not any(requirement.capability in spec.capabilities for spec in slots.values()):
+        if slots and not any(slot.has(requirement.capability) for slot in slots.values()):
             key = f"{requirement.slot}.name" if requirement.slot in slots else requirement.slot
             yield key, _message(list(slots.values()), requirement.capability, feature, config, alternatives)
 
 
 def _message(
-    specs: Sequence[PluginSpec], capability: str, feature: str, config: Config, alternatives: Alternatives
+    slots: Sequence[Slot], capability: str, feature: str, config: ResolvedConfig, alternatives: Alternatives
 ) -> str:
-    kind = KINDS[specs[0].kind]
-    names = ", ".join(repr(spec.name) for spec in specs)
-    subject = f"{kind.title} {names} lacks" if len(specs) == 1 else f"each {kind.title} ({names}) lacks"
+    kind = KINDS[slots[0].kind]
+    names = ", ".join(repr(slot.plugin.spec.name) for slot in slots)
+    subject = f"{kind.title} {names} lacks" if len(slots) == 1 else f"each {kind.title} ({names}) lacks"
     able = ", ".join(alternatives(kind.kind, capability, config.plugins.block))
     none = f"none installed has it (agentrl plugins list --kind {kind.kind})"
     remedy = f"installed with it: {able}" if able else none

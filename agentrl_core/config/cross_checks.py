@@ -4,43 +4,30 @@ Each check is a generator of ``(key path, message)``. They run only on a tree th
 """
 
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from agentrl_core.api.plugin import PluginSpec
 from agentrl_core.config.capabilities import Alternatives, installed_with, missing_capabilities
-from agentrl_core.config.schema import Config, Slot
+from agentrl_core.config.schema import ResolvedConfig, Slot
 
 _MOST_PARENTS = 3
 
 
-@dataclass(frozen=True)
-class Sound:
-    """A configuration whose every key is right by itself, and the plugin of each slot by key path."""
-
-    config: Config
-    specs: Mapping[str, PluginSpec]
-
-    def has(self, slot: str, capability: str) -> bool:
-        return capability in self.specs[slot].capabilities
-
-
 Problems = Iterator[tuple[str, str]]
-Check = Callable[[Sound], Problems]
+Check = Callable[[ResolvedConfig], Problems]
 
 
-def nothing_empty(sound: Sound) -> Problems:
-    if not sound.config.rollout.agent.loops:
+def nothing_empty(config: ResolvedConfig) -> Problems:
+    if not config.rollout.agent.loops:
         yield "rollout.agent.loops", "expected at least one agent loop, found none; see `agentrl plugins list`"
-    if not sound.config.data.train_files:
+    if not config.data.train_files:
         yield "data.train_files", "expected at least one file, found none"
 
 
-def group_size(sound: Sound) -> Problems:
-    n = sound.config.rollout.n
-    if n < 2 and sound.has("algorithm.advantage", "groups"):
-        name = sound.config.algorithm.advantage.name
+def group_size(config: ResolvedConfig) -> Problems:
+    n = config.rollout.n
+    if n < 2 and config.algorithm.advantage.has("groups"):
+        name = config.algorithm.advantage.name
         yield (
             "rollout.n",
             f"group size {n} with advantage estimator '{name}', which compares the samples of one prompt: every "
@@ -48,8 +35,8 @@ def group_size(sound: Sound) -> Problems:
         )
 
 
-def engine_environment(sound: Sound) -> Problems:
-    if sound.config.rollout.engine.python is not None and sound.config.cluster.runtime == "local":
+def engine_environment(config: ResolvedConfig) -> Problems:
+    if config.rollout.engine.python is not None and config.cluster.runtime == "local":
         yield (
             "rollout.engine.python",
             "an engine in its own environment needs cluster.runtime=ray, found local; set cluster.runtime=ray or "
@@ -57,8 +44,8 @@ def engine_environment(sound: Sound) -> Problems:
         )
 
 
-def training_processes(sound: Sound) -> Problems:
-    cluster = sound.config.cluster
+def training_processes(config: ResolvedConfig) -> Problems:
+    cluster = config.cluster
     if cluster.runtime != "local":
         return
     for key, count in (("nodes", cluster.nodes), ("processes_per_node", cluster.processes_per_node)):
@@ -69,15 +56,15 @@ def training_processes(sound: Sound) -> Problems:
             )
 
 
-def engine_parallelism(sound: Sound) -> Problems:
-    engine = sound.config.rollout.engine
+def engine_parallelism(config: ResolvedConfig) -> Problems:
+    engine = config.rollout.engine
     if engine.devices % engine.nodes:
         yield (
             "rollout.engine.nodes",
             f"{engine.devices} device(s) of a replica (tensor_parallel x pipeline_parallel x data_parallel) cannot be "
             f"spread evenly over {engine.nodes} nodes",
         )
-    if sound.config.cluster.runtime != "local":
+    if config.cluster.runtime != "local":
         return
     parallel = {
         "tensor_parallel": engine.tensor_parallel,
@@ -106,24 +93,24 @@ def engine_parallelism(sound: Sound) -> Problems:
         )
 
 
-def offload_leaves_the_engine_its_weights(sound: Sound) -> Problems:
+def offload_leaves_the_engine_its_weights(config: ResolvedConfig) -> Problems:
     if (
-        sound.config.actor.offload_parameters
-        and sound.config.cluster.runtime == "local"
-        and sound.has("rollout.engine", "shared_module")
+        config.actor.offload_parameters
+        and config.cluster.runtime == "local"
+        and config.rollout.engine.has("shared_module")
     ):
         yield (
             "actor.offload_parameters",
-            f"engine '{sound.config.rollout.engine.name}' generates with the actor's own weights in the local runtime, "
+            f"engine '{config.rollout.engine.name}' generates with the actor's own weights in the local runtime, "
             "and they must stay on the device; set cluster.runtime=ray or actor.offload_parameters=false",
         )
 
 
-def deterministic_rollouts(sound: Sound) -> Problems:
-    rollout = sound.config.rollout
+def deterministic_rollouts(config: ResolvedConfig) -> Problems:
+    rollout = config.rollout
     if not rollout.deterministic:
         return
-    replicas = sound.config.engine_replicas
+    replicas = config.engine_replicas
     if replicas != 1:
         yield "rollout.engine.replicas", f"rollout.deterministic needs 1 replica, found {replicas}"
     if rollout.engine.max_in_flight is not None:
@@ -134,7 +121,7 @@ def deterministic_rollouts(sound: Sound) -> Problems:
         )
     if rollout.agent.num_workers != 1:
         yield "rollout.agent.num_workers", f"rollout.deterministic needs 1 worker, found {rollout.agent.num_workers}"
-    trajectories = sound.config.data.batch_size * rollout.n
+    trajectories = config.data.batch_size * rollout.n
     if rollout.agent.max_concurrent < trajectories:
         yield (
             "rollout.agent.max_concurrent",
@@ -143,18 +130,18 @@ def deterministic_rollouts(sound: Sound) -> Problems:
         )
 
 
-def reference_is_used(sound: Sound) -> Problems:
-    if sound.config.reference.path is not None and sound.config.algorithm.kl_coef == 0:
+def reference_is_used(config: ResolvedConfig) -> Problems:
+    if config.reference.path is not None and config.algorithm.kl_coef == 0:
         yield (
             "reference.path",
             "no reference is used because algorithm.kl_coef is 0; set algorithm.kl_coef > 0 or reference.path=null",
         )
 
 
-def critic_is_used(sound: Sound) -> Problems:
-    if sound.has("algorithm.advantage", "values"):
+def critic_is_used(config: ResolvedConfig) -> Problems:
+    if config.algorithm.advantage.has("values"):
         return
-    critic, name = sound.config.critic, sound.config.algorithm.advantage.name
+    critic, name = config.critic, config.algorithm.advantage.name
     reason = f"no critic is used because advantage estimator '{name}' needs no values"
     if critic.path is not None:
         yield "critic.path", f"{reason}; choose another algorithm.advantage or set critic.path=null"
@@ -162,17 +149,17 @@ def critic_is_used(sound: Sound) -> Problems:
         yield "critic.warmup_steps", f"{reason}; choose another algorithm.advantage or set critic.warmup_steps=0"
 
 
-def optimizer_betas(sound: Sound) -> Problems:
-    for role, section in (("actor", sound.config.actor), ("critic", sound.config.critic)):
+def optimizer_betas(config: ResolvedConfig) -> Problems:
+    for role, section in (("actor", config.actor), ("critic", config.critic)):
         if len(section.optimizer.betas) != 2:
             yield f"{role}.optimizer.betas", f"expected two numbers, found {len(section.optimizer.betas)}"
 
 
-def unique_names(sound: Sound) -> Problems:
+def unique_names(config: ResolvedConfig) -> Problems:
     lists: dict[str, Sequence[Slot]] = {
-        "rollout.agent.loops": sound.config.rollout.agent.loops,
-        "tools": sound.config.tools,
-        "interactions": sound.config.interactions,
+        "rollout.agent.loops": config.rollout.agent.loops,
+        "tools": config.tools,
+        "interactions": config.interactions,
     }
     for path, slots in lists.items():
         first: dict[str, int] = {}
@@ -186,8 +173,8 @@ def unique_names(sound: Sound) -> Problems:
                 )
 
 
-def default_loop(sound: Sound) -> Problems:
-    agent = sound.config.rollout.agent
+def default_loop(config: ResolvedConfig) -> Problems:
+    agent = config.rollout.agent
     names = [slot.registered_name for slot in agent.loops]
     if agent.default_loop is not None and agent.default_loop not in names:
         allowed = ", ".join(names)
@@ -197,20 +184,20 @@ def default_loop(sound: Sound) -> Problems:
         )
 
 
-def something_rewards(sound: Sound) -> Problems:
-    scores_itself = any(sound.has("reward.manager", capability) for capability in ("tool_rewards", "turn_scores"))
-    if not sound.config.reward.functions and not scores_itself:
+def something_rewards(config: ResolvedConfig) -> Problems:
+    scores_itself = any(config.reward.manager.has(capability) for capability in ("tool_rewards", "turn_scores"))
+    if not config.reward.functions and not scores_itself:
         yield (
             "reward.functions",
             "nothing gives a reward: no function is configured, and reward manager "
-            f"'{sound.config.reward.manager.name}' uses neither the rewards of tools nor the scores of interactions; "
+            f"'{config.reward.manager.name}' uses neither the rewards of tools nor the scores of interactions; "
             "add a function (see `agentrl plugins list`, or ./file.py:function)",
         )
 
 
-def validation_files(sound: Sound) -> Problems:
-    trainer = sound.config.trainer
-    if not sound.config.data.validation_files:
+def validation_files(config: ResolvedConfig) -> Problems:
+    trainer = config.trainer
+    if not config.data.validation_files:
         if trainer.checkpoint.best_metric is not None:
             yield (
                 "trainer.checkpoint.best_metric",
@@ -223,8 +210,7 @@ def validation_files(sound: Sound) -> Problems:
         )
 
 
-def models_exist(sound: Sound) -> Problems:
-    config = sound.config
+def models_exist(config: ResolvedConfig) -> Problems:
     paths = {
         "model.path": config.model.path,
         "critic.path": config.critic.path,
@@ -239,8 +225,7 @@ def models_exist(sound: Sound) -> Problems:
             yield key, f"{path} has no config.json; expected a model that transformers can load{_remedy(path)}"
 
 
-def files_exist(sound: Sound) -> Problems:
-    config = sound.config
+def files_exist(config: ResolvedConfig) -> Problems:
     paths = {f"data.train_files.{i}": path for i, path in enumerate(config.data.train_files)}
     paths |= {f"data.validation_files.{i}": path for i, path in enumerate(config.data.validation_files)}
     if config.model.chat_template is not None:
@@ -278,8 +263,8 @@ CHECKS: tuple[Check, ...] = (
 FILE_CHECKS: tuple[Check, ...] = (models_exist, files_exist)
 
 
-def check(sound: Sound, check_files: bool, alternatives: Alternatives = installed_with) -> Problems:
+def check(config: ResolvedConfig, check_files: bool, alternatives: Alternatives = installed_with) -> Problems:
     """Every problem of every check; those of the file system only on request."""
-    yield from missing_capabilities(sound.config, sound.specs, training=False, alternatives=alternatives)
+    yield from missing_capabilities(config, training=False, alternatives=alternatives)
     for each in (*CHECKS, *(FILE_CHECKS if check_files else ())):
-        yield from each(sound)
+        yield from each(config)

@@ -8,19 +8,19 @@ from typing import Any
 
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config.capabilities import Alternatives, installed_with
-from agentrl_core.config.cross_checks import Sound, check
+from agentrl_core.config.cross_checks import check
 from agentrl_core.config.interpolation import interpolated
 from agentrl_core.config.introspect import found as shown
 from agentrl_core.config.merging import absolute, merged, normalised, with_overrides
 from agentrl_core.config.nodes import DEFAULT, Node, Origin, dotted, from_plain, problem, read_file
-from agentrl_core.config.schema import Config
+from agentrl_core.config.schema import Config, ResolvedConfig
 from agentrl_core.config.validation import Resolver, Walker
 from agentrl_core.config.writing import leaves, to_dict
 
 _EXTENDS = "extends"
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> Config:
+def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> ResolvedConfig:
     """Reads, resolves and checks a configuration.
 
     Args:
@@ -29,7 +29,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_files:
         check_files: also require that the model and the data files exist.
 
     Returns:
-        The whole tree. The ``config`` of each slot is an instance of the plugin's own dataclass and ``ref`` is set;
+        The whole tree. The ``config`` of each slot is an instance of the plugin's own dataclass;
         paths in the file are absolute, seen from the file, those in overrides seen from the working directory.
 
     Raises:
@@ -38,7 +38,7 @@ def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_files:
     return load_with(_installed(), path, overrides, check_files=check_files)
 
 
-def bind(config: Config, *, check_files: bool = True) -> Config:
+def bind(config: Config, *, check_files: bool = True) -> ResolvedConfig:
     """A checked copy of a tree that was built in Python, as :func:`load_config` returns it.
 
     The ``config`` of a slot may be an instance of the plugin's dataclass or a dict. Relative paths are seen from the
@@ -57,14 +57,14 @@ def load_with(
     *,
     check_files: bool = True,
     alternatives: Alternatives = installed_with,
-) -> Config:
+) -> ResolvedConfig:
     """:func:`load_config` with another source of plugins."""
     return _loaded(resolver, path, overrides, check_files, alternatives)[0]
 
 
 def load_with_origins(
     path: str | Path, overrides: Sequence[str] = (), resolver: Resolver | None = None
-) -> tuple[Config, dict[str, str]]:
+) -> tuple[ResolvedConfig, dict[str, str]]:
     """:func:`load_config` without a look at model and data, and where each value comes from.
 
     Returns:
@@ -85,7 +85,7 @@ def _loaded(
     overrides: Sequence[str],
     check_files: bool,
     alternatives: Alternatives = installed_with,
-) -> tuple[Config, dict[str, Origin]]:
+) -> tuple[ResolvedConfig, dict[str, Origin]]:
     file = Path(path)
     tree = _read(file, Path(os.path.abspath(file)).parent, ())
     tree, problems = with_overrides(tree, overrides, Path.cwd())
@@ -93,7 +93,7 @@ def _loaded(
     return _checked(resolver, normalised(Config, tree), [*problems, *failed], str(path), check_files, alternatives)
 
 
-def bind_with(resolver: Resolver, config: Config, *, check_files: bool = True) -> Config:
+def bind_with(resolver: Resolver, config: Config, *, check_files: bool = True) -> ResolvedConfig:
     """:func:`bind` with another source of plugins."""
     tree = normalised(Config, from_plain(to_dict(config), Origin("", Path.cwd())))
     return _checked(resolver, tree, [], "", check_files)[0]
@@ -133,17 +133,16 @@ def _checked(
     source: str,
     check_files: bool,
     alternatives: Alternatives = installed_with,
-) -> tuple[Config, dict[str, Origin]]:
+) -> tuple[ResolvedConfig, dict[str, Origin]]:
     walker = Walker(resolver, _blocked(tree))
-    config = walker.section(Config, tree, ())
+    config = walker.section(ResolvedConfig, tree, ())
     problems = [*problems, *walker.problems]
     if not problems:
-        sound = Sound(config, walker.specs)
-        found = check(sound, check_files, alternatives)
+        found = check(config, check_files, alternatives)
         problems = [problem(key, walker.origins.get(key), message) for key, message in found]
     if problems:
         raise ConfigError(problems, source)
-    checked: Config = config
+    checked: ResolvedConfig = config
     return checked, walker.origins
 
 

@@ -5,24 +5,72 @@ plugin's own dataclass, and is an instance of it once the file is loaded.
 """
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Protocol
 
 from agentrl_core.api.config import option
-from agentrl_core.api.plugin import PluginRef
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.api.plugin import PluginRef, PluginSpec
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
+class Plugin(Protocol):
+    """What a resolver finds for a slot: see :class:`agentrl_core.plugins.ResolvedPlugin`."""
+
+    @property
+    def spec(self) -> PluginSpec: ...
+
+    @property
+    def ref(self) -> PluginRef: ...
+
+    def build(self, config: Any, context: Any) -> Any: ...
+
+
 @dataclass
 class Slot:
-    """A plugin, chosen by name."""
+    """A plugin, chosen by name. Its plugin is known once the configuration is a :class:`ResolvedConfig`."""
 
     kind: ClassVar[str]
     name: str = option(help="a registered name, 'package:name', or './file.py:object' relative to the config file")
     config: Any = option(default_factory=dict, help="the plugin's own options: `agentrl plugins show NAME`")
 
-    ref: PluginRef | None = field(default=None, repr=False, compare=False, metadata={"internal": True})
-    """The resolved plugin; not a key of the file but set when it is loaded."""
+    resolved: Plugin | PluginRef | None = field(default=None, repr=False, compare=False, metadata={"internal": True})
+    """Not a key of the file: loading sets the plugin, and a copy in another process has its reference at first."""
+
+    @property
+    def plugin(self) -> Plugin:
+        """The plugin of a resolved slot.
+
+        Raises:
+            ConfigError: nobody has resolved this slot.
+            PluginError: the plugin differs in this process, see :func:`agentrl_core.plugins.resolve_ref`.
+        """
+        if self.resolved is None:
+            raise ConfigError(
+                f"the {self.kind} slot {self.name!r} is not resolved. This configuration is unchecked: "
+                "make it with load_config(path), or pass it through bind()"
+            )
+        if isinstance(self.resolved, PluginRef):
+            from agentrl_core.plugins import resolve_ref
+
+            self.resolved = resolve_ref(self.resolved)
+        return self.resolved
+
+    @property
+    def ref(self) -> PluginRef:
+        """Names the plugin of a resolved slot in any process."""
+        return self.resolved if isinstance(self.resolved, PluginRef) else self.plugin.ref
+
+    def has(self, capability: str) -> bool:
+        """Whether the plugin declares this capability."""
+        return capability in self.plugin.spec.capabilities
+
+    def build(self, context: Any) -> Any:
+        """The object that the plugin's factory makes of this slot's options and the context of its kind."""
+        return self.plugin.build(self.config, context)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "resolved": self.resolved and self.ref}
 
     @property
     def registered_name(self) -> str:
@@ -360,7 +408,7 @@ class PluginsConfig:
 
 @dataclass
 class Config:
-    """The whole tree."""
+    """The whole tree as somebody writes it; :func:`agentrl_core.config.bind` makes a :class:`ResolvedConfig` of it."""
 
     model: ModelConfig = option()
     data: DataConfig = option()
@@ -384,3 +432,7 @@ class Config:
         if engine.replicas is None and self.rollout.deterministic:
             return 1
         return engine.replicas or max(self.cluster.processes // engine.devices, 1)
+
+
+class ResolvedConfig(Config):
+    """A configuration that ``load_config`` or ``bind`` has checked: each slot knows its plugin, and can build it."""

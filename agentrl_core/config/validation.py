@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, get_args, get_origin
 
 from agentrl_core.api.config import OptionInfo
 from agentrl_core.api.errors import PluginBrokenError, PluginError
-from agentrl_core.api.plugin import PluginRef, PluginSpec
+from agentrl_core.api.plugin import PluginSpec
 from agentrl_core.config.interpolation import UNRESOLVED
 from agentrl_core.config.introspect import (
     NO_INFO,
@@ -26,7 +26,7 @@ from agentrl_core.config.introspect import (
 )
 from agentrl_core.config.merging import absolute
 from agentrl_core.config.nodes import DEFAULT, KeyPath, Node, Origin, dotted, from_plain, problem
-from agentrl_core.config.schema import Config, Slot
+from agentrl_core.config.schema import Config, Plugin, Slot
 from agentrl_core.config.writing import plain
 
 _UNPACKAGED = "file"
@@ -34,22 +34,10 @@ _NEAR_CHOICE = 0.7
 """So that 'gpu' does not suggest 'cpu'."""
 
 
-class Resolved(Protocol):
-    """What a resolver returns."""
-
-    @property
-    def spec(self) -> PluginSpec: ...
-
-    @property
-    def ref(self) -> PluginRef: ...
-
-
 class Resolver(Protocol):
     """Finds the plugin that a slot names, without importing its implementation."""
 
-    def __call__(
-        self, kind: str, name: str, *, base_dir: Path | None = None, block: Sequence[str] = ()
-    ) -> Resolved: ...
+    def __call__(self, kind: str, name: str, *, base_dir: Path | None = None, block: Sequence[str] = ()) -> Plugin: ...
 
 
 class Invalid:
@@ -62,13 +50,11 @@ INVALID = Invalid()
 class Walker:
     """Walks a tree along the dataclasses.
 
-    ``problems`` holds complete messages, ``specs`` the plugin of each slot and ``origins`` the place of each key, both
-    by key path.
+    ``problems`` holds complete messages and ``origins`` the place of each key by its path.
     """
 
     def __init__(self, resolver: Resolver, block: Sequence[str]) -> None:
         self.problems: list[str] = []
-        self.specs: dict[str, PluginSpec] = {}
         self.origins: dict[str, Origin] = {}
         self._resolver = resolver
         self._block = block
@@ -146,12 +132,9 @@ class Walker:
         if resolved.ref.dist == _UNPACKAGED:
             file, _, attribute = values["name"].rpartition(":")
             values["name"] = f"{absolute(file, node.value['name'].origin)}:{attribute}"
-        slot = cls(**values, config=config)
-        slot.ref = resolved.ref
-        self.specs[dotted(path)] = resolved.spec
-        return slot
+        return cls(**values, config=config, resolved=resolved)
 
-    def _resolved(self, cls: type[Slot], node: Node, path: KeyPath) -> Resolved | None:
+    def _resolved(self, cls: type[Slot], node: Node, path: KeyPath) -> Plugin | None:
         name = node.value.get("name")
         if name is None or not isinstance(name.value, str):
             return None
@@ -182,7 +165,6 @@ class Walker:
             trial = Walker(self._resolver, self._block)
             value = trial.value(arm, node, path, info)
             if not trial.problems and value is not INVALID:
-                self.specs |= trial.specs
                 self.origins |= trial.origins
                 return value
         return self._mismatch(tp, node, path, info)

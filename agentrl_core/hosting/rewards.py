@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 from agentrl_core.api import (
-    PluginRef,
     RewardError,
     RewardFunctionContext,
     RewardManager,
@@ -16,13 +15,12 @@ from agentrl_core.api import (
 from agentrl_core.config.schema import RewardConfig, RewardFunctionSlot
 from agentrl_core.hosting.process_host import ProcessHost, ProcessPool
 from agentrl_core.hosting.tools import is_finite
-from agentrl_core.plugins import resolve_ref
 from agentrl_core.plugins.boundary import boundary, deadline
 
 
-def build_reward_function(ref: PluginRef, config: Any, name: str) -> Any:
-    """The callable of a resolved plugin."""
-    return resolve_ref(ref).build(config, RewardFunctionContext(name))
+def build_reward_function(slot: RewardFunctionSlot) -> Any:
+    """The callable of a resolved slot."""
+    return slot.build(RewardFunctionContext(slot.registered_name))
 
 
 class HostedRewardFunction:
@@ -33,18 +31,16 @@ class HostedRewardFunction:
     """
 
     def __init__(self, slot: RewardFunctionSlot) -> None:
-        assert slot.ref is not None, "load the configuration with load_config"
         self.name = slot.registered_name
         self.weight = slot.weight
         self._timeout = slot.timeout
-        args = (slot.ref, slot.config, self.name)
-        function = build_reward_function(*args)
+        function = build_reward_function(slot)
         declared = getattr(function, "isolation", "process" if inspect.isfunction(function) else "inline")
         self._function = function
         self._pool: ProcessPool | None = None
         if (slot.isolation or declared) == "process":
             title = f"reward function {self.name!r}"
-            self._pool = ProcessPool(lambda: ProcessHost(build_reward_function, args, title), slot.processes)
+            self._pool = ProcessPool(lambda: ProcessHost(build_reward_function, (slot,), title), slot.processes)
 
     async def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
         who = f"reward function {self.name!r}"
@@ -97,10 +93,9 @@ class RewardWorker:
     """
 
     def __init__(self, config: RewardConfig) -> None:
-        assert config.manager.ref is not None, "load the configuration with load_config"
         self._functions = [HostedRewardFunction(slot) for slot in config.functions]
         context = RewardManagerContext(functions=self._functions)
-        self._manager: RewardManager = resolve_ref(config.manager.ref).build(config.manager.config, context)
+        self._manager: RewardManager = config.manager.build(context)
         self._timeout = config.timeout
         self._name = config.manager.name
 

@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl_core.api import (
-    ConfigError,
     PluginBrokenError,
-    PluginRef,
     Tool,
     ToolContext,
     ToolError,
@@ -16,19 +14,18 @@ from agentrl_core.api import (
 )
 from agentrl_core.config.schema import ToolSlot
 from agentrl_core.hosting.process_host import ProcessHost, ProcessPool
-from agentrl_core.plugins import resolve_ref
 from agentrl_core.plugins.boundary import deadline
 
 _OPTIONAL = ("create", "calc_reward", "release")
 
 
-def build_tool(ref: PluginRef, config: Any, context: ToolContext) -> Tool:
-    """The tool object of a resolved plugin.
+def build_tool(slot: ToolSlot, context: ToolContext) -> Tool:
+    """The tool object of a resolved slot.
 
     Raises:
         PluginBrokenError: the factory made something that is not a tool, or has no valid schema.
     """
-    tool = resolve_ref(ref).build(config, context)
+    tool = slot.build(context)
     if not isinstance(tool, Tool):
         raise PluginBrokenError(f"tool {context.name!r}: its factory made a {type(tool).__name__}, not a Tool")
     schema = getattr(tool, "schema", None)
@@ -46,11 +43,9 @@ class HostedTool:
     """
 
     def __init__(self, slot: ToolSlot, seed: int) -> None:
-        if slot.ref is None:
-            raise ConfigError(f"tools: {slot.name!r} has not been resolved; load the configuration with load_config")
         self.timeout = slot.timeout
         context = ToolContext(name=slot.registered_name, seed=seed)
-        self.tool = build_tool(slot.ref, slot.config, context)
+        self.tool = build_tool(slot, context)
         self.schema: dict[str, Any] = self.tool.schema
         self.name: str = self.schema["function"]["name"]
         self.properties: Mapping[str, Any] = self.schema["function"].get("parameters", {}).get("properties", {})
@@ -60,7 +55,7 @@ class HostedTool:
         self._absent = {
             name for name in _OPTIONAL if getattr(getattr(self.tool, name), "__func__", None) is getattr(Tool, name)
         }
-        self._build_args = (slot.ref, slot.config, context)
+        self._build_args = (slot, context)
         self._pool: ProcessPool | None = None
         self._processes = slot.processes
         self._owned: dict[str, ProcessHost] = {}
@@ -151,7 +146,6 @@ def tool_schemas(slots: Sequence[ToolSlot], seed: int) -> dict[str, dict[str, An
     """The schemas of the configured tools by name, in order."""
     schemas: dict[str, dict[str, Any]] = {}
     for slot in slots:
-        assert slot.ref is not None, "load the configuration with load_config"
-        schema = build_tool(slot.ref, slot.config, ToolContext(slot.registered_name, seed)).schema
+        schema = build_tool(slot, ToolContext(slot.registered_name, seed)).schema
         schemas[schema["function"]["name"]] = schema
     return schemas

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentrl_core.api import (
-    ConfigError,
     EngineContext,
     RewardError,
     RolloutError,
@@ -18,10 +17,9 @@ from agentrl_core.api import (
     WeightUpdate,
     WorkerError,
 )
-from agentrl_core.config.schema import Config
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.hosting.rewards import RewardWorker
-from agentrl_core.plugins import resolve_ref
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.worker import AgentLoopWorker
@@ -44,13 +42,13 @@ class AgentLoopManager:
         seats: of the engine replicas; default: anywhere, on the CPU.
     """
 
-    def __init__(self, config: Config, runtime: Runtime, engine: EngineContext, seats: Seats | None = None) -> None:
-        rollout, ref = config.rollout, config.rollout.engine.ref
-        if ref is None:
-            raise ConfigError("rollout.engine has not been resolved; load the configuration with load_config")
+    def __init__(
+        self, config: ResolvedConfig, runtime: Runtime, engine: EngineContext, seats: Seats | None = None
+    ) -> None:
+        rollout = config.rollout
         self._config = config
         self._runtime = runtime
-        self.capabilities = resolve_ref(ref).spec.capabilities
+        self.capabilities = rollout.engine.plugin.spec.capabilities
         self.shares_module = engine.shared_module is not None
         agent = rollout.agent
         seats = seats_anywhere(config) if seats is None else seats
@@ -118,8 +116,7 @@ class AgentLoopManager:
         Raises:
             RolloutError: as :meth:`generate_sequences`, these failures included.
         """
-        ref = self._config.reward.manager.ref
-        if ref is not None and "group" in resolve_ref(ref).spec.capabilities:
+        if self._config.reward.manager.has("group"):
             self._runtime.run(self._score_groups(results))
             self._check_failed(results)
 

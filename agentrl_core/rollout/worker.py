@@ -21,13 +21,12 @@ from agentrl_core.api import (
     ToolParserContext,
     WorkerError,
 )
-from agentrl_core.config.schema import Config, Slot
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import rows_of
 from agentrl_core.hosting.rewards import check_score
 from agentrl_core.hosting.tools import HostedTool
-from agentrl_core.plugins import resolve_ref
 from agentrl_core.plugins.boundary import deadline
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.endpoint.server import EndpointServer
@@ -40,12 +39,6 @@ from agentrl_core.serving.router import AsyncLLMServerManager
 
 FATAL = (ConfigError, PluginError, TemplateBreakError)
 """What is wrong with these is wrong for every trajectory: the run stops."""
-
-
-def build(slot: Slot, context: Any) -> Any:
-    """The object of a resolved slot."""
-    assert slot.ref is not None, "load the configuration with load_config"
-    return resolve_ref(slot.ref).build(slot.config, context)
 
 
 class AgentLoopWorker:
@@ -63,7 +56,7 @@ class AgentLoopWorker:
 
     def __init__(
         self,
-        config: Config,
+        config: ResolvedConfig,
         servers: Sequence[ActorHandle],
         rewarders: Sequence[ActorHandle],
         *,
@@ -89,11 +82,9 @@ class AgentLoopWorker:
         seed = config.trainer.seed
         renderer = HFChatRenderer.from_config(config.model)
         tools = [HostedTool(slot, seed) for slot in config.tools]
-        clients_bring_tools = any(
-            "chat_endpoint" in resolve_ref(slot.ref).spec.capabilities for slot in rollout.agent.loops if slot.ref
-        )
+        clients_bring_tools = any(slot.has("chat_endpoint") for slot in rollout.agent.loops)
         needs_parser = config.tools or clients_bring_tools
-        parser = build(rollout.tool_parser, ToolParserContext()) if needs_parser else None
+        parser = rollout.tool_parser.build(ToolParserContext()) if needs_parser else None
         self._environment = SessionEnvironment(
             renderer=renderer,
             parser=parser,
@@ -102,7 +93,7 @@ class AgentLoopWorker:
             tools={tool.name: tool for tool in tools},
             interactions={
                 slot.registered_name: HostedInteraction(
-                    build(slot, InteractionContext(slot.registered_name, seed)), slot.timeout
+                    slot.build(InteractionContext(slot.registered_name, seed)), slot.timeout
                 )
                 for slot in config.interactions
             },
@@ -116,7 +107,7 @@ class AgentLoopWorker:
             max_response_length=rollout.max_response_length,
         )
         self._loops: dict[str, AgentLoopBase] = {
-            slot.registered_name: build(slot, context) for slot in rollout.agent.loops
+            slot.registered_name: slot.build(context) for slot in rollout.agent.loops
         }
         self._default_loop = rollout.agent.default_loop or next(iter(self._loops))
 

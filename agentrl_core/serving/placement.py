@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_core.api import ConfigError
-from agentrl_core.config.schema import Config, EngineSlot
+from agentrl_core.config.schema import EngineSlot, ResolvedConfig
 from agentrl_core.controller.worker_group import Place
 
 
@@ -28,18 +28,18 @@ Seats = Sequence[Sequence[Seat]]
 """Of each replica, that of the server which takes requests first."""
 
 
-def seats_anywhere(config: Config) -> Seats:
+def seats_anywhere(config: ResolvedConfig) -> Seats:
     """On any host, with the devices that it has: on the CPU, or in this process."""
     return [[Seat()] * config.rollout.engine.nodes] * config.engine_replicas
 
 
-def seats_of_their_own(config: Config) -> Seats:
+def seats_of_their_own(config: ResolvedConfig) -> Seats:
     """GPUs that no training process has."""
     slot = config.rollout.engine
     return [[Seat(slot.devices // slot.nodes)] * slot.nodes] * config.engine_replicas
 
 
-def seats_without_training(config: Config) -> Seats:
+def seats_without_training(config: ResolvedConfig) -> Seats:
     """The GPUs that the training processes would have; small replicas share them if there are more of them."""
     per_gpu = math.ceil(config.engine_replicas / config.cluster.processes)
     if config.rollout.engine.devices > 1 or per_gpu == 1:
@@ -47,7 +47,7 @@ def seats_without_training(config: Config) -> Seats:
     return [[Seat(math.floor(100 / per_gpu) / 100)]] * config.engine_replicas
 
 
-def seats_beside(config: Config, places: Sequence[Place]) -> Seats:
+def seats_beside(config: ResolvedConfig, places: Sequence[Place]) -> Seats:
     """The GPUs of the training processes, in the order of their ranks.
 
     Several replicas of one device each may share a GPU; a replica of several devices has them to itself.

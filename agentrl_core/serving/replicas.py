@@ -77,8 +77,8 @@ class EngineFleet:
         slot = self._slot
         return [
             self._runtime.actor(
-                EngineServer, slot.ref, slot.config, replace(self._context, replica=replica, node_rank=host),
-                slot.start_timeout, slot.health_timeout, slot.max_in_flight, seat.devices,
+                EngineServer, slot, replace(self._context, replica=replica, node_rank=host),
+                seat.devices,
                 name=f"engine-{replica}" + (f".{host}" if host else ""), num_gpus=seat.num_gpus, node=seat.node,
                 python=slot.python, max_concurrency=self._concurrency,
             )

@@ -18,14 +18,13 @@ from agentrl_core.api import (
     EngineContext,
     EngineError,
     InferenceEngine,
-    PluginRef,
     SamplingParams,
     TokenOutput,
     WeightUpdate,
     WorkerError,
 )
+from agentrl_core.config.schema import EngineSlot
 from agentrl_core.engine_kit.ports import free_port, host_address
-from agentrl_core.plugins import resolve_ref
 from agentrl_core.plugins.boundary import boundary, deadline, with_traceback
 
 LOG_LINES = 30
@@ -42,43 +41,34 @@ def _delegated(method: str, late: str = "") -> Callable[..., Coroutine[Any, Any,
 
 
 class EngineServer:
-    """Builds an engine from its reference and maps everything that it raises to :class:`EngineError`.
+    """Builds the engine of a slot and maps everything that it raises to :class:`EngineError`.
 
     Args:
-        ref: the resolved plugin.
-        config: of the plugin.
-        context: the engine's place.
-        start_timeout: seconds that the engine may take to become healthy, and to take new weights.
-        health_timeout: seconds that it may take to say how it is.
-        max_in_flight: requests that the engine gets at once; the others queue here. None: all.
+        slot: the resolved engine slot of the configuration.
+        context: what the run passes to this replica's engine.
         devices: GPUs of this host that the engine shall see; None: those that this process sees already.
     """
 
     def __init__(
         self,
-        ref: PluginRef,
-        config: Any,
+        slot: EngineSlot,
         context: EngineContext,
-        start_timeout: float = 600.0,
-        health_timeout: float = 60.0,
-        max_in_flight: int | None = None,
         devices: Sequence[str] | None = None,
     ) -> None:
-        self._name = f"engine {ref.name!r}, replica {context.replica}"
+        self._name = f"engine {slot.ref.name!r}, replica {context.replica}"
         if context.nodes > 1:
             self._name += f", host {context.node_rank} of {context.nodes}"
         if devices is not None:
             # Before anything asks CUDA.
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(devices)
         self._log = RecentLog()
-        self._plugin = resolve_ref(ref)
-        self._config = config
+        self._slot = slot
         self._context = context
-        self._capabilities = self._plugin.spec.capabilities
+        self._capabilities = slot.plugin.spec.capabilities
         self._made: InferenceEngine | None = None
-        self._start_timeout = start_timeout
-        self._health_timeout = health_timeout
-        self._load = Load(max_in_flight)
+        self._start_timeout = slot.start_timeout
+        self._health_timeout = slot.health_timeout
+        self._load = Load(slot.max_in_flight)
 
     def rendezvous(self) -> str:
         """``address:port`` of this host, where the servers of a replica on several hosts can find each other."""
@@ -98,7 +88,7 @@ class EngineServer:
         try:
             async with deadline(self._start_timeout, late, EngineError):
                 with boundary(EngineError, f"{self._name}: start failed:", describe=with_traceback):
-                    self._made = self._plugin.build(self._config, replace(self._context, rendezvous=rendezvous))
+                    self._made = self._slot.build(replace(self._context, rendezvous=rendezvous))
                     await self._made.start()
                 await self._ask("health")
         except EngineError as error:

@@ -4,7 +4,7 @@ import time
 from dataclasses import dataclass
 
 from agentrl_core.api import SamplingParams
-from agentrl_core.config.schema import Config
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import ClassWithInitArgs
 from agentrl_core.trainer.logprob_gap import GAP, gap_of_answers
 from agentrl_core.trainer.preparation import Preparation
@@ -41,7 +41,7 @@ class EngineFigures:
         return self.tokens / self.seconds
 
 
-def measure_engine(config: Config, requests: int, concurrency: int) -> EngineFigures:
+def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> EngineFigures:
     """Sample answers of ``rollout.max_response_length`` tokens at most to the first training prompts.
 
     Args:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from agentrl_core.api import AgentLoopOutput, EngineError, SamplingParams, Termination, TokenOutput, WorkerError
-from agentrl_core.config.schema import Config
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.manager import AgentLoopManager
@@ -103,7 +103,7 @@ def gap_of_answers(
 
 
 def compare_with_engines(
-    config: Config, rollout: AgentLoopManager, actor: Actor, prompt_ids: Sequence[int]
+    config: ResolvedConfig, rollout: AgentLoopManager, actor: Actor, prompt_ids: Sequence[int]
 ) -> dict[str, float]:
     """One answer of every replica, and one forward of the actor over it; the gap goes to the log.
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl_core.api import ConfigError
-from agentrl_core.config.schema import Config
+from agentrl_core.config.schema import ResolvedConfig
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class RunPlan:
     optimizer_steps: int
 
     @classmethod
-    def of(cls, config: Config, train_rows: int) -> "RunPlan":
+    def of(cls, config: ResolvedConfig, train_rows: int) -> "RunPlan":
         """The plan of a configuration over ``train_rows`` prompts."""
         batch = config.data.batch_size
         steps = config.trainer.steps or max(1, config.trainer.epochs * train_rows // batch)
@@ -49,7 +49,9 @@ class RunPlan:
             )
 
 
-def describe(config: Config, plan: RunPlan, train_rows: int, validation_rows: int, longest_prompt: int) -> list[str]:
+def describe(
+    config: ResolvedConfig, plan: RunPlan, train_rows: int, validation_rows: int, longest_prompt: int
+) -> list[str]:
     """The batch arithmetic in lines for a person."""
     rollout, actor = config.rollout, config.actor
     mini = plan.trajectories / actor.mini_batches
@@ -69,7 +71,7 @@ def describe(config: Config, plan: RunPlan, train_rows: int, validation_rows: in
     return lines
 
 
-def _engine_line(config: Config) -> str:
+def _engine_line(config: ResolvedConfig) -> str:
     engine = config.rollout.engine
     line = f"engines     {config.engine_replicas} x {engine.registered_name}"
     if engine.devices > 1:
@@ -83,7 +85,7 @@ def _engine_line(config: Config) -> str:
     return f"{line}, {engine.placement}"
 
 
-def memory_lines(config: Config, has_critic: bool) -> list[str]:
+def memory_lines(config: ResolvedConfig, has_critic: bool) -> list[str]:
     """An estimate of the memory that models and optimizers need, in lines for a person."""
     trained = 2 if has_critic else 1
     lines = weight_lines(Path(config.model.path), trained, frozen=int(config.algorithm.kl_coef > 0))

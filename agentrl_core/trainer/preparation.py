@@ -3,14 +3,12 @@
 from dataclasses import dataclass
 
 from agentrl_core.api import ConfigError
-from agentrl_core.config import Config
+from agentrl_core.config import ResolvedConfig
 from agentrl_core.config.capabilities import installed_with, missing_capabilities
-from agentrl_core.config.slots import slots_by_path
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.sampler import fingerprint
 from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
 from agentrl_core.hosting.rewards import RewardWorker
-from agentrl_core.plugins import resolve_ref
 from agentrl_core.serving.interpreter import check_interpreter
 from agentrl_core.trainer.plan import RunPlan, describe, memory_lines
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
@@ -38,18 +36,16 @@ class Preparation:
     fingerprint: str
 
     @classmethod
-    def of(cls, config: Config, *, training: bool = True) -> "Preparation":
+    def of(cls, config: ResolvedConfig, *, training: bool = True) -> "Preparation":
         """Load tokenizer and data and check them against each other.
 
         Args:
-            config: resolved.
+            config: from ``load_config`` or ``bind``.
             training: also what only training needs.
 
         Raises:
             ConfigError, TemplateError, DataError, PluginError: with what to do.
         """
-        if config.rollout.engine.ref is None:
-            raise ConfigError("this Config is not resolved: make it with load_config(path), or pass it through bind()")
         if training:
             _check_capabilities(config)
         _check_engine_environment(config)
@@ -65,7 +61,7 @@ class Preparation:
         plan.check_context(facts.max_position_embeddings)
         return cls(renderer, data, plan, facts, template, fingerprint(data.train))
 
-    def lines(self, config: Config) -> list[str]:
+    def lines(self, config: ResolvedConfig) -> list[str]:
         """Batch arithmetic, memory and template in lines for a person."""
         lines = describe(config, self.plan, len(self.data.train), len(self.data.validation), self.data.longest_prompt)
         lines += memory_lines(config, needs_critic(config))
@@ -78,14 +74,13 @@ class Preparation:
         return [*lines, *(f"template    rewrites history ({policy}): {found}" for found in self.template.breaks)]
 
 
-def _check_capabilities(config: Config) -> None:
-    specs = {path: resolve_ref(slot.ref).spec for path, slot in slots_by_path(config) if slot.ref is not None}
-    problems = missing_capabilities(config, specs, training=True, alternatives=installed_with)
+def _check_capabilities(config: ResolvedConfig) -> None:
+    problems = missing_capabilities(config, training=True, alternatives=installed_with)
     if found := [f"{key}: {message}" for key, message in problems]:
         raise ConfigError(found)
 
 
-def _check_engine_environment(config: Config) -> None:
+def _check_engine_environment(config: ResolvedConfig) -> None:
     engine = config.rollout.engine
-    if engine.python is not None and engine.ref is not None:
-        check_interpreter(engine.python, engine.ref, resolve_ref(engine.ref).spec)
+    if engine.python is not None:
+        check_interpreter(engine.python, engine.ref, engine.plugin.spec)

@@ -5,12 +5,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentrl_core.api import ConfigError, DataError, DatasetContext, PromptDataset
-from agentrl_core.config.schema import Config
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.data.prompts import fit_prompts
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.sampler import PromptSampler
 from agentrl_core.hosting.tools import select_tools, tool_schemas
-from agentrl_core.plugins import resolve_ref
 
 Row = dict[str, Any]
 _RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}
@@ -34,15 +33,11 @@ class PromptLoader:
         renderer: the loop's own, so that lengths are those of the rollout.
     """
 
-    def __init__(self, config: Config, renderer: HFChatRenderer) -> None:
+    def __init__(self, config: ResolvedConfig, renderer: HFChatRenderer) -> None:
         self._config = config
         self._renderer = renderer
         self._schemas = tool_schemas(config.tools, config.trainer.seed)
-        self._loops = {
-            slot.registered_name: resolve_ref(slot.ref).spec.capabilities
-            for slot in config.rollout.agent.loops
-            if slot.ref is not None
-        }
+        self._loops = {slot.registered_name: slot.plugin.spec.capabilities for slot in config.rollout.agent.loops}
         self._default_loop = config.rollout.agent.default_loop or next(iter(self._loops))
         self._used_tools: set[str] = set()
         self._used_interactions: set[str] = set()
@@ -64,9 +59,8 @@ class PromptLoader:
 
     def _split(self, split: Literal["train", "validation"], files: Sequence[str]) -> list[Row]:
         slot = self._config.data.dataset
-        assert slot.ref is not None, "load the configuration with load_config"
         context = DatasetContext(files, split, self._renderer, self._row_schemas, self._config.data.max_prompt_length)
-        dataset: PromptDataset = resolve_ref(slot.ref).build(slot.config, context)
+        dataset: PromptDataset = slot.build(context)
         for index in range(len(dataset)):
             self._check_row(dataset[index], f"data: {split} row {index}")
         rows = fit_prompts(dataset, context, self._config.data.overlong_prompts, self._prompt_length)

@@ -8,11 +8,10 @@ from typing import Any, cast
 from transformers import AutoConfig
 
 from agentrl_core.api import ConfigError, EngineContext
-from agentrl_core.config.schema import Config
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import ClassWithInitArgs
 from agentrl_core.controller.runtime import Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
-from agentrl_core.plugins import resolve_ref
 from agentrl_core.plugins.boundary import boundary
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.serving.placement import (
@@ -40,7 +39,7 @@ class ModelFacts:
     max_position_embeddings: int | None
 
     @classmethod
-    def read(cls, config: Config) -> "ModelFacts":
+    def read(cls, config: ResolvedConfig) -> "ModelFacts":
         """Read ``config.json`` of ``model.path``.
 
         Raises:
@@ -62,13 +61,12 @@ class Roles:
     rollout: AgentLoopManager
 
 
-def needs_critic(config: Config) -> bool:
+def needs_critic(config: ResolvedConfig) -> bool:
     """The advantage estimator has the capability ``values``."""
-    ref = config.algorithm.advantage.ref
-    return ref is not None and "values" in resolve_ref(ref).spec.capabilities
+    return config.algorithm.advantage.has("values")
 
 
-def needed_cpus(config: Config) -> int:
+def needed_cpus(config: ResolvedConfig) -> int:
     """Logical CPUs of a Ray cluster: one for every worker and actor of the run."""
     return (
         config.cluster.processes
@@ -78,12 +76,12 @@ def needed_cpus(config: Config) -> int:
     )
 
 
-def training_gpus(config: Config) -> float:
+def training_gpus(config: ResolvedConfig) -> float:
     """Of each training process; 0 on the CPU."""
     return 1.0 if _on_gpus(config) else 0.0
 
 
-def engine_seats(config: Config, training: WorkerGroup | None) -> Seats:
+def engine_seats(config: ResolvedConfig, training: WorkerGroup | None) -> Seats:
     """Where the engine replicas go.
 
     Args:
@@ -102,11 +100,11 @@ def engine_seats(config: Config, training: WorkerGroup | None) -> Seats:
     return seats_beside(config, training.places())
 
 
-def _on_gpus(config: Config) -> bool:
+def _on_gpus(config: ResolvedConfig) -> bool:
     return resolve_device(config.cluster.device).type == "cuda"
 
 
-def start_runtime(config: Config) -> Runtime:
+def start_runtime(config: ResolvedConfig) -> Runtime:
     """The runtime that ``cluster`` asks for; a Ray cluster started here is as large as the run needs."""
     cluster = config.cluster
     return make_runtime(
@@ -118,7 +116,7 @@ def start_runtime(config: Config) -> Runtime:
     )
 
 
-def build_roles(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFacts) -> Roles:
+def build_roles(config: ResolvedConfig, runtime: Runtime, plan: RunPlan, facts: ModelFacts) -> Roles:
     """Build the worker groups, load their models, start the engines."""
     classes = {"actor": ClassWithInitArgs(ActorWorker, config, plan.optimizer_steps)}
     if needs_critic(config):
@@ -141,13 +139,12 @@ def build_roles(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFac
     )
 
 
-def build_rollout(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelFacts, actor: Any) -> AgentLoopManager:
+def build_rollout(
+    config: ResolvedConfig, runtime: Runtime, plan: RunPlan, facts: ModelFacts, actor: Any
+) -> AgentLoopManager:
     """Build the rollout with its engines, and start them."""
-    ref = config.rollout.engine.ref
-    assert ref is not None, "load the configuration with load_config"
     # In one process with the actor an engine that can generates with the actor's own module: no copy, no transport.
-    capabilities = resolve_ref(ref).spec.capabilities
-    can_share = "shared_module" in capabilities
+    can_share = config.rollout.engine.has("shared_module")
     workers = getattr(actor, "workers", None)
     context = engine_context(config, plan, facts, workers[0].module if can_share and workers else None)
     manager = AgentLoopManager(config, runtime, context, engine_seats(config, actor))
@@ -155,7 +152,9 @@ def build_rollout(config: Config, runtime: Runtime, plan: RunPlan, facts: ModelF
     return manager
 
 
-def engine_context(config: Config, plan: RunPlan, facts: ModelFacts, shared_module: Any = None) -> EngineContext:
+def engine_context(
+    config: ResolvedConfig, plan: RunPlan, facts: ModelFacts, shared_module: Any = None
+) -> EngineContext:
     """What the run tells replica 0 of its engine; with ``shared_module`` it generates with the actor's own module."""
     slot = config.rollout.engine
     return EngineContext(

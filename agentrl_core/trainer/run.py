@@ -18,9 +18,9 @@ from agentrl_core.api import (
     Tracker,
     TrackerContext,
 )
-from agentrl_core.config import Config, to_dict, to_yaml
+from agentrl_core.config import ResolvedConfig, to_dict, to_yaml
 from agentrl_core.config.slots import all_slots
-from agentrl_core.plugins import HookCaller, diff_lock, lock_of, read_lock, resolve_ref, write_lock
+from agentrl_core.plugins import HookCaller, diff_lock, lock_of, read_lock, write_lock
 from agentrl_core.runs.records import RolloutRecord, RolloutWriter
 from agentrl_core.runs.run_dir import RunDir, RunStatus, Split
 from agentrl_core.runs.trajectory_view import show_trajectory
@@ -36,7 +36,12 @@ class Run:
     """One run. Made with :meth:`open`, which decides between a fresh start and a resumption."""
 
     def __init__(
-        self, config: Config, directory: RunDir, store: CheckpointStore, checkpoint: Path | None, data_fingerprint: str
+        self,
+        config: ResolvedConfig,
+        directory: RunDir,
+        store: CheckpointStore,
+        checkpoint: Path | None,
+        data_fingerprint: str,
     ) -> None:
         self.path = directory.path
         self._config = config
@@ -55,7 +60,7 @@ class Run:
         self.hooks = HookCaller([])
 
     @classmethod
-    def open(cls, config: Config, plan: RunPlan, data_fingerprint: str) -> "Run":
+    def open(cls, config: ResolvedConfig, plan: RunPlan, data_fingerprint: str) -> "Run":
         """Take the run's directory: an earlier run there is resumed, or moved to ``superseded/``.
 
         Raises:
@@ -96,7 +101,7 @@ class Run:
             logger.info("the earlier run in %s was moved to %s", self.path, moved)
 
     def _refs(self) -> list[PluginRef]:
-        return [slot.ref for slot in all_slots(self._config) if slot.ref is not None]
+        return [slot.ref for slot in all_slots(self._config)]
 
     def _resumed_state(self, checkpoint: Path) -> TrainerState:
         state = read_state(checkpoint)
@@ -119,15 +124,11 @@ class Run:
         config = self._config
         self._total_steps = plan.steps
         context = TrackerContext(config.trainer.name, self.path, plan.steps, to_dict(config), self.first_step)
-        for slot in config.trainer.trackers:
-            assert slot.ref is not None, "the configuration is resolved"
-            self._trackers.append(resolve_ref(slot.ref).build(slot.config, context))
-        hooks: list[tuple[str, object]] = []
-        for hook in config.hooks:
-            assert hook.ref is not None, "the configuration is resolved"
-            name = hook.registered_name
-            hooks.append((name, resolve_ref(hook.ref).build(hook.config, HookContext(name, self.path))))
-        self.hooks = HookCaller(hooks)
+        self._trackers += [slot.build(context) for slot in config.trainer.trackers]
+        names = [hook.registered_name for hook in config.hooks]
+        self.hooks = HookCaller(
+            [(name, hook.build(HookContext(name, self.path))) for name, hook in zip(names, config.hooks, strict=True)]
+        )
 
     @contextmanager
     def recording(self) -> Iterator[None]:

@@ -16,8 +16,7 @@ import torch
 
 from agentrl_core.algorithms.outcome import advantage_input
 from agentrl_core.api import AdvantageEstimator, AlgorithmContext
-from agentrl_core.config import Config, to_dict
-from agentrl_core.plugins import resolve_ref
+from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
@@ -63,7 +62,7 @@ class Trainer:
         config: from ``load_config`` or ``bind``.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
         self.timer = PhaseTimer()
         self.stop = StopRequest()
@@ -100,10 +99,8 @@ class Trainer:
         self.preparation = Preparation.of(self.config)
         self.plan = self.preparation.plan
         self.renderer = self.preparation.renderer
-        slot = self.config.algorithm.advantage
-        assert slot.ref is not None, "Preparation has refused an unresolved configuration"
         context = AlgorithmContext(group_size=self.config.rollout.n)
-        self.estimator: AdvantageEstimator = resolve_ref(slot.ref).build(slot.config, context)
+        self.estimator: AdvantageEstimator = self.config.algorithm.advantage.build(context)
         self.run = Run.open(self.config, self.plan, self.preparation.fingerprint)
         self.runtime = start_runtime(self.config)
 

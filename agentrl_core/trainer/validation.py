@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from agentrl_core.config import Config
+from agentrl_core.config import ResolvedConfig
 from agentrl_core.data.rows import collate
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.manager import AgentLoopManager
@@ -36,7 +36,7 @@ class Validator:
         rollout: with the weights to judge.
     """
 
-    def __init__(self, config: Config, rows: Sequence[Row], rollout: AgentLoopManager) -> None:
+    def __init__(self, config: ResolvedConfig, rows: Sequence[Row], rollout: AgentLoopManager) -> None:
         self._settings = config.trainer.validation
         self._rows = rows[: self._settings.max_prompts]
         self._rollout = rollout

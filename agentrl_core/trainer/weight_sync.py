@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from agentrl_core.api import WeightUpdate
 from agentrl_core.api.weights import Broadcast
-from agentrl_core.config import Config
+from agentrl_core.config import ResolvedConfig
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.workers.models import resolve_device
 from agentrl_core.workers.protocols import Actor
@@ -21,7 +21,7 @@ class WeightSync:
         rollout: whose engines get them.
     """
 
-    def __init__(self, config: Config, actor: Actor, rollout: AgentLoopManager) -> None:
+    def __init__(self, config: ResolvedConfig, actor: Actor, rollout: AgentLoopManager) -> None:
         self._is_local = config.cluster.runtime == "local"
         self._actor = actor
         self._rollout = rollout
@@ -50,7 +50,7 @@ class WeightSync:
         return WeightUpdate(files=files), elsewhere
 
 
-def _backend(config: Config) -> str:
+def _backend(config: ResolvedConfig) -> str:
     if resolve_device(config.cluster.device).type == "cpu":
         return "gloo"
     # NCCL wants a GPU for each rank.

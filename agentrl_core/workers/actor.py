@@ -12,14 +12,12 @@ from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.kl import kl_estimate
 from agentrl_core.algorithms.token_log_probs import Entropies
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
-from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.weights import ArrayBucket, Broadcast
-from agentrl_core.config.schema import Config
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import Dispatch, register
 from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.engine_kit.weight_buffer import WeightBuffer
 from agentrl_core.engine_kit.weight_group import WeightGroup
-from agentrl_core.plugins.resolution import resolve_ref
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.checkpoints import load_training_state, save_training_state
 from agentrl_core.workers.data_parallel import COLLECTIVE
@@ -47,11 +45,11 @@ class ActorWorker(ModelWorker):
     each term aggregated as ``algorithm.aggregation`` says.
 
     Args:
-        config: the loaded configuration; ``algorithm.loss.ref`` names the policy loss.
+        config: the loaded configuration; ``algorithm.loss`` builds the policy loss.
         total_optimizer_steps: of the whole run, for the learning-rate schedule.
     """
 
-    def __init__(self, config: Config, total_optimizer_steps: int) -> None:
+    def __init__(self, config: ResolvedConfig, total_optimizer_steps: int) -> None:
         super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
         self._weight_files: ModelFiles | None = None
@@ -210,9 +208,6 @@ class ActorWorker(ModelWorker):
         super().close()
 
 
-def _build_policy_loss(config: Config) -> PolicyLoss:
-    slot = config.algorithm.loss
-    if slot.ref is None:
-        raise ConfigError("algorithm.loss: the plugin is not resolved; load the configuration with load_config()")
-    loss: PolicyLoss = resolve_ref(slot.ref).build(slot.config, AlgorithmContext(group_size=config.rollout.n))
+def _build_policy_loss(config: ResolvedConfig) -> PolicyLoss:
+    loss: PolicyLoss = config.algorithm.loss.build(AlgorithmContext(group_size=config.rollout.n))
     return loss

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.value import explained_variance, value_losses
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.config.schema import Config
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import Dispatch, register
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.checkpoints import load_training_state, save_training_state
@@ -62,7 +62,7 @@ class CriticWorker(ModelWorker):
         total_optimizer_steps: of the whole run, for the learning-rate schedule.
     """
 
-    def __init__(self, config: Config, total_optimizer_steps: int) -> None:
+    def __init__(self, config: ResolvedConfig, total_optimizer_steps: int) -> None:
         super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from agentrl_core.config.schema import Config
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import Worker
 from agentrl_core.workers.data_parallel import DataParallel
 from agentrl_core.workers.models import resolve_device
@@ -22,7 +22,7 @@ class ModelWorker(Worker):
         config: the loaded configuration.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: ResolvedConfig) -> None:
         super().__init__()
         self.config = config
         self._device = resolve_device(config.cluster.device)

@@ -15,7 +15,9 @@ SOURCES = "\n".join(
     if path.parent != CORE / "config" or "cross" in path.name
 )
 SECTIONS = [cls for cls in vars(schema).values() if is_dataclass(cls) and cls.__module__ == schema.__name__]
-KEYS = sorted({(cls.__name__, item.name) for cls in SECTIONS for item in fields(cls)})
+KEYS = sorted(
+    {(cls.__name__, item.name) for cls in SECTIONS for item in fields(cls) if not item.metadata.get("internal")}
+)
 
 
 @pytest.mark.parametrize(("section", "key"), KEYS, ids=lambda value: str(value))

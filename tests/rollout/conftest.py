@@ -185,14 +185,14 @@ class MakeSlot:
         file = self.folder / f"plugin_{self.files}.py"
         file.write_text(textwrap.dedent(source), encoding="utf-8")
         made = slot(name=f"./{file.name}:{obj}", **fields)
-        made.ref = resolve(slot.kind, made.name, base_dir=self.folder).ref
+        made.resolved = resolve(slot.kind, made.name, base_dir=self.folder)
         return made
 
     def registered(self, slot: type[Slot], name: str, **fields: Any) -> Any:
         """The same for an installed plugin, with its default options."""
         plugin = resolve(slot.kind, name)
         made = slot(name=name, **fields)
-        made.ref, made.config = plugin.ref, fields.get("config", plugin.spec.config())
+        made.resolved, made.config = plugin, fields.get("config", plugin.spec.config())
         return made
 
 

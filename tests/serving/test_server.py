@@ -50,8 +50,8 @@ class Engine(InferenceEngine):
 @pytest.fixture
 def make_server(make_slot) -> Callable[..., EngineServer]:
     def make(failing: dict[str, Exception] | None = None, source: str = ENGINE, **place: Any) -> EngineServer:
-        ref = make_slot(EngineSlot, source, "Engine").ref
-        return EngineServer(ref, failing or {}, EngineContext("model", replica=2, **place))
+        slot = make_slot(EngineSlot, source, "Engine", config=failing or {})
+        return EngineServer(slot, EngineContext("model", replica=2, **place))
 
     return make
 
@@ -117,10 +117,10 @@ def test_hosts_of_a_replica_are_told_where_they_meet(make_server) -> None:
 
 def test_an_engine_sees_the_devices_of_its_seat(make_slot, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
-    ref = make_slot(EngineSlot, ENGINE, "Engine").ref
-    EngineServer(ref, {}, EngineContext("model"))
+    slot = make_slot(EngineSlot, ENGINE, "Engine")
+    EngineServer(slot, EngineContext("model"))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
-    EngineServer(ref, {}, EngineContext("model"), devices=("2", "3"))
+    EngineServer(slot, EngineContext("model"), devices=("2", "3"))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
 
 

@@ -48,7 +48,7 @@ def make_config(model_path: str) -> Callable[..., Config]:
     def make(algorithm: dict | None = None, actor: dict | None = None, critic: dict | None = None, **model) -> Config:
         slot = PolicyLossSlot()
         plugin = resolve("policy_loss", slot.name)
-        slot.ref, slot.config = plugin.ref, plugin.spec.config()
+        slot.resolved, slot.config = plugin, plugin.spec.config()
         optimizer = OptimizerConfig(lr=1e-3)
         return Config(
             model=ModelConfig(**{"path": model_path, **model}),

@@ -292,6 +292,6 @@ def test_several_ranks_in_one_process_are_refused(make_config):
 
 def test_an_unresolved_policy_loss_is_a_config_error(make_config):
     config = make_config()
-    config.algorithm.loss.ref = None
+    config.algorithm.loss.resolved = None
     with pytest.raises(ConfigError, match="load_config"):
         ActorWorker(config, 1).init_model()

@@ -19,13 +19,14 @@ from agentrl_engine_vllm.engine import VLLMEngine
 START_IN_A_SERVER = """
     import asyncio, sys
     from agentrl_core.api import EngineContext
+    from agentrl_core.config.schema import EngineSlot
     from agentrl_core.plugins.resolution import resolve
     from agentrl_core.serving.server import EngineServer
     from agentrl_engine_vllm.config import VLLMConfig
 
     async def main(model, timeout, report):
-        ref = resolve("engine", "vllm").ref
-        server = EngineServer(ref, VLLMConfig(), EngineContext(model, max_model_len=64), start_timeout=float(timeout))
+        slot = EngineSlot("vllm", VLLMConfig(), start_timeout=float(timeout), resolved=resolve("engine", "vllm"))
+        server = EngineServer(slot, EngineContext(model, max_model_len=64))
         try:
             await server.start()
         except Exception as error:
