@@ -4,7 +4,7 @@ John Schulman, "Approximating KL Divergence", http://joschu.net/blog/kl-approx.h
 
     k1 = d                 unbiased value; high variance, negative for about half of the tokens
     k2 = d^2 / 2           biased value (small where the policies are close); low variance, never negative
-    k3 = exp(-d) - 1 + d   unbiased value; low variance, never negative; large where pi << pi_ref
+    k3 = exp(-d) - 1 + d   unbiased value; low variance, never negative; at most 10 (large where pi << pi_ref)
 
 As a term of the loss, where only log pi carries a gradient and the tokens were sampled by pi, the expected gradients
 differ from the values:
@@ -23,7 +23,9 @@ from torch import Tensor
 KLEstimator = Literal["k1", "k2", "k3"]
 
 MAX_LOG_RATIO = 20.0
-"""k3's exponent is cut here: exp(89) overflows float32, and one such token would be the whole loss long before."""
+"""k3's exponent is cut here, because exp(89) overflows float32."""
+MAX_K3 = 10.0
+"""The estimates of k3 are cut here, as other trainers do: one token would be the whole loss else."""
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: KLEstimator) -> Tensor:
@@ -42,5 +44,5 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: KLEstimator
     if estimator == "k2":
         return difference.square() / 2
     if estimator == "k3":
-        return (-difference).clamp(max=MAX_LOG_RATIO).exp() - 1 + difference
+        return ((-difference).clamp(max=MAX_LOG_RATIO).exp() - 1 + difference).clamp(max=MAX_K3)
     raise ValueError(f"kl estimator is {estimator!r}, it must be one of k1, k2, k3")

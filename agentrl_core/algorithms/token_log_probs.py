@@ -17,8 +17,8 @@ Entropies = Literal["none", "value", "gradient"]
 CPU_BLOCK = 2**17
 """Logits of a block, for each thread: half a MiB in float32."""
 GPU_BLOCK = 2**26
-LOWEST = torch.finfo(torch.float32).min
-"""Takes the place of -inf, the logit of a token that the model rules out: 0 * -inf would be NaN."""
+LOWEST = -1e4
+"""Takes the place of lower log-probabilities, -inf for one: their exp is 0 in float32 anyway, and 0 * -inf is NaN."""
 
 
 def token_log_probs(

@@ -292,7 +292,9 @@ class AlgorithmConfig:
     kl_estimator: Literal["k1", "k2", "k3"] = option("k3", help="Schulman's estimators of the KL")
     entropy_coef: float = option(0.0, ge=0, help="weight of the entropy bonus")
     drop_zero_advantage: bool = option(
-        True, help="leave rows without any advantage out of the update, where no KL or entropy term moves them"
+        True,
+        help="compute no backward pass for rows without an advantage, which changes no result; rows that have a KL or "
+        "entropy term always have one (actor/trained_rows_share: the share of rows that had one)",
     )
 
 

@@ -12,8 +12,6 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from agentrl_core.algorithms.outcome import advantage_input
 from agentrl_core.api import AdvantageEstimator, AlgorithmContext
 from agentrl_core.config import ResolvedConfig, to_dict
@@ -216,20 +214,11 @@ class Trainer:
         if self.roles.critic is not None:
             with self.timer.phase("update_critic"):
                 metrics |= mean_of(self.roles.critic.update(batch))
-        trained = self._with_advantage(batch)
-        metrics["actor/trained_rows_share"] = len(trained) / len(batch)
-        if len(trained) and self.step >= self.config.critic.warmup_steps:
-            with self.timer.phase("update_actor"):
-                metrics |= mean_of(self.roles.actor.update(trained))
+        # While the critic warms up the policy is only measured.
+        batch.meta_info["measure_only"] = self.step < self.config.critic.warmup_steps
+        with self.timer.phase("update_actor"):
+            metrics |= mean_of(self.roles.actor.update(batch))
         return metrics
-
-    def _with_advantage(self, batch: DataProto) -> DataProto:
-        """Rows that can move the policy: without an advantage, KL or entropy term a row has no gradient."""
-        algorithm = self.config.algorithm
-        if not algorithm.drop_zero_advantage or algorithm.kl_coef or algorithm.entropy_coef:
-            return batch
-        moved = (batch.batch["advantages"] * batch.batch["response_mask"] != 0).any(-1)
-        return batch if bool(moved.all()) else batch.select_idxs(torch.nonzero(moved).squeeze(-1))
 
     def sync_weights(self, step: int) -> None:
         """Give the engines the actor's weights, as version ``step``."""

@@ -64,6 +64,13 @@ class ActorWorker(ModelWorker):
     def init_model(self) -> None:
         config = self.config
         self._policy_loss = _build_policy_loss(config)
+        algorithm = config.algorithm
+        self._needs_advantage = (
+            algorithm.drop_zero_advantage
+            and not algorithm.kl_coef
+            and not algorithm.entropy_coef
+            and vanishes_without_advantage(self._policy_loss)
+        )
         path = config.model.path
         self._place_model(
             lambda: load_causal_lm(path, config.model, "model.path"), lambda: empty_causal_lm(path, config.model)
@@ -113,13 +120,20 @@ class ActorWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update(self, batch: DataProto) -> dict[str, float]:
-        temperature = temperature_of(batch, "update")
-        reference = ("ref_log_prob",) if self.config.algorithm.kl_coef else ()
+        algorithm, temperature = self.config.algorithm, temperature_of(batch, "update")
+        reference = ("ref_log_prob",) if algorithm.kl_coef else ()
         columns = columns_of(batch, ("old_log_probs", "advantages", *reference), "update")
+        trained_B = columns["response_mask"].any(-1)
+        moving_B = (columns["advantages"] != 0).any(-1) if self._needs_advantage else trained_B
+
+        def loss(micro: MicroBatch, divisor: float) -> MicroLoss:
+            return self._loss(micro, divisor, temperature)
+
         with self._computing(optimizer=True):
-            return self._update.run(
-                columns, seed_of(batch), lambda micro, divisor: self._loss(micro, divisor, temperature)
-            )
+            if batch.meta_info.get("measure_only", False):
+                return {**self._update.measure(columns, loss), "actor/trained_rows_share": 0.0}
+            metrics = self._update.run(columns, seed_of(batch), loss, moving_B)
+        return metrics | {"actor/trained_rows_share": float(moving_B.sum()) / max(int(trained_B.sum()), 1)}
 
     def _loss(self, micro: MicroBatch, divisor: float, temperature: float) -> MicroLoss:
         algorithm, mask_br = self.config.algorithm, micro["response_mask"]
@@ -211,3 +225,14 @@ class ActorWorker(ModelWorker):
 def _build_policy_loss(config: ResolvedConfig) -> PolicyLoss:
     loss: PolicyLoss = config.algorithm.loss.build(AlgorithmContext(group_size=config.rollout.n))
     return loss
+
+
+def vanishes_without_advantage(loss: PolicyLoss) -> bool:
+    """A row whose advantages are 0 has no gradient: tried with ratios from 1/20 to 20, since a plugin may add terms."""
+    log_probs_bR = torch.linspace(-6, -3, 16).view(2, 8).requires_grad_()
+    zeros_bR, mask_bR = torch.zeros(2, 8), torch.ones(2, 8, dtype=torch.bool)
+    total = loss(PolicyLossInput(log_probs_bR, log_probs_bR.detach().flip(-1, -2), zeros_bR, mask_bR)).losses.sum()
+    if not total.requires_grad:
+        return True
+    (gradient_bR,) = torch.autograd.grad(total, log_probs_bR)
+    return not gradient_bR.any()

@@ -37,7 +37,8 @@ class Actor(Protocol):
         """All optimizer steps of one batch; each rank's metrics under ``actor/``, the same on all but for memory.
 
         Reads also ``old_log_probs``, ``advantages``, with a KL term ``ref_log_prob``, and ``meta_info`` ``temperature``
-        and ``seed`` (the order of the mini-batches follows from it).
+        and ``seed`` (the order of the mini-batches follows from it). With ``meta_info["measure_only"]``, or where no
+        row has a gradient, the weights stay as they are, and the metrics are those of a forward pass.
         """
 
     def save_checkpoint(self, path: str) -> object:

@@ -25,6 +25,7 @@ from agentrl_core.workers.micro_batching import (
     ALONE,
     Columns,
     MicroBatch,
+    empty_micro_batch,
     in_step,
     memory_errors,
     micro_batches,
@@ -83,11 +84,18 @@ class Update:
         self._parallel = parallel
         self._by_prompt = by_prompt
 
-    def run(self, columns: Columns, seed: int, loss_function: LossFunction) -> dict[str, float]:
+    def run(
+        self, columns: Columns, seed: int, loss_function: LossFunction, moving_B: Tensor | None = None
+    ) -> dict[str, float]:
         """All steps of a batch: ``epochs`` passes of ``mini_batches`` steps each, fewer where rows are fewer.
 
-        Rows without a sampled token are left out; without any row there is no step. ``seed`` decides the order of
-        rows. Returns ``loss``, ``grad_norm`` (before clipping, over the steps that were made), ``lr`` (of the last
+        Rows without a sampled token are left out. ``seed`` decides the order of rows.
+
+        ``moving_B`` ([B] bool, None: all) says which rows have a gradient. The others have a forward pass only, and
+        count in all denominators and metrics: the result is the same as with their backward pass. Where no row has a
+        gradient there is no step, and the result is that of :meth:`measure`.
+
+        Returns ``loss``, ``grad_norm`` (before clipping, over the steps that were made), ``lr`` (of the last
         step), ``skipped_steps``, on CUDA ``peak_memory_gib`` of this process so far, and all parts and token values of
         ``loss_function``, under ``name/``.
 
@@ -97,33 +105,61 @@ class Update:
         Raises WorkerError where a loss is not finite (on every rank, if it is so on one) or memory runs out, naming the
         micro-batch.
         """
+        trained_M = columns["response_mask"].any(-1).nonzero().squeeze(-1).cpu()
+        moving_B = columns["response_mask"].any(-1).cpu() if moving_B is None else moving_B.cpu()
+        if not moving_B[trained_M].any():
+            return self.measure(columns, loss_function)
         totals = _Totals()
-        trained = columns["response_mask"].any(-1).nonzero().squeeze(-1)
         generator = torch.Generator().manual_seed(seed)
         with training_mode(self._module):
             for _ in range(self._config.epochs):
-                for rows in _mini_batches(trained, self._config.mini_batches, generator):
-                    self._step(take(columns, rows), rows, loss_function, totals)
-        metrics = totals.metrics(self._optimizer.lr, self._parallel)
+                for rows in _mini_batches(trained_M, self._config.mini_batches, generator):
+                    divisor = denominator(columns["response_mask"][rows], self._aggregation, self._max_response_length)
+                    self._optimizer.zero_grad()
+                    # In this order: a backward pass gives back the gathered parameters, which the step changes.
+                    self._pass(columns, rows[~moving_B[rows]], divisor, loss_function, totals, backward=False)
+                    self._pass(columns, rows[moving_B[rows]], divisor, loss_function, totals, backward=True)
+                    totals.add_step(self._optimizer.step())
+        metrics = {**totals.token_means(self._parallel), **totals.of_steps(self._parallel)}
         if self._device.type == "cuda":
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
+        return self._named(metrics)
+
+    def measure(self, columns: Columns, loss_function: LossFunction) -> dict[str, float]:
+        """The token values of ``loss_function`` over a batch, under ``name/``, without a step."""
+        totals = _Totals()
+        self._pass(columns, torch.arange(len(columns["response_mask"])), 1.0, loss_function, totals, backward=False)
+        return self._named(totals.token_means(self._parallel))
+
+    def _named(self, metrics: dict[str, float]) -> dict[str, float]:
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
 
-    def _step(self, mini_batch: Columns, rows: Tensor, loss_function: LossFunction, totals: "_Totals") -> None:
-        divisor = denominator(mini_batch["response_mask"], self._aggregation, self._max_response_length)
+    def _pass(
+        self,
+        columns: Columns,
+        rows: Tensor,
+        divisor: float,
+        loss_function: LossFunction,
+        totals: "_Totals",
+        backward: bool,
+    ) -> None:
+        """Forward passes over these rows of a batch, with their backward passes or without."""
+        part = take(columns, rows)
         if self._parallel.size > 1:
-            share = share_of_rows(mini_batch, self._parallel, self._by_prompt)
-            mini_batch, rows = take(mini_batch, share), rows[share]
-        micros = micro_batches(mini_batch, self._config.micro_batch_tokens, self._by_prompt)
-        self._optimizer.zero_grad()
-        for micro in in_step(micros, mini_batch, self._parallel):
+            share = share_of_rows(part, self._parallel, self._by_prompt)
+            part, rows = take(part, share), rows[share]
+        micros = in_step(micro_batches(part, self._config.micro_batch_tokens, self._by_prompt), part, self._parallel)
+        if backward and not micros:
+            # Gradients of 0: a step without gradients would leave the moments as they are.
+            micros = [empty_micro_batch(part)]
+        for micro in micros:
             micro = replace(micro, rows=rows[micro.rows])
-            with memory_errors(micro, f"{self._name}.micro_batch_tokens"):
+            with memory_errors(micro, f"{self._name}.micro_batch_tokens"), torch.set_grad_enabled(backward):
                 result = loss_function(micro.to(self._device), divisor)
                 self._check_finite(result, micro)
-                result.loss.backward()  # type: ignore[no-untyped-call]
+                if backward:
+                    result.loss.backward()  # type: ignore[no-untyped-call]
             totals.add_micro_batch(result, micro["response_mask"])
-        totals.add_step(self._optimizer.step())
 
     def _check_finite(self, result: MicroLoss, micro: MicroBatch) -> None:
         found = None
@@ -173,15 +209,16 @@ class _Totals:
     def add_step(self, report: StepReport) -> None:
         self._steps.append(report)
 
-    def metrics(self, lr: float, parallel: DataParallel) -> dict[str, float]:
-        made = [step.grad_norm for step in self._steps if not step.skipped]
-        parts, token_sums = parallel.summed(self._parts), parallel.summed(self._token_sums)
+    def token_means(self, parallel: DataParallel) -> dict[str, float]:
+        sums = parallel.summed(self._token_sums)
         tokens = parallel.summed({"tokens": self._tokens})["tokens"]
+        return {key: total / max(tokens, 1) for key, total in sums.items()}
+
+    def of_steps(self, parallel: DataParallel) -> dict[str, float]:
+        made = [step.grad_norm for step in self._steps if not step.skipped]
         return {
-            "loss": 0.0,
-            **{key: total / max(len(self._steps), 1) for key, total in parts.items()},
-            **{key: total / max(tokens, 1) for key, total in token_sums.items()},
+            **{key: total / len(self._steps) for key, total in parallel.summed(self._parts).items()},
             "grad_norm": sum(made) / max(len(made), 1),
-            "lr": self._steps[-1].lr if self._steps else lr,
+            "lr": self._steps[-1].lr,
             "skipped_steps": float(len(self._steps) - len(made)),
         }

@@ -59,6 +59,14 @@ def test_expected_gradient_is_the_one_that_the_docstring_claims(estimator, meani
     torch.testing.assert_close(estimated, claimed)
 
 
+def test_one_unlikely_token_is_not_the_whole_loss():
+    log_probs = torch.tensor([-30.0, -1.0], requires_grad=True)
+    values = kl_estimate(log_probs, torch.tensor([-0.5, -1.0]), "k3")
+    assert values.tolist() == [10.0, 0.0]
+    (gradient,) = torch.autograd.grad(values.sum(), log_probs)
+    assert gradient.tolist() == [0.0, 0.0]
+
+
 def test_unknown_estimator():
     with pytest.raises(ValueError, match="k4.*k1, k2, k3"):
         kl_estimate(torch.zeros(1), torch.zeros(1), "k4")

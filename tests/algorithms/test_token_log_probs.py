@@ -84,3 +84,13 @@ def test_large_logits_do_not_overflow():
 
 def test_no_tokens():
     assert [len(result) for result in token_log_probs(torch.zeros(0, 5), torch.zeros(0).long(), 1.0, "value")] == [0, 0]
+
+
+@pytest.mark.parametrize("weight", [1.5, -200.0])
+def test_a_token_that_is_ruled_out_gives_no_nan_however_large_the_entropy_term(weight):
+    logits = torch.tensor([[0.3, 0.0, -math.inf, -300.0]], requires_grad=True)
+    _, entropy = token_log_probs(logits, torch.tensor([0]), entropies="gradient")
+    (gradient,) = torch.autograd.grad(weight * entropy.sum(), logits)
+    plain = torch.tensor([[0.3, 0.0]], requires_grad=True)
+    (expected,) = torch.autograd.grad(weight * torch.distributions.Categorical(logits=plain).entropy().sum(), plain)
+    torch.testing.assert_close(gradient, torch.cat([expected, torch.zeros(1, 2)], 1))

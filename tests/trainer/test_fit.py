@@ -129,6 +129,7 @@ def test_a_step_without_any_advantage_updates_nothing(fit: Fit) -> None:
     run = fit({**SCRIPTED, **ONE_STEP})
     assert last(run)["actor/trained_rows_share"] == 0.0
     assert "actor/pg_loss" not in last(run)
+    assert last(run)["actor/entropy"] > 0
 
 
 def test_reference_only_with_a_kl_term(tiny_run: Any) -> None:
@@ -148,6 +149,7 @@ def test_critic_warm_up(fit: Fit) -> None:
     first, second = run.read_metrics()
     assert "critic/loss" in first and "critic/loss" in second
     assert "actor/pg_loss" not in first and "actor/pg_loss" in second
+    assert first["actor/entropy"] > 0
 
 
 def test_first_trajectory_is_shown(fit: Fit, capsys: pytest.CaptureFixture[str]) -> None:
