@@ -34,12 +34,10 @@ from transformers import PreTrainedTokenizerFast
 from agentrl_core.api import EngineContext, ToolContext
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.controller.runtime import LocalRuntime
-from agentrl_core.data.rows import rows_of
-from agentrl_core.protocol import DataProto
+from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.testing.scripted_engine import ScriptedEngine
-from agentrl_core.trainer.validation import prompt_batch
 from agentrl_tools_basic.config import CalculatorConfig
 
 CPU_GOAL_MS = 1.0
@@ -113,11 +111,11 @@ class Benchmark:
         tool = VerboseCalculator(CalculatorConfig(), ToolContext("calculator"))
         return LeanLoop(self.tokenizer.backend_tokenizer, CHAT_TEMPLATE, engine, tool, STOP)
 
-    def prompts(self, case: Case, seed: int) -> DataProto:
+    def prompts(self, case: Case, seed: int) -> PromptBatch:
         """The batch of a step, another one for every seed; the engine will answer with its turns."""
         workload = make_workload(case.prompts, case.words, seed)
         script.play(workload.turns, self.tokenizer)
-        return prompt_batch(workload.rows, 1, "train", case.samples, SAMPLING)
+        return PromptBatch.sampled(workload.rows, 1, "train", case.samples, SAMPLING)
 
 
 class TickingRuntime(LocalRuntime):
@@ -152,12 +150,11 @@ def measure_cpu(benchmark: Benchmark, case: Case, repetitions: int) -> list[Figu
         manager, lean = benchmark.manager(runtime, 0.0, count), benchmark.lean_loop()
         for seed in range(repetitions + 1):
             prompts = benchmark.prompts(case, seed)
-            rows = rows_of(prompts)
             gc.collect()
             start = time.process_time()
             results = manager.generate_sequences(prompts)
             middle = time.process_time()
-            lean_results = runtime.run(lean.run_all(rows, MAX_RESPONSE_LENGTH))
+            lean_results = runtime.run(lean.run_all(prompts.rows, MAX_RESPONSE_LENGTH))
             end = time.process_time()
             check(results, lean_results)
             pairs.append(((middle - start) * 1000 / count, (end - middle) * 1000 / count))

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, Protocol
 
 from agentrl_core.api.config import option
+from agentrl_core.api.engine import SamplingParams
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.plugin import PluginRef, PluginSpec
 
@@ -229,9 +230,9 @@ class DataConfig:
 
 @dataclass
 class SamplingConfig:
-    temperature: float = option(1.0, ge=0, help="0 is greedy")
-    top_p: float = option(1.0, gt=0, le=1, help="nucleus truncation; 1 is off")
-    top_k: int = option(0, ge=0, help="0 is off")
+    temperature: float = option(SamplingParams.temperature, ge=0, help="0 is greedy")
+    top_p: float = option(SamplingParams.top_p, gt=0, le=1, help="nucleus truncation; 1 is off")
+    top_k: int = option(SamplingParams.top_k, ge=0, help="0 is off")
     max_tokens: int | None = option(None, ge=1, unit="tokens", help="of one turn; null: what the budget leaves")
 
 

@@ -15,6 +15,7 @@ import datasets
 
 from agentrl_core.api import DataError, DatasetContext, PromptDataset
 from agentrl_core.data.config import PromptsConfig
+from agentrl_core.data.rows import Row
 from agentrl_core.plugins.boundary import boundary
 
 _READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
@@ -30,7 +31,7 @@ class PromptsFromFiles(PromptDataset):
     """
 
     def __init__(self, config: PromptsConfig, context: DatasetContext) -> None:
-        self._rows: list[dict[str, Any]] = []
+        self._rows: list[Row] = []
         for file in context.files:
             rows = _read(file)
             if config.prompt_key not in rows.column_names:
@@ -43,7 +44,7 @@ class PromptsFromFiles(PromptDataset):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> dict[str, Any]:
+    def __getitem__(self, index: int) -> Row:
         return dict(self._rows[index])
 
 
@@ -68,7 +69,7 @@ def _no_progress_bars() -> Iterator[None]:
             datasets.enable_progress_bars()
 
 
-def _normalise(row: dict[str, Any], config: PromptsConfig, where: str) -> dict[str, Any]:
+def _normalise(row: Row, config: PromptsConfig, where: str) -> Row:
     prompt = row.pop(config.prompt_key)
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
@@ -98,24 +99,25 @@ def drop_none(value: Any) -> Any:
 
 
 def fit_prompts(
-    dataset: PromptDataset, context: DatasetContext, overlong: str, render_length: Callable[[dict[str, Any]], int]
-) -> list[dict[str, Any]]:
-    """The rows whose rendered prompt fits ``max_prompt_length``.
+    dataset: PromptDataset, context: DatasetContext, overlong: str, lengths_of: Callable[[list[Row]], Sequence[int]]
+) -> tuple[list[Row], int]:
+    """The rows whose rendered prompt fits ``max_prompt_length``, and the length of the longest one.
 
     Args:
         overlong: ``filter`` drops the others, ``error`` refuses them, ``left``/``right``/``middle`` cut their last
             user message at that side.
-        render_length: tokens of a row's prompt as the agent loop will render it, tool schemas included.
+        lengths_of: tokens of each row's prompt as the agent loop will render it, tool schemas included.
 
     Raises:
         DataError: a prompt is too long under ``error``, cannot be cut enough, or nothing is left.
     """
-    kept: list[dict[str, Any]] = []
-    for index in range(len(dataset)):
-        row = dataset[index]
-        length = render_length(row)
+    rows = [dataset[index] for index in range(len(dataset))]
+    kept: list[Row] = []
+    longest = 0
+    for index, (row, length) in enumerate(zip(rows, lengths_of(rows), strict=True)):
         if length <= context.max_prompt_length:
             kept.append(row)
+            longest = max(longest, length)
         elif overlong == "error":
             raise DataError(
                 f"data: {context.split} row {index} has a prompt of {length} tokens (tool schemas included), more than "
@@ -123,7 +125,9 @@ def fit_prompts(
                 "filter, left, right or middle"
             )
         elif overlong != "filter":
-            kept.append(_cut(row, index, length, context, overlong, render_length))
+            row, length = _cut(row, index, length, context, overlong, lengths_of)
+            kept.append(row)
+            longest = max(longest, length)
     dropped = len(dataset) - len(kept)
     if dropped:
         logger.warning(
@@ -135,17 +139,17 @@ def fit_prompts(
             f"data: no {context.split} prompt is left: {len(dataset)} rows in {', '.join(context.files)}, all longer "
             f"than data.max_prompt_length={context.max_prompt_length} tokens (tool schemas included)"
         )
-    return kept
+    return kept, longest
 
 
 def _cut(
-    row: dict[str, Any],
+    row: Row,
     index: int,
     length: int,
     context: DatasetContext,
     side: str,
-    render_length: Callable[[dict[str, Any]], int],
-) -> dict[str, Any]:
+    lengths_of: Callable[[list[Row]], Sequence[int]],
+) -> tuple[Row, int]:
     messages: Sequence[dict[str, Any]] = row["raw_prompt"]
     at = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)
     text = messages[at].get("content", "")
@@ -161,10 +165,10 @@ def _cut(
         budget -= length - context.max_prompt_length
         cut = {**messages[at], "content": context.renderer.truncate(text, max(budget, 0), side)}  # type: ignore[arg-type]
         row = {**row, "raw_prompt": [*messages[:at], cut, *messages[at + 1 :]]}
-        length = render_length(row)
+        [length] = lengths_of([row])
     if length > context.max_prompt_length:
         raise DataError(
             f"data: {context.split} row {index}: even with an empty last user message the prompt has {length} tokens, "
             f"more than data.max_prompt_length={context.max_prompt_length}"
         )
-    return row
+    return row, length

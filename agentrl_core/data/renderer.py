@@ -1,8 +1,9 @@
 """The model's tokenizer and chat template: the only road from messages to tokens and back."""
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
@@ -13,6 +14,7 @@ from agentrl_core.config.schema import ModelConfig
 from agentrl_core.plugins.boundary import boundary
 
 _MOST_CHARACTERS_PER_TOKEN = 256
+_BATCH = 512
 _TAILS = ("x", " x", "\n", "\nx")
 
 
@@ -125,11 +127,10 @@ class HFChatRenderer(ChatRenderer):
         A head ends with an added token, at which tokenizers split the text before anything else. It is used only
         after a whole prompt was seen to have the ids of its two parts.
         """
-        boundary = next((token for token in self._boundaries if token in text), "")
-        if not boundary:
+        head = self._head_of(text)
+        if not head:
             return self.encode(text)
-        end = text.index(boundary) + len(boundary)
-        head, tail = text[:end], text[end:]
+        tail = text[len(head) :]
         known = self._heads.get(head)
         if known is not None:
             return known + self.encode(tail)
@@ -142,6 +143,30 @@ class HFChatRenderer(ChatRenderer):
         elif (head_ids := self.encode(head)) + self.encode(tail) == ids:
             self._heads[head] = head_ids
         return ids
+
+    def lengths(self, texts: Iterable[str]) -> list[int]:
+        """How many tokens :meth:`encode_prompt` makes of each text; many texts at a time, on all cores."""
+        texts = iter(texts)
+        lengths: list[int] = []
+        while batch := list(islice(texts, _BATCH)):
+            # The first two teach the head that the others may share with them.
+            lengths += [len(self.encode_prompt(text)) for text in batch[:2]]
+            lengths += self._lengths(batch[2:])
+        return lengths
+
+    def _lengths(self, texts: Sequence[str]) -> list[int]:
+        if self._backend is None:
+            return [len(self.encode(text)) for text in texts]
+        heads = [self._head_of(text) for text in texts]
+        known = [self._heads.get(head) or [] for head in heads]
+        tails = [text[len(head) :] if ids else text for text, head, ids in zip(texts, heads, known, strict=True)]
+        encoded = self._backend.encode_batch_fast(tails, add_special_tokens=False)
+        return [len(ids) + len(tail) for ids, tail in zip(known, encoded, strict=True)]
+
+    def _head_of(self, text: str) -> str:
+        """The text up to its first boundary; empty where it has none."""
+        boundary = next((token for token in self._boundaries if token in text), "")
+        return text[: text.index(boundary) + len(boundary)] if boundary else ""
 
     @cached_property
     def _boundaries(self) -> tuple[str, ...]:

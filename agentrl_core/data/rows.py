@@ -1,38 +1,46 @@
-"""Dataset rows as a batch and back."""
+"""The prompts of one rollout, as they travel to the agent-loop workers: plain dataset rows."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
 
-import numpy as np
-
-from agentrl_core.protocol import DataProto
-
-
-class _Absent:
-    """Marks a key that a row does not have; None is a value like any other."""
-
-    def __repr__(self) -> str:
-        return "<absent>"
-
-    def __reduce__(self) -> str:
-        return "ABSENT"
+Row = dict[str, Any]
 
 
-ABSENT = _Absent()
+@dataclass(frozen=True)
+class PromptBatch:
+    """Rows to sample trajectories for.
 
+    Args:
+        rows: one per trajectory, with ``uid`` (of its prompt), ``prompt_index`` and ``sample_index``. Samples of one
+            prompt share what is inside their rows.
+        sampling: ``temperature``, ``top_p``, ``top_k`` and ``max_tokens``.
+    """
 
-def collate(rows: Sequence[dict[str, Any]], meta_info: dict[str, Any] | None = None) -> DataProto:
-    """A batch of object columns with the union of all rows' keys."""
-    columns: dict[str, Any] = {}
-    for key in dict.fromkeys(key for row in rows for key in row):
-        columns[key] = np.fromiter((row.get(key, ABSENT) for row in rows), dtype=object, count=len(rows))
-    return DataProto.from_dict(non_tensors=columns, meta_info=dict(meta_info or {}))
+    rows: Sequence[Row]
+    step: int
+    split: str
+    sampling: Mapping[str, Any]
 
+    @classmethod
+    def sampled(
+        cls, rows: Sequence[Mapping[str, Any]], step: int, split: str, n: int, sampling: Mapping[str, Any]
+    ) -> Self:
+        """``n`` neighbouring rows for each prompt in ``rows``."""
+        repeated = [
+            {**row, "uid": f"{split}-{step:06d}-{prompt:05d}", "prompt_index": prompt, "sample_index": sample}
+            for prompt, row in enumerate(rows)
+            for sample in range(n)
+        ]
+        return cls(repeated, step, split, sampling)
 
-def rows_of(batch: DataProto) -> list[dict[str, Any]]:
-    """The rows of :func:`collate`, each with the keys that it had."""
-    columns = batch.non_tensor_batch
-    return [
-        {key: column[index] for key, column in columns.items() if column[index] is not ABSENT}
-        for index in range(len(batch))
-    ]
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def chunk(self, chunks: int) -> list[Self]:
+        """At most ``chunks`` batches of consecutive rows, none of them empty; lengths differ by at most one."""
+        base, longer = divmod(len(self), chunks)
+        ends = [number * base + min(number, longer) for number in range(chunks + 1)]
+        return [
+            replace(self, rows=self.rows[start:end]) for start, end in zip(ends, ends[1:], strict=False) if end > start
+        ]

@@ -19,8 +19,8 @@ from agentrl_core.api import (
 )
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import Runtime
+from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.rewards import RewardWorker
-from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.worker import AgentLoopWorker
 from agentrl_core.serving.placement import Seats, seats_anywhere
@@ -78,8 +78,8 @@ class AgentLoopManager:
         """
         self._runtime.run(self._fleet.start())
 
-    def generate_sequences(self, prompts: DataProto) -> list[TrajectoryResult]:
-        """Run every prompt row; results in the order of the rows. ``meta_info``: see ``AgentLoopWorker``.
+    def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
+        """Run every prompt row; results in the order of the rows.
 
         Raises:
             RolloutError: more than ``rollout.max_failed_fraction`` failed; holds the first root traceback.
@@ -103,8 +103,8 @@ class AgentLoopManager:
                 f"{failed[0].trajectory_id}, with {failed[0].termination.value}:\n{failed[0].error}"
             )
 
-    async def _generate(self, prompts: DataProto) -> list[TrajectoryResult]:
-        chunks = [chunk for chunk in prompts.chunk(len(self._workers)) if len(chunk)]
+    async def _generate(self, prompts: PromptBatch) -> list[TrajectoryResult]:
+        chunks = prompts.chunk(len(self._workers))
         calls = (worker.call("generate_sequences", chunk) for worker, chunk in zip(self._workers, chunks, strict=False))
         return [result for part in await asyncio.gather(*calls) for result in part]
 

@@ -157,11 +157,9 @@ class TrajectoryBuilder(Trajectory):
         stop_ids = self._renderer.stop_token_ids
         params = SamplingParams(
             max_tokens=max_tokens,
-            temperature=sampling_params.get("temperature", 1.0),
-            top_p=sampling_params.get("top_p", 1.0),
-            top_k=sampling_params.get("top_k", 0),
             seed=self._key.seed(self._turns, self._branch),
             stop_token_ids=stop_ids,
+            **{name: sampling_params[name] for name in ("temperature", "top_p", "top_k") if name in sampling_params},
         )
         row = self.row
         output = await self._sample(row.prompt_ids + row.response_ids, params, self.request_id)

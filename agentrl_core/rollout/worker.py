@@ -24,11 +24,10 @@ from agentrl_core.api import (
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.data.renderer import HFChatRenderer
-from agentrl_core.data.rows import rows_of
+from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.rewards import check_score
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins.boundary import deadline
-from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.endpoint.server import EndpointServer
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
@@ -111,19 +110,16 @@ class AgentLoopWorker:
         }
         self._default_loop = rollout.agent.default_loop or next(iter(self._loops))
 
-    async def generate_sequences(self, prompts: DataProto) -> list[TrajectoryResult]:
+    async def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         """Run every row of ``prompts``; the results are in its order.
-
-        ``meta_info``: ``step``, ``split``, and ``sampling`` (temperature, top_p, top_k, max_tokens).
 
         Raises:
             ConfigError, PluginError, TemplateBreakError: nothing could succeed.
         """
-        rows = rows_of(prompts)
-        meta = prompts.meta_info
+        rows = prompts.rows
         keys = [
             TrajectoryKey(
-                self._config.trainer.seed, meta["split"], meta["step"], row["prompt_index"], row["sample_index"]
+                self._config.trainer.seed, prompts.split, prompts.step, row["prompt_index"], row["sample_index"]
             )
             for row in rows
         ]
@@ -134,7 +130,7 @@ class AgentLoopWorker:
         async with Watchdog(self._live, self._config.rollout.watchdog_interval):
             for start in range(0, len(rows), size):
                 wave = slice(start, start + size)
-                results += await self._wave(keys[wave], rows[wave], meta["sampling"], asyncio.Semaphore(most))
+                results += await self._wave(keys[wave], rows[wave], prompts.sampling, asyncio.Semaphore(most))
         return results
 
     async def lost_engines(self) -> list[int]:

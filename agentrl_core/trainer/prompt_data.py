@@ -8,10 +8,10 @@ from agentrl_core.api import ConfigError, DataError, DatasetContext, PromptDatas
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.data.prompts import fit_prompts
 from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.data.rows import Row
 from agentrl_core.data.sampler import PromptSampler
 from agentrl_core.hosting.tools import select_tools, tool_schemas
 
-Row = dict[str, Any]
 _RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}
 
 
@@ -63,13 +63,15 @@ class PromptLoader:
         dataset: PromptDataset = slot.build(context)
         for index in range(len(dataset)):
             self._check_row(dataset[index], f"data: {split} row {index}")
-        rows = fit_prompts(dataset, context, self._config.data.overlong_prompts, self._prompt_length)
-        self._longest = max(self._longest, *(self._prompt_length(row) for row in rows))
+        rows, longest = fit_prompts(dataset, context, self._config.data.overlong_prompts, self._prompt_lengths)
+        self._longest = max(self._longest, longest)
         return rows
 
-    def _prompt_length(self, row: Row) -> int:
-        text = self._renderer.render(row["raw_prompt"], self._row_schemas(row), generation_prompt=True)
-        return len(self._renderer.encode_prompt(text))
+    def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
+        render = self._renderer.render
+        return self._renderer.lengths(
+            render(row["raw_prompt"], self._row_schemas(row), generation_prompt=True) for row in rows
+        )
 
     def _row_schemas(self, row: Row) -> list[dict[str, Any]]:
         if "tools" not in self._loops[row.get("agent_name") or self._default_loop]:

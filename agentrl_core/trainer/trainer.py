@@ -15,6 +15,7 @@ from typing import Any
 from agentrl_core.algorithms.outcome import advantage_input
 from agentrl_core.api import AdvantageEstimator, AlgorithmContext
 from agentrl_core.config import ResolvedConfig, to_dict
+from agentrl_core.data.rows import PromptBatch
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
@@ -33,7 +34,7 @@ from agentrl_core.trainer.records import ended_trajectory, make_records, traject
 from agentrl_core.trainer.roles import build_roles, start_runtime
 from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
-from agentrl_core.trainer.validation import Validator, prompt_batch
+from agentrl_core.trainer.validation import Validator
 from agentrl_core.trainer.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
@@ -136,18 +137,18 @@ class Trainer:
         if not self.run.has_checkpoint(self.step):
             self.run.save_checkpoint(self.step, self.roles.actor, self.roles.critic)
 
-    def batches(self) -> Iterator[tuple[int, DataProto]]:
+    def batches(self) -> Iterator[tuple[int, PromptBatch]]:
         """The prompts of each step that is left, ``rollout.n`` rows per prompt."""
         for step in range(self.step + 1, self.plan.steps + 1):
             rows = [self.preparation.data.train[index] for index in self.preparation.data.sampler.batch(step)]
             rollout = self.config.rollout
-            yield step, prompt_batch(rows, step, "train", rollout.n, asdict(rollout.sampling))
+            yield step, PromptBatch.sampled(rows, step, "train", rollout.n, asdict(rollout.sampling))
             if self.stop.requested:
                 return
 
-    def rollout(self, prompts: DataProto) -> list[TrajectoryResult]:
+    def rollout(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         """Trajectories of the step's prompts, each scored as it ended."""
-        self._current = StepInProgress(prompts.meta_info["step"])
+        self._current = StepInProgress(prompts.step)
         self.run.hooks.on_rollout_start(step=self._current.step)
         with self.timer.phase("rollout"):
             return self.roles.rollout.generate_sequences(prompts)

@@ -5,26 +5,12 @@ from dataclasses import asdict
 from typing import Any
 
 from agentrl_core.config import ResolvedConfig
-from agentrl_core.data.rows import collate
-from agentrl_core.protocol import DataProto
+from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.metrics import validation_metrics
 
 Row = Mapping[str, Any]
-
-
-def prompt_batch(rows: Sequence[Row], step: int, split: str, n: int, sampling: Mapping[str, Any]) -> DataProto:
-    """``n`` rows per prompt, side by side, each with ``uid`` (of the prompt), ``prompt_index``, ``sample_index``.
-
-    ``meta_info``: ``step``, ``split``, ``sampling``.
-    """
-    repeated = [
-        {**row, "uid": f"{split}-{step:06d}-{prompt:05d}", "prompt_index": prompt, "sample_index": sample}
-        for prompt, row in enumerate(rows)
-        for sample in range(n)
-    ]
-    return collate(repeated, {"step": step, "split": split, "sampling": dict(sampling)})
 
 
 class Validator:
@@ -51,7 +37,7 @@ class Validator:
         results: dict[str, list[TrajectoryResult]] = {}
         for mode, (n, parameters) in modes.items():
             if n and self._rows:
-                prompts = prompt_batch(self._rows, step, f"validation.{mode}", n, parameters)
+                prompts = PromptBatch.sampled(self._rows, step, f"validation.{mode}", n, parameters)
                 results[mode] = self._rollout.generate_sequences(prompts)
                 self._rollout.score_groups(results[mode])
         metrics = validation_metrics(results, self._settings.correct_above)

@@ -58,6 +58,14 @@ def test_ids_of_a_prompt_are_those_of_its_text(name: str, heads: list[str], tail
             assert renderer.encode_prompt(text) == renderer.encode(text)
 
 
+@pytest.mark.parametrize("name", RENDERERS)
+@given(heads=st.lists(TEXTS, min_size=1, max_size=2), tails=st.lists(TEXTS, min_size=1, max_size=4))
+@settings(max_examples=30, deadline=None)
+def test_lengths_of_many_prompts_are_those_of_each(name: str, heads: list[str], tails: list[str]) -> None:
+    texts = [head + STOP + tail for tail in tails for head in heads] + tails
+    assert RENDERERS[name].lengths(texts) == [len(RENDERERS[name].encode(text)) for text in texts]
+
+
 def test_a_shared_head_is_encoded_once() -> None:
     renderer = CountingRenderer(tiny_tokenizer(TEMPLATE))
     head = "<|im_start|>system\n" + "many words " * 200 + STOP

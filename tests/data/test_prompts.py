@@ -11,7 +11,7 @@ import pytest
 from agentrl_core.api import DataError
 from agentrl_core.data.config import PromptsConfig
 from agentrl_core.data.prompts import PromptsFromFiles, fit_prompts
-from agentrl_core.data.rows import collate, rows_of
+from agentrl_core.data.rows import PromptBatch
 
 SCHEMA = {"type": "function", "function": {"name": "calc", "description": "Calculates.", "parameters": {}}}
 ROWS: list[dict[str, Any]] = [
@@ -71,16 +71,29 @@ def test_extra_info_keys_are_the_union_of_all_rows(make_context, tmp_path: Path)
     """Not those of row 0; and each row gets back the keys that it had."""
     dataset = load(make_context, write(tmp_path / "rows.parquet", ROWS))
     rows = [dataset[0], dataset[1]]
-    batch = collate(rows, {"step": 1})
-    assert set(batch.non_tensor_batch) == {"raw_prompt", "data_source", "reward_model", "extra_info", "agent_name"}
-    assert rows_of(batch) == rows and "difficulty" in rows[1]["extra_info"]
-    assert rows_of(collate([{"a": 1}, {"b": None}, {}])) == [{"a": 1}, {"b": None}, {}]
+    batch = PromptBatch.sampled(rows, 1, "train", 1, {})
+    assert {key for row in batch.rows for key in row} == {
+        "raw_prompt", "data_source", "reward_model", "extra_info", "agent_name", "uid", "prompt_index", "sample_index",
+    }  # fmt: skip
+    assert [{key: row[key] for key in before} for row, before in zip(batch.rows, rows, strict=True)] == rows
+    assert "difficulty" in rows[1]["extra_info"] and "agent_name" not in batch.rows[1]
 
 
 def test_rows_survive_another_process(make_context) -> None:
     import pickle
 
-    assert rows_of(pickle.loads(pickle.dumps(collate([{"a": 1}, {"b": [2]}])))) == [{"a": 1}, {"b": [2]}]
+    batch = PromptBatch([{"a": 1}, {"b": [2]}], 1, "train", {"temperature": 1.0})
+    assert pickle.loads(pickle.dumps(batch)) == batch
+
+
+def test_the_samples_of_a_step_are_spread_over_the_workers_in_order() -> None:
+    batch = PromptBatch.sampled([{"a": 1}, {"a": 2}], 3, "train", 2, {"temperature": 0.5})
+    assert [row["uid"] for row in batch.rows] == ["train-000003-00000"] * 2 + ["train-000003-00001"] * 2
+    assert [(row["prompt_index"], row["sample_index"]) for row in batch.rows] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    chunks = batch.chunk(3)
+    assert [len(chunk) for chunk in chunks] == [2, 1, 1] and [row for each in chunks for row in each.rows] == batch.rows
+    assert {(chunk.step, chunk.split, chunk.sampling["temperature"]) for chunk in chunks} == {(3, "train", 0.5)}
+    assert [len(chunk) for chunk in batch.chunk(9)] == [1, 1, 1, 1]
 
 
 def test_several_files_follow_each_other(make_context, tmp_path: Path) -> None:
@@ -153,7 +166,9 @@ def fit(make_context):
             text = context.renderer.render(each["raw_prompt"], context.tool_schemas(each), generation_prompt=True)
             return len(context.renderer.encode(text))
 
-        return fit_prompts(Rows(rows), context, overlong, length), length  # type: ignore[arg-type]
+        kept, longest = fit_prompts(Rows(rows), context, overlong, lambda some: list(map(length, some)))  # type: ignore[arg-type]
+        assert longest == max(map(length, kept))
+        return kept, length
 
     return run
 

@@ -23,7 +23,7 @@ from agentrl_core.config import load_config
 from agentrl_core.config.schema import Config, EndpointConfig, Slot
 from agentrl_core.controller.runtime import LocalRuntime
 from agentrl_core.data.renderer import HFChatRenderer
-from agentrl_core.data.rows import collate
+from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins import resolution
 from agentrl_core.plugins.resolution import resolve
@@ -278,7 +278,7 @@ class Rollout:
             for prompt, row in enumerate(rows)
             for sample in range(n)
         ]
-        prompts = collate(repeated, {"step": step, "split": "train", "sampling": {"temperature": 1.0}})
+        prompts = PromptBatch(repeated, step, "train", {"temperature": 1.0})
         return self.manager.generate_sequences(prompts)
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ import pytest
 from agentrl_core.api import ArrayBucket, EngineContext, EngineError, SamplingParams, WeightUpdate
 from agentrl_core.config import load_config
 from agentrl_core.controller.runtime import Runtime, make_runtime
-from agentrl_core.data.rows import collate
+from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.workers.weight_files import WeightFiles
@@ -137,7 +137,7 @@ def make_manager(tiny_run: Any, runtime: Runtime, interpreter: str) -> Iterator[
 def prompts(count: int, step: int) -> Any:
     row = {"raw_prompt": [{"role": "user", "content": "go"}], "data_source": "tests", "reward_model": {}}
     rows = [{**row, "uid": f"p{index}", "prompt_index": index, "sample_index": 0} for index in range(count)]
-    return collate(rows, {"step": step, "split": "train", "sampling": {"temperature": 1.0}})
+    return PromptBatch(rows, step, "train", {"temperature": 1.0})
 
 
 def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
