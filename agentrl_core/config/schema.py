@@ -209,7 +209,7 @@ class ModelConfig:
     packing: bool = option(
         True,
         help="train without padding, and compute a prompt that samples share once, where the model allows it "
-        "(attn_implementation sdpa, no sliding windows)",
+        "(attn_implementation sdpa, only causal masks: no sliding windows, no chunks)",
     )
     chat_template: str | None = option(None, path=True, help="file with a Jinja chat template instead of the model's")
     chat_template_kwargs: dict[str, Any] = option(default_factory=dict, help="passed to every rendering")

@@ -9,7 +9,7 @@ from torch import nn
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import Worker
 from agentrl_core.workers.data_parallel import DataParallel
-from agentrl_core.workers.models import resolve_device
+from agentrl_core.workers.models import check_lengths, resolve_device
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.packed_attention import Compute, Packing
 from agentrl_core.workers.sharding import place, rest
@@ -35,6 +35,8 @@ class ModelWorker(Worker):
         """Meet the other ranks and put the model in its place: see :func:`agentrl_core.workers.sharding.place`."""
         self._parallel = DataParallel.join(self, self._device)
         self._model = place(load, skeleton, self._parallel, self.config.model.compute_dtype, self._device)
+        longest = self.config.data.max_prompt_length + self.config.rollout.max_response_length
+        check_lengths(getattr(self._model, "backbone", self._model).config, longest, "model.path")
 
     def _pack_rows(self, model: Any, compute: Compute) -> None:
         """Let ``model``, the one of transformers, compute rows packed where it can: see :class:`Packing`."""

@@ -1,5 +1,6 @@
 """Loading Hugging Face models from a directory, with errors that name the config key."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,11 @@ from transformers.utils import logging as transformers_logging
 
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config.schema import ModelConfig
+
+logger = logging.getLogger(__name__)
+
+NOT_IN_SDPA = ("attn_logit_softcapping", "alibi")
+"""Settings of models that transformers ignores, or gets wrong, with torch's scaled_dot_product_attention."""
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 
@@ -57,11 +63,12 @@ def empty_backbone(path: str, config: ModelConfig) -> Any:
 
 
 def _empty(auto_class: Any, path: str, config: ModelConfig) -> Any:
+    model_config = _model_config(path, config)
     with torch.device("meta"):
         return auto_class.from_config(
-            _model_config(path, config),
+            model_config,
             dtype=getattr(torch, config.dtype),
-            attn_implementation=config.attn_implementation,
+            attn_implementation=attention_for(model_config, config),
             trust_remote_code=config.trust_remote_code,
         ).eval()
 
@@ -80,12 +87,13 @@ def _load(auto_class: Any, path: str, config: ModelConfig, key: str) -> Any:
             f"(`hf download NAME --local-dir {path}` fetches a model from the Hugging Face hub)"
         )
     try:
+        model_config = _model_config(path, config)
         with quiet_progress():
             model, info = auto_class.from_pretrained(
                 path,
-                config=_model_config(path, config),
+                config=model_config,
                 dtype=getattr(torch, config.dtype),
-                attn_implementation=config.attn_implementation,
+                attn_implementation=attention_for(model_config, config),
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
@@ -99,6 +107,31 @@ def _load(auto_class: Any, path: str, config: ModelConfig, key: str) -> Any:
             f"{missing[0]!r} for one; they would be random"
         )
     return model.eval()
+
+
+def attention_for(model_config: Any, config: ModelConfig) -> str:
+    """``model.attn_implementation``, or ``eager`` where transformers would compute another model with ``sdpa``."""
+    text = model_config.get_text_config(decoder=True)
+    feature = next((name for name in NOT_IN_SDPA if getattr(text, name, None)), None)
+    if config.attn_implementation != "sdpa" or feature is None:
+        return config.attn_implementation
+    logger.warning(
+        "model.attn_implementation: sdpa computes %s without its %s; eager attention is used instead (slower; set "
+        "model.attn_implementation=eager to silence this)",
+        type(model_config).__name__, feature,
+    )  # fmt: skip
+    return "eager"
+
+
+def check_lengths(model_config: Any, longest: int, key: str) -> None:
+    """Raise ConfigError for a model that would count the padding of rows of up to ``longest`` tokens as positions."""
+    text = model_config.get_text_config(decoder=True)
+    if getattr(text, "attn_temperature_tuning", False) and longest >= text.floor_scale:
+        raise ConfigError(
+            f"{key}: attn_temperature_tuning of {type(model_config).__name__} depends on the position in the padded "
+            f"row from token {int(text.floor_scale)} on, and rows have up to {longest} tokens; lower "
+            "data.max_prompt_length and rollout.max_response_length, or train another model"
+        )
 
 
 def _switch_off_dropout(model_config: Any) -> None:

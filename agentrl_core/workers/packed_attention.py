@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 Compute = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 
 PACKED = "agentrl_packed"
+PROBE = "agentrl_probe"
 NOT_PACKABLE = ("sliding_window", "position_bias", "softcap", "s_aux")
 """What some models hand to attention beside the usual, and packed attention does not know."""
 
@@ -89,10 +90,12 @@ class Packing:
         AttentionInterface.register(PACKED, packed_attention)
         AttentionMaskInterface.register(PACKED, sdpa_mask)
         self._model = model
+        self._implementation = PACKED
         self.is_possible = False
         if wanted and _attention(model) == "sdpa":
             self.is_possible = True
-            reason = self._difference(compute, _example(model).to(device))
+            example = _example(model).to(device)
+            reason = self._other_mask(compute, example) or self._difference(compute, example)
             self.is_possible = not reason
             if reason:
                 logger.info("%s computes padded rows: %s", type(model).__name__, reason)
@@ -103,11 +106,41 @@ class Packing:
         config = self._model.config.get_text_config(decoder=True)
         before = config._attn_implementation
         if self.is_possible:
-            config._attn_implementation = PACKED
+            config._attn_implementation = self._implementation
         try:
             yield
         finally:
             config._attn_implementation = before
+
+    def _other_mask(self, compute: Compute, micro: MicroBatch) -> str:
+        """Why the model's masks say more than that attention is causal, "" where they do not.
+
+        Packed rows are seen without the model's own masks, and chunks or windows are longer than any trial. So each
+        mask that the model asks transformers for is compared with the causal one over all of its positions.
+        """
+        masks: list[Callable[..., Any]] = []
+
+        def record(*args: Any, mask_function: Callable[..., Any], **kwargs: Any) -> Tensor | None:
+            masks.append(mask_function)
+            mask: Tensor | None = sdpa_mask(*args, mask_function=mask_function, **kwargs)
+            return mask
+
+        text = self._model.config.get_text_config(decoder=True)
+        if getattr(text, "attn_temperature_tuning", False):
+            return "attn_temperature_tuning depends on the place in the sequence"
+        AttentionInterface.register(PROBE, sdpa_attention_forward)
+        AttentionMaskInterface.register(PROBE, record)
+        self._implementation = PROBE
+        try:
+            with torch.no_grad(), self.on():
+                compute(micro)
+        except Exception as error:  # noqa: BLE001 - whatever cannot be tried is computed as it always was
+            return str(error)
+        finally:
+            self._implementation = PACKED
+        if not masks:
+            return "it makes its attention masks itself"
+        return "" if all(_is_causal(mask, text.max_position_embeddings) for mask in masks) else "its masks have windows"
 
     def _difference(self, compute: Compute, micro: MicroBatch) -> str:
         """Why packed rows are not the same to the model, "" where they are."""
@@ -123,6 +156,20 @@ class Packing:
         # Wrong attention shows in the first digits; sums in another order show in the last.
         precision = torch.finfo(packed.dtype).eps ** 0.5
         return "" if gap <= precision * largest else f"packed ones differ by {gap:.2g}, the largest is {largest:.2g}"
+
+
+def _is_causal(mask_function: Callable[..., Any], positions: int) -> bool:
+    """The mask of the first row lets a token see itself and all tokens before it, and no others."""
+    zero, keys = torch.tensor(0), torch.arange(positions)
+    for query in {
+        *range(min(positions, 64)),
+        *(2**power - 1 for power in range(6, positions.bit_length())),
+        positions - 1,
+    }:
+        seen = torch.as_tensor(mask_function(zero, zero, torch.tensor(query), keys)).expand(positions)
+        if not torch.equal(seen, keys <= query):
+            return False
+    return True
 
 
 def is_packing(model: Any) -> bool:

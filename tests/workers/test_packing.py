@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma3TextConfig,
     GPT2Config,
+    Llama4TextConfig,
     LlamaConfig,
     MistralConfig,
     Qwen2Config,
@@ -29,15 +31,23 @@ SHAPE: dict[str, Any] = {
     "pad_token_id": 0, "bos_token_id": None, "eos_token_id": 1,
 }  # fmt: skip
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16}
+LLAMA4 = {**SHAPE, "num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size_mlp": 64, "moe_layers": []}
 PACKABLE = {
     "qwen3": Qwen3Config(**SHAPE),
     "qwen2": Qwen2Config(**SHAPE),
     "llama": LlamaConfig(**SHAPE),
     "experts": Qwen3MoeConfig(**SHAPE, **EXPERTS),
+    "llama 4 without chunks": Llama4TextConfig(**LLAMA4, layer_types=["full_attention"] * 2, no_rope_layers=[1, 1],
+                                               attn_temperature_tuning=False),
     "learned positions": GPT2Config(vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64,
                                     resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0),
 }  # fmt: skip
 OTHERS = {
+    # Chunks that are longer than the rows of the trial, but not than the model's context.
+    "chunks": Llama4TextConfig(**LLAMA4, attention_chunk_size=64, attn_temperature_tuning=False),
+    "temperature tuning": Llama4TextConfig(**LLAMA4, layer_types=["full_attention"] * 2, no_rope_layers=[0, 0],
+                                           attn_temperature_tuning=True, floor_scale=64),
+    "long sliding window": Gemma3TextConfig(**SHAPE, sliding_window=64),
     "sliding window": MistralConfig(**SHAPE, sliding_window=64),
     "soft cap": Gemma2Config(**SHAPE),
     "linear attention": Qwen3NextConfig(**SHAPE | {"num_hidden_layers": 4}, **EXPERTS, linear_num_value_heads=4,
