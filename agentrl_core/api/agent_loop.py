@@ -79,11 +79,18 @@ class AgentLoopOutput:
         policy_versions: number of the weights that sampled each id, -1 where mask is 0.
         reward_score: set by a loop only if it scores itself; otherwise by the reward manager.
         tool_rewards: rewards returned by ``execute`` and ``calc_reward``, in order.
+        tool_reward_names: the tool of each of ``tool_rewards``; empty if the loop set those itself.
         turn_scores: rewards returned by interactions, in order.
         messages: the conversation.
-        metrics: counters and seconds, floats.
-        extra_fields: more per-row objects for ``non_tensor_batch``.
-        multi_modal_data: images and the like, for vision models.
+        prompt_text: the prompt, decoded with its special tokens.
+        segments: the response in runs of equal mask, ``(mask, decoded text)``.
+        turn_texts: what the policy wrote, turn by turn, stop tokens left out; rewards see it.
+        full_text: everything after the first prompt, tool and user text included; rewards see it.
+        error: why the trajectory ended, for terminations that are errors; the record shows it.
+        metrics: finite numbers by name. The step's metrics hold the mean over the trajectories that name one, as
+            ``loop/<name>``; several rows of one trajectory count once, with their mean.
+        extra_fields: more objects of this row. Each key becomes a column of the training batch's
+            ``non_tensor_batch`` (None in rows without it) and is kept in the rollout record.
     """
 
     prompt_ids: list[int]
@@ -96,11 +103,16 @@ class AgentLoopOutput:
     policy_versions: list[int] = field(default_factory=list)
     reward_score: float | None = None
     tool_rewards: list[float] = field(default_factory=list)
+    tool_reward_names: list[str] = field(default_factory=list)
     turn_scores: list[float] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
+    prompt_text: str = ""
+    segments: list[tuple[int, str]] = field(default_factory=list)
+    turn_texts: list[str] = field(default_factory=list)
+    full_text: str = ""
+    error: str | None = None
     metrics: dict[str, float] = field(default_factory=dict)
     extra_fields: dict[str, Any] = field(default_factory=dict)
-    multi_modal_data: dict[str, Any] | None = None
 
 
 @dataclass(frozen=True)

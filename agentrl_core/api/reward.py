@@ -34,6 +34,7 @@ class RewardTrajectory:
         data_source: of the row.
         extra_info: of the row.
         tool_rewards, turn_scores: as collected by the session, in order.
+        tool_reward_names: the tool of each of ``tool_rewards``; empty if the loop set those itself.
         num_turns: as in ``AgentLoopOutput``.
         termination: a value of ``Termination``.
         row: all other fields of the dataset row.
@@ -51,6 +52,7 @@ class RewardTrajectory:
     num_turns: int = 0
     termination: str = "completed"
     row: Mapping[str, Any] = field(default_factory=dict)
+    tool_reward_names: Sequence[str] = ()
 
 
 @dataclass(frozen=True)

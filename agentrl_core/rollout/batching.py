@@ -13,6 +13,12 @@ from agentrl_core.api import AgentLoopOutput
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 
+COLUMNS = frozenset({
+    "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rm_scores",
+    "rollout_log_probs", "uid", "trajectory_id", "data_source", "num_turns", "termination",
+})  # fmt: skip
+"""What :func:`to_data_proto` names itself; the extra fields of a row have other names."""
+
 
 def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_info: dict[str, Any]) -> DataProto:
     """The trained rows of ``results``.
@@ -20,7 +26,8 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
     Tensors: ``prompts [B, P]`` left-padded, ``responses [B, R]`` right-padded, ``response_mask [B, R]`` bool,
     ``input_ids``, ``attention_mask``, ``position_ids`` ``[B, P+R]``, ``rm_scores [B, R]`` (the reward on the last
     token with mask 1), and ``rollout_log_probs [B, R]`` where every row has them. Objects: ``uid`` (the prompt's
-    group), ``trajectory_id``, ``data_source``, ``num_turns``, ``termination``.
+    group), ``trajectory_id``, ``data_source``, ``num_turns``, ``termination``, and a column for each extra field of the
+    rows, None in the rows without it.
     """
     pairs = [(result, output) for result in results if result.termination.trained for output in result.outputs]
     outputs = [output for _, output in pairs]
@@ -78,7 +85,9 @@ def _objects(pairs: Sequence[tuple[TrajectoryResult, AgentLoopOutput]]) -> dict[
     def column(values: Sequence[Any]) -> np.ndarray[Any, Any]:
         return np.fromiter(iter(values), dtype=object, count=len(values))
 
-    return {
+    extra = [output.extra_fields for _, output in pairs]
+    names = dict.fromkeys(name for fields in extra for name in fields)
+    return {name: column([fields.get(name) for fields in extra]) for name in names} | {
         "uid": column([result.row["uid"] for result, _ in pairs]),
         "trajectory_id": column([result.trajectory_id for result, _ in pairs]),
         "data_source": column([result.row.get("data_source", "") for result, _ in pairs]),

@@ -17,10 +17,13 @@ class TrajectoryResult:
         outputs: its rows; empty if it failed before there was one.
         reward: None where there was nothing to score, or scoring failed.
         reward_input: what the reward manager saw, for managers that look at whole groups.
-        error: traceback of the last failure.
+        error: why the last attempt failed; the traceback where there is one.
         attempts: how often it was started.
         timings: seconds by kind: generate, tools, interaction, reward, total.
         metrics: counters of the session.
+        tool_calls: ``name``, ``arguments``, ``response`` and ``failed`` of each call that was run.
+        tool_rewards, tool_reward_names, turn_scores: what tools and the interaction returned, in order.
+        tool_schemas: of the tools that the policy was shown.
     """
 
     row: dict[str, Any]
@@ -34,7 +37,14 @@ class TrajectoryResult:
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_rewards: list[float] = field(default_factory=list)
+    tool_reward_names: list[str] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)
     tool_schemas: list[dict[str, Any]] = field(default_factory=list)
+
+    def count(self, name: str, value: float = 1.0) -> None:
+        """Add to a counter of ``metrics``."""
+        self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     @property
     def failed(self) -> bool:
@@ -51,18 +61,19 @@ def reward_trajectory(
 ) -> RewardTrajectory:
     """The view of a trajectory that rewards get; the last output is the end of the conversation."""
     last = outputs[-1]
-    texts = last.extra_fields.get("turn_texts") or [""]
+    texts = last.turn_texts or [""]
     reward_model = row.get("reward_model") or {}
     named = {"raw_prompt", "reward_model", "data_source", "extra_info", "uid"}
     return RewardTrajectory(
         messages=last.messages,
         model_text="\n".join(texts),
         last_text=texts[-1],
-        full_text=last.extra_fields.get("full_text", ""),
+        full_text=last.full_text,
         ground_truth=reward_model.get("ground_truth"),
         data_source=row.get("data_source", ""),
         extra_info=row.get("extra_info") or {},
         tool_rewards=last.tool_rewards,
+        tool_reward_names=last.tool_reward_names,
         turn_scores=last.turn_scores,
         num_turns=last.num_turns,
         termination=termination.value,

@@ -14,6 +14,7 @@ from agentrl_core.api import (
     Message,
     RewardError,
     SamplingParams,
+    Termination,
     TokenOutput,
     ToolCall,
     ToolError,
@@ -28,6 +29,7 @@ from agentrl_core.plugins.boundary import boundary, deadline
 from agentrl_core.rollout.endpoint.server import EndpointServer, OpenEndpoint
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.pacing import Pacer
+from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
 
 logger = logging.getLogger(__name__)
@@ -65,21 +67,6 @@ class SessionEnvironment:
     pacer: Pacer = field(default_factory=Pacer)
 
 
-@dataclass
-class SessionReport:
-    """What a trajectory did besides tokens."""
-
-    tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    tool_rewards: list[float] = field(default_factory=list)
-    turn_scores: list[float] = field(default_factory=list)
-    timings: dict[str, float] = field(default_factory=dict)
-    metrics: dict[str, float] = field(default_factory=dict)
-    tool_schemas: list[dict[str, Any]] = field(default_factory=list)
-
-    def count(self, name: str, value: float = 1.0) -> None:
-        self.metrics[name] = self.metrics.get(name, 0.0) + value
-
-
 class _Timed:
     # Not a generator with @contextmanager: a trajectory has twenty of these blocks.
     __slots__ = ("_session", "_what", "_state", "_start")
@@ -110,7 +97,7 @@ class RolloutSession(TrajectorySession):
 
     def __init__(self, key: TrajectoryKey, row: Mapping[str, Any], environment: SessionEnvironment) -> None:
         self.trajectory_id = key.trajectory_id
-        self.report = SessionReport()
+        self.report = TrajectoryResult(dict(row), key.trajectory_id, Termination.ABORTED)
         self.state = "starting"
         self.state_since = time.monotonic()
         self._key = key
@@ -211,10 +198,15 @@ class RolloutSession(TrajectorySession):
             call.name, await tool.call("execute", self._key.request_id, call.arguments, kwargs=kwargs)
         )
         if result.reward is not None:
-            self.report.tool_rewards.append(float(result.reward))
+            self._tool_reward(call.name, float(result.reward))
         for name, value in result.metrics.items():
             self.report.count(f"tool/{call.name}/{name}", float(value))
         return result.response.text
+
+    def _tool_reward(self, name: str, reward: float) -> None:
+        self.report.tool_rewards.append(reward)
+        self.report.tool_reward_names.append(name)
+        self.report.count(f"tool/{name}/reward", reward)
 
     # Interaction ------------------------------------------------------------------------------------------------
 
@@ -278,7 +270,7 @@ class RolloutSession(TrajectorySession):
             with self.timed("tools", f"calc_reward of tool {name!r}"):
                 reward = await tool.call("calc_reward", self._key.request_id, kwargs=kwargs)
             if reward is not None:
-                self.report.tool_rewards.append(_number(reward, f"calc_reward of tool {name!r}"))
+                self._tool_reward(name, _number(reward, f"calc_reward of tool {name!r}"))
         if self._interaction is not None:
             score = self._interaction.interaction.calculate_score(self._key.request_id)
             value = await self._interact(self._interaction, score, "scoring")

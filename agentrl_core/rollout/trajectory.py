@@ -7,7 +7,7 @@ is encoded. Where the chat template rewrites history, ``rollout.template_break``
 
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from agentrl_core.api import (
@@ -43,40 +43,44 @@ class TrajectoryLimits:
 
 
 @dataclass
-class TokenRow:
-    """One row: the parallel lists of the response grow together or not at all."""
+class SharedCounts:
+    """What the branches of one trajectory count together."""
 
-    prompt_ids: list[int]
-    prompt_text: str
-    response_ids: list[int] = field(default_factory=list)
-    mask: list[int] = field(default_factory=list)
-    log_probs: list[float] | None = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    pieces: list[tuple[int, str]] = field(default_factory=list)
+    branches: int = 0
+    tool_calls: int = 0
+    template_breaks: int = 0
 
-    def __len__(self) -> int:
+
+class TokenRow(AgentLoopOutput):
+    """A row that grows: the parallel lists of the response grow together or not at all."""
+
+    def __init__(self, prompt_ids: list[int], prompt_text: str) -> None:
+        super().__init__(prompt_ids, [], [], [], Termination.ABORTED, prompt_text=prompt_text)
+
+    @property
+    def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.response_ids)
 
     def append_context(self, ids: Sequence[int], text: str) -> None:
         """Tokens that the policy did not sample."""
         self.response_ids += ids
-        self.mask += [0] * len(ids)
-        self.versions += [-1] * len(ids)
-        if self.log_probs is not None:
-            self.log_probs += [0.0] * len(ids)
-        self.pieces.append((0, text))
+        self.response_mask += [0] * len(ids)
+        self.policy_versions += [-1] * len(ids)
+        if self.response_logprobs is not None:
+            self.response_logprobs += [0.0] * len(ids)
+        self.segments.append((0, text))
 
     def append_sampled(self, output: TokenOutput, text: str) -> None:
         """Tokens that the policy sampled."""
         self.response_ids += output.token_ids
-        self.mask += [1] * len(output.token_ids)
+        self.response_mask += [1] * len(output.token_ids)
         for span in output.spans:
-            self.versions += [span.version] * (span.end - span.start)
+            self.policy_versions += [span.version] * (span.end - span.start)
         if output.log_probs is None:
-            self.log_probs = None
-        elif self.log_probs is not None:
-            self.log_probs += output.log_probs
-        self.pieces.append((1, text))
+            self.response_logprobs = None
+        elif self.response_logprobs is not None:
+            self.response_logprobs += output.log_probs
+        self.segments.append((1, text))
 
 
 class TrajectoryBuilder(Trajectory):
@@ -105,7 +109,6 @@ class TrajectoryBuilder(Trajectory):
         sibling: "TrajectoryBuilder | None" = None,
     ) -> None:
         self.messages = list(messages)
-        self.template_breaks = 0
         self._key = key
         self._tools = tools
         self._renderer = renderer
@@ -115,8 +118,8 @@ class TrajectoryBuilder(Trajectory):
         self._turns = 0
         self._calls = 0
         self._used = 0
-        # Branches of one trajectory count together: each has engine sessions and seeds of its own.
-        self._branches: list[int] = [0] if sibling is None else sibling._branches
+        # Each branch has its own engine sessions and seeds.
+        self.counts: SharedCounts = SharedCounts() if sibling is None else sibling.counts
         self._branch = 0 if sibling is None else self._next_branch()
         self._texts: list[str] = []
         self._full_text = ""
@@ -132,9 +135,9 @@ class TrajectoryBuilder(Trajectory):
         return self._rows[-1]
 
     @property
-    def turn_texts(self) -> Sequence[str]:
-        """What the policy wrote, turn by turn, stop tokens left out."""
-        return self._texts
+    def template_breaks(self) -> int:
+        """How often the template rewrote history, in all branches."""
+        return self.counts.template_breaks
 
     @property
     def request_id(self) -> str:
@@ -143,11 +146,11 @@ class TrajectoryBuilder(Trajectory):
 
     @property
     def remaining(self) -> int:
-        return min(self._limits.max_response_length - self._used, self._limits.max_model_len - len(self.row))
+        return min(self._limits.max_response_length - self._used, self._limits.max_model_len - self.row.num_tokens)
 
     @property
     def num_tokens(self) -> int:
-        return len(self.row)
+        return self.row.num_tokens
 
     async def generate(self, sampling_params: Mapping[str, Any]) -> Turn:
         limit = sampling_params.get("max_tokens")
@@ -193,6 +196,7 @@ class TrajectoryBuilder(Trajectory):
     def _number(self, call: ToolCall) -> ToolCall:
         # Nine characters: some chat templates accept no other length.
         self._calls += 1
+        self.counts.tool_calls += 1
         return ToolCall(call.name, call.arguments, f"call{self._calls:05d}")
 
     def add_messages(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> bool:
@@ -240,7 +244,7 @@ class TrajectoryBuilder(Trajectory):
         ids = self._renderer.encode(full)
         if len(ids) >= self._limits.max_model_len or self._limits.max_response_length <= self._used:
             return False
-        self.template_breaks += 1
+        self.counts.template_breaks += 1
         if self._limits.template_break == "mask":
             self._rows.clear()
         self._rows.append(TokenRow(ids, full))
@@ -259,32 +263,18 @@ class TrajectoryBuilder(Trajectory):
         return twin
 
     def _next_branch(self) -> int:
-        self._branches[0] += 1
-        return self._branches[0]
+        self.counts.branches += 1
+        return self.counts.branches
 
     def finish(self, termination: Termination) -> AgentLoopOutput | list[AgentLoopOutput]:
-        rows = [row for row in self._rows if any(row.mask)] or self._rows[-1:]
-        outputs = [self._output(row, termination) for row in rows]
-        return outputs if len(outputs) > 1 else outputs[0]
-
-    def _output(self, row: TokenRow, termination: Termination) -> AgentLoopOutput:
-        return AgentLoopOutput(
-            prompt_ids=row.prompt_ids,
-            response_ids=row.response_ids,
-            response_mask=row.mask,
-            response_logprobs=row.log_probs,
-            termination=termination,
-            trajectory_id=self._key.trajectory_id,
-            num_turns=sum(message.get("role") != "system" for message in self.messages),
-            policy_versions=row.versions,
-            messages=self.messages,
-            extra_fields={
-                "prompt_text": row.prompt_text,
-                "segments": row.pieces,
-                "turn_texts": self._texts,
-                "full_text": self._full_text,
-            },
-        )
+        rows: list[AgentLoopOutput] = [row for row in self._rows if any(row.response_mask)] or [self._rows[-1]]
+        for row in rows:
+            row.termination = termination
+            row.trajectory_id = self._key.trajectory_id
+            row.num_turns = sum(message.get("role") != "system" for message in self.messages)
+            row.messages = self.messages
+            row.turn_texts, row.full_text = self._texts, self._full_text
+        return rows if len(rows) > 1 else rows[0]
 
 
 def _keeps(rendered: str, message: Message) -> bool:

@@ -26,8 +26,9 @@ from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.rewards import check_score
-from agentrl_core.hosting.tools import HostedTool
+from agentrl_core.hosting.tools import HostedTool, is_finite
 from agentrl_core.plugins.boundary import deadline
+from agentrl_core.rollout.batching import COLUMNS
 from agentrl_core.rollout.endpoint.server import EndpointServer
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
@@ -183,18 +184,18 @@ class AgentLoopWorker:
         """One trajectory; a failure of the infrastructure starts it again from a fresh state."""
         async with gate:
             await self._environment.pacer.wait()
-            result = await self._attempt(key, row, session, sampling)
+            result = await self._attempt(key, session, sampling)
             while result.failed and result.attempts <= self._config.rollout.retries:
                 key = key.next_attempt()
                 attempts = result.attempts
-                result = await self._attempt(key, row, RolloutSession(key, row, self._environment), sampling)
+                result = await self._attempt(key, RolloutSession(key, row, self._environment), sampling)
                 result.attempts = attempts + 1
             return result
 
     async def _attempt(
-        self, key: TrajectoryKey, row: dict[str, Any], session: RolloutSession, sampling: Mapping[str, Any]
+        self, key: TrajectoryKey, session: RolloutSession, sampling: Mapping[str, Any]
     ) -> TrajectoryResult:
-        result = TrajectoryResult(row, key.trajectory_id, Termination.ABORTED)
+        result = session.report
         self._live[key.request_id] = session
         start = time.perf_counter()
         limit = self._config.rollout.trajectory_timeout
@@ -202,7 +203,7 @@ class AgentLoopWorker:
             async with deadline(
                 limit, lambda: f"rollout.trajectory_timeout of {limit:g} s passed while {session.state}"
             ):
-                await self._trajectory(result, session, sampling)
+                await self._trajectory(session, sampling)
         except FATAL:
             raise
         except Exception as error:  # noqa: BLE001 - a failed trajectory is data, not a crash
@@ -213,32 +214,33 @@ class AgentLoopWorker:
                 await uninterrupted(session.close())
             finally:
                 del self._live[key.request_id]
-        report = session.report
-        result.timings = {**report.timings, "total": time.perf_counter() - start}
-        result.metrics = report.metrics
+        result.timings["total"] = time.perf_counter() - start
         if session.builder is not None:
-            result.metrics["template_breaks"] = float(session.builder.template_breaks)
-        result.tool_calls = report.tool_calls
-        result.tool_schemas = report.tool_schemas
+            counts = session.builder.counts
+            result.metrics["template_breaks"] = float(counts.template_breaks)
+            # An agent behind the endpoint runs its own tools; a loop may call tools that the policy did not ask for.
+            result.metrics["tool_calls"] = float(max(len(result.tool_calls), counts.tool_calls))
         return result
 
-    async def _trajectory(self, result: TrajectoryResult, session: RolloutSession, sampling: Mapping[str, Any]) -> None:
+    async def _trajectory(self, session: RolloutSession, sampling: Mapping[str, Any]) -> None:
         """Run the loop and score what it returns."""
+        result = session.report
         await session.open_engine()
         name = session.row.get("agent_name") or self._default_loop
         if name not in self._loops:
             raise ConfigError(f"agent_name is {name!r}; rollout.agent.loops lists {', '.join(self._loops)}")
         returned = await self._loops[name].run(dict(sampling), session=session, **session.row)
         outputs = check_outputs(name, returned)
-        result.outputs, result.termination = outputs, outputs[-1].termination
+        result.outputs, result.termination, result.error = outputs, outputs[-1].termination, outputs[-1].error
         if not result.termination.trained:
-            result.error = f"the agent loop {name!r} ended with {result.termination.value}"
+            result.error = result.error or f"the agent loop {name!r} ended with {result.termination.value}"
             return
         await session.collect_rewards()
         for output in outputs:
             output.trajectory_id = result.trajectory_id
-            output.tool_rewards = output.tool_rewards or list(session.report.tool_rewards)
-            output.turn_scores = output.turn_scores or list(session.report.turn_scores)
+            if not output.tool_rewards:
+                output.tool_rewards, output.tool_reward_names = result.tool_rewards, result.tool_reward_names
+            output.turn_scores = output.turn_scores or result.turn_scores
         if result.sampled_tokens:
             result.reward_input = reward_trajectory(result.row, outputs, result.termination)
             result.reward = await self._score(name, result, session)
@@ -302,4 +304,8 @@ def check_outputs(loop: str, returned: Any) -> list[AgentLoopOutput]:
             raise PluginError(f"agent loop {loop!r} returned lists of different lengths: {lengths}")
         if not output.prompt_ids:
             raise PluginError(f"agent loop {loop!r} returned a row without prompt_ids")
+        if wrong := {name: value for name, value in output.metrics.items() if not is_finite(value)}:
+            raise PluginError(f"agent loop {loop!r} returned the metrics {wrong}; allowed are finite numbers")
+        if taken := sorted(COLUMNS & output.extra_fields.keys()):
+            raise PluginError(f"agent loop {loop!r}: extra_fields {', '.join(taken)}: the batch uses these names")
     return outputs

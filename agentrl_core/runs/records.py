@@ -3,10 +3,11 @@
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields, is_dataclass
+from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any
 
+from agentrl_core.api.agent_loop import AgentLoopOutput, Termination
 from agentrl_core.api.errors import DataError
 from agentrl_core.api.reward import RewardTrajectory
 from agentrl_core.runs.atomic import replace_file
@@ -15,43 +16,22 @@ from agentrl_core.runs.run_dir import Split, rollout_file_name
 SCHEMA_VERSION = 1
 
 
-class ToolCallRecord(TypedDict):
-    """One tool call and what the model saw of it."""
-
-    name: str
-    arguments: dict[str, Any]
-    response: str
-    failed: bool
-
-
 @dataclass(kw_only=True)
-class RolloutRecord:
-    """One row of a step: tokens, text, tool calls, reward.
+class RolloutRecord(AgentLoopOutput):
+    """One row of a step: the row that the loop returned, and what became of it.
 
     Args:
         step: of the run; 0 is the validation before training.
         split: ``train`` or ``validation``.
         uid: of the prompt: the samples of one prompt share it.
-        trajectory_id: the rows of one trajectory share it.
         sample: which sample of the prompt, from 0.
         data_source: of the dataset row.
-        prompt_ids, response_ids: token ids.
-        response_mask: 1 = sampled by the policy; as long as ``response_ids``.
-        response_logprobs: as long as ``response_ids``; None where the engine has none.
-        policy_versions: of the weights that sampled each id, -1 under mask 0.
-        prompt_text: the prompt, decoded with its special tokens.
-        segments: the response in runs of equal mask, ``(mask, decoded text)``: see :func:`mask_segments`.
-        messages: the conversation.
         tool_schemas: OpenAI function schemas that the policy was shown.
-        tool_calls: in order.
+        tool_calls: in order, each with ``name``, ``arguments``, ``response`` (what the policy saw) and ``failed``.
         reward: None where the trajectory has none.
         reward_metrics: details of the reward. What was NaN here or elsewhere reads back as None.
-        tool_rewards, turn_scores: as collected by the session, in order.
-        termination: a value of ``Termination``.
-        num_turns: as in ``AgentLoopOutput``.
         ground_truth: of the dataset row.
         timings: seconds by name.
-        error: what went wrong, for the terminations that are errors.
         advantage: of the outcome, where the estimator gives one number to the trajectory.
         reward_input: what rewards saw that stands nowhere else here: ``model_text``, ``last_text``, ``full_text``,
             ``extra_info``, ``row``, and ``termination`` before scoring; None where nothing was scored, and in all rows
@@ -62,28 +42,16 @@ class RolloutRecord:
     step: int
     split: Split
     uid: str
-    trajectory_id: str
     sample: int = 0
     data_source: str = ""
-    prompt_ids: list[int]
-    response_ids: list[int]
-    response_mask: list[int]
     response_logprobs: list[float] | None = None
-    policy_versions: list[int] = field(default_factory=list)
-    prompt_text: str = ""
-    segments: list[tuple[int, str]] = field(default_factory=list)
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    termination: Termination = Termination.COMPLETED
     tool_schemas: list[dict[str, Any]] = field(default_factory=list)
-    tool_calls: list[ToolCallRecord] = field(default_factory=list)
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
     reward: float | None = None
     reward_metrics: dict[str, float] = field(default_factory=dict)
-    tool_rewards: list[float] = field(default_factory=list)
-    turn_scores: list[float] = field(default_factory=list)
-    termination: str = "completed"
-    num_turns: int = 0
     ground_truth: Any = None
     timings: dict[str, float] = field(default_factory=dict)
-    error: str | None = None
     advantage: float | None = None
     reward_input: dict[str, Any] | None = None
 
@@ -122,14 +90,19 @@ class RolloutRecord:
         if missing:
             raise DataError(f"a rollout record without {', '.join(missing)}")
         record = cls(**{name: content[name] for name in _FIELDS if name in content})
+        try:
+            record.termination = Termination(record.termination)
+        except ValueError as error:
+            raise DataError(f"a rollout record with an unknown termination: {error}") from None
         record.segments = [(int(mask), str(text)) for mask, text in record.segments]
         return record
 
 
 _REWARD_INPUT = ("model_text", "last_text", "full_text", "extra_info", "row", "termination")
-_FIELDS = tuple(item.name for item in fields(RolloutRecord))
-_REQUIRED = tuple(
-    item.name for item in fields(RolloutRecord) if item.default is MISSING and item.default_factory is MISSING
+_REQUIRED = ("step", "split", "uid", "trajectory_id", "prompt_ids", "response_ids", "response_mask")
+# The reward and what it saw stand in ``reward`` and ``reward_input``.
+_FIELDS = tuple(
+    item.name for item in fields(RolloutRecord) if item.name not in ("reward_score", "turn_texts", "full_text")
 )
 
 
@@ -176,6 +149,7 @@ def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:
         ground_truth=record.ground_truth,
         data_source=record.data_source,
         tool_rewards=record.tool_rewards,
+        tool_reward_names=record.tool_reward_names or (),
         turn_scores=record.turn_scores,
         num_turns=record.num_turns,
         **{name: record.reward_input[name] for name in _REWARD_INPUT},

@@ -44,8 +44,8 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: int) -> dict[str, float]:
-    """What happened in a rollout: ``reward/``, ``response_length/``, ``prompt_length/``, ``rollout/``, and the slowest
-    trajectory's time split under ``rollout/slowest/``."""
+    """What happened in a rollout: ``reward/``, ``response_length/``, ``prompt_length/``, ``rollout/``, what the agent
+    loops measured under ``loop/``, and the slowest trajectory's time under ``timing/slowest_trajectory/``."""
     total = max(len(results), 1)
     trained = [result for result in results if result.termination.trained]
     rewards = [result.reward.score for result in trained if result.reward is not None]
@@ -62,8 +62,8 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     for name, count in Counter(result.termination.value for result in results).items():
         metrics[f"rollout/termination/{name}"] = count / total
     metrics |= {
-        "rollout/tool_call_share": sum(any(not call["failed"] for call in r.tool_calls) for r in results) / total,
-        "rollout/tool_calls_mean": sum(len(result.tool_calls) for result in results) / total,
+        "rollout/tool_call_share": sum(result.metrics.get("tool_calls", 0) > 0 for result in results) / total,
+        "rollout/tool_calls_mean": sum(result.metrics.get("tool_calls", 0) for result in results) / total,
         "rollout/turns_mean": float(np.mean([r.outputs[-1].num_turns for r in trained])) if trained else 0.0,
         "rollout/failed_fraction": sum(result.failed for result in results) / total,
         "rollout/retries": float(sum(result.attempts - 1 for result in results)),
@@ -71,7 +71,7 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     }
     for name, values in _session_counters(results).items():
         metrics[f"rollout/{name}"] = sum(values) / total
-    return metrics | _slowest(results)
+    return metrics | _loop_metrics(results) | _slowest(results)
 
 
 def _reward_details(results: Sequence[TrajectoryResult]) -> dict[str, list[float]]:
@@ -89,6 +89,15 @@ def _session_counters(results: Sequence[TrajectoryResult]) -> dict[str, list[flo
             if name != "tool_calls":
                 counters[name].append(value)
     return counters
+
+
+def _loop_metrics(results: Sequence[TrajectoryResult]) -> dict[str, float]:
+    by_name: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        for name in {name: None for output in result.outputs for name in output.metrics}:
+            rows = [output.metrics[name] for output in result.outputs if name in output.metrics]
+            by_name[name].append(float(np.mean(rows)))
+    return {f"loop/{name}": float(np.mean(values)) for name, values in by_name.items()}
 
 
 def _slowest(results: Sequence[TrajectoryResult]) -> dict[str, float]:

@@ -1,8 +1,9 @@
 """Finished trajectories as records for the disk and for the eye."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 
-from agentrl_core.api import EndedTrajectory
+from agentrl_core.api import AgentLoopOutput, EndedTrajectory
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.runs.records import RolloutRecord, reward_input
@@ -15,43 +16,29 @@ def make_records(
     """One record per row; a trajectory that failed before it had one still leaves a record with its error."""
     records: list[RolloutRecord] = []
     for result in results:
-        row = result.row
-        common = {
-            "step": step,
-            "split": split,
-            "uid": row["uid"],
-            "trajectory_id": result.trajectory_id,
-            "sample": row["sample_index"],
-            "data_source": row.get("data_source", ""),
-            "tool_schemas": result.tool_schemas,
-            "tool_calls": result.tool_calls,
-            "reward": result.reward.score if result.reward else None,
-            "reward_metrics": dict(result.reward.metrics) if result.reward else {},
-            "termination": result.termination.value,
-            "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
-            "timings": result.timings,
-            "error": result.error,
-            "advantage": advantages.get(result.trajectory_id),
-        }
-        if not result.outputs:
-            records.append(RolloutRecord(**common, prompt_ids=[], response_ids=[], response_mask=[]))
-        for output in result.outputs:
-            is_last = output is result.outputs[-1]
+        row, reward = result.row, result.reward
+        outputs = result.outputs or [AgentLoopOutput([], [], [], None, result.termination)]
+        for output in outputs:
+            seen = result.reward_input if output is outputs[-1] else None
+            of_row = {item.name: getattr(output, item.name) for item in fields(AgentLoopOutput)} | {
+                "trajectory_id": result.trajectory_id, "termination": result.termination, "error": result.error,
+            }  # fmt: skip
             records.append(
                 RolloutRecord(
-                    **common,
-                    reward_input=reward_input(result.reward_input) if result.reward_input and is_last else None,
-                    prompt_ids=output.prompt_ids,
-                    response_ids=output.response_ids,
-                    response_mask=output.response_mask,
-                    response_logprobs=output.response_logprobs,
-                    policy_versions=output.policy_versions,
-                    prompt_text=output.extra_fields.get("prompt_text", ""),
-                    segments=output.extra_fields.get("segments", []),
-                    messages=output.messages,
-                    tool_rewards=output.tool_rewards,
-                    turn_scores=output.turn_scores,
-                    num_turns=output.num_turns,
+                    **of_row,
+                    step=step,
+                    split=split,
+                    uid=row["uid"],
+                    sample=row["sample_index"],
+                    data_source=row.get("data_source", ""),
+                    tool_schemas=result.tool_schemas,
+                    tool_calls=result.tool_calls,
+                    reward=reward.score if reward else None,
+                    reward_metrics=dict(reward.metrics) if reward else {},
+                    ground_truth=(row.get("reward_model") or {}).get("ground_truth"),
+                    timings=result.timings,
+                    advantage=advantages.get(result.trajectory_id),
+                    reward_input=reward_input(seen) if seen is not None else None,
                 )
             )
     return records

@@ -124,7 +124,7 @@ def test_consecutive_tool_messages_rendered_together_equal_the_full_render(conve
     assert talk.builder.add_messages(TOOLS)
     assert talk.builder.template_breaks == 0
     full = talk.renderer.render(talk.builder.messages, [talk.builder._tools[0]], generation_prompt=True)
-    added = talk.builder.row.pieces[-1][1]
+    added = talk.builder.row.segments[-1][1]
     assert full.endswith(added)
     assert added.index("first result") < added.index("second result")
     assert talk.text.count("first result") == talk.text.count("second result") == 1
@@ -138,7 +138,7 @@ def test_the_boundary_after_a_turn_is_the_templates_own(conversation, name: str)
     talk = conversation([CALL + "<|im_end|>"], template=name, messages=[USER])
     asyncio.run(talk.builder.generate({}))
     talk.builder.add_messages(TOOLS)
-    assert talk.builder.row.pieces[-1][1].startswith("\n<|im_start|>")
+    assert talk.builder.row.segments[-1][1].startswith("\n<|im_start|>")
 
 
 def test_a_turn_that_ends_with_another_stop_token_is_not_repeated(conversation) -> None:
@@ -146,7 +146,7 @@ def test_a_turn_that_ends_with_another_stop_token_is_not_repeated(conversation) 
     talk = conversation([CALL + "<|eot_id|>"], template="llama3", messages=[USER])
     asyncio.run(talk.builder.generate({}))
     assert talk.builder.add_messages(TOOLS[:1])
-    added = talk.builder.row.pieces[-1][1]
+    added = talk.builder.row.segments[-1][1]
     assert added.startswith("<|start_header_id|>ipython") and added.count("first result") == 1
     assert talk.text.count("calc") == 2  # the schema and the call
 
@@ -155,7 +155,7 @@ def test_the_token_that_ended_a_turn_is_not_repeated_as_the_head_of_the_next(con
     talk = conversation([CALL + "<|user|>"], template="chatglm", messages=[USER])
     asyncio.run(talk.builder.generate({}))
     assert talk.builder.add_messages([NEXT])
-    assert talk.builder.row.pieces[-1][1] == "\nquestion two<|assistant|>\n"
+    assert talk.builder.row.segments[-1][1] == "\nquestion two<|assistant|>\n"
 
 
 def test_a_trailing_eos_of_the_whole_conversation_is_not_appended(conversation) -> None:
@@ -192,7 +192,7 @@ def test_policy_fork_starts_a_row_where_the_template_drops_reasoning(conversatio
     assert talk.renderer.decode(second.response_ids) == "more<|im_end|>"
     assert first.trajectory_id == second.trajectory_id
     assert talk.builder.template_breaks == 1
-    assert "hm" in second.extra_fields["full_text"] and "question two" in second.extra_fields["full_text"]
+    assert "hm" in second.full_text and "question two" in second.full_text
 
 
 def test_policy_mask_keeps_one_row_that_trains_the_last_turns(conversation) -> None:

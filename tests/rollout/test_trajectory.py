@@ -27,7 +27,8 @@ def finish(builder: TrajectoryBuilder) -> AgentLoopOutput:
 
 def lengths_are_equal(builder: TrajectoryBuilder) -> bool:
     row = builder.row
-    lists = [row.response_ids, row.mask, row.versions, *([row.log_probs] if row.log_probs is not None else [])]
+    log_probs = [] if row.response_logprobs is None else [row.response_logprobs]
+    lists = [row.response_ids, row.response_mask, row.policy_versions, *log_probs]
     return len({len(each) for each in lists}) == 1
 
 
@@ -66,7 +67,7 @@ def test_mask_logprob_and_id_lengths_are_equal_after_every_turn(conversation, re
         assert lengths_are_equal(builder)
         assert builder.remaining >= 0
         assert len(builder.row.response_ids) <= response
-        assert len(builder.row) <= context
+        assert builder.row.num_tokens <= context
     for prompt, params, _ in talk.policy.requests:
         assert params.max_tokens >= 1 and len(prompt) + params.max_tokens <= context
     outputs = builder.finish(Termination.COMPLETED)
@@ -125,14 +126,14 @@ def test_appended_eos_is_not_trained_with_logprob_0(conversation) -> None:
     talk.builder.add_messages([{"role": "user", "content": "go on"}])
     row = talk.builder.row
     end = row.response_ids.index(talk.renderer.encode(STOP)[0])
-    assert row.mask[end] == 0 and row.mask[end - 1] == 1
+    assert row.response_mask[end] == 0 and row.response_mask[end - 1] == 1
     assert talk.text.count(STOP) == talk.renderer.render(talk.builder.messages).count(STOP)
 
 
 def test_the_stop_token_that_the_policy_sampled_is_trained(conversation) -> None:
     talk = conversation(["done" + STOP])
     turn = generate(talk.builder)
-    assert talk.builder.row.mask == [1] * 5 and turn.text == "done" and turn.finish_reason == "stop"
+    assert talk.builder.row.response_mask == [1] * 5 and turn.text == "done" and turn.finish_reason == "stop"
 
 
 def test_tool_calls_are_kept_in_the_history(conversation) -> None:
@@ -163,7 +164,7 @@ def test_tool_response_that_fits_exactly_is_kept(conversation) -> None:
     short = conversation(["x" + STOP], response=size - 1)
     generate(short.builder)
     assert not short.builder.add_messages([TOOL])
-    assert short.builder.row.mask == [1, 1] and short.builder.messages[-1]["role"] == "assistant"
+    assert short.builder.row.response_mask == [1, 1] and short.builder.messages[-1]["role"] == "assistant"
 
 
 def test_the_same_at_the_end_of_the_context(conversation) -> None:
@@ -236,7 +237,7 @@ def test_a_fork_shares_what_was_and_trains_only_what_it_samples_itself(conversat
     assert trunk.trajectory_id == twig.trajectory_id
     requests = talk.policy.requests
     assert requests[1][2] != requests[2][2] and requests[1][1].seed != requests[2][1].seed
-    assert twig.extra_fields["turn_texts"] == ["first", "right"]
+    assert twig.turn_texts == ["first", "right"]
 
 
 @pytest.mark.parametrize(
@@ -289,8 +290,8 @@ def test_texts_for_people_and_rewards(conversation) -> None:
     generate(talk.builder)
     talk.builder.add_messages([TOOL])
     generate(talk.builder)
-    extra = finish(talk.builder).extra_fields
-    assert extra["turn_texts"] == [CALL, "done"]
-    after_prompt = talk.text[len(extra["prompt_text"]) :]
-    assert extra["full_text"] == "".join(text for _, text in extra["segments"]) == after_prompt
-    assert [mask for mask, _ in extra["segments"]] == [1, 0, 1]
+    output = finish(talk.builder)
+    assert output.turn_texts == [CALL, "done"]
+    after_prompt = talk.text[len(output.prompt_text) :]
+    assert output.full_text == "".join(text for _, text in output.segments) == after_prompt
+    assert [mask for mask, _ in output.segments] == [1, 0, 1]

@@ -234,7 +234,7 @@ def test_interaction_that_raises_ends_with_env_error_and_its_reason() -> None:
 
     output = run(session_of(says("5"), interaction=broken))
     assert output.termination is Termination.ENV_ERROR
-    assert output.extra_fields == {"env_error": "ValueError: no such room"}
+    assert output.error == "ValueError: no such room"
     assert output.response_mask == [1, 1]
 
 

@@ -73,7 +73,7 @@ class Episode:
         self.user_turns = 0
         self.invalid_turns = 0
         self.termination = Termination.COMPLETED
-        self.env_error = ""
+        self.env_error: str | None = None
 
     async def run(self) -> AgentLoopOutput | list[AgentLoopOutput]:
         handlers = {
@@ -86,9 +86,8 @@ class Episode:
         while state is not State.TERMINATED:
             state = await handlers[state]()
         output = self.trajectory.finish(self.termination)
-        if self.env_error:
-            for row in output if isinstance(output, list) else [output]:
-                row.extra_fields["env_error"] = self.env_error
+        for row in output if isinstance(output, list) else [output]:
+            row.error = self.env_error
         return output
 
     async def _pending(self) -> State:
