@@ -145,6 +145,7 @@ class ToolSlot(Slot):
     timeout: float = option(30.0, gt=0, unit="seconds", help="deadline of one call")
     isolation: Literal["inline", "process"] | None = option(None, help="where it runs; null: as the tool declares")
     processes: int = option(2, ge=1, help="child processes per agent-loop worker, for isolation=process")
+    env: list[str] = option(default_factory=list, help="environment variables that these processes get, by name")
 
 
 @dataclass
@@ -166,6 +167,7 @@ class RewardFunctionSlot(Slot):
     timeout: float = option(30.0, gt=0, unit="seconds", help="deadline of one call")
     isolation: Literal["inline", "process"] | None = option(None, help="where it runs; null: as the function declares")
     processes: int = option(1, ge=1, help="child processes per reward worker, for isolation=process")
+    env: list[str] = option(default_factory=list, help="environment variables that these processes get, by name")
 
 
 @dataclass

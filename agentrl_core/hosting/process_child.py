@@ -1,77 +1,70 @@
 """The child side of :mod:`agentrl_core.hosting.process_host`: builds one plugin and answers calls to it.
 
-Messages are pickles with a length of eight bytes before them, on stdin and stdout; what the plugin prints goes to
-stderr.
+Questions are pickles on stdin, from a process that this one trusts. Answers are JSON on stdout (see
+:mod:`agentrl_core.hosting.wire`), because the process that reads them does not trust this one. Each has its length in
+eight bytes before it. What the plugin prints goes to stderr.
 """
 
 import asyncio
 import inspect
 import os
 import pickle
-import struct
+import queue
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-HEADER = struct.Struct("!Q")
+from agentrl_core.hosting.wire import HEADER, encode
 
 
-def read_message(stream: BinaryIO) -> Any:
-    """The next message; EOFError when the other side has gone."""
+def read_message(stream: BinaryIO) -> bytes | None:
+    """The next message; None when the other side has gone."""
     header = stream.read(HEADER.size)
-    if len(header) < HEADER.size:
-        raise EOFError
-    return pickle.loads(stream.read(HEADER.unpack(header)[0]))
+    return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else None
 
 
-def write_message(stream: BinaryIO, message: Any) -> None:
-    """Write one message and flush it."""
-    data = pickle.dumps(message, protocol=5)
-    stream.write(HEADER.pack(len(data)) + data)
-    stream.flush()
+def read_questions(stream: BinaryIO, questions: "queue.SimpleQueue[bytes]") -> None:
+    """Hand on every question; when the parent has gone kill this process and those that it started, busy or not."""
+    while (message := read_message(stream)) is not None:
+        questions.put(message)
+    os.killpg(0, signal.SIGKILL)
 
 
 def main() -> None:
     """Serve until stdin closes."""
-    requests = sys.stdin.buffer
     replies = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)
-    sys.path[:] = read_message(requests)
+    sys.path[:] = pickle.loads(read_message(sys.stdin.buffer) or b"")
+    questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=read_questions, args=(sys.stdin.buffer, questions), daemon=True).start()
     with asyncio.Runner() as runner:
-        try:
-            build, args = read_message(requests)
-            target = build(*args)
-        except BaseException as error:  # noqa: BLE001 - the parent must learn of whatever goes wrong here
-            write_message(replies, failure(error))
-            return
-        write_message(replies, ("ok", None))
+        target: Any = None
+
+        def build(function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+            nonlocal target
+            target = function(*args)
+
+        def ask(method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            result = (getattr(target, method) if method else target)(*args, **kwargs)
+            return runner.run(result) if inspect.iscoroutine(result) else result
+
+        handle: Callable[..., Any] = build
         while True:
-            try:
-                method, args, kwargs = read_message(requests)
-            except EOFError:
-                return
-            write_message(replies, answer(runner, target, method, args, kwargs))
+            data = answer(handle, questions.get())
+            replies.write(HEADER.pack(len(data)) + data)
+            replies.flush()
+            handle = ask
 
 
-def answer(
-    runner: asyncio.Runner, target: Any, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, ...]:
-    """Call a method (or, with an empty name, the target itself) and say what came of it."""
+def answer(handle: Callable[..., Any], question: bytes) -> bytes:
+    """What came of a question: its result, or the exception as texts, because its class may not exist over there."""
     try:
-        call: Callable[..., Any] = getattr(target, method) if method else target
-        result = call(*args, **kwargs)
-        if inspect.iscoroutine(result):
-            result = runner.run(result)
-        pickle.dumps(result, protocol=5)
-        return ("ok", result)
+        return encode(["ok", handle(*pickle.loads(question))])
     except BaseException as error:  # noqa: BLE001 - user code may raise anything; it belongs to the caller
-        return failure(error)
-
-
-def failure(error: BaseException) -> tuple[str, str, str, str]:
-    """An exception as plain strings, because its class may not exist on the other side."""
-    return ("error", type(error).__name__, str(error), "".join(traceback.format_exception(error)))
+        return encode(["error", type(error).__name__, str(error), "".join(traceback.format_exception(error))])
 
 
 if __name__ == "__main__":

@@ -5,14 +5,24 @@ interchangeable processes, one call at a time each; a stateful session owns its 
 """
 
 import asyncio
+import os
 import pickle
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-from agentrl_core.api import DeadlineError, ToolError
-from agentrl_core.hosting.process_child import HEADER
+from agentrl_core.api import ToolError
+from agentrl_core.hosting.processes import kill_family
+from agentrl_core.hosting.wire import HEADER, MAX_BYTES, decode
+from agentrl_core.plugins.boundary import deadline
+
+SAFE_VARIABLES = frozenset(
+    "CUDA_VISIBLE_DEVICES HF_DATASETS_OFFLINE HF_HOME HF_HUB_OFFLINE HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME "
+    "MPLBACKEND OMP_NUM_THREADS PATH PYTHONHASHSEED PYTHONUNBUFFERED SHELL SSL_CERT_DIR SSL_CERT_FILE TERM TMPDIR "
+    "TOKENIZERS_PARALLELISM TRANSFORMERS_OFFLINE TZ USER VIRTUAL_ENV".split()
+)
+"""Environment variables that every child gets, and those whose names begin with ``LC_``; none of them is a secret."""
 
 
 class RemoteCallError(ToolError):
@@ -33,15 +43,22 @@ class ProcessHost:
     Args:
         build: picklable function that makes the object, called in the child with ``args``.
         name: for messages.
+        variables: names of environment variables that the child gets in addition to :data:`SAFE_VARIABLES`.
         start_timeout: seconds for the child to import and build.
     """
 
     def __init__(
-        self, build: Callable[..., Any], args: tuple[Any, ...], name: str, start_timeout: float = 60.0
+        self,
+        build: Callable[..., Any],
+        args: tuple[Any, ...],
+        name: str,
+        variables: Sequence[str] = (),
+        start_timeout: float = 60.0,
     ) -> None:
         self._build = build
         self._args = args
         self._name = name
+        self._variables = SAFE_VARIABLES.union(variables)
         self._start_timeout = start_timeout
         self._process: asyncio.subprocess.Process | None = None
         self._dying: list[asyncio.subprocess.Process] = []
@@ -69,7 +86,8 @@ class ProcessHost:
         await self.close()
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "agentrl_core.hosting.process_child",
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE,
+            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
+            env={name: value for name, value in os.environ.items() if name in self._variables or name[:3] == "LC_"},
         )  # fmt: skip
         try:
             self._send(sys.path)
@@ -88,31 +106,32 @@ class ProcessHost:
         assert process is not None and process.stdin is not None and process.stdout is not None, "started"
         done = False
         try:
-            async with asyncio.timeout(timeout):
+            async with deadline(timeout, f"{self._name}: no answer within {timeout:g} s; its process was killed"):
                 self._send(message)
                 await process.stdin.drain()
                 size = HEADER.unpack(await process.stdout.readexactly(HEADER.size))[0]
-                reply = pickle.loads(await process.stdout.readexactly(size))
+                if size > MAX_BYTES:
+                    raise ToolError(f"{self._name}: its process was killed because it announced {size:,} bytes")
+                status, *reply = decode(await process.stdout.readexactly(size))
             done = True
-        except TimeoutError:
-            raise DeadlineError(f"{self._name}: no answer within {timeout:g} s; its process was killed") from None
+        except (TypeError, ValueError) as error:
+            raise ToolError(f"{self._name}: its process was killed because of a wrong answer: {error}") from error
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ToolError(f"{self._name}: its process died with exit code {await _exit_code(process)}") from None
         finally:
             # Also after a cancellation: an answer that nobody read must not meet the next question.
             if not done:
                 self.kill()
-        if reply[0] == "error":
-            raise RemoteCallError(*reply[1:])
-        return reply[1]
+        if status == "error":
+            raise RemoteCallError(*map(str, reply))
+        return reply[0]
 
     def kill(self) -> None:
-        """End the process, at once; the next call starts a new one."""
+        """Kill the process and all that it has started; the next call starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             self._dying.append(process)
-            if process.returncode is None:
-                process.kill()
+            kill_family(process.pid)
 
     async def close(self) -> None:
         """End the process and wait until it has gone, so that nothing of it outlives the event loop."""

@@ -40,7 +40,9 @@ class HostedRewardFunction:
         self._pool: ProcessPool | None = None
         if (slot.isolation or declared) == "process":
             title = f"reward function {self.name!r}"
-            self._pool = ProcessPool(lambda: ProcessHost(build_reward_function, (slot,), title), slot.processes)
+            self._pool = ProcessPool(
+                lambda: ProcessHost(build_reward_function, (slot,), title, slot.env), slot.processes
+            )
 
     async def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
         who = f"reward function {self.name!r}"

@@ -57,11 +57,11 @@ class HostedTool:
         }
         self._build_args = (slot, context)
         self._pool: ProcessPool | None = None
-        self._processes = slot.processes
+        self._processes, self._variables = slot.processes, slot.env
         self._owned: dict[str, ProcessHost] = {}
 
     def _make(self) -> ProcessHost:
-        return ProcessHost(build_tool, self._build_args, f"tool {self.name!r}")
+        return ProcessHost(build_tool, self._build_args, f"tool {self.name!r}", self._variables)
 
     async def call(self, method: str, instance_id: str, *args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Call a lifecycle method within the deadline.

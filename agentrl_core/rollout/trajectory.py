@@ -24,6 +24,7 @@ from agentrl_core.api import (
     Turn,
 )
 from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.hosting.wire import MAX_DEPTH, is_too_deep
 from agentrl_core.rollout.identity import TrajectoryKey
 
 Sample = Callable[[list[int], SamplingParams, str], Awaitable[TokenOutput]]
@@ -183,8 +184,13 @@ class TrajectoryBuilder(Trajectory):
         content, calls, errors = text, [], []
         if self._parser is not None:
             parsed = self._parser.parse(text)
-            calls = [self._number(call) for call in parsed.calls]
+            calls = [self._number(call) for call in parsed.calls if not is_too_deep(call.arguments)]
             errors = parsed.errors
+            if len(calls) < len(parsed.calls):
+                errors = [
+                    *errors,
+                    f"Error: invalid tool call: arguments nested more than {MAX_DEPTH} levels deep",
+                ]
             # Without a readable call the text stays whole, so that the history still shows what was written.
             content = parsed.content if calls else text
         message: Message = {"role": "assistant", "content": content}

@@ -9,7 +9,7 @@ import os
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, nullcontext, suppress
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.config.schema import EngineSlot
 from agentrl_core.engine_kit.ports import free_port, host_address
+from agentrl_core.hosting.processes import family_memory
 from agentrl_core.plugins.boundary import boundary, deadline, with_traceback
 
 LOG_LINES = 30
@@ -270,24 +271,3 @@ def tail_of(paths: Sequence[str], lines: int = LOG_LINES) -> str:
         except OSError:
             continue
     return "\n".join([line for _, each in sorted(texts) for line in each if line.strip()][-lines:])
-
-
-def family_memory(pid: int) -> int | None:
-    """Proportional set size of a process and its descendants, in bytes; None where /proc does not tell."""
-    children: dict[int, list[int]] = {}
-    try:
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):
-                # The name in parentheses may hold anything, spaces included.
-                fields = path.read_text().rpartition(")")[2].split()
-                children.setdefault(int(fields[1]), []).append(int(path.parent.name))
-        total, family = 0, [pid]
-        while family:
-            member = family.pop()
-            family += children.get(member, [])
-            with suppress(FileNotFoundError, ProcessLookupError):
-                text = Path(f"/proc/{member}/smaps_rollup").read_text()
-                total += int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1]) << 10
-    except (OSError, StopIteration):
-        return None
-    return total or None

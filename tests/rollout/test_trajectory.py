@@ -153,6 +153,14 @@ def test_a_call_that_cannot_be_read_stays_in_the_history_as_text(conversation) -
     assert talk.builder.messages[-1] == {"role": "assistant", "content": "<tool_call>{oops</tool_call>"}
 
 
+def test_arguments_nested_600_deep_are_an_error_and_do_not_end_the_run(conversation) -> None:
+    nested = '{"x": ' + "[" * 600 + "]" * 600 + "}"
+    talk = conversation([f'<tool_call>{{"name": "calc", "arguments": {nested}}}</tool_call>{CALL}{STOP}'])
+    turn = generate(talk.builder)
+    assert [call.arguments for call in turn.tool_calls] == [{"x": "1"}]
+    assert turn.parse_errors == ["Error: invalid tool call: arguments nested more than 64 levels deep"]
+
+
 def test_tool_response_that_fits_exactly_is_kept(conversation) -> None:
     probe = conversation(["x" + STOP])
     generate(probe.builder)

@@ -1,0 +1,48 @@
+"""Processes and what they have started, by Linux's /proc; elsewhere only a process's own group is known."""
+
+import os
+import signal
+from contextlib import suppress
+from pathlib import Path
+
+
+def family(pid: int, whole_session: bool = False) -> set[int]:
+    """Ids of a process and its descendants; on request also of the others in the session that it leads."""
+    table: dict[int, tuple[int, int]] = {}
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            # The name in parentheses may hold anything, spaces included.
+            fields = path.read_text().rpartition(")")[2].split()
+            table[int(path.parent.name)] = int(fields[1]), int(fields[3])
+    found, new = {pid}, {pid}
+    if whole_session:
+        new |= {each for each, (_, session) in table.items() if session == pid}
+    while new:
+        found |= new
+        new = {each for each, (parent, _) in table.items() if parent in new} - found
+    return found
+
+
+def kill_family(pid: int) -> None:
+    """Kill the session that a child of this process leads, and its descendants in other sessions.
+
+    Also what a leader that has exited left behind. Call it before the leader's id can belong to another process.
+    """
+    for each in family(pid, whole_session=True) - {pid}:
+        with suppress(ProcessLookupError):
+            os.kill(each, signal.SIGKILL)
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)
+
+
+def family_memory(pid: int) -> int | None:
+    """Proportional set size of a process and its descendants, in bytes; None where /proc does not show it."""
+    total = 0
+    try:
+        for each in family(pid):
+            with suppress(FileNotFoundError, ProcessLookupError):
+                text = Path(f"/proc/{each}/smaps_rollup").read_text()
+                total += int(next(line for line in text.splitlines() if line.startswith("Pss:")).split()[1]) << 10
+    except (OSError, StopIteration):
+        return None
+    return total or None

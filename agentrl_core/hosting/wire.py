@@ -1,0 +1,82 @@
+"""What may come out of a child process: JSON, which cannot execute anything, within limits of size and depth.
+
+Reading it back makes numbers, texts, lists, dicts and the result types of tools and rewards, and nothing else.
+"""
+
+import json
+import struct
+from collections.abc import Mapping
+from typing import Any
+
+from agentrl_core.api import RewardResult, ToolResponse, ToolResult
+
+HEADER = struct.Struct("!Q")
+"""The length in bytes of the message that follows."""
+MAX_BYTES = 64 << 20
+MAX_DEPTH = 64
+"""Lists and dicts within each other; picklers, templates and JSON readers fail beyond some hundreds."""
+
+_TYPES = {cls.__name__: cls for cls in (ToolResult, ToolResponse, RewardResult)}
+
+
+def encode(value: Any) -> bytes:
+    """The value as JSON.
+
+    Raises:
+        TypeError: it holds something that JSON and the result types cannot express.
+        ValueError: it is too large or nested too deeply.
+    """
+    data = json.dumps(_plain(value, MAX_DEPTH)).encode()
+    if len(data) > MAX_BYTES:
+        raise ValueError(f"a result of {len(data):,} bytes cannot leave its process; at most {MAX_BYTES:,} can")
+    return data
+
+
+def decode(data: bytes) -> Any:
+    """What :func:`encode` was given, with lists for tuples. Raises ValueError if it was not made by it."""
+    try:
+        return _value(json.loads(data))
+    except (AttributeError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"not a message of a child process: {error}") from error
+
+
+def is_too_deep(value: Any, most: int = MAX_DEPTH) -> bool:
+    """Whether more than ``most`` lists and dicts are within each other."""
+    level = [value]
+    for _ in range(most + 1):
+        level = [item for each in level for item in _items(each)]
+        if not level:
+            return False
+    return True
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return list(value.values())
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _plain(value: Any, levels: int) -> Any:
+    if levels < 0:
+        raise ValueError(f"a result nested more than {MAX_DEPTH} levels deep cannot leave its process")
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    kind = next((name for name, cls in _TYPES.items() if isinstance(value, cls)), "dict")
+    if kind != "dict" or isinstance(value, Mapping):
+        named = value._asdict() if kind == "ToolResult" else vars(value) if kind != "dict" else value
+        return {"type": kind, "fields": {str(key): _plain(item, levels - 1) for key, item in named.items()}}
+    if isinstance(value, list | tuple):
+        return [_plain(item, levels - 1) for item in value]
+    if hasattr(value, "item"):
+        # A scalar of numpy or torch.
+        return _plain(value.item(), levels - 1)
+    raise TypeError(f"a {type(value).__name__} cannot leave its process; allowed are numbers, texts, lists and dicts")
+
+
+def _value(plain: Any) -> Any:
+    if isinstance(plain, list):
+        return [_value(item) for item in plain]
+    if isinstance(plain, dict):
+        named = {key: _value(item) for key, item in plain["fields"].items()}
+        return named if plain["type"] == "dict" else _TYPES[plain["type"]](**named)
+    return plain
