@@ -18,12 +18,16 @@ A plain typed function is a tool too: :class:`FunctionTool` makes the schema fro
 """
 
 import inspect
+import json
+import re
 import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
+
+from agentrl_core.api.json_types import json_type
 
 Isolation = Literal["inline", "process"]
 
@@ -101,7 +105,10 @@ def function_schema(
 
 
 class FunctionTool(Tool):
-    """A tool made of one typed function, sync or async. What it returns is shown to the model as ``str``."""
+    """A tool made of one typed function, sync or async.
+
+    The model sees what it returns as ``str``; dicts, lists and tuples as JSON.
+    """
 
     isolation: ClassVar[Isolation] = "process"
 
@@ -116,43 +123,54 @@ class FunctionTool(Tool):
             result = await result
         if isinstance(result, ToolResult):
             return result
+        if isinstance(result, dict | list | tuple):
+            result = json.dumps(result, ensure_ascii=False, default=str)
         return ToolResult(result if isinstance(result, ToolResponse) else ToolResponse(str(result)))
 
 
 def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
-    """The schema of a typed function; its docstring's first paragraph is the description.
+    """The schema of a typed function.
+
+    Its docstring's first paragraph describes it; ``name: text`` lines under ``Args:`` and ``:param name: text`` lines
+    describe its parameters.
 
     Raises:
-        TypeError: a parameter has no annotation, or one that has no JSON type.
+        TypeError: a parameter has no annotation, has one without a JSON type, or is ``*args`` or ``**kwargs``.
     """
     hints = typing.get_type_hints(function)
+    docstring = inspect.getdoc(function) or ""
     properties: dict[str, Any] = {}
     required: list[str] = []
     for parameter in inspect.signature(function).parameters.values():
+        where = f"tool function {function.__name__}: parameter {parameter}"
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
+            raise TypeError(f"{where} cannot be passed by name; give each parameter a name of its own")
         if parameter.name not in hints:
-            raise TypeError(f"tool function {function.__name__}: parameter {parameter.name!r} needs a type annotation")
-        properties[parameter.name] = _json_type(hints[parameter.name], f"{function.__name__}.{parameter.name}")
+            raise TypeError(f"{where} needs a type annotation")
+        try:
+            properties[parameter.name] = _parameter_type(hints[parameter.name])
+        except TypeError as error:
+            raise TypeError(f"{where}: {error}") from None
+        if text := _described(docstring, parameter.name):
+            properties[parameter.name]["description"] = text
         if parameter.default is inspect.Parameter.empty:
             required.append(parameter.name)
-    description = inspect.getdoc(function) or ""
-    return function_schema(name or function.__name__, description.split("\n\n")[0], properties, required)
+    return function_schema(name or function.__name__, docstring.split("\n\n")[0], properties, required)
 
 
-_JSON_TYPES = {str: "string", int: "integer", float: "number", bool: "boolean"}
+def _parameter_type(hint: Any) -> dict[str, Any]:
+    """As :func:`json_type`; a value that may be None is described by what else it may be: models leave it out."""
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = typing.Union[tuple(arm for arm in typing.get_args(hint) if arm is not types.NoneType)]  # noqa: UP007
+    schema = json_type(hint)
+    kinds = {type(choice) for choice in schema.get("enum", ())}
+    return {**json_type(kinds.pop()), **schema} if len(kinds) == 1 else schema
 
 
-def _json_type(hint: Any, where: str) -> dict[str, Any]:
-    origin, args = typing.get_origin(hint), typing.get_args(hint)
-    if hint in _JSON_TYPES:
-        return {"type": _JSON_TYPES[hint]}
-    if origin is Literal:
-        return {"type": _JSON_TYPES[type(args[0])], "enum": list(args)}
-    if origin in (typing.Union, types.UnionType):
-        inner = [arg for arg in args if arg is not type(None)]
-        if len(inner) == 1:
-            return _json_type(inner[0], where)
-    if hint is list or origin is list:
-        return {"type": "array", **({"items": _json_type(args[0], where)} if args else {})}
-    if hint is dict or origin is dict:
-        return {"type": "object"}
-    raise TypeError(f"{where}: {hint!r} has no JSON type; allowed are str, int, float, bool, list, dict, Literal")
+def _described(docstring: str, parameter: str) -> str:
+    """What a docstring in Google's or Sphinx's style says of a parameter, on one line."""
+    google = rf"^(?P<indent>[ ]+){parameter}[ ]*(\([^)]*\))?:[ ]*(?P<text>.*(\n(?P=indent)[ ]+\S.*)*)"
+    sphinx = rf"^:param ([^:]+ )?{parameter}:[ ]*(?P<text>.*(\n[ ]+\S.*)*)"
+    _, _, arguments = docstring.partition("Args:\n")
+    found = re.search(google, arguments, re.MULTILINE) or re.search(sphinx, docstring, re.MULTILINE)
+    return " ".join(found["text"].split()) if found else ""

@@ -6,22 +6,23 @@ thread values, and does not say whose implementation raised.
 
 import difflib
 import inspect
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import pluggy
 
 from agentrl_core.api.errors import PluginBrokenError
-from agentrl_core.api.hooks import PROJECT, EndedTrajectory, HookSpecs
+from agentrl_core.api.hooks import PROJECT, HookSpecs
 from agentrl_core.plugins.boundary import boundary
 from agentrl_core.plugins.spec import describe_exception
 
 _HOOKS = tuple(name for name in vars(HookSpecs) if name.startswith("on_"))
+_REPLACED = {"on_batch_ready": "batch"}
+"""Arguments that a hook may replace: each implementation gets what the one before it returned, unless that is None."""
 
 
-class HookCaller:
-    """The configured hooks of a run.
+class HookCaller(HookSpecs):
+    """The configured hooks of a run, called like :class:`HookSpecs` but with keywords only.
 
     Args:
         hook_objects: name and object of each hook, in the order of the configuration.
@@ -43,41 +44,6 @@ class HookCaller:
             except (pluggy.PluginValidationError, ValueError) as error:
                 raise PluginBrokenError(f"hook {name!r}: {error}") from error
             self._names[registered] = name
-
-    def on_run_start(self, config: Mapping[str, Any], run_dir: Path) -> None:
-        self._notify("on_run_start", config=config, run_dir=run_dir)
-
-    def on_rollout_start(self, step: int) -> None:
-        self._notify("on_rollout_start", step=step)
-
-    def on_trajectory_end(self, step: int, trajectory: EndedTrajectory) -> None:
-        self._notify("on_trajectory_end", step=step, trajectory=trajectory)
-
-    def on_rollout_end(self, step: int, batch: Any) -> None:
-        self._notify("on_rollout_end", step=step, batch=batch)
-
-    def on_batch_ready(self, step: int, batch: Any) -> Any:
-        """The batch after all hooks: each sees what the one before it returned; None keeps the batch."""
-        for implementation in self._implementations("on_batch_ready"):
-            replaced = self._call(implementation, "on_batch_ready", {"step": step, "batch": batch})
-            batch = batch if replaced is None else replaced
-        return batch
-
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._notify("on_step_end", step=step, metrics=metrics)
-
-    def on_validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._notify("on_validation_end", step=step, metrics=metrics)
-
-    def on_checkpoint_saved(self, step: int, path: Path) -> None:
-        self._notify("on_checkpoint_saved", step=step, path=path)
-
-    def on_run_end(self, status: str) -> None:
-        self._notify("on_run_end", status=status)
-
-    def _notify(self, hook: str, **arguments: Any) -> None:
-        for implementation in self._implementations(hook):
-            self._call(implementation, hook, arguments)
 
     def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
         caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
@@ -107,6 +73,22 @@ class HookCaller:
             raise PluginBrokenError(f"hook {name!r}: mark {', '.join(forgotten)} with @hookimpl, or it is never called")
         if not marked:
             raise PluginBrokenError(f"hook {name!r} implements no hook; allowed are {', '.join(_HOOKS)}")
+
+
+def _caller(hook: str) -> Callable[..., Any]:
+    def call(self: HookCaller, **arguments: Any) -> Any:
+        value = _REPLACED.get(hook)
+        for implementation in self._implementations(hook):
+            returned = self._call(implementation, hook, arguments)
+            if value is not None and returned is not None:
+                arguments[value] = returned
+        return None if value is None else arguments[value]
+
+    return call
+
+
+for _hook in _HOOKS:
+    setattr(HookCaller, _hook, _caller(_hook))
 
 
 def _suggestion(method: str) -> str:
