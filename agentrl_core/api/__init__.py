@@ -11,7 +11,6 @@ if TYPE_CHECKING:
         AgentLoopBase,
         AgentLoopContext,
         AgentLoopOutput,
-        ChatEndpoint,
         ChatRenderer,
         Message,
         Termination,
@@ -97,7 +96,6 @@ __all__ = [
     "AlgorithmContext",
     "ArrayBucket",
     "BoundRewardFunction",
-    "ChatEndpoint",
     "ChatRenderer",
     "CheckpointError",
     "ConfigError",
@@ -175,7 +173,7 @@ __all__ = [
 
 _NAMES_OF_MODULE = {
     "agent_loop": (
-        "AgentLoopBase", "AgentLoopContext", "AgentLoopOutput", "ChatEndpoint", "ChatRenderer", "Message",
+        "AgentLoopBase", "AgentLoopContext", "AgentLoopOutput", "ChatRenderer", "Message",
         "Termination", "ToolOutcome", "Trajectory", "TrajectorySession", "TruncationSide", "Turn",
     ),
     "algorithm": (

@@ -193,35 +193,6 @@ class ToolOutcome:
     failed: bool = False
 
 
-class ChatEndpoint(ABC):
-    """An OpenAI-compatible chat endpoint for one trajectory; obtained from :meth:`TrajectorySession.open_endpoint`.
-
-    Whatever is asked of it with its key is recorded as exact token ids, log-probs and masks. A request whose messages
-    extend a recorded conversation continues it; any other one starts a branch, whose rows are trained too.
-
-    Args:
-        base_url: for clients, ``http://…/v1``.
-        api_key: names this trajectory; valid until the session ends.
-        model: the name to ask for.
-    """
-
-    base_url: str
-    api_key: str
-    model: str
-
-    @property
-    @abstractmethod
-    def exhausted(self) -> bool:
-        """A request met the end of the response budget or of the context."""
-
-    @abstractmethod
-    def finish(self, termination: Termination) -> list[AgentLoopOutput]:
-        """The finished rows of all branches; empty where nothing was asked.
-
-        Raises what the last request failed with, if no later one succeeded.
-        """
-
-
 class TrajectorySession(ABC):
     """One trajectory's handle on the world: its tools and interaction are opened once and always released."""
 
@@ -253,13 +224,6 @@ class TrajectorySession(ABC):
     @abstractmethod
     async def interact(self, messages: Sequence[Message]) -> InteractionTurn:
         """The interaction's answer to the conversation so far; its reward is recorded as a turn score."""
-
-    @abstractmethod
-    async def open_endpoint(self, sampling_params: Mapping[str, Any]) -> ChatEndpoint:
-        """A chat endpoint for this trajectory, for loops with the capability ``chat_endpoint``.
-
-        Requests are sampled with ``sampling_params``; of the client's own only ``max_tokens`` counts.
-        """
 
 
 class ChatRenderer(ABC):
@@ -324,3 +288,7 @@ class AgentLoopBase(ABC):
         self, sampling_params: dict[str, Any], *, session: TrajectorySession, raw_prompt: list[Message], **row: Any
     ) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Run one trajectory. ``row`` holds the other fields of the dataset row (``extra_info``, …)."""
+
+    async def close(self) -> None:
+        """End what the loop keeps running; called once, when no trajectory runs any more."""
+        return None

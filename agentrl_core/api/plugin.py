@@ -54,7 +54,7 @@ KINDS: dict[str, PluginKind] = {
         PluginKind("agent_loop", "agentrl.agent_loops", 1, "agent loop", {
             "tools": "drives the configured tools",
             "interactions": "drives the configured interactions",
-            "chat_endpoint": "talks to the policy through its chat endpoint, with tools of its own",
+            "chat_endpoint": "serves the policy to clients that bring tools of their own",
         }),
         PluginKind("engine", "agentrl.engines", 1, "inference engine", {
             "logprobs": "returns the log-probability of every sampled token",

@@ -247,12 +247,6 @@ class AgentConfig:
 
 
 @dataclass
-class EndpointConfig:
-    host: str = option("127.0.0.1", help="address that the chat endpoint listens on; agents elsewhere need another one")
-    max_body_bytes: int = option(8 * 2**20, ge=1, unit="bytes", help="longest request")
-
-
-@dataclass
 class RolloutConfig:
     agent: AgentConfig = option()
     engine: EngineSlot = option(default_factory=EngineSlot)
@@ -273,7 +267,6 @@ class RolloutConfig:
         None, gt=0, help="largest mean gap between the engine's log-probs and the actor's; above it the run stops"
     )
     watchdog_interval: float = option(60.0, gt=0, unit="seconds", help="how often slow trajectories are reported")
-    endpoint: EndpointConfig = option(default_factory=EndpointConfig)
 
 
 @dataclass

@@ -26,7 +26,6 @@ from agentrl_core.api import (
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.hosting.tools import HostedTool, check_result, is_finite, select_tools
 from agentrl_core.plugins.boundary import boundary, deadline
-from agentrl_core.rollout.endpoint.server import EndpointServer, OpenEndpoint
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.pacing import Pacer
 from agentrl_core.rollout.results import TrajectoryResult
@@ -63,7 +62,6 @@ class SessionEnvironment:
     servers: Servers
     tools: Mapping[str, HostedTool]
     interactions: Mapping[str, HostedInteraction]
-    endpoints: EndpointServer
     pacer: Pacer = field(default_factory=Pacer)
 
 
@@ -108,7 +106,6 @@ class RolloutSession(TrajectorySession):
         self._interaction: HostedInteraction | None = None
         self._interaction_asked = False
         self._engine_sessions: set[str] = set()
-        self._endpoints: list[OpenEndpoint] = []
         self.builder: TrajectoryBuilder | None = None
 
     def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> TrajectoryBuilder:
@@ -252,11 +249,6 @@ class RolloutSession(TrajectorySession):
             async with deadline(hosted.timeout, late, InteractionError):
                 return await call
 
-    async def open_endpoint(self, sampling_params: Mapping[str, Any]) -> OpenEndpoint:
-        endpoint = await self._env.endpoints.open(self, sampling_params)
-        self._endpoints.append(endpoint)
-        return endpoint
-
     # The end ----------------------------------------------------------------------------------------------------
 
     async def collect_rewards(self) -> None:
@@ -279,8 +271,6 @@ class RolloutSession(TrajectorySession):
 
     async def close(self) -> None:
         """Release everything that was opened. Never raises: a failure is logged and counted."""
-        for endpoint in self._endpoints:
-            endpoint.close()
         for name, tool in (self._open_tools or {}).items():
             kwargs = self._tool_kwargs(name, "release_kwargs")
             await self._quietly(tool.release(self._key.request_id, kwargs), f"release of tool {name!r}")

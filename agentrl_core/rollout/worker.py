@@ -29,7 +29,6 @@ from agentrl_core.hosting.rewards import check_score
 from agentrl_core.hosting.tools import HostedTool, is_finite
 from agentrl_core.plugins.boundary import deadline
 from agentrl_core.rollout.batching import COLUMNS
-from agentrl_core.rollout.endpoint.server import EndpointServer
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
@@ -97,7 +96,6 @@ class AgentLoopWorker:
                 )
                 for slot in config.interactions
             },
-            endpoints=EndpointServer(rollout.endpoint),
         )
         context = AgentLoopContext(
             renderer=renderer,
@@ -256,8 +254,9 @@ class AgentLoopWorker:
         return reward
 
     async def close(self) -> None:
-        """End all child processes, and the chat endpoint."""
-        await self._environment.endpoints.close()
+        """End all child processes, and what the loops keep running."""
+        for loop in self._loops.values():
+            await loop.close()
         for tool in self._environment.tools.values():
             await tool.close()
 

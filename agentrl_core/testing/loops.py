@@ -13,9 +13,7 @@ from typing import Any
 
 from agentrl_core.api import (
     AgentLoopOutput,
-    ChatEndpoint,
     ChatRenderer,
-    ConfigError,
     InteractionTurn,
     Message,
     Termination,
@@ -202,9 +200,6 @@ class FakeSession(TrajectorySession):
         if turn.reward is not None:
             self.turn_scores.append(turn.reward)
         return turn
-
-    async def open_endpoint(self, sampling_params: Mapping[str, Any]) -> ChatEndpoint:
-        raise ConfigError("a FakeSession has no chat endpoint; test such a loop with a whole run")
 
     def next_turn(self, budget: int) -> Turn:
         """The next scripted turn, cut where the budget ends."""

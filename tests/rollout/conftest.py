@@ -20,14 +20,13 @@ from agentrl_core.api import (
     ToolParser,
 )
 from agentrl_core.config import load_config
-from agentrl_core.config.schema import Config, EndpointConfig, Slot
+from agentrl_core.config.schema import Config, Slot
 from agentrl_core.controller.runtime import LocalRuntime
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins import resolution
 from agentrl_core.plugins.resolution import resolve
-from agentrl_core.rollout.endpoint.server import EndpointServer
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import TrajectoryResult
@@ -237,7 +236,6 @@ def make_session(renderer: HFChatRenderer) -> Callable[..., RolloutSession]:
             servers=servers or RecordingServers(),
             tools={tool.name: tool for tool in tools},
             interactions=interactions or {},
-            endpoints=EndpointServer(EndpointConfig()),
         )
         return RolloutSession(key, {"extra_info": extra_info}, environment)
 

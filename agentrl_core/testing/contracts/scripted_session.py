@@ -26,9 +26,7 @@ from agentrl_core.api import (
 from agentrl_core.api.config import NoConfig
 from agentrl_core.api.engine import FinishReason
 from agentrl_core.api.tool import schema_of
-from agentrl_core.config.schema import EndpointConfig
 from agentrl_core.data.renderer import HFChatRenderer
-from agentrl_core.rollout.endpoint.server import EndpointServer
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
 from agentrl_core.rollout.trajectory import TrajectoryLimits
@@ -162,7 +160,6 @@ class LoopRun:
         self.hosts = {name: FunctionHost(name, function) for name, function in self.tools.items()}
         parser = TagParser()
         hosted: dict[str, Any] = dict(self.hosts)
-        self.endpoints = EndpointServer(EndpointConfig())
         interactions = {"partner": HostedInteraction(self.interaction, 30.0)} if self.interaction else {}
         self.environment = SessionEnvironment(
             renderer=self.renderer,
@@ -171,7 +168,6 @@ class LoopRun:
             servers=self.policy,
             tools=hosted,
             interactions=interactions,
-            endpoints=self.endpoints,
         )
         context = AgentLoopContext(
             renderer=self.renderer,
@@ -200,4 +196,4 @@ class LoopRun:
 
     async def close(self) -> None:
         """End what the run started."""
-        await self.endpoints.close()
+        await self.loop.close()

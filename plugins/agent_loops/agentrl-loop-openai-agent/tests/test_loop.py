@@ -1,10 +1,12 @@
 import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl_core.api import AgentLoopContext, AgentLoopOutput, AgentRLError, ChatEndpoint, ConfigError, Termination
+from agentrl_core.api import AgentLoopContext, AgentLoopOutput, AgentRLError, ConfigError, Termination
 from agentrl_core.testing.loops import FakeSession, WordRenderer
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
 from agentrl_loop_openai_agent.loop import OpenAIAgentLoop
@@ -12,17 +14,17 @@ from agentrl_loop_openai_agent.loop import OpenAIAgentLoop
 CONTEXT = AgentLoopContext(WordRenderer(), None, (), (), 100)
 
 
-class Endpoint(ChatEndpoint):
+class Endpoint:
     """One finished row, or what a test says."""
 
-    base_url, api_key, model = "http://here/v1", "key", "policy"
+    base_url = "http://here/v1"
 
     def __init__(self, rows: int = 1, exhausted: bool = False, failure: Exception | None = None) -> None:
-        self.rows, self.is_exhausted, self.failure = rows, exhausted, failure
+        self.rows, self.exhausted, self.failure = rows, exhausted, failure
 
-    @property
-    def exhausted(self) -> bool:
-        return self.is_exhausted
+    @asynccontextmanager
+    async def open(self, session: Any, sampling_params: Any) -> AsyncIterator[tuple[str, "Endpoint"]]:
+        yield "key", self
 
     def finish(self, termination: Termination) -> list[AgentLoopOutput]:
         if self.failure:
@@ -30,21 +32,13 @@ class Endpoint(ChatEndpoint):
         return [AgentLoopOutput([1], [2], [1], [-0.5], termination) for _ in range(self.rows)]
 
 
-class Session(FakeSession):
-    def __init__(self, endpoint: Endpoint) -> None:
-        super().__init__([])
-        self.endpoint = endpoint
-
-    async def open_endpoint(self, sampling_params: Any) -> Endpoint:
-        return self.endpoint
-
-
 def run(folder: Path, body: str, endpoint: Endpoint, **kwargs: Any) -> list[AgentLoopOutput]:
     file = folder / "agent.py"
     file.write_text(f"async def solve(base_url, api_key, model, messages, row, **more):\n    {body}\n")
     loop = OpenAIAgentLoop(OpenAIAgentConfig(agent=f"{file}:solve", kwargs=kwargs), CONTEXT)
+    loop.server = endpoint  # type: ignore[assignment]
     prompt = [{"role": "user", "content": "hello"}]
-    return asyncio.run(loop.run({}, session=Session(endpoint), raw_prompt=prompt, extra_info={"index": 3}))
+    return asyncio.run(loop.run({}, session=FakeSession([]), raw_prompt=prompt, extra_info={"index": 3}))
 
 
 def test_the_agent_gets_the_endpoint_the_prompt_the_row_and_its_options(tmp_path) -> None:

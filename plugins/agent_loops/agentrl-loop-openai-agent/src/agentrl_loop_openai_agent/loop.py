@@ -18,6 +18,7 @@ from agentrl_core.api import (
     TrajectorySession,
 )
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
+from agentrl_loop_openai_agent.server import MODEL_NAME, EndpointServer
 
 Agent = Callable[..., Awaitable[Any]]
 
@@ -35,32 +36,36 @@ class OpenAIAgentLoop(AgentLoopBase):
     def __init__(self, config: OpenAIAgentConfig, context: AgentLoopContext) -> None:
         super().__init__(config, context)
         self.agent = load_agent(config.agent)
+        self.server = EndpointServer(config)
 
     async def run(
         self, sampling_params: dict[str, Any], *, session: TrajectorySession, raw_prompt: list[Message], **row: Any
     ) -> list[AgentLoopOutput]:
-        endpoint = await session.open_endpoint(sampling_params)
-        reward = None
-        try:
-            reward = await self.agent(
-                base_url=endpoint.base_url,
-                api_key=endpoint.api_key,
-                model=endpoint.model,
-                messages=raw_prompt,
-                row=row,
-                **self.config.kwargs,
-            )
-        except Exception:
-            if not endpoint.exhausted:
-                # An engine that failed is the cause; the client's own error is only its echo.
-                endpoint.finish(Termination.ABORTED)
-                raise
-        outputs = endpoint.finish(Termination.LENGTH if endpoint.exhausted else Termination.COMPLETED)
+        async with self.server.open(session, sampling_params) as (key, conversation):
+            reward = None
+            try:
+                reward = await self.agent(
+                    base_url=self.server.base_url,
+                    api_key=key,
+                    model=MODEL_NAME,
+                    messages=raw_prompt,
+                    row=row,
+                    **self.config.kwargs,
+                )
+            except Exception:
+                if not conversation.exhausted:
+                    # An engine that failed is the cause; the client's own error is only its echo.
+                    conversation.finish(Termination.ABORTED)
+                    raise
+            outputs = conversation.finish(Termination.LENGTH if conversation.exhausted else Termination.COMPLETED)
         if not outputs:
             raise AgentRLError(f"the agent {self.config.agent} returned without asking the endpoint for anything")
         if reward is not None:
             outputs[-1].reward_score = reward
         return outputs
+
+    async def close(self) -> None:
+        await self.server.close()
 
 
 def load_agent(name: str) -> Agent:

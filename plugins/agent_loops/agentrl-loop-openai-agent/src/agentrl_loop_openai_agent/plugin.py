@@ -10,6 +10,5 @@ PLUGIN = PluginSpec(
     summary="any async function that talks to an OpenAI-compatible endpoint",
     config=OpenAIAgentConfig,
     factory="agentrl_loop_openai_agent.loop:OpenAIAgentLoop",
-    requires=("fastapi>=0.115", "uvicorn>=0.30"),
     capabilities=frozenset({"chat_endpoint"}),
 )

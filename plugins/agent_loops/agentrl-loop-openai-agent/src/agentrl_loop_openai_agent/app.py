@@ -11,8 +11,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
 from agentrl_core.api import AgentRLError, ConfigError, DeadlineError, TemplateError
-from agentrl_core.rollout.endpoint.conversation import Completion, ContextLengthError, Conversation, Reply
-from agentrl_core.rollout.endpoint.wire import Answer, ChatRequest, error_body, models_body
+from agentrl_loop_openai_agent.conversation import Completion, ContextLengthError, Conversation, Reply
+from agentrl_loop_openai_agent.wire import Answer, ChatRequest, error_body, models_body
 
 logger = logging.getLogger(__name__)
 
@@ -96,9 +96,7 @@ class ChatApp:
         async for piece in request.stream():
             body += piece
             if len(body) > self._max_body_bytes:
-                raise RequestError(
-                    413, f"the body is longer than rollout.endpoint.max_body_bytes={self._max_body_bytes}"
-                )
+                raise RequestError(413, f"the body is longer than max_body_bytes={self._max_body_bytes}")
         try:
             wanted = ChatRequest.model_validate_json(bytes(body))
         except ValidationError as error:

@@ -28,9 +28,9 @@ IMPORTS = """
 def run_agent(make_rollout, make_row, tiny_run):
     """Run one trajectory of an agent; returns its result and what the agent has ``seen``."""
 
-    def run(body: str, turns=("four",), **changes):
+    def run(body: str, turns=("four",), options=None, **changes):
         agent = tiny_run.folder / "agent.py"
-        loop = {"name": "openai_agent", "config": {"agent": f"{agent}:solve"}}
+        loop = {"name": "openai_agent", "config": {"agent": f"{agent}:solve", **(options or {})}}
         settings = {
             "rollout.agent": {"loops": [loop]},
             "rollout.engine": {"name": "scripted", "config": {"turns": list(turns)}},
@@ -127,7 +127,7 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(run_agent) -> None:
                 seen(status=answer.status_code, message=answer.json()["error"]["message"], code=None)
                 seen(status=(await http.get(base_url + "/models")).status_code, message="", code=None)
         """,
-        **{"rollout.endpoint.max_body_bytes": 2000},
+        options={"max_body_bytes": 2000},
     )
     got = [(item["status"], item["code"]) for item in seen]
     assert got == [
@@ -138,7 +138,7 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(run_agent) -> None:
     assert "there is no model 'gpt-9'; there is 'policy'" in messages[0]
     assert "messages" in messages[1] and "n:" in messages[2] and "tool_choice" in messages[3]
     assert "beam_width" in messages[4] and "only text content" in messages[5]
-    assert "rollout.endpoint.max_body_bytes=2000" in messages[6]
+    assert "max_body_bytes=2000" in messages[6]
 
 
 def test_an_agent_that_asks_nothing_fails_its_trajectory(run_agent) -> None:

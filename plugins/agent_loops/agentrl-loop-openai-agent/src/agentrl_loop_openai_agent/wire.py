@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from agentrl_core.rollout.endpoint.conversation import Completion
+from agentrl_loop_openai_agent.conversation import Completion
 
 CHUNK_CHARACTERS = 64
 """Characters of one streamed piece of text."""

@@ -4,9 +4,10 @@ import asyncio
 
 import pytest
 
-from agentrl_core.api import EngineError, Termination, ToolParser
-from agentrl_core.rollout.endpoint.conversation import ContextLengthError, Conversation
+from agentrl_core.api import EngineError, Termination
+from agentrl_core.testing.contracts.scripted_session import TagParser
 from agentrl_core.testing.loops import FakeSession
+from agentrl_loop_openai_agent.conversation import ContextLengthError, Conversation
 
 USER = {"role": "user", "content": "two plus two"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
@@ -34,8 +35,8 @@ def test_a_request_that_extends_the_record_continues_it() -> None:
     assert second.prompt_tokens == first.prompt_tokens + len(first.turn.token_ids) + len(trajectory.mask) - 2
 
 
-def test_tool_calls_come_back_as_json_text_and_still_match(tag_parser: ToolParser) -> None:
-    session = FakeSession(['<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>', "four"], parser=tag_parser)
+def test_tool_calls_come_back_as_json_text_and_still_match() -> None:
+    session = FakeSession(['<tool_call>{"name": "add", "arguments": {"a": 2}}</tool_call>', "four"], parser=TagParser())
     conversation = Conversation(session, {})
     ask(conversation, [USER], tools=TOOLS)
     call = {"type": "function", "id": "", "function": {"name": "add", "arguments": '{"a": 2}'}}
