@@ -5,12 +5,15 @@ Resolving imports the module that holds the spec; :meth:`ResolvedPlugin.load` im
 
 import difflib
 import importlib
+import importlib.metadata
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, reduce
 from pathlib import Path
 from typing import Any
+
+from stevedore.driver import DriverManager
 
 from agentrl_core.api.errors import (
     AgentRLError,
@@ -156,8 +159,24 @@ def resolve_ref(ref: PluginRef) -> ResolvedPlugin:
     return _resolved(found)
 
 
+class _Driver(DriverManager):  # type: ignore[misc] # stevedore's types are not followed
+    """stevedore's driver for an entry point that is already chosen.
+
+    stevedore's own list comes from a cache on disk that can miss a plugin installed within the last minutes and whose
+    entry points do not know their distribution.
+    """
+
+    def __init__(self, registration: Registration) -> None:
+        self._chosen = registration.entry_point
+        group = KINDS[registration.kind].group
+        super().__init__(namespace=group, name=registration.name)
+
+    def list_entry_points(self) -> list[importlib.metadata.EntryPoint]:
+        return [self._chosen]
+
+
 def _resolved(registration: Registration) -> ResolvedPlugin:
-    spec = load_spec(registration)
+    spec = load_spec(registration, load=lambda: _Driver(registration).driver)
     return ResolvedPlugin(spec, PluginRef(registration.kind, spec.name, registration.dist, registration.version))
 
 

@@ -8,6 +8,7 @@ import os
 import re
 import sys
 import traceback
+from collections.abc import Callable
 from typing import Any
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -22,15 +23,19 @@ _FACTORY = re.compile(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w
 _IMPORT_MACHINERY = ("<frozen ", os.path.dirname(importlib.__file__))
 
 
-def load_spec(registration: Registration) -> PluginSpec:
+def load_spec(registration: Registration, load: Callable[[], Any] | None = None) -> PluginSpec:
     """:func:`import_spec`, then :func:`check_spec`."""
-    spec = import_spec(registration)
+    spec = import_spec(registration, load)
     check_spec(spec, registration)
     return spec
 
 
-def import_spec(registration: Registration) -> PluginSpec:
+def import_spec(registration: Registration, load: Callable[[], Any] | None = None) -> PluginSpec:
     """Import the spec's module. What the module prints goes to stderr.
+
+    Args:
+        registration: the entry point.
+        load: returns the object that the entry point names; by default ``entry_point.load``.
 
     Raises:
         PluginBrokenError: the import raised, or the entry point names something else than a spec.
@@ -40,7 +45,7 @@ def import_spec(registration: Registration) -> PluginSpec:
     target = registration.entry_point.value
     try:
         with contextlib.redirect_stdout(sys.stderr):
-            spec = registration.entry_point.load()
+            spec = (load or registration.entry_point.load)()
     except (Exception, SystemExit) as error:  # noqa: BLE001 - a foreign module may raise anything, sys.exit included
         raise PluginBrokenError(
             f"package {registration.package} is broken: importing {target} for {registration.title} raised "
@@ -134,12 +139,15 @@ def describe_exception(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
+    # Here, because only errors need it, and listing has to be quick.
+    import stevedore
+
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     while places and places[-1][0].startswith(_IMPORT_MACHINERY):
         places.pop()
-    if not places or places[-1][0].startswith(os.path.dirname(__file__)):
+    if not places or places[-1][0].startswith((os.path.dirname(__file__), os.path.dirname(stevedore.__file__))):
         return ""
     return f"{places[-1][0]}:{places[-1][1]}"
 
