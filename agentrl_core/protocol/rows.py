@@ -74,11 +74,11 @@ def _take(column: torch.Tensor, index: RowIndex, cache: _SharedOffsets) -> torch
     if column.layout != torch.jagged:
         rows = column.unbind()
         return torch.nested.nested_tensor([rows[row] for row in index.tolist()], dtype=column.dtype)
-    values, offsets = jagged_parts(column)
+    values, offsets, dim = jagged_parts(column)
     lengths = offsets.diff()[index]
     new_offsets = cache.get([offsets], lambda: offsets_of(lengths))
     shift = torch.repeat_interleave(offsets[:-1][index] - new_offsets[:-1], lengths)
-    return jagged(values[shift + torch.arange(shift.numel(), device=shift.device)], new_offsets)
+    return jagged(values[shift + torch.arange(shift.numel(), device=shift.device)], new_offsets, dim)
 
 
 def _as_tensor(index: RowIndex, rows: int) -> torch.Tensor:
@@ -124,10 +124,11 @@ def _cat(key: str, pieces: list[torch.Tensor], cache: _SharedOffsets) -> torch.T
         return torch.cat(pieces) if out is None else torch.cat(pieces, out=out)
     if first.layout != torch.jagged:
         return torch.nested.nested_tensor([row for piece in pieces for row in piece.unbind()], dtype=first.dtype)
-    parts = [jagged_parts(piece) for piece in pieces]
-    lengths = torch.cat([offsets.diff() for _, offsets in parts])
-    offsets = cache.get([old for _, old in parts], lambda: offsets_of(lengths))
-    return jagged(torch.cat([values for values, _ in parts]), offsets)
+    values, old, dims = zip(*map(jagged_parts, pieces), strict=True)
+    if len(set(dims)) > 1:
+        raise ProtocolError(f"concat: {key!r} is jagged in the dimensions {list(dims)}: transpose them to the same one")
+    offsets = cache.get(list(old), lambda: offsets_of(torch.cat([each.diff() for each in old])))
+    return jagged(torch.cat(values), offsets, dims[0])
 
 
 def _large(like: torch.Tensor, shape: list[int]) -> torch.Tensor | None:
@@ -148,22 +149,23 @@ def clone_rows(td: Any) -> Any:
     def clone(column: torch.Tensor) -> torch.Tensor:
         if column.layout != torch.jagged:
             return column.clone(memory_format=torch.preserve_format)
-        values, offsets = jagged_parts(column)
-        return jagged(values.clone(), cache.get([offsets], offsets.clone))
+        values, offsets, dim = jagged_parts(column)
+        return jagged(values.clone(), cache.get([offsets], offsets.clone), dim)
 
     return map_columns(td, clone, td.batch_size[0])
 
 
-def jagged_parts(column: Any) -> tuple[torch.Tensor, torch.Tensor]:
-    """Values [total, …] and offsets [rows + 1] of a jagged tensor without holes."""
+def jagged_parts(column: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """Values [total, …] and offsets [rows + 1] of a jagged tensor without holes, and its jagged dimension."""
     if column.lengths() is not None:
         column = column.contiguous()
-    return column.values(), column.offsets()
+    dim: int = column._ragged_idx
+    return column.values().movedim(dim - 1, 0), column.offsets(), dim
 
 
-def jagged(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The jagged tensor of these values and offsets."""
-    return torch.nested.nested_tensor_from_jagged(values, offsets=offsets)
+def jagged(values: torch.Tensor, offsets: torch.Tensor, dim: int = 1) -> torch.Tensor:
+    """The tensor of these parts; ``dim`` is where the first dimension of ``values`` stands in it."""
+    return torch.nested.nested_tensor_from_jagged(values.movedim(0, dim - 1), offsets=offsets, jagged_dim=dim)
 
 
 def offsets_of(lengths: torch.Tensor) -> torch.Tensor:

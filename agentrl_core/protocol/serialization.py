@@ -7,7 +7,7 @@ The encoded form is made of tuples and buffers only, since every object of a cla
 than a small tensor does:
 
     tensor       ("dense", buffer, dtype's name, shape)
-    nested       ("jagged", values, offsets) or ("nested", rows, dtype's name)
+    nested       ("jagged", values, offsets, jagged dimension) or ("nested", rows, dtype's name)
     TensorDict   ("td", {key: encoded}, batch size)
 """
 
@@ -47,7 +47,7 @@ def dense_parts(td: Any) -> Iterator[torch.Tensor]:
         if isinstance(value, TensorDictBase):
             yield from dense_parts(value)
         elif value.is_nested:
-            yield from jagged_parts(value) if value.layout == torch.jagged else value.unbind()
+            yield from jagged_parts(value)[:2] if value.layout == torch.jagged else value.unbind()
         else:
             yield value
 
@@ -70,14 +70,16 @@ class _Encoder:
             return self.dense(column)
         if column.layout != torch.jagged:
             return ("nested", tuple(map(self.dense, column.unbind())), _name(column.dtype))
-        values, offsets = jagged_parts(column)
+        values, offsets, dim = jagged_parts(column)
         if id(offsets) not in self._offsets:
             # The tensor is kept too: a freed one could pass its id on.
             self._offsets[id(offsets)] = (offsets, self.dense(offsets))
-        return ("jagged", self.dense(values), self._offsets[id(offsets)][1])
+        return ("jagged", self.dense(values), self._offsets[id(offsets)][1], dim)
 
     def dense(self, tensor: torch.Tensor) -> Encoded:
-        flat = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous().reshape(-1)
+        whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+        # A single entry counts as contiguous whatever its stride; view needs a stride of 1.
+        flat = whole.as_strided((whole.numel(),), (1,))
         data: Any = flat.view(torch.uint8).numpy()
         in_band = data.nbytes <= SMALL_BYTES or not self._out_of_band
         buffer = bytearray(data) if in_band else pickle.PickleBuffer(data)
@@ -97,10 +99,10 @@ def _decode(encoded: Encoded, seen: dict[int, torch.Tensor]) -> Any:
     match encoded:
         case ("td", *_):
             return _decode_tensordict(encoded, seen)
-        case ("jagged", values, offsets):
+        case ("jagged", values, offsets, dim):
             if id(offsets) not in seen:
                 seen[id(offsets)] = _decode_dense(offsets)
-            return jagged(_decode_dense(values), seen[id(offsets)])
+            return jagged(_decode_dense(values), seen[id(offsets)], dim)
         case ("nested", rows, dtype):
             return torch.nested.nested_tensor(list(map(_decode_dense, rows)), dtype=getattr(torch, dtype))
     return _decode_dense(encoded)

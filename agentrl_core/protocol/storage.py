@@ -93,10 +93,10 @@ class _Writer:
         if not column.is_nested:
             return {"tensor": self._add(column)}
         if column.layout == torch.jagged:
-            values, offsets = jagged_parts(column)
+            values, offsets, dim = jagged_parts(column)
             if id(offsets) not in self._offsets:
                 self._offsets[id(offsets)] = (offsets, self._add(offsets))
-            return {"values": self._add(values), "offsets": self._offsets[id(offsets)][1]}
+            return {"values": self._add(values), "offsets": self._offsets[id(offsets)][1], "dim": dim}
         dtype = str(column.dtype).removeprefix("torch.")
         return {"rows": [self._add(row) for row in column.unbind()], "dtype": dtype}
 
@@ -155,7 +155,8 @@ class _Reader:
         if "tensor" in document:
             return self._tensors[document["tensor"]]
         if "offsets" in document:
-            return jagged(self._tensors[document["values"]], self._tensors[document["offsets"]])
+            values, offsets = (self._tensors[document[name]] for name in ("values", "offsets"))
+            return jagged(values, offsets, document.get("dim", 1))
         rows = [self._tensors[name] for name in document["rows"]]
         return torch.nested.nested_tensor(rows, dtype=getattr(torch, document["dtype"]))
 
