@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from tensordict import TensorDictBase
+
 from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor
 
@@ -44,14 +46,14 @@ class MeshPlace:
 class Plan:
     """One call: the arguments of every rank (None: not called), the ranks whose results count, and their collection.
 
-    ``is_batch`` says that the result is one DataProto; ``exact`` that its parts hold no padding rows.
+    ``is_batch`` says that the result is one DataProto; ``rows`` counts theirs, None where some are padding.
     """
 
     calls: list[Call | None]
     result_ranks: list[int]
     collect: Callable[[list[Any]], Any]
     is_batch: bool = False
-    exact: bool = True
+    rows: int | None = None
 
 
 @dataclass(frozen=True)
@@ -144,16 +146,29 @@ def _plan_split(
         raise WorkerError(f"of {groups} data-parallel groups only {sorted(collecting)} have a rank that collects")
 
     named: dict[Any, Any] = dict(enumerate(args)) | kwargs
+    for name, value in named.items():
+        if isinstance(value, TensorDictBase):
+            raise ProtocolError(
+                f"argument {name!r} is a TensorDict: pass DataProto.from_tensordict(…) to split its rows"
+            )
     split = {name: value for name, value in named.items() if isinstance(value, DataProto | DataProtoFuture)}
-    passing = {n: v.parts for n, v in split.items() if isinstance(v, DataProtoFuture) and v.passes_through(groups)}
+    pads = group.auto_padding or any(
+        isinstance(value, DataProto) and value.is_padding_enabled() for value in split.values()
+    )
+    # Parts go straight to the ranks only if every batch of the call is cut as they are.
+    rows = {value.rows if isinstance(value, DataProtoFuture) else len(value) for value in split.values()}
+    common = rows.pop() if len(rows) == 1 else None
+    may_pass = common is not None and not (pads and common % groups)
+    futures = {name: value for name, value in split.items() if isinstance(value, DataProtoFuture)}
+    passing = {name: future.parts for name, future in futures.items() if may_pass and future.passes_through(groups)}
     batches = {n: v.get() if isinstance(v, DataProtoFuture) else v for n, v in split.items() if n not in passing}
-    rows = {len(batch) for batch in batches.values()}
-    if len(rows) > 1:
+    fetched = {len(batch) for batch in batches.values()}
+    if len(fetched) > 1:
         sizes = ", ".join(f"{name!r} has {len(batch)}" for name, batch in batches.items())
         raise ProtocolError(f"the batches of one call must have the same number of rows: {sizes}")
-    size = rows.pop() if rows else 0
+    size = next(iter(fetched), common or 0)
     is_short = 0 < size < groups
-    fill = is_short or group.auto_padding or any(batch.is_padding_enabled() for batch in batches.values())
+    fill = is_short or pads
     padded = {name: pad_dataproto_to_divisor(batch, groups)[0] if fill else batch for name, batch in batches.items()}
     chunks: dict[Any, Sequence[Any]] = {**passing, **{name: batch.chunk(groups) for name, batch in padded.items()}}
 
@@ -166,7 +181,8 @@ def _plan_split(
     added = 0 if is_short or not fill else -size % groups
     if not as_batch:
         return Plan(calls, ranks, list)
-    return Plan(calls, ranks, lambda results: collect_batch(results, size, added), is_batch=True, exact=not added)
+    rows_of_parts = None if added else size
+    return Plan(calls, ranks, lambda results: collect_batch(results, size, added), is_batch=True, rows=rows_of_parts)
 
 
 def collect_batch(results: list[Any], rows: int = 0, added: int = 0) -> DataProto | None:

@@ -103,7 +103,7 @@ class WorkerGroup(ABC):
             return plan.collect([values[rank] for rank in ranks])
         fetch = self._fetcher(method, ranks)
         if plan.is_batch:
-            return DataProtoFuture(chosen, fetch, plan.collect, plan.exact)
+            return DataProtoFuture(chosen, fetch, plan.collect, plan.rows)
         return GroupFuture(chosen, fetch, plan.collect)
 
     def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> GroupFuture[list[Any]]:

@@ -59,6 +59,9 @@ def merge_timing(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _entries(key: str, part: Any) -> list[tuple[str, Any]]:
+    if isinstance(part, list | tuple):
+        # One mapping for each rank or micro-batch.
+        return [entry for each in part for entry in _entries(key, each)]
     if not isinstance(part, Mapping):
         raise ProtocolError(f"meta_info[{key!r}] is a {type(part).__name__}: it must map names to numbers")
     return list(part.items())

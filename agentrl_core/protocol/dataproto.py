@@ -1,10 +1,11 @@
 """`DataProto`: a batch of rows, with tensors, Python objects and facts about the whole."""
 
+import functools
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,25 @@ from agentrl_core.protocol.indexing import row_index
 logger = logging.getLogger(__name__)
 
 AUTO_PADDING_KEY = "_auto_padding"
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def checked(method: Callable[P, R]) -> Callable[P, R]:
+    """Arguments of a wrong type, and values that contain themselves, raise ProtocolError as any other misuse does."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        try:
+            return method(*args, **kwargs)
+        except ProtocolError:
+            raise
+        except RecursionError as error:
+            raise ProtocolError(f"{method.__qualname__}: a value contains itself, or is nested too deeply") from error
+        except (AttributeError, TypeError, ValueError) as error:
+            raise ProtocolError(f"{method.__qualname__}: unsuitable argument: {error}") from error
+
+    return call
 
 
 @dataclass
@@ -43,6 +63,7 @@ class DataProto:
     removed). Batches without tensors, without rows, or with nothing but meta_info work everywhere.
     """
 
+    @checked
     def __init__(
         self,
         batch: Any = None,
@@ -58,6 +79,7 @@ class DataProto:
     # Construction
 
     @classmethod
+    @checked
     def from_dict(
         cls,
         tensors: Mapping[str, Any] | None = None,
@@ -76,6 +98,7 @@ class DataProto:
         return cls(batch=batch, non_tensor_batch=non_tensors, meta_info=meta)
 
     @classmethod
+    @checked
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
     ) -> Self:
@@ -85,9 +108,17 @@ class DataProto:
         return cls.from_dict(tensors, others, meta_info, auto_padding=auto_padding)
 
     @classmethod
-    def from_tensordict(cls, td: Any, meta_info: Mapping[str, Any] | None = None) -> Self:
-        """The batch that `to_tensordict` wrote: non-tensor stacks become columns, single values meta_info."""
+    @checked
+    def from_tensordict(
+        cls, td: Any, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int | None = None
+    ) -> Self:
+        """The batch that `to_tensordict` wrote: non-tensor stacks become columns, single values meta_info.
+
+        ``num_batch_dims`` keeps so many of the batch dimensions of ``td``; None: all.
+        """
         tensors, columns, meta = convert.split_tensordict(td)
+        if num_batch_dims is not None:
+            tensors.batch_size = tensors.batch_size[: max(num_batch_dims, 1)]
         return cls(batch=tensors, non_tensor_batch=columns, meta_info={**meta, **(meta_info or {})})
 
     def to_tensordict(self) -> Any:
@@ -111,6 +142,7 @@ class DataProto:
             return int(self.batch.batch_size[0])
         return len(next(iter(self.non_tensor_batch.values()), ()))
 
+    @checked
     def check_consistency(self) -> None:
         """Raises ProtocolError that names the column and both sizes where a column does not fit the batch."""
         if self.batch is not None and not self.batch.batch_size:
@@ -123,9 +155,8 @@ class DataProto:
                 raise ProtocolError(f"batch[{key!r}] has {value.size(0)} rows, the batch has {size}")
         for key, column in self.non_tensor_batch.items():
             if not isinstance(column, np.ndarray) or column.dtype != object:
-                raise ProtocolError(
-                    f"non_tensor_batch[{key!r}] is a {type(column).__name__}, it must be a numpy array of dtype object"
-                )
+                # Set by hand.
+                self.non_tensor_batch[key] = column = object_array(key, column)
             if len(column) != size:
                 raise ProtocolError(f"non_tensor_batch[{key!r}] has {len(column)} rows, the batch has {size}")
 
@@ -156,6 +187,7 @@ class DataProto:
     def __iter__(self) -> Iterator[DataProtoItem]:
         return (self._item(row) for row in range(len(self)))
 
+    @checked
     def __getitem__(self, index: Any) -> Any:
         """An int gives a `DataProtoItem`; a slice, list, array or tensor of ints or booleans gives a batch."""
         if isinstance(index, int | np.integer) and not isinstance(index, bool):
@@ -179,14 +211,17 @@ class DataProto:
             {key: _own_rows(column[selector]) for key, column in self.non_tensor_batch.items()},
         )
 
+    @checked
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Rows ``start`` to ``end``; tensors are views where ``step`` is positive."""
         return self._take(slice(start, end, step))
 
+    @checked
     def select_idxs(self, idxs: Any) -> Self:
         """The rows of a list, array or tensor of ints (repeats allowed, negative from the end) or booleans."""
         return self._take(row_index(idxs, len(self)))
 
+    @checked
     def reorder(self, indices: Any) -> Self:
         """Brings the rows into this order. Modifies self and returns it. Raises unless it is a permutation."""
         index = row_index(indices, len(self))
@@ -197,6 +232,7 @@ class DataProto:
             )
         return self._become(self._take(index))
 
+    @checked
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Every row ``repeat_times`` times: a a b b with ``interleave``, a b a b without."""
         if repeat_times < 0:
@@ -208,6 +244,7 @@ class DataProto:
             {key: column[index.numpy()] for key, column in self.non_tensor_batch.items()},
         )
 
+    @checked
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray[Any, Any]) -> Self:
         """Row i ``repeat_times[i]`` times, in order."""
         times = torch.as_tensor(repeat_times, dtype=torch.int64).reshape(-1)
@@ -217,6 +254,7 @@ class DataProto:
             )
         return self._take(torch.arange(len(self)).repeat_interleave(times))
 
+    @checked
     def chunk(self, chunks: int) -> list[Self]:
         """Exactly ``chunks`` batches of consecutive rows.
 
@@ -228,28 +266,43 @@ class DataProto:
         ends = [number * base + min(number, longer) for number in range(chunks + 1)]
         return [self.slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
 
+    @checked
     def split(self, split_size: int) -> list[Self]:
         """Batches of ``split_size`` consecutive rows, the last one perhaps shorter. No rows: one empty batch."""
         if split_size < 1:
             raise ProtocolError(f"split: split_size is {split_size}, it must be at least 1")
         return [self.slice(start, start + split_size) for start in range(0, max(len(self), 1), split_size)]
 
-    def make_iterator(self, mini_batch_size: int, epochs: int, seed: int | None = None) -> Iterator[Self]:
+    @checked
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int,
+        seed: int | None = None,
+        dataloader_kwargs: Mapping[str, bool] | None = None,
+    ) -> Iterator[Self]:
         """``epochs`` times all rows in batches of ``mini_batch_size``, the last of an epoch perhaps shorter.
 
         With a seed each epoch has its own order, the same for the same seed; without one rows stay in order.
+        ``dataloader_kwargs`` may hold ``shuffle`` (False keeps the order even with a seed, True without a
+        seed counts as seed 0) and ``drop_last``.
         """
+        options = {"shuffle": seed is not None, "drop_last": False, **(dataloader_kwargs or {})}
+        if len(options) > 2:
+            raise ProtocolError(f"make_iterator: dataloader_kwargs has {sorted(options)}, allowed: shuffle, drop_last")
         if mini_batch_size < 1 or epochs < 0:
             raise ProtocolError(f"make_iterator: mini_batch_size {mini_batch_size} (at least 1), epochs {epochs} (≥ 0)")
-        return self._iterate(mini_batch_size, epochs, seed)
+        return self._iterate(mini_batch_size, epochs, seed if seed is not None else 0, **options)
 
-    def _iterate(self, size: int, epochs: int, seed: int | None) -> Iterator[Self]:
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
+    def _iterate(self, size: int, epochs: int, seed: int, *, shuffle: bool, drop_last: bool) -> Iterator[Self]:
+        generator = torch.Generator().manual_seed(seed)
+        end = len(self) - len(self) % size if drop_last else len(self)
         for _ in range(epochs):
-            order = None if generator is None else torch.randperm(len(self), generator=generator)
-            for start in range(0, len(self), size):
+            order = torch.randperm(len(self), generator=generator) if shuffle else None
+            for start in range(0, end, size):
                 yield self.slice(start, start + size) if order is None else self._take(order[start : start + size])
 
+    @checked
     def padding(self, padding_size: int, padding_candidate: str = "last") -> Self:
         """Adds ``padding_size`` copies of the ``first`` or ``last`` row at the end. Modifies self and returns it."""
         if padding_candidate not in ("first", "last"):
@@ -265,24 +318,31 @@ class DataProto:
 
     # Columns
 
+    @checked
     def select(
         self,
         batch_keys: Sequence[str] | None = None,
         non_tensor_batch_keys: Sequence[str] | None = None,
         meta_info_keys: Sequence[str] | None = None,
+        deepcopy: bool = False,
     ) -> Self:
-        """The named columns and entries; None takes all of that kind. Raises ProtocolError on an unknown name."""
+        """The named columns and entries; None takes all of that kind. Raises ProtocolError on an unknown name.
+
+        With ``deepcopy`` tensors are copied too, as by `writable`.
+        """
         self._check_keys("select", batch_keys, non_tensor_batch_keys, meta_info_keys)
         keys = None if batch_keys is None else set(batch_keys)
         batch = None if self.batch is None else convert.select_columns(self.batch, keys)
         objects = self.non_tensor_batch if non_tensor_batch_keys is None else non_tensor_batch_keys
         meta = self.meta_info if meta_info_keys is None else meta_info_keys
-        return self._of(
+        selected = self._of(
             batch,
             {key: self.non_tensor_batch[key].copy() for key in objects},
             {key: copy_containers(self.meta_info[key]) for key in meta},
         )
+        return selected.writable() if deepcopy else selected
 
+    @checked
     def pop(
         self,
         batch_keys: Sequence[str] | None = None,
@@ -300,6 +360,7 @@ class DataProto:
             del self.meta_info[key]
         return popped
 
+    @checked
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
         """Renames columns of either kind. Modifies self and returns it."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
@@ -329,12 +390,15 @@ class DataProto:
 
     # Combination
 
+    @checked
     def union(self, other: "DataProto") -> Self:
         """Takes over the columns and meta_info of ``other``. Modifies self and returns it.
 
         Both must have the same number of rows, and what both have must be equal (NaN equals NaN); ``metrics`` and
         ``timing`` merge as by `concat`. Raises ProtocolError, before any change, that names what differs.
         """
+        for part in (self, other):
+            part.check_consistency()
         pair = [part for part in (self, other) if part.batch is not None or part.non_tensor_batch]
         if len(pair) == 2 and len(self) != len(other):
             raise ProtocolError(f"union: the batches have {len(self)} and {len(other)} rows")
@@ -351,6 +415,7 @@ class DataProto:
         return self
 
     @classmethod
+    @checked
     def concat(cls, data: Sequence["DataProto"]) -> Self:
         """The rows of all batches in order.
 
@@ -370,10 +435,12 @@ class DataProto:
             combine.merge_meta_info([part.meta_info for part in data]),
         )
 
+    @checked
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
         """Every row becomes ``n_split`` rows: ``split_keys`` [rows, n·k, …] are cut along dim 1, others repeat."""
         return self._new(*convert.unfold_columns(self.batch, self.non_tensor_batch, n_split, set(split_keys or ())))
 
+    @checked
     def fold_batch_dim(self, new_batch_size: int) -> Self:
         """From [rows, …] to [new_batch_size, rows / new_batch_size, …]."""
         if new_batch_size < 1 or len(self) % new_batch_size:
@@ -381,6 +448,7 @@ class DataProto:
         shape = (new_batch_size, len(self) // new_batch_size)
         return self._new(*convert.reshape_rows(self.batch, self.non_tensor_batch, 1, shape))
 
+    @checked
     def unfold_batch_dim(self, batch_dims: int = 2) -> Self:
         """From [a, b, …] back to [a · b, …]: the inverse of `fold_batch_dim`."""
         return self._new(*convert.reshape_rows(self.batch, self.non_tensor_batch, batch_dims, None))
@@ -403,6 +471,7 @@ class DataProto:
             {key: copy_array(column) for key, column in self.non_tensor_batch.items()},
         )
 
+    @checked
     def save_to_disk(self, path: str | Path) -> None:
         """Writes one safetensors file, atomically. Raises ProtocolError on an object that JSON cannot hold."""
         storage.save(Path(path), self.batch, self.non_tensor_batch, self.meta_info)

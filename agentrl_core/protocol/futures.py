@@ -36,7 +36,7 @@ class GroupFuture(Generic[T]):
 class DataProtoFuture(GroupFuture[DataProto]):
     """A batch that is still being made: rank i's part goes straight to rank i of the next group of the same size.
 
-    ``exact`` says that the parts hold the rows of the batch and no padding.
+    ``rows`` is the number of rows if the parts are what `DataProto.chunk` would make of them; None: they are not.
     """
 
     def __init__(
@@ -44,15 +44,11 @@ class DataProtoFuture(GroupFuture[DataProto]):
         parts: Sequence[Any],
         fetch: Callable[[Sequence[Any]], list[Any]],
         collect: Callable[[list[Any]], DataProto],
-        exact: bool = True,
+        rows: int | None = None,
     ) -> None:
         super().__init__(parts, fetch, collect)
-        self._exact = exact
+        self.rows = rows
 
     def passes_through(self, chunks: int) -> bool:
         """Whether ``chunks`` workers can take the parts as they are, so that nobody fetches them in between."""
-        return self._exact and chunks == len(self.parts)
-
-    def chunk(self, chunks: int) -> list[Any]:
-        """One handle per rank where the parts pass through, otherwise chunks of the fetched batch."""
-        return list(self.parts) if self.passes_through(chunks) else list(self.get().chunk(chunks))
+        return self.rows is not None and chunks == len(self.parts)

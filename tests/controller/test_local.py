@@ -48,6 +48,10 @@ class Counting(Worker):
         return DataProto.from_dict({"x": batch.batch["x"] + 1})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def sum_of(self, left: DataProto, right: DataProto) -> DataProto:
+        return DataProto.from_dict({"x": left.batch["x"] + right.batch["x"]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     async def add_async(self, batch: DataProto) -> DataProto:
         return DataProto.from_dict({"x": batch.batch["x"] + 10})
 
@@ -172,6 +176,24 @@ def test_futures_of_one_call_are_arguments_of_the_next() -> None:
     padded = group.add_later(batch_of(4, auto_padding=True))
     assert group.add(padded).batch["x"].tolist() == [2, 3, 4, 5]
     assert group_of(2).add(group.add_later(batch_of(7))).batch["x"].tolist() == [row + 2 for row in range(7)]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5])
+@pytest.mark.parametrize("pads", [False, True])
+def test_a_future_and_a_batch_of_the_same_rows_meet_row_by_row_whatever_is_padded(rows: int, pads: bool) -> None:
+    group = group_of(2)
+    padded = batch_of(rows, auto_padding=pads)
+    assert group.sum_of(group.add_later(batch_of(rows)), padded).batch["x"].tolist() == [2 * x + 1 for x in range(rows)]
+    group.auto_padding = True
+    assert group.add(group_of(2).add_later(batch_of(rows))).batch["x"].tolist() == [x + 2 for x in range(rows)]
+    assert len(group.workers[0].seen[-1]) == len(group.workers[1].seen[-1])
+    with pytest.raises(ProtocolError, match="same number of rows: 0 has 6, 1 has"):
+        group.sum_of(group.add_later(batch_of(6)), padded)
+
+
+def test_a_tensordict_is_not_given_whole_to_every_rank() -> None:
+    with pytest.raises(ProtocolError, match=r"argument 0 is a TensorDict: pass DataProto.from_tensordict\("):
+        group_of(2).add(batch_of(4).batch)
 
 
 def test_a_future_that_reaches_the_worker_whole_is_materialized_unless_told_otherwise() -> None:

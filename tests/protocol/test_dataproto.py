@@ -1,6 +1,10 @@
 """DataProto: construction, access, columns and combination."""
 
 import copy
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -248,3 +252,96 @@ def test_jagged_columns_that_share_offsets_can_still_be_multiplied() -> None:
         product = result.batch["a"] * result.batch["b"]
         assert [row.tolist() for row in product.unbind()] == [(row**2).tolist() for row in result.batch["a"].unbind()]
     assert [row.tolist() for row in data[[2, 0]].batch["a"].unbind()] == [[2, 3, 4], [0, 1]]
+
+
+def positions() -> DataProto:
+    """Two rows of three-axis positions, of four tokens and of one."""
+    values = torch.tensor([[1.0, 2, 3, 4, 5], [11, 12, 13, 14, 15], [21, 22, 23, 24, 25]])
+    offsets = torch.tensor([0, 4, 5])
+    column = torch.nested.nested_tensor_from_jagged(values, offsets=offsets, jagged_dim=2)
+    return DataProto.from_dict({"position_ids": column})
+
+
+def test_positions_of_three_axes_keep_their_rows(tmp_path: Path) -> None:
+    """Of two rows [3, 4] and [3, 1], the second one was [[2, 3]]."""
+    data = positions()
+    second = torch.tensor([[5.0], [15], [25]])
+    both = DataProto.concat([data, data.select_idxs([1])])
+    both.save_to_disk(tmp_path / "batch")
+    copies = [pickle.loads(pickle.dumps(both)), DataProto.load_from_disk(tmp_path / "batch"), both.writable()]
+    for batch in (both, *copies):
+        rows = batch.batch["position_ids"].unbind()
+        assert [list(row.shape) for row in rows] == [[3, 4], [3, 1], [3, 1]]
+        assert rows[0][1].tolist() == [11, 12, 13, 14] and torch.equal(rows[1], second) and torch.equal(rows[2], second)
+    assert torch.equal(data.slice(1, 2).batch["position_ids"].unbind()[0], second)
+    other = DataProto.from_dict({"position_ids": torch.nested.nested_tensor([torch.zeros(3, 4)], layout=torch.jagged)})
+    with pytest.raises(ProtocolError, match=r"jagged in the dimensions \[2, 1\]"):
+        DataProto.concat([data, other])
+
+
+def test_one_row_of_a_last_column_can_be_pickled() -> None:
+    scores = torch.arange(32.0).reshape(4, 8)
+    chunks = DataProto.from_dict({"score": scores[:, -1]}).chunk(4)
+    assert [pickle.loads(pickle.dumps(chunk)).batch["score"].item() for chunk in chunks] == [7, 15, 23, 31]
+
+
+def test_arguments_that_code_for_verl_passes() -> None:
+    data = DataProto.from_dict({"x": torch.arange(5)}, {"name": list("abcde")})
+    folded = TensorDict({"x": torch.zeros(2, 3, 4)}, batch_size=[2, 3])
+    assert list(DataProto.from_tensordict(folded, num_batch_dims=1).batch.batch_size) == [2]
+    copied = data.select(["x"], deepcopy=True)
+    copied.batch["x"][0] = 9
+    assert data.batch["x"][0] == 0
+    ordered = data.make_iterator(2, 1, seed=1, dataloader_kwargs={"shuffle": False, "drop_last": True})
+    assert [part.batch["x"].tolist() for part in ordered] == [[0, 1], [2, 3]]
+    shuffled = data.make_iterator(2, 2, seed=1, dataloader_kwargs={"shuffle": True})
+    seeded = data.make_iterator(2, 2, seed=1)
+    assert [part.batch["x"].tolist() for part in shuffled] == [part.batch["x"].tolist() for part in seeded]
+    with pytest.raises(ProtocolError, match="allowed: shuffle, drop_last"):
+        data.make_iterator(2, 1, dataloader_kwargs={"num_workers": 2})  # type: ignore[dict-item]
+
+
+def test_columns_that_are_set_by_hand_become_object_columns() -> None:
+    data = DataProto.from_dict({"x": torch.arange(2)})
+    data.non_tensor_batch["reward"] = np.array([1.0, 2.0])  # type: ignore[assignment]
+    data.non_tensor_batch["name"] = ["a", "b"]  # type: ignore[assignment]
+    data.union(DataProto.from_dict(non_tensors={"reward": [1.0, 2.0]}))
+    assert data.non_tensor_batch["reward"].dtype == object and data.non_tensor_batch["name"].tolist() == ["a", "b"]
+    assert data[1:].non_tensor_batch["name"].tolist() == ["b"]
+
+
+def test_metrics_that_are_lists_of_dicts_are_merged() -> None:
+    parts = [DataProto(meta_info={"metrics": each}) for each in ([{"loss": 1.0}, {"loss": 2.0}], {"loss": 3})]
+    assert DataProto.concat(parts).meta_info["metrics"] == {"loss": [1.0, 2.0, 3]}
+
+
+def cycle() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+DATA = DataProto.from_dict({"x": torch.arange(4)})
+MISUSE: dict[str, Callable[[], Any]] = {
+    "text for a number of chunks": lambda: DATA.chunk("2"),  # type: ignore[arg-type]
+    "a fraction of a chunk": lambda: DATA.chunk(1.5),  # type: ignore[arg-type]
+    "no size of a split": lambda: DATA.split(None),  # type: ignore[arg-type]
+    "text for repetitions": lambda: DATA.repeat("x"),  # type: ignore[arg-type]
+    "a number for names": lambda: DATA.select(3),  # type: ignore[arg-type]
+    "numbers for new names": lambda: DATA.rename(1, 2),  # type: ignore[arg-type]
+    "a dict for a batch": lambda: DATA.union({}),  # type: ignore[arg-type]
+    "numbers for batches": lambda: DataProto.concat([1, 2]),  # type: ignore[list-item]
+    "a list for columns": lambda: DataProto(non_tensor_batch=[1]),  # type: ignore[arg-type]
+    "a number for facts": lambda: DataProto(meta_info=3),  # type: ignore[arg-type]
+    "a dict for a TensorDict": lambda: DataProto.from_tensordict({}),
+    "text for bounds": lambda: DATA.slice("a"),  # type: ignore[arg-type]
+    "a step of zero": lambda: DATA[::0],
+    "a fact that contains itself": lambda: DataProto(meta_info={"x": cycle()}),
+    "a row that contains itself": lambda: DataProto(non_tensor_batch={"x": [cycle()]}).save_to_disk("unused"),
+}
+
+
+@pytest.mark.parametrize("what", MISUSE)
+def test_misuse_is_a_protocol_error(what: str) -> None:
+    with pytest.raises(ProtocolError):
+        MISUSE[what]()
