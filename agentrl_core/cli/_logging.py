@@ -6,8 +6,12 @@ import rich
 from rich.logging import RichHandler
 
 
-def setup(verbose: bool = False) -> None:
-    """Log agentrl's own messages; those of other packages from warnings on."""
+def setup(verbose: bool = False, stderr: bool = False) -> None:
+    """Log agentrl's own messages; those of other packages from warnings on.
+
+    With ``stderr`` standard output is left to a command that prints JSON.
+    """
+    rich.get_console().stderr = stderr
     handler = RichHandler(
         console=rich.get_console(), show_path=False, rich_tracebacks=False, log_time_format="%H:%M:%S"
     )

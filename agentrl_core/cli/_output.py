@@ -1,5 +1,6 @@
 """How the command line speaks of errors: one red head, the message, no traceback unless asked for."""
 
+import errno
 import sys
 import traceback
 
@@ -20,7 +21,12 @@ _EXTRA_OF_MODULE = {
     "transformers": "train",
 }
 
-
+_DISK = {
+    errno.ENOSPC: "Make room; `agentrl train … --resume` continues the run",
+    errno.EDQUOT: "Make room; `agentrl train … --resume` continues the run",
+    errno.EROFS: "Choose another directory",
+    errno.EACCES: "Check the rights there, or choose another directory",
+}
 _WIDTH_OF_A_PIPE = 250
 
 
@@ -47,7 +53,14 @@ def is_missing_extra(error: ModuleNotFoundError) -> bool:
     return _root(error) in _EXTRA_OF_MODULE
 
 
+def is_about_the_disk(error: Exception) -> bool:
+    """Whether a file could not be written for a reason that the user can remove."""
+    return isinstance(error, OSError) and error.errno in _DISK
+
+
 def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return f"{error.filename or 'a file'}: {(error.strerror or str(error)).lower()}. {_DISK[error.errno]}"
     if isinstance(error, ModuleNotFoundError):
         extra = _EXTRA_OF_MODULE[_root(error)]
         return f"this needs {_root(error)}, which is not installed: pip install 'agentrl-core[{extra}]'"

@@ -60,7 +60,7 @@ def bench_engines(
     """
     from agentrl_core.cli import _logging
 
-    _logging.setup()
+    _logging.setup(stderr=as_json)
     failed = _bench(config, overrides or [], engines or [], requests, concurrency, as_json)
     if failed:
         raise typer.Exit(1)

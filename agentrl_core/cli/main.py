@@ -79,8 +79,9 @@ class AgentRLGroup(TyperGroup):
             _fail(ctx, error)
         except Exception as error:
             from agentrl_core.api.errors import AgentRLError
+            from agentrl_core.cli import _output
 
-            if not isinstance(error, AgentRLError):
+            if not isinstance(error, AgentRLError) and not _output.is_about_the_disk(error):
                 raise
             _fail(ctx, error)
 
@@ -92,14 +93,17 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
 )
 rollouts_app = typer.Typer(help="Look at the trajectories of a run.", no_args_is_help=True)
+runs_app = typer.Typer(help="Look at the runs of a directory.", no_args_is_help=True)
 reward_app = typer.Typer(help="Work on rewards.", no_args_is_help=True)
 app.add_typer(config_command.app, name="config")
 app.add_typer(plugins.app, name="plugins")
 app.add_typer(engines.app, name="engines")
 app.add_typer(rollouts_app, name="rollouts")
 app.add_typer(reward_app, name="reward")
+app.add_typer(runs_app, name="runs")
 
 ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.", show_default=False)]
 Overrides = Annotated[
@@ -156,11 +160,18 @@ def evaluate(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Directory of a checkpoint; without it: the model of the file.")
     ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="New directory for metrics and trajectories.", show_default="OUTPUT_DIR/NAME.eval/<n> of the trainer"
+        ),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the metrics as JSON.")] = False,
 ) -> None:
     """Validate a model or a checkpoint."""
     from agentrl_core.cli.evaluate import run
 
-    run(config=config, overrides=overrides or [], checkpoint=checkpoint)
+    run(config=config, overrides=overrides or [], checkpoint=checkpoint, output=output, as_json=as_json)
 
 
 @app.command()
@@ -216,16 +227,34 @@ def replay_reward(
     config: Annotated[
         Path | None, typer.Option(help="Configuration whose reward.functions has it, with its options.")
     ] = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Print every trajectory, not only the first 20 whose score changed.")
+    ] = False,
 ) -> None:
     """Score trajectories that a run wrote once more, in this process, so that breakpoint() works."""
     from agentrl_core.cli.reward import replay
 
-    replay(rollouts=rollouts, reward=reward, config=config)
+    replay(rollouts=rollouts, reward=reward, config=config, show_all=show_all)
 
 
 def main() -> None:
     """Entry point of the ``agentrl`` script."""
     app()
+
+
+@runs_app.callback()
+def runs_group() -> None:
+    """A callback keeps `list` a subcommand although it is the only one."""
+
+
+@runs_app.command("list")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Directory with runs: trainer.output_dir.")] = Path("runs"),
+) -> None:
+    """Print each run's status, step, reward and accuracy."""
+    from agentrl_core.cli.runs import show_runs
+
+    show_runs(folder)
 
 
 def _plugin_commands() -> dict[str, list[Any]]:
@@ -242,3 +271,7 @@ def _fail(ctx: Any, error: Exception) -> None:
 
     print_error(error, verbose=bool(ctx.meta.get(_VERBOSE)))
     raise typer.Exit(exit_code(error))
+
+
+if __name__ == "__main__":
+    main()

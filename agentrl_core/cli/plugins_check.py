@@ -19,6 +19,7 @@ from agentrl_core.plugins.registration import (
     is_blocked,
     registrations,
     registrations_named,
+    same_package,
 )
 from agentrl_core.plugins.spec import unknown_group
 
@@ -73,8 +74,14 @@ def run(names: Sequence[str], *, kinds: list[str] | None, on_ray: bool, time_lim
 
 def _chosen(names: Sequence[str], kinds: list[str] | None) -> list[Registration]:
     if names:
-        return list(dict.fromkeys(each for name in names for each in registrations_named(name, kinds)))
+        return list(dict.fromkeys(each for name in names for each in _of_package(name, kinds)))
     return [each for each in registrations() if kinds is None or each.kind in kinds]
+
+
+def _of_package(name: str, kinds: list[str] | None) -> list[Registration]:
+    """The plugins of a distribution of that name, else those that have the name."""
+    of_kinds = [each for each in registrations() if kinds is None or each.kind in kinds]
+    return [each for each in of_kinds if same_package(each.dist, name)] or registrations_named(name, kinds)
 
 
 def _ref(registration: Registration) -> PluginRef:

@@ -20,6 +20,7 @@ from agentrl_core.plugins import resolve
 from agentrl_core.runs.records import RolloutRecord, read_rollouts, reward_trajectory_of
 
 _SAME = 1e-9
+_SHOWN = 20
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Replayed:
         return self.old is None or not math.isclose(self.old, self.new, rel_tol=_SAME, abs_tol=_SAME)
 
 
-def replay(rollouts: Path, reward: str, config: Path | None) -> None:
+def replay(rollouts: Path, reward: str, config: Path | None, show_all: bool = False) -> None:
     """Score every trajectory of a rollouts file again and print old and new scores.
 
     The old score is that of this function where the reward manager has kept it by name, else the whole reward.
@@ -43,6 +44,7 @@ def replay(rollouts: Path, reward: str, config: Path | None) -> None:
     Args:
         rollouts: ``rollouts/step-….jsonl``.
         reward: a registered name, ``package:name``, or ``./file.py:function`` relative to the working directory.
+        show_all: print every trajectory; else at most 20, and of many those whose score changed.
         config: its entry of that name in ``reward.functions`` is used, options included.
 
     Raises:
@@ -51,6 +53,8 @@ def replay(rollouts: Path, reward: str, config: Path | None) -> None:
         RewardError: the function raised, or returned what is no finite number; names the trajectory.
     """
     name, function = _function(reward, config)
+    packed = rollouts.with_name(rollouts.name + ".gz")
+    rollouts = packed if packed.is_file() and not rollouts.exists() else rollouts
     if not rollouts.is_file():
         raise DataError(f"{rollouts}: no such file; expected rollouts/step-….jsonl of a run directory")
     done: list[Replayed] = []
@@ -64,7 +68,10 @@ def replay(rollouts: Path, reward: str, config: Path | None) -> None:
         done.append(Replayed(record.trajectory_id, record.reward_metrics.get(name, record.reward), new))
     if not done:
         raise DataError(f"{rollouts}: holds no trajectory that a reward has seen")
-    _print(done, len(without - {each.trajectory_id for each in done}))
+    shown = done
+    if not show_all and len(done) > _SHOWN:
+        shown = [each for each in done if each.changed][:_SHOWN]
+    _print(done, shown, len(without - {each.trajectory_id for each in done}))
 
 
 def _function(reward: str, config: Path | None) -> tuple[str, Callable[[RewardTrajectory], Any]]:
@@ -104,16 +111,19 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _print(done: list[Replayed], without: int) -> None:
+def _print(done: list[Replayed], shown: list[Replayed], without: int) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("TRAJECTORY", overflow="fold")
     for column in ("OLD", "NEW", ""):
         table.add_column(column, justify="right")
-    for each in done:
+    for each in shown:
         mark = Text("changed", style="yellow") if each.changed else Text("")
         table.add_row(Text(each.trajectory_id), _number(each.old), _number(each.new), mark)
     console = console_of_stdout()
-    console.print(table)
+    if shown:
+        console.print(table)
+    if len(shown) < len(done):
+        console.print(f"\n{len(done) - len(shown)} more are not shown: --all")
     olds = [each.old for each in done if each.old is not None]
     old_mean = _number(sum(olds) / len(olds)) if olds else "none"
     console.print(

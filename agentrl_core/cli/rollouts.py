@@ -1,5 +1,6 @@
 """``agentrl rollouts show``: trajectories that a run wrote, decoded, without its model or tokenizer."""
 
+from collections import Counter
 from itertools import islice
 from pathlib import Path
 
@@ -32,8 +33,10 @@ def show(run_dir: Path, step: int | None, count: int, validation: bool, color: b
         raise DataError(f"{path}: holds no trajectory")
     console = _console(color)
     console.print(legend(console))
+    rows: Counter[str] = Counter()
     for record in records:
-        show_trajectory(record, console)
+        rows[record.trajectory_id] += 1
+        show_trajectory(record, console, branch=rows[record.trajectory_id])
 
 
 def _console(color: bool | None) -> Console:

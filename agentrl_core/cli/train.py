@@ -1,27 +1,34 @@
 """``agentrl train``."""
 
+import logging
 import shlex
 from pathlib import Path
 
 import rich
+import typer
 
 from agentrl_core.cli import _logging
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.config.slots import all_slots
 from agentrl_core.runs.run_dir import RunDir
 
+logger = logging.getLogger(__name__)
+
 
 def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose: bool) -> None:
     """Train, or with ``dry_run`` check everything that can be known before a worker starts."""
     _logging.setup(verbose)
+    logger.info("reading %s", config)
     loaded = load_config(config, [*overrides, *(["trainer.resume=auto"] if resume else [])])
     if dry_run:
         _dry_run(loaded)
         return
-    # Torch and its friends take seconds; a wrong configuration is told before that.
+    # Torch and transformers take seconds to import; errors in the configuration are reported before that.
+    logger.info("loading torch and transformers")
     from agentrl_core.trainer import Trainer
 
-    path = Trainer(loaded).fit()
+    trainer = Trainer(loaded)
+    path = trainer.fit()
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     held = [name for name in ("metrics.jsonl", "rollouts", "checkpoints", "curve.png") if (path / name).exists()]
     arguments = shlex.join([str(config), *overrides])
@@ -34,6 +41,9 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
     if loaded.data.validation_files:
         _say(f"  agentrl eval {arguments} --checkpoint {shown}/checkpoints/latest")
     _say(f"  agentrl export {shown}/checkpoints/latest out/")
+    if trainer.stop.number is not None:
+        # As shells report a process that a signal ended: what follows `agentrl train … &&` must not run.
+        raise typer.Exit(128 + trainer.stop.number)
 
 
 def _say(line: str) -> None:

@@ -1,6 +1,7 @@
 """Writing whole files so that a reader, or a process killed in between, never meets half of one."""
 
 import os
+from contextlib import suppress
 from pathlib import Path
 
 
@@ -12,8 +13,15 @@ def replace_file(path: Path, content: str | bytes) -> None:
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
+    try:
+        with temporary.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        # Python names no file where writing or flushing failed.
+        error.filename, error.filename2 = str(path), None
+        with suppress(OSError):
+            temporary.unlink()
+        raise

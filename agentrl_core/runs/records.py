@@ -1,11 +1,13 @@
 """One finished trajectory on disk: a line of ``rollouts/step-000010.jsonl``, complete enough to show and to replay."""
 
+import gzip
 import json
 import math
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, cast
 
 from agentrl_core.api.agent_loop import AgentLoopOutput, Termination
 from agentrl_core.api.errors import DataError
@@ -14,6 +16,8 @@ from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.run_dir import Split, rollout_file_name
 
 SCHEMA_VERSION = 1
+PLAIN_STEPS = 10
+"""Newest steps whose files stay as they are; older ones are compressed to about a sixth."""
 
 
 @dataclass(kw_only=True)
@@ -117,17 +121,30 @@ class RolloutWriter:
         self.rollouts_dir.mkdir(parents=True, exist_ok=True)
         path = self.rollouts_dir / rollout_file_name(step, split)
         replace_file(path, "".join(record.to_json() + "\n" for record in records))
+        for file in self.rollouts_dir.glob("*step-*.jsonl"):
+            if int(file.stem.rpartition("-")[2]) <= step - PLAIN_STEPS:
+                _compress(file)
         return path
 
 
+def _compress(file: Path) -> None:
+    packed = file.with_name(file.name + ".gz")
+    temporary = file.with_name(f".{packed.name}.tmp")
+    with file.open("rb") as source, gzip.open(temporary, "wb", compresslevel=1) as target:
+        shutil.copyfileobj(source, target)
+    temporary.replace(packed)
+    file.unlink()
+
+
 def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
-    """The records of one file, read as they are asked for.
+    """The records of one file, compressed or not, read as they are asked for.
 
     Raises:
         DataError: a line is no record; names file and line.
         FileNotFoundError: there is no such file.
     """
-    with path.open(encoding="utf-8", newline="\n") as file:
+    opened = gzip.open if path.suffix == ".gz" else open
+    with cast(TextIO, opened(path, "rt", encoding="utf-8", newline="\n")) as file:
         for number, line in enumerate(file, start=1):
             try:
                 yield RolloutRecord.from_json(line)

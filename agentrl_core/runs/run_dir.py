@@ -5,14 +5,21 @@ runs/<name>/
   plugins.lock.json        the plugins that ran
   state.json               status and step
   metrics.jsonl            one object a step
-  rollouts/                step-000001.jsonl, validation-step-000000.jsonl
+  rollouts/                step-000001.jsonl, validation-step-000000.jsonl; with .gz those of older steps
   checkpoints/             step-000010/
   log.txt
   superseded/<n>/          what a later run or a resume pushed aside, laid out in the same way
+  .lock                    held by the process that runs here
 """
 
+import fcntl
 import json
+import os
 import re
+import shutil
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
@@ -25,13 +32,13 @@ from agentrl_core.runs.metrics import parse_metrics_line, read_metrics
 RunStatus = Literal["running", "completed", "stopped", "failed"]
 Split = Literal["train", "validation"]
 
-_ROLLOUT_FILE = re.compile(r"^(?P<validation>validation-)?step-(?P<step>\d{6,})\.jsonl$")
+_ROLLOUT_FILE = re.compile(r"^(?P<validation>validation-)?step-(?P<step>\d{6,})\.jsonl(\.gz)?$")
 _CHECKPOINT = re.compile(r"^step-(?P<step>\d{6,})$")
 
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run came. ``running`` in a directory where nothing runs: the process was killed.
+    """How far a run came. ``running`` in a directory that nobody holds: the process was killed.
 
     Args:
         status: ``running``, ``completed``, ``stopped`` or ``failed``.
@@ -62,6 +69,7 @@ class RunDir:
         self.checkpoints_dir = path / "checkpoints"
         self.log_file = path / "log.txt"
         self.superseded_dir = path / "superseded"
+        self._lock = path / ".lock"
 
     @classmethod
     def create(cls, output_dir: Path, name: str) -> "RunDir":
@@ -84,7 +92,62 @@ class RunDir:
                 f"trainer.output_dir, trainer.name: {run_dir.path} cannot be made a directory, because {file} is a "
                 "file; choose another trainer.name or trainer.output_dir"
             ) from error
+        except OSError as error:
+            raise ConfigError(_unwritable(run_dir.path, error)) from error
         return run_dir
+
+    # The process that runs here
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Hold the directory; however the process ends, its lock ends with it.
+
+        Raises:
+            ConfigError: another process holds it.
+        """
+        try:
+            lock = self._lock.open("a+", encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(_unwritable(self.path, error)) from error
+        with lock as file:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                file.seek(0)
+                raise ConfigError(
+                    f"trainer.name: {file.read().strip()} is training in {self.path}. Stop that process, or choose "
+                    "another trainer.name"
+                ) from error
+            file.truncate(0)
+            file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
+            file.flush()
+            yield
+
+    def is_in_use(self) -> bool:
+        """Whether a process holds the directory."""
+        try:
+            with self._lock.open("rb") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return False
+
+    def shown_status(self) -> str:
+        """The status for a person: ``interrupted`` where ``running`` is what a killed process left; ``-``: no run."""
+        state = self.read_state()
+        if state is None:
+            return "-"
+        return "interrupted" if state.status == "running" and not self.is_in_use() else state.status
+
+    def remove_leftovers(self) -> None:
+        """Delete what a killed process had not finished writing or deleting."""
+        files = [*self.path.glob(".*.tmp"), *self.rollouts_dir.glob(".*.tmp"), *self.checkpoints_dir.glob(".*.link")]
+        for file in files:
+            file.unlink()
+        for checkpoint in self.checkpoints_dir.glob(".step-*"):
+            shutil.rmtree(checkpoint, ignore_errors=True)
 
     # State
 
@@ -116,12 +179,14 @@ class RunDir:
     # Rollouts
 
     def rollout_file(self, step: int, split: Split) -> Path:
-        """Where the trajectories of a step lie."""
-        return self.rollouts_dir / rollout_file_name(step, split)
+        """Where the trajectories of a step lie; older files are compressed."""
+        plain = self.rollouts_dir / rollout_file_name(step, split)
+        packed = plain.with_name(plain.name + ".gz")
+        return packed if packed.exists() and not plain.exists() else plain
 
     def rollout_steps(self, split: Split) -> list[int]:
         """The steps whose trajectories are on disk, ascending."""
-        return sorted(step for step, found, _ in self._rollout_files() if found == split)
+        return sorted({step for step, found, _ in self._rollout_files() if found == split})
 
     # Superseding
 
@@ -212,6 +277,11 @@ def rollout_file_name(step: int, split: Split) -> str:
 def timestamp() -> str:
     """Now, as ISO 8601 with offset, to the millisecond."""
     return datetime.now().astimezone().isoformat(timespec="milliseconds")
+
+
+def _unwritable(path: Path, error: OSError) -> str:
+    reason = (error.strerror or str(error)).lower()
+    return f"trainer.output_dir: {path} cannot be written: {reason}. Choose another trainer.output_dir"
 
 
 def _checked_status(value: Any) -> RunStatus:

@@ -21,7 +21,7 @@ _OPEN, _CLOSE = "⟦", "⟧"
 _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\u2066-\u2069]")
 
 
-def show_trajectory(record: RolloutRecord, console: Console, max_chars: int | None = None) -> None:
+def show_trajectory(record: RolloutRecord, console: Console, max_chars: int | None = None, branch: int = 1) -> None:
     """Print one trajectory: prompt, response by mask, tool calls, reward, termination and timings.
 
     Where the console has no colour, ⟦ ⟧ enclose what the policy sampled. Control characters are made visible, so that
@@ -31,10 +31,13 @@ def show_trajectory(record: RolloutRecord, console: Console, max_chars: int | No
         record: the trajectory.
         console: where to print.
         max_chars: longest text of one segment; its middle is left out beyond. None: all.
+        branch: which row of its trajectory this is; from the second on the title says so.
     """
     colour = console.color_system is not None and not console.no_color
     parts: list[RenderableType] = [_body(record, colour, max_chars), Text(), _facts(record)]
     name = f"step {record.step} · {record.split} · sample {record.sample} of {_visible(record.uid)}"
+    if branch > 1:
+        name += f" · branch {branch}"
     title = Text(name, style="bold not dim")
     console.print(Panel(Group(*parts), box=ROUNDED, title=title, title_align="left", border_style="dim"))
 

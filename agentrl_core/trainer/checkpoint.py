@@ -17,7 +17,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from agentrl_core.api import CheckpointError
@@ -36,12 +36,14 @@ class TrainerState:
         best: best value of ``trainer.checkpoint.best_metric`` so far, None before the first.
         best_step: where it was reached.
         data_fingerprint: of the training prompts in their order.
+        metrics: of that step, which a run that is killed now has not logged yet.
     """
 
     step: int
     best: float | None
     best_step: int | None
     data_fingerprint: str
+    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class CheckpointStore:
@@ -60,7 +62,8 @@ class CheckpointStore:
         """Steps that have a whole checkpoint, ascending."""
         if not self.directory.is_dir():
             return []
-        found = (_NAME.fullmatch(entry.name) for entry in self.directory.iterdir() if entry.is_dir())
+        whole = (entry for entry in self.directory.iterdir() if (entry / STATE_FILE).is_file())
+        found = (_NAME.fullmatch(entry.name) for entry in whole)
         return sorted(int(match[1]) for match in found if match)
 
     def path(self, step: int) -> Path:
@@ -80,11 +83,16 @@ class CheckpointStore:
             write(aside)
             (aside / STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
             _flush(aside)
-            shutil.rmtree(path, ignore_errors=True)
+            _remove(path)
             aside.rename(path)
-        except Exception as error:
+        except (KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
             # A full disk is an OSError to Python, a RuntimeError to torch and a SafetensorError to safetensors.
-            raise CheckpointError(f"{path} cannot be written: {error}; check space and rights there") from error
+            free = shutil.disk_usage(self.directory).free / 2**30 if self.directory.exists() else 0.0
+            raise CheckpointError(
+                f"{path} cannot be written: {_reason(error)}; check space and rights there ({free:.1f} GiB are free)"
+            ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
         self.mark(state)
@@ -108,7 +116,7 @@ class CheckpointStore:
     def _prune(self, best_step: int | None) -> None:
         for step in self.steps()[: -self._keep]:
             if step != best_step:
-                shutil.rmtree(self.path(step))
+                _remove(self.path(step))
 
     def find(self, resume: str) -> Path | None:
         """The checkpoint that ``trainer.resume`` asks for; None for a fresh start.
@@ -151,6 +159,22 @@ def read_state(path: Path) -> TrainerState:
         raise CheckpointError(
             f"{file} is damaged: {error}. Resume from another checkpoint: trainer.resume=PATH"
         ) from error
+
+
+def _reason(error: BaseException) -> str:
+    """One line: torch's exception holds one error for each rank, with its traceback."""
+    failures = getattr(error, "failures", None) or {}
+    lines = str(next((failure[0] for failure in failures.values()), error)).strip().splitlines()
+    return lines[-1] if lines else type(error).__name__
+
+
+def _remove(checkpoint: Path) -> None:
+    """Rename and delete: a process killed in between leaves no half checkpoint under a whole one's name."""
+    if checkpoint.exists():
+        aside = checkpoint.with_name(f".{checkpoint.name}.removing")
+        shutil.rmtree(aside, ignore_errors=True)
+        checkpoint.rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
 
 
 def _flush(directory: Path) -> None:

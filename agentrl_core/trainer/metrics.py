@@ -4,7 +4,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import numpy as np
 import psutil
@@ -158,8 +157,3 @@ def _pass_at_k(source: str, group: Sequence[TrajectoryResult], correct: Sequence
     if k < 2:
         return {}
     return {f"validation/{source}/pass_at_{k}": float(np.mean([any(answers) for answers in solved.values()]))}
-
-
-def scalars(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as plain floats, sorted by name."""
-    return {name: float(metrics[name]) for name in sorted(metrics)}

@@ -22,6 +22,7 @@ from agentrl_core.serving.placement import (
     seats_without_training,
 )
 from agentrl_core.trainer.plan import RunPlan
+from agentrl_core.trainer.weight_sync import WeightSync
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.models import resolve_device
@@ -53,12 +54,16 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class Roles:
-    """Everything that computes. ``critic`` and ``reference`` are None where the run needs none."""
+    """Everything that computes. ``critic`` and ``reference`` are None where the run needs none.
+
+    ``sync(version)`` gives the engines of ``rollout`` the weights of ``actor``.
+    """
 
     actor: Actor
     critic: Critic | None
     reference: Reference | None
     rollout: AgentLoopManager
+    sync: WeightSync
 
 
 def needs_critic(config: ResolvedConfig) -> bool:
@@ -130,12 +135,14 @@ def build_roles(config: ResolvedConfig, runtime: Runtime, plan: RunPlan, facts: 
     )
     for group in groups.values():
         group.init_model()
-    actor = groups["actor"]
+    actor = cast(Actor, groups["actor"])
+    rollout = build_rollout(config, runtime, plan, facts, actor)
     return Roles(
-        actor=cast(Actor, actor),
+        actor=actor,
         critic=cast("Critic | None", groups.get("critic")),
         reference=cast("Reference | None", groups.get("reference")),
-        rollout=build_rollout(config, runtime, plan, facts, actor),
+        rollout=rollout,
+        sync=WeightSync(config, actor, rollout),
     )
 
 

@@ -3,7 +3,9 @@
 import logging
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import rich
@@ -21,8 +23,9 @@ from agentrl_core.api import (
 from agentrl_core.config import ResolvedConfig, to_dict, to_yaml
 from agentrl_core.config.slots import all_slots
 from agentrl_core.plugins import HookCaller, diff_lock, lock_of, read_lock, write_lock
+from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.records import RolloutRecord, RolloutWriter
-from agentrl_core.runs.run_dir import RunDir, RunStatus, Split
+from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus, Split
 from agentrl_core.runs.trajectory_view import show_trajectory
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, read_state
 from agentrl_core.trainer.plan import RunPlan
@@ -32,70 +35,112 @@ logger = logging.getLogger(__name__)
 _TOKENIZER_FILES = ("*token*", "*.jinja", "vocab.*", "merges.txt", "spiece.model", "generation_config.json")
 
 
+class LogFile(logging.FileHandler):
+    """``log.txt``. A disk that is full shows in the run's own error, not in a traceback for every line."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
+        pass
+
+
 class Run:
-    """One run. Made with :meth:`open`, which decides between a fresh start and a resumption."""
+    """One run, in a directory that no other process may use meanwhile.
 
-    def __init__(
-        self,
-        config: ResolvedConfig,
-        directory: RunDir,
-        store: CheckpointStore,
-        checkpoint: Path | None,
-        data_fingerprint: str,
-    ) -> None:
-        self.path = directory.path
+    Args:
+        config: resolved.
+        plan: its arithmetic.
+        data_fingerprint: of the training prompts in their order.
+    """
+
+    def __init__(self, config: ResolvedConfig, plan: RunPlan, data_fingerprint: str) -> None:
+        self._directory = RunDir(Path(config.trainer.output_dir).resolve() / config.trainer.name)
+        self.path = self._directory.path
         self._config = config
-        self._directory = directory
-        self._store = store
-        self._checkpoint = checkpoint
+        self._plan = plan
+        self._store = CheckpointStore(self._directory.checkpoints_dir, config.trainer.checkpoint.keep)
+        self._checkpoint: Path | None = None
         self._state = TrainerState(0, None, None, data_fingerprint)
-        if checkpoint is not None:
-            self._state = self._resumed_state(checkpoint)
-        self.first_step = self._state.step + 1
-        """The first step that this process runs."""
-        self._writer = RolloutWriter(directory.rollouts_dir)
+        self._previous: RunState | None = None
+        self.first_step = 1
+        """The first step that this process runs; known once the run records."""
+        self._writer = RolloutWriter(self._directory.rollouts_dir)
         self._trackers: list[Tracker] = []
-        self._saved_step = self._finished = self.first_step - 1
-        self._total_steps = 0
+        self._finished: int | None = None
+        self._saved_step = 0
         self.hooks = HookCaller([])
+        # It waits until begin(): only then is log.txt this run's own.
+        file = LogFile(self._directory.log_file, encoding="utf-8", delay=True)
+        file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        self._log = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1, target=file)
 
-    @classmethod
-    def open(cls, config: ResolvedConfig, plan: RunPlan, data_fingerprint: str) -> "Run":
-        """Take the run's directory: an earlier run there is resumed, or moved to ``superseded/``.
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Hold the directory, decide what to resume, and at the end tell trackers and hooks how the run ended.
+
+        Only ``log.txt`` changes before :meth:`begin`, so that a run that could not start leaves an earlier one whole.
 
         Raises:
-            ConfigError: no step is left.
+            ConfigError: another process runs there, or no step is left.
             CheckpointError: the checkpoint to resume from is damaged.
             PluginDriftError: it was made with other plugin versions.
         """
-        directory = RunDir.create(Path(config.trainer.output_dir).resolve(), config.trainer.name)
-        store = CheckpointStore(directory.checkpoints_dir, config.trainer.checkpoint.keep)
-        checkpoint = store.find(config.trainer.resume)
-        run = cls(config, directory, store, checkpoint, data_fingerprint)
-        if run.first_step > plan.steps:
+        self._directory = RunDir.create(self.path.parent, self.path.name)
+        with self._directory.locked():
+            self._decide()
+            logging.getLogger().addHandler(self._log)
+            status: RunStatus = "failed"
+            try:
+                yield
+                status = "completed" if self._finished == self._plan.steps else "stopped"
+            except KeyboardInterrupt:
+                status = "stopped"
+                raise
+            except BaseException as error:
+                logger.error("the run failed at step %d: %s", (self._finished or self.first_step - 1) + 1, error)
+                raise
+            finally:
+                self._end(status)
+
+    def _decide(self) -> None:
+        """Whether to resume, and from where."""
+        self._previous = self._directory.read_state()
+        self._checkpoint = self._store.find(self._config.trainer.resume)
+        if self._checkpoint is not None:
+            self._state = self._resumed_state(self._checkpoint)
+        elif self._config.trainer.resume == "auto":
+            self._point_to_superseded()
+        self._saved_step = self._state.step
+        self.first_step = self._state.step + 1
+        # A run that was killed after its last checkpoint has only to be closed.
+        ended = self._previous is None or self._previous.finished or not self._resumes_in_place
+        if self.first_step > self._plan.steps and ended:
             raise ConfigError(
-                f"trainer.steps: 0 steps would run: {checkpoint} is at step {run.first_step - 1} of {plan.steps}. "
-                "Raise trainer.steps, or start afresh with trainer.resume=never or another trainer.name"
+                f"trainer.steps: 0 steps would run: {self._checkpoint} is at step {self._state.step} of "
+                f"{self._plan.steps}. Raise trainer.steps, or start again with trainer.resume=never or another "
+                "trainer.name"
             )
-        if checkpoint is None or checkpoint.parent.resolve() != directory.checkpoints_dir.resolve():
-            run._make_room()
-        else:
-            moved = directory.supersede_after(run.first_step - 1)
-            store.mark(run._state)
-            if moved is not None:
-                logger.info("records after step %d were moved to %s", run.first_step - 1, moved)
-        directory.config_file.write_text(to_yaml(config), encoding="utf-8")
-        write_lock(directory.lock_file, run._refs())
-        run._build_listeners(plan)
-        return run
+
+    def _point_to_superseded(self) -> None:
+        """The last run here ended before its first checkpoint, but one that it moved away may have some."""
+        archives = self._directory.superseded_dir.glob("*/checkpoints/latest")
+        found = sorted(archives, key=lambda path: int(path.parts[-3]))
+        if found:
+            logger.warning(
+                "%s has no checkpoint, so the run starts at step 1. An earlier run that was moved has one: "
+                "trainer.resume=%s", self.path, found[-1].parents[1],
+            )  # fmt: skip
+
+    @property
+    def _resumes_in_place(self) -> bool:
+        own = self._directory.checkpoints_dir.resolve()
+        return self._checkpoint is not None and self._checkpoint.parent.resolve() == own
 
     def _make_room(self) -> None:
-        previous = self._directory.read_state()
         moved = self._directory.archive()
-        if moved is not None and previous is not None and not previous.finished:
+        if moved is not None and self._previous is not None and not self._previous.finished:
             logger.warning(
-                "an unfinished run (step %d) was in %s; it was moved to %s. To continue a run instead: --resume",
-                previous.step, self.path, moved,
+                "an unfinished run (step %d) was in %s; it was moved to %s. To continue a run instead: --resume; "
+                "to continue the one that was moved: trainer.resume=%s",
+                self._previous.step, self.path, moved, moved,
             )  # fmt: skip
         elif moved is not None:
             logger.info("the earlier run in %s was moved to %s", self.path, moved)
@@ -118,60 +163,74 @@ class Run:
             )
         if state.data_fingerprint != self._state.data_fingerprint:
             logger.warning("the training data differs from that of %s: the prompts to come will differ too", checkpoint)
-        return TrainerState(state.step, state.best, state.best_step, self._state.data_fingerprint)
+        return replace(state, data_fingerprint=self._state.data_fingerprint)
 
-    def _build_listeners(self, plan: RunPlan) -> None:
+    def _build_listeners(self) -> None:
         config = self._config
-        self._total_steps = plan.steps
-        context = TrackerContext(config.trainer.name, self.path, plan.steps, to_dict(config), self.first_step)
+        context = TrackerContext(config.trainer.name, self.path, self._plan.steps, to_dict(config), self.first_step)
         self._trackers += [slot.build(context) for slot in config.trainer.trackers]
         names = [hook.registered_name for hook in config.hooks]
         self.hooks = HookCaller(
             [(name, hook.build(HookContext(name, self.path))) for name, hook in zip(names, config.hooks, strict=True)]
         )
 
-    @contextmanager
-    def recording(self) -> Iterator[None]:
-        """Keep ``state.json`` and ``log.txt``, and tell trackers and hooks how the run ended."""
-        handler = logging.FileHandler(self._directory.log_file, encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        logging.getLogger().addHandler(handler)
+    def begin(self, actor: Actor, critic: Critic | None) -> int:
+        """Everything has started: make the directory this run's own, load the checkpoint.
+
+        Returns the last finished step.
+        """
+        checkpoint = self._checkpoint
+        if checkpoint is not None:
+            logger.info("resuming after step %d of %d from %s", self._state.step, self._plan.steps, checkpoint)
+            actor.load_checkpoint(str(checkpoint / "actor"))
+            if critic is not None:
+                if not (checkpoint / "critic").is_dir():
+                    raise CheckpointError(f"{checkpoint} has no critic, but the run's estimator needs one")
+                critic.load_checkpoint(str(checkpoint / "critic"))
+        self._directory.remove_leftovers()
+        if self._resumes_in_place:
+            moved = self._directory.supersede_after(self._state.step)
+            self._store.mark(self._state)
+            if moved is not None:
+                logger.info("records after step %d were moved to %s", self._state.step, moved)
+        else:
+            self._make_room()
+        self._log.flushLevel = logging.NOTSET
+        self._log.flush()
+        replace_file(self._directory.config_file, to_yaml(self._config))
+        write_lock(self._directory.lock_file, self._refs())
+        self._finished = self._state.step
         self._directory.write_state("running", self._finished)
-        status: RunStatus = "failed"
-        try:
-            yield
-            status = "completed" if self._finished >= self._total_steps else "stopped"
-        except KeyboardInterrupt:
-            status = "stopped"
-            raise
-        except BaseException as error:
-            logger.error("the run failed at step %d: %s", self._finished + 1, error)
-            raise
-        finally:
-            self._directory.write_state(status, self._finished)
+        self._build_listeners()
+        self._log_again()
+        return self._state.step
+
+    def _log_again(self) -> None:
+        """A run killed between its checkpoint and its metrics still owes the metrics."""
+        step, metrics = self._state.step, self._state.metrics
+        owed = self._resumes_in_place and metrics and (self._previous is None or self._previous.step < step)
+        if owed and all(row["step"] != step for row in self._directory.read_metrics()):
+            self.log(step, metrics)
+
+    def _end(self, status: RunStatus) -> None:
+        if self._finished is not None:
+            with suppress(OSError):  # a full disk, which has ended the run, must not hide why it ended
+                self._directory.write_state(status, self._finished)
             for tracker in self._trackers:
                 tracker.finish(status)
-            logging.getLogger().removeHandler(handler)
-            handler.close()
-            self.hooks.on_run_end(status=status)
-
-    def resume(self, actor: Actor, critic: Critic | None) -> int:
-        """Load the checkpoint, if the run resumes; returns the last finished step."""
-        if self._checkpoint is not None:
-            logger.info("resuming from %s", self._checkpoint)
-            actor.load_checkpoint(str(self._checkpoint / "actor"))
-            if critic is not None:
-                if not (self._checkpoint / "critic").is_dir():
-                    raise CheckpointError(f"{self._checkpoint} has no critic, but the run's estimator needs one")
-                critic.load_checkpoint(str(self._checkpoint / "critic"))
-        return self._state.step
+        logging.getLogger().removeHandler(self._log)
+        file = self._log.target
+        self._log.close()
+        if file is not None:
+            file.close()
+        self.hooks.on_run_end(status=status)
 
     def has_checkpoint(self, step: int) -> bool:
         """This step's checkpoint is on disk."""
         return self._saved_step == step
 
-    def save_checkpoint(self, step: int, actor: Actor, critic: Critic | None) -> None:
-        """Write a whole checkpoint of ``step``."""
+    def save_checkpoint(self, step: int, actor: Actor, critic: Critic | None, metrics: Mapping[str, float]) -> Path:
+        """Write a whole checkpoint of ``step``, with its metrics, which a killed run may not have logged yet."""
 
         def write(directory: Path) -> None:
             actor.save_checkpoint(str(directory / "actor"))
@@ -181,10 +240,10 @@ class Run:
             shutil.copy(self._directory.config_file, directory / "config.yaml")
             shutil.copy(self._directory.lock_file, directory / "plugins.lock.json")
 
-        self._state = TrainerState(step, self._state.best, self._state.best_step, self._state.data_fingerprint)
+        self._state = replace(self._state, step=step, metrics=dict(metrics))
         path = self._store.save(self._state, write)
         self._saved_step = step
-        self.hooks.on_checkpoint_saved(step=step, path=path)
+        return path
 
     def note_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Whether ``trainer.checkpoint.best_metric`` is better than ever before."""
@@ -192,7 +251,7 @@ class Run:
         value = metrics.get(name) if name is not None else None
         if value is None or (self._state.best is not None and value <= self._state.best):
             return False
-        self._state = TrainerState(self._state.step, value, step, self._state.data_fingerprint)
+        self._state = replace(self._state, best=value, best_step=step)
         return True
 
     def write_records(self, step: int, split: Split, records: Sequence[RolloutRecord]) -> None:
@@ -207,7 +266,7 @@ class Run:
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step is done: trackers, hooks, ``state.json``."""
         for tracker in self._trackers:
-            tracker.log(metrics, step)
+            tracker.log(dict(sorted(metrics.items())), step)
         self._finished = step
         self._directory.write_state("running", step)
         self.hooks.on_step_end(step=step, metrics=metrics)

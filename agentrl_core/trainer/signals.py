@@ -1,6 +1,7 @@
-"""SIGINT and SIGTERM finish the step; a second one stops at once."""
+"""SIGINT, SIGTERM and SIGHUP finish the step; a second one stops immediately, a third one kills the process."""
 
 import logging
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,9 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.requested = False
+        self.number: int | None = None
+        """Of the signal that asked."""
+        self._interrupted = False
         self.may_finish_step = False
         """False while there is no step to finish: then a signal stops at once."""
         self._notice: threading.Thread | None = None
@@ -27,8 +31,10 @@ class StopRequest:
             yield
             return
         previous: dict[int, Any] = {}
-        for number in (signal.SIGINT, signal.SIGTERM):
-            previous[number] = signal.signal(number, self._handle)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            # nohup has SIGHUP ignored, and wants it to stay so.
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
+                previous[number] = signal.signal(number, self._handle)
         try:
             yield
         finally:
@@ -38,10 +44,16 @@ class StopRequest:
                 self._notice.join()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._interrupted:
+            # KeyboardInterrupt did not end it: foreign code blocks the event loop that has to close what runs.
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
         if self.requested or not self.may_finish_step:
+            self._interrupted = True
             raise KeyboardInterrupt
         self.requested = True
-        message = "%s: the run stops after this step and saves a checkpoint; again to stop at once"
+        self.number = number
+        message = "%s: the run stops after this step and saves a checkpoint; repeat to stop immediately"
         # In a thread: the signal may have come in the middle of a write, and streams refuse another one then.
         self._notice = threading.Thread(target=logger.warning, args=(message, signal.Signals(number).name))
         self._notice.start()

@@ -8,13 +8,14 @@ estimators that compare samples.
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from agentrl_core.algorithms.outcome import advantage_input
-from agentrl_core.api import AdvantageEstimator, AlgorithmContext
+from agentrl_core.api import AdvantageEstimator, AgentRLError, AlgorithmContext
 from agentrl_core.config import ResolvedConfig, to_dict
+from agentrl_core.controller.runtime import Runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
@@ -27,29 +28,18 @@ from agentrl_core.trainer.metrics import (
     engine_metric,
     resource_metrics,
     rollout_metrics,
-    scalars,
 )
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.records import ended_trajectory, make_records, trajectory_advantages
-from agentrl_core.trainer.roles import build_roles, start_runtime
+from agentrl_core.trainer.roles import Roles, build_roles, start_runtime
 from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
 from agentrl_core.trainer.validation import Validator
-from agentrl_core.trainer.weight_sync import WeightSync
 
 logger = logging.getLogger(__name__)
 GAP_ROWS = 4
 """Rows whose log-probs are computed a second time, to watch the engine, where a second pass is not needed."""
 TOOL_SILENCE_STEPS = 10
-
-
-@dataclass
-class StepInProgress:
-    """What the phases of one step leave for its end."""
-
-    step: int
-    results: list[TrajectoryResult] = field(default_factory=list)
-    metrics: dict[str, float] = field(default_factory=dict)
 
 
 class Trainer:
@@ -59,69 +49,77 @@ class Trainer:
 
     Args:
         config: from ``load_config`` or ``bind``.
+
+    Raises:
+        ConfigError, DataError, TemplateError, PluginError: what can be known before a worker starts.
     """
 
     def __init__(self, config: ResolvedConfig) -> None:
         self.config = config
+        logger.info("checking model, tokenizer and prompts")
+        self.preparation = Preparation.of(config)
+        self.plan = self.preparation.plan
+        self.renderer = self.preparation.renderer
+        context = AlgorithmContext(group_size=config.rollout.n)
+        self.estimator: AdvantageEstimator = config.algorithm.advantage.build(context)
+        self.validator = Validator(config, self.preparation.data.validation)
+        self.run = Run(config, self.plan, self.preparation.fingerprint)
         self.timer = PhaseTimer()
         self.stop = StopRequest()
         self.step = 0
-        self._current = StepInProgress(0)
+        self._roles: Roles | None = None
         self._steps_without_tools = 0
+        self._updates = 0
 
     def fit(self) -> Path:
-        """Run to the last step, or to the first SIGINT or SIGTERM; returns the run directory.
+        """Run to the last step, or to the first SIGINT, SIGTERM or SIGHUP; returns the run directory.
 
         Raises:
-            ConfigError, DataError, TemplateError, PluginError: before anything starts.
+            ConfigError, CheckpointError, PluginDriftError: the run directory cannot be used; nothing in it changed.
             AgentRLError: what stopped the run; the last checkpoint is whole.
         """
-        self._prepare()
-        with self.run.recording(), self.runtime, self.stop.listening(), self._started():
-            self.stop.may_finish_step = True
+        with self.run.recording(), start_runtime(self.config) as runtime, self.stop.listening(), self._started(runtime):
             for step, prompts in self.batches():
                 with self.timer.phase("step"):
-                    trajectories = self.rollout(prompts)
-                    batch = self.score(trajectories)
+                    results = self.rollout(step, prompts)
+                    metrics = rollout_metrics(results, self.config.rollout.max_response_length)
+                    batch = self.score(step, results)
                     self.rest_engines()
                     if len(batch):
-                        batch = self.add_log_probs_and_values(batch)
-                        batch = self.add_advantages(batch)
-                    metrics = self.update(batch)
+                        batch = self.add_log_probs_and_values(batch, metrics)
+                        batch = self.add_advantages(batch, metrics)
+                    self.update(batch, metrics)
                     self.sync_weights(step)
-                self.finish_step(step, batch, metrics)
+                self.finish_step(step, results, batch, metrics)
             self._save_last()
         return self.run.path
 
-    def _prepare(self) -> None:
-        """All checks that need no worker, then the run directory."""
-        self.preparation = Preparation.of(self.config)
-        self.plan = self.preparation.plan
-        self.renderer = self.preparation.renderer
-        context = AlgorithmContext(group_size=self.config.rollout.n)
-        self.estimator: AdvantageEstimator = self.config.algorithm.advantage.build(context)
-        self.run = Run.open(self.config, self.plan, self.preparation.fingerprint)
-        self.runtime = start_runtime(self.config)
+    @property
+    def roles(self) -> Roles:
+        """The workers and engines; after ``fit`` those that it used."""
+        if self._roles is None:
+            raise AgentRLError("the workers of a Trainer start in fit(); before that it has no roles")
+        return self._roles
 
     @contextmanager
-    def _started(self) -> Iterator[None]:
+    def _started(self, runtime: Runtime) -> Iterator[None]:
         """Workers, closed however the run ends; weights, and the validation before training."""
-        self.roles = build_roles(self.config, self.runtime, self.plan, self.preparation.facts)
-        self._give_weights = WeightSync(self.config, self.roles.actor, self.roles.rollout)
+        logger.info("starting workers and engines")
+        self._roles = build_roles(self.config, runtime, self.plan, self.preparation.facts)
         try:
             self._begin()
+            self.stop.may_finish_step = True
             yield
         finally:
             self.roles.rollout.close()
 
     def _begin(self) -> None:
-        self.validator = Validator(self.config, self.preparation.data.validation, self.roles.rollout)
-        self.step = self.run.resume(self.roles.actor, self.roles.critic)
+        self.step = self.run.begin(self.roles.actor, self.roles.critic)
         self.sync_weights(self.step)
         self._compare_with_engines()
         self.run.hooks.on_run_start(config=to_dict(self.config), run_dir=self.run.path)
         if self.step == 0 and self.config.trainer.validation.before and self.preparation.data.validation:
-            self._log(0, self.validate(0))
+            self.run.log(0, self._measured(self.validate(0)))
 
     def _compare_with_engines(self) -> None:
         """What each engine says its tokens' log-probs are, against one forward of the actor."""
@@ -135,7 +133,8 @@ class Trainer:
     def _save_last(self) -> None:
         """A signal may have come after the last step had decided that it was not the last."""
         if not self.run.has_checkpoint(self.step):
-            self.run.save_checkpoint(self.step, self.roles.actor, self.roles.critic)
+            saved = self.run.save_checkpoint(self.step, self.roles.actor, self.roles.critic, {})
+            self.run.hooks.on_checkpoint_saved(step=self.step, path=saved)
 
     def batches(self) -> Iterator[tuple[int, PromptBatch]]:
         """The prompts of each step that is left, ``rollout.n`` rows per prompt."""
@@ -146,26 +145,24 @@ class Trainer:
             if self.stop.requested:
                 return
 
-    def rollout(self, prompts: PromptBatch) -> list[TrajectoryResult]:
-        """Trajectories of the step's prompts, each scored as it ended."""
-        self._current = StepInProgress(prompts.step)
-        self.run.hooks.on_rollout_start(step=self._current.step)
+    def rollout(self, step: int, prompts: PromptBatch) -> list[TrajectoryResult]:
+        """Trajectories of the step's prompts, each scored as it ended; group rewards are settled here."""
+        self.run.hooks.on_rollout_start(step=step)
         with self.timer.phase("rollout"):
-            return self.roles.rollout.generate_sequences(prompts)
-
-    def score(self, results: list[TrajectoryResult]) -> DataProto:
-        """One padded batch of the trained trajectories, with ``rm_scores``; group rewards are settled here."""
-        step = self._current.step
+            results = self.roles.rollout.generate_sequences(prompts)
         with self.timer.phase("score"):
             self.roles.rollout.score_groups(results)
+        return results
+
+    def score(self, step: int, results: list[TrajectoryResult]) -> DataProto:
+        """One padded batch of the trained trajectories, with ``rm_scores``."""
+        with self.timer.phase("score"):
             meta = {
                 "step": step,
                 "temperature": self.config.rollout.sampling.temperature,
                 "seed": TrajectoryKey(self.config.trainer.seed, "update", step, 0, 0).seed(0),
             }
             batch = to_data_proto(results, self.renderer.pad_token_id, meta)
-        self._current.results = results
-        self._current.metrics = rollout_metrics(results, self.config.rollout.max_response_length)
         self._tell_hooks(step, "train", results)
         self.run.hooks.on_rollout_end(step=step, batch=batch)
         return batch
@@ -176,8 +173,11 @@ class Trainer:
             with self.timer.phase("sleep"):
                 self.roles.rollout.sleep()
 
-    def add_log_probs_and_values(self, batch: DataProto) -> DataProto:
-        """``old_log_probs``, and where they are needed ``values`` and ``ref_log_prob``, all [B, R]."""
+    def add_log_probs_and_values(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """``old_log_probs``, and where they are needed ``values`` and ``ref_log_prob``, all [B, R].
+
+        Adds the gap between engine and actor to ``metrics``.
+        """
         with self.timer.phase("log_probs"):
             measured = "rollout_log_probs" in batch.batch.keys()
             if measured and self.roles.rollout.shares_module:
@@ -187,8 +187,8 @@ class Trainer:
             else:
                 batch.union(self.roles.actor.compute_log_prob(batch))
                 gap = logprob_gap(batch, batch.batch["old_log_probs"]) if measured else {}
-            check_gap(gap, self.config.rollout.max_logprob_gap, f"step {self._current.step}")
-            self._current.metrics |= gap
+            check_gap(gap, self.config.rollout.max_logprob_gap, f"step {batch.meta_info['step']}")
+            metrics |= gap
             if self.roles.reference is not None:
                 batch.union(self.roles.reference.compute_ref_log_prob(batch))
         if self.roles.critic is not None:
@@ -196,62 +196,74 @@ class Trainer:
                 batch.union(self.roles.critic.compute_values(batch))
         return batch
 
-    def add_advantages(self, batch: DataProto) -> DataProto:
-        """``advantages`` and ``returns`` [B, R]; hooks may replace the batch."""
+    def add_advantages(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+        """``advantages`` and ``returns`` [B, R]; hooks may replace the batch. Adds the estimator's metrics."""
         with self.timer.phase("advantages"):
             output = self.estimator(advantage_input(batch))
             batch.batch["advantages"] = output.advantages
             batch.batch["returns"] = output.returns
-            self._current.metrics |= {f"advantage/{name}": value for name, value in output.metrics.items()}
-        replaced: DataProto = self.run.hooks.on_batch_ready(step=self._current.step, batch=batch)
+            metrics |= {f"advantage/{name}": value for name, value in output.metrics.items()}
+        replaced: DataProto = self.run.hooks.on_batch_ready(step=batch.meta_info["step"], batch=batch)
         return replaced
 
-    def update(self, batch: DataProto) -> dict[str, float]:
-        """The optimizer steps of critic and actor; all metrics of the step so far."""
-        metrics = dict(self._current.metrics)
+    def update(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """The optimizer steps of critic and actor; adds their metrics."""
         if not len(batch):
             logger.warning("step %d: no trajectory can be trained; the update is skipped", self.step + 1)
-            return metrics
+            return
         if self.roles.critic is not None:
             with self.timer.phase("update_critic"):
                 metrics |= mean_of(self.roles.critic.update(batch))
         # While the critic warms up the policy is only measured.
-        batch.meta_info["measure_only"] = self.step < self.config.critic.warmup_steps
+        warming_up = self.step < self.config.critic.warmup_steps
+        batch.meta_info["measure_only"] = warming_up
         with self.timer.phase("update_actor"):
             metrics |= mean_of(self.roles.actor.update(batch))
-        return metrics
+        self._updates += not warming_up and metrics["actor/trained_rows_share"] > 0
 
     def sync_weights(self, step: int) -> None:
         """Give the engines the actor's weights, as version ``step``."""
         with self.timer.phase("sync_weights"):
-            self._give_weights(step)
+            self.roles.sync(step)
 
-    def finish_step(self, step: int, batch: DataProto, metrics: dict[str, float]) -> None:
+    def finish_step(
+        self, step: int, results: list[TrajectoryResult], batch: DataProto, metrics: dict[str, float]
+    ) -> None:
         """Records, validation, checkpoint, trackers, hooks."""
         self.step = step
         last = step == self.plan.steps or self.stop.requested
-        records = make_records(step, "train", self._current.results, trajectory_advantages(batch) if len(batch) else {})
+        records = make_records(step, "train", results, trajectory_advantages(batch) if len(batch) else {})
         self.run.write_records(step, "train", records)
         self._watch_tools(metrics)
         validation = self.config.trainer.validation
         if (last and validation.after) or (validation.interval and step % validation.interval == 0):
             metrics |= self.validate(step)
+        if last and not self._updates:
+            logger.warning(
+                "nothing was trained: in no step of this run had a trajectory an advantage (are the rewards of all "
+                "samples of a prompt equal?) or the critic was warming up"
+            )
+        metrics = self._measured(metrics)
         best = self.run.note_best(step, metrics)
-        # Before the checkpoint: a run killed in between must not come back without this step's record.
-        self._log(step, metrics)
         interval = self.config.trainer.checkpoint.interval
+        saved = None
+        # Before the trackers: one that hangs or ends the run must not cost the step.
         if last or best or (interval and step % interval == 0):
             with self.timer.phase("checkpoint"):
-                self.run.save_checkpoint(step, self.roles.actor, self.roles.critic)
+                saved = self.run.save_checkpoint(step, self.roles.actor, self.roles.critic, metrics)
+        self.run.log(step, metrics | self.timer.take())
+        if saved is not None:
+            self.run.hooks.on_checkpoint_saved(step=step, path=saved)
 
-    def _log(self, step: int, metrics: Mapping[str, float]) -> None:
+    def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """These metrics with timings, resources and the engines' counters."""
         everything = {**metrics, **resource_metrics(), **self.timer.take()}
         for name, value in self.roles.rollout.engine_metrics().items():
             everything[engine_metric(name)] = value
         seconds = everything.get("timing/step", 0.0)
         if seconds:
             everything["perf/tokens_per_second"] = everything["rollout/sampled_tokens"] / seconds
-        self.run.log(step, scalars(everything))
+        return {name: float(value) for name, value in sorted(everything.items())}
 
     def _tell_hooks(self, step: int, split: Split, results: Sequence[TrajectoryResult]) -> None:
         for result in results:
@@ -270,7 +282,7 @@ class Trainer:
     def validate(self, step: int) -> dict[str, float]:
         """Greedy and sampled answers to the validation prompts; metrics under ``validation/``."""
         with self.timer.phase("validation"):
-            metrics, results = self.validator.run(step)
+            metrics, results = self.validator.run(step, self.roles.rollout)
         if results:
             self.run.write_records(step, "validation", make_records(step, "validation", results, {}))
             self._tell_hooks(step, "validation", results)

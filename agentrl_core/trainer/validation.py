@@ -19,16 +19,17 @@ class Validator:
     Args:
         config: ``trainer.validation`` says how.
         rows: validation prompts.
-        rollout: with the weights to judge.
     """
 
-    def __init__(self, config: ResolvedConfig, rows: Sequence[Row], rollout: AgentLoopManager) -> None:
+    def __init__(self, config: ResolvedConfig, rows: Sequence[Row]) -> None:
         self._settings = config.trainer.validation
         self._rows = rows[: self._settings.max_prompts]
-        self._rollout = rollout
 
-    def run(self, step: int) -> tuple[dict[str, float], list[TrajectoryResult]]:
-        """Metrics under ``validation/`` (see ``validation_metrics``), and all trajectories."""
+    def run(self, step: int, rollout: AgentLoopManager) -> tuple[dict[str, float], list[TrajectoryResult]]:
+        """Metrics under ``validation/`` (see ``validation_metrics``), and all trajectories.
+
+        ``rollout`` has the weights to judge.
+        """
         sampling = asdict(self._settings.sampling)
         modes = {
             "greedy": (int(self._settings.greedy), {**sampling, "temperature": 0.0}),
@@ -38,7 +39,7 @@ class Validator:
         for mode, (n, parameters) in modes.items():
             if n and self._rows:
                 prompts = PromptBatch.sampled(self._rows, step, f"validation.{mode}", n, parameters)
-                results[mode] = self._rollout.generate_sequences(prompts)
-                self._rollout.score_groups(results[mode])
+                results[mode] = rollout.generate_sequences(prompts)
+                rollout.score_groups(results[mode])
         metrics = validation_metrics(results, self._settings.correct_above)
         return metrics, [result for group in results.values() for result in group]

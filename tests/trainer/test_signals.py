@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 from agentrl_core.runs.run_dir import RunDir
 
 Fit = Callable[..., RunDir]
-BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+BOTH = pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 RUN = {"rollout.engine": {"name": "scripted"}, "hooks": ["./hooks.py:Signals"], "trainer.steps": 4}
 
 SILENT_ENGINE = """
@@ -48,13 +50,13 @@ def plan(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, list[int]]], No
 def test_a_signal_finishes_the_step_and_saves(
     fit: Fit, plan: Callable[..., None], caplog: pytest.LogCaptureFixture, number: signal.Signals, moment: str
 ) -> None:
-    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+    before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     plan({moment: [number]})
     run = fit(RUN)
     assert f"{number.name}: the run stops after this step and saves a checkpoint" in caplog.text
     assert state_of(run) == ("stopped", 2)
     assert (run.checkpoints_dir / "latest").resolve().name == "step-000002"
-    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
     plan({})
     fit({**RUN, "trainer.resume": "auto"})
@@ -112,6 +114,38 @@ def test_a_stopped_command_says_how_to_go_on(tiny_run: Any, start_agentrl: Calla
     started.read_until("paused at step 2")
     os.kill(started.process.pid, signal.SIGINT)
     code, output = started.wait()
-    assert code == 0
+    assert code == 128 + signal.SIGINT
     assert "agentrl train config.yaml --resume" in output
     assert state_of(RunDir(tiny_run.folder / "runs" / "tiny")) == ("stopped", 2)
+
+
+STUBBORN = """
+import signal, sys, time
+from agentrl_core.trainer.signals import StopRequest
+
+stop = StopRequest()
+stop.may_finish_step = True
+with stop.listening():
+    print("ready", flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            print("interrupted", flush=True)
+"""
+
+
+def test_a_third_signal_ends_a_run_that_foreign_code_blocks() -> None:
+    command = [sys.executable, "-c", STUBBORN]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        for line in ("ready", "SIGTERM: the run stops after this step", "interrupted"):
+            assert line in process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == -signal.SIGTERM
+
+
+def test_nohup_keeps_its_promise() -> None:
+    code = "import signal; from agentrl_core.trainer.signals import StopRequest\n"
+    code += "with StopRequest().listening(): signal.raise_signal(signal.SIGHUP)"
+    assert subprocess.run(["nohup", sys.executable, "-c", code], stderr=subprocess.DEVNULL).returncode == 0
