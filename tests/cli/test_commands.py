@@ -1,6 +1,10 @@
 """``train``, ``eval``, ``export``, ``doctor`` and ``rollouts show`` on a tiny run."""
 
+import errno
+import json
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +14,7 @@ from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.doctor import TESTED
 from agentrl_core.cli.main import app
+from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.testing.tiny_model import tiny_tokenizer
 
@@ -246,3 +251,74 @@ def test_doctor_names_the_extra_that_is_missing(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(TESTED, "agentrl-no-such-package", "1.0")
     result = agentrl("doctor")
     assert "pip install 'agentrl-core[train]'" in " ".join(result.output.split())
+
+
+def test_eval_keeps_metrics_and_trajectories_and_prints_json(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_run({**SCRIPTED, **VALIDATED})
+    monkeypatch.chdir(tiny_run.folder)
+    for number in ("1", "2"):
+        result = agentrl("eval", path, "--json")
+        assert result.exit_code == 0, result.output
+        shown = json.loads(result.stdout)
+        kept = RunDir(Path(shown["directory"]))
+        assert kept.path == tiny_run.folder / "runs" / "tiny.eval" / number
+        assert kept.read_metrics() == [{"step": 0, **shown["metrics"]}]
+        assert len(list(read_rollouts(kept.rollout_file(0, "validation")))) == 2 * 3
+    assert agentrl("rollouts", "show", shown["directory"], "--validation").exit_code == 0
+    again = agentrl("eval", path, "--output", shown["directory"])
+    assert again.exit_code == 2 and "is not empty; name a new directory" in again.output
+
+
+# runs list
+
+
+def test_runs_are_listed_with_their_status(fit: Fit, tiny_run: Any) -> None:
+    run = fit({**SCRIPTED, **VALIDATED, "trainer.steps": 1})
+    fit({**SCRIPTED, "trainer.name": "killed"}).write_state("running", 1)
+    result = agentrl("runs", "list", run.path.parent)
+    rows = [line.split() for line in result.stdout.splitlines()]
+    assert rows[0] == ["RUN", "STATUS", "STEP", "REWARD", "ACCURACY", "WRITTEN"]
+    assert {(Path(row[0]).name, row[1], row[2]) for row in rows[1:]} == {
+        ("tiny", "completed", "1"),
+        ("killed", "interrupted", "1"),
+    }
+    assert next(row for row in rows if row[0].endswith("tiny"))[4] != "-"
+    none = agentrl("runs", "list", tiny_run.folder)
+    assert none.exit_code == 1 and "no run is there" in none.output
+
+
+# where the command line can be started, and what it says about the disk
+
+
+def test_the_module_is_a_program_so_that_pdb_can_run_it() -> None:
+    command = [sys.executable, "-m", "agentrl_core.cli.main", "--version"]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.startswith("agentrl ")
+
+
+@pytest.mark.parametrize("arguments", [["-h"], ["train", "-h"], ["rollouts", "show", "-h"]])
+def test_h_is_help(arguments: list[str]) -> None:
+    result = agentrl(*arguments)
+    assert result.exit_code == 0 and "Usage:" in result.output
+
+
+def test_a_directory_that_cannot_be_written_is_named(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system", str(path))
+
+    path = tiny_run(SCRIPTED)
+    monkeypatch.setattr(Path, "mkdir", mkdir)
+    result = agentrl("train", path)
+    assert result.exit_code == 2
+    assert "runs/tiny cannot be written: read-only file system. Choose another trainer.output_dir" in result.output
+
+
+def test_a_full_disk_is_one_line(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fsync(number: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = tiny_run(SCRIPTED)
+    monkeypatch.setattr("agentrl_core.runs.atomic.os.fsync", fsync)
+    result = agentrl("train", path)
+    assert result.exit_code == 1 and "Traceback" not in result.output
+    assert "config.yaml: no space left on device. Make room; `agentrl train … --resume`" in result.output
+    assert not list(tiny_run.folder.rglob(".*.tmp"))

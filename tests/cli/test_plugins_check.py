@@ -157,3 +157,12 @@ def test_in_a_ray_worker(isolated_plugins: IsolatedPlugins, tmp_path: Path) -> N
     ]
     assert problems[2].startswith("in a Ray worker: package acme-dies 0.1.0 is broken: checking tool 'd-dies' failed:")
     assert lines[-1] == "5 checked, 3 failed"
+
+
+def test_the_name_of_a_package_checks_its_plugins(isolated_plugins: IsolatedPlugins) -> None:
+    add_plugin(isolated_plugins)
+    add_plugin(isolated_plugins, "acme-good", "whisper")
+    assert check("acme_good").stdout.splitlines() == [
+        "ok        tool 'whisper' of package acme-good 0.1.0",
+        "1 checked, 0 failed",
+    ]

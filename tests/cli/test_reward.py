@@ -139,6 +139,16 @@ def test_messages(rollouts: Path, arguments: list[str], code: int, message: str)
     assert (result.exit_code, message in result.stderr) == (code, True), result.stderr
 
 
+def test_a_large_step_shows_only_what_changed_and_all_on_request(rollouts: Path) -> None:
+    records = [record(sample, "5" if sample % 8 else "4") for sample in range(256)]
+    RolloutWriter(rollouts.parent).write(1, "train", records)
+    few = replay(rollouts, "--reward", "./reward.py:same")
+    assert [row[0] for row in rows(few)] == [f"p-{sample}" for sample in range(0, 160, 8)]
+    assert "236 more are not shown: --all" in few.stdout
+    assert few.stdout.splitlines()[-1] == "256 trajectories: mean 0 -> 0.125, 32 changed"
+    assert len(rows(replay(rollouts, "--reward", "./reward.py:same", "--all"))) == 256
+
+
 def test_missing_and_empty_files(rollouts: Path) -> None:
     missing = replay("absent.jsonl", "--reward", "./reward.py:same")
     assert "absent.jsonl: no such file; expected rollouts/step-….jsonl of a run directory" in missing.stderr

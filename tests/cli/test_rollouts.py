@@ -6,7 +6,8 @@ import pytest
 
 from agentrl_core.api.errors import DataError
 from agentrl_core.cli.rollouts import show
-from agentrl_core.runs.records import RolloutRecord, RolloutWriter
+from agentrl_core.runs.records import RolloutRecord, RolloutWriter, read_rollouts
+from agentrl_core.runs.run_dir import RunDir
 
 
 def record(step: int, sample: int) -> RolloutRecord:
@@ -77,3 +78,26 @@ def test_an_empty_file_is_named(run_dir: Path) -> None:
     (run_dir / "rollouts" / "step-000011.jsonl").write_text("")
     with pytest.raises(DataError, match="step-000011.jsonl: holds no trajectory"):
         show(run_dir, 11, 1, False, None)
+
+
+def test_branches_of_a_trajectory_have_titles_of_their_own(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    RolloutWriter(run_dir / "rollouts").write(4, "train", [record(4, 0), record(4, 0), record(4, 1)])
+    show(run_dir, 4, 3, False, None)
+    titles = [line for line in capsys.readouterr().out.splitlines() if "sample" in line]
+    assert ["branch 2" in title for title in titles] == [False, True, False]
+
+
+def test_old_steps_are_compressed_and_still_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    writer = RolloutWriter(tmp_path / "rollouts")
+    for step in range(1, 13):
+        writer.write(step, "train", [record(step, 0)])
+    writer.write(12, "validation", [record(12, 0)])
+    names = sorted(file.name for file in writer.rollouts_dir.iterdir())
+    assert names[:3] == ["step-000001.jsonl.gz", "step-000002.jsonl.gz", "step-000003.jsonl"]
+    run = RunDir(tmp_path)
+    assert run.rollout_steps("train") == list(range(1, 13))
+    assert list(read_rollouts(run.rollout_file(1, "train"))) == [record(1, 0)]
+    show(tmp_path, 2, 1, False, None)
+    assert "sample 0 of p2" in capsys.readouterr().out
+    moved = run.supersede_after(0)
+    assert moved is not None and RunDir(moved).rollout_steps("train") == list(range(1, 13))

@@ -132,6 +132,14 @@ def test_a_step_without_any_advantage_updates_nothing(fit: Fit) -> None:
     assert last(run)["actor/entropy"] > 0
 
 
+def test_a_run_that_trained_nothing_says_so(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
+    fit({**SCRIPTED, **ONE_STEP})
+    assert caplog.text.count("nothing was trained") == 1
+    caplog.clear()
+    fit({**ONE_STEP, "trainer.name": "other"})
+    assert "nothing was trained" not in caplog.text
+
+
 def test_reference_only_with_a_kl_term(tiny_run: Any) -> None:
     plain = Trainer(load_config(tiny_run(ONE_STEP)))
     run = RunDir(plain.fit())
