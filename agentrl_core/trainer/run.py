@@ -181,7 +181,7 @@ class Run:
         """
         checkpoint = self._checkpoint
         if checkpoint is not None:
-            logger.info("resuming after step %d of %d from %s", self._state.step, self._plan.steps, checkpoint)
+            logger.info("resuming from %s, after step %d of %d", checkpoint, self._state.step, self._plan.steps)
             actor.load_checkpoint(str(checkpoint / "actor"))
             if critic is not None:
                 if not (checkpoint / "critic").is_dir():

@@ -302,8 +302,12 @@ def test_h_is_help(arguments: list[str]) -> None:
 
 
 def test_a_directory_that_cannot_be_written_is_named(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Path.mkdir
+
     def mkdir(path: Path, *arguments: Any, **options: Any) -> None:
-        raise OSError(errno.EROFS, "Read-only file system", str(path))
+        if "runs" in path.parts:
+            raise OSError(errno.EROFS, "Read-only file system", str(path))
+        real(path, *arguments, **options)
 
     path = tiny_run(SCRIPTED)
     monkeypatch.setattr(Path, "mkdir", mkdir)

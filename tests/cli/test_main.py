@@ -70,7 +70,8 @@ def test_drift_is_allowed_by_a_flag(monkeypatch: pytest.MonkeyPatch, calls: Call
 def test_eval(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     calls.replace(monkeypatch, "evaluate")
     assert agentrl("eval", "c.yaml", "model.path=x", "--checkpoint", "k").exit_code == 0
-    assert calls == {"config": Path("c.yaml"), "overrides": ["model.path=x"], "checkpoint": Path("k")}
+    expected = {"config": Path("c.yaml"), "overrides": ["model.path=x"], "checkpoint": Path("k")}
+    assert calls == {**expected, "output": None, "as_json": False}
 
 
 def test_export(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:

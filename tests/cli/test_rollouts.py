@@ -83,7 +83,7 @@ def test_an_empty_file_is_named(run_dir: Path) -> None:
 def test_branches_of_a_trajectory_have_titles_of_their_own(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     RolloutWriter(run_dir / "rollouts").write(4, "train", [record(4, 0), record(4, 0), record(4, 1)])
     show(run_dir, 4, 3, False, None)
-    titles = [line for line in capsys.readouterr().out.splitlines() if "sample" in line]
+    titles = [line for line in capsys.readouterr().out.splitlines() if " of p4" in line]
     assert ["branch 2" in title for title in titles] == [False, True, False]
 
 

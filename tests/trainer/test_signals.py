@@ -126,9 +126,9 @@ from agentrl_core.trainer.signals import StopRequest
 stop = StopRequest()
 stop.may_finish_step = True
 with stop.listening():
-    print("ready", flush=True)
     while True:
         try:
+            print("ready", flush=True)
             time.sleep(60)
         except KeyboardInterrupt:
             print("interrupted", flush=True)
