@@ -165,6 +165,9 @@ class Trajectory(ABC):
 
         ``sampling_params`` may hold temperature, top_p, top_k, max_tokens. With no budget left nothing is requested
         and the turn is empty with ``finish_reason`` ``length``. The stop token belongs to the policy.
+
+        Raises:
+            PluginError: ``sampling_params`` holds something else.
         """
 
     @abstractmethod

@@ -57,7 +57,7 @@ class EndedTrajectory:
         messages: the conversation; empty if it failed before there was one.
         num_turns: as in ``AgentLoopOutput``; 0 if it failed before there was one.
         sampled_tokens: of the policy, all turns.
-        attempts: how often it was started.
+        attempts: how often it was started, or scored again.
         timings: seconds by kind: generate, tools, interaction, reward, total.
         error: what went wrong, for the terminations that are errors.
     """

@@ -18,7 +18,7 @@ class TrajectoryResult:
         reward: None where there was nothing to score, or scoring failed.
         reward_input: what the reward manager saw, for managers that look at whole groups.
         error: why the last attempt failed; the traceback where there is one.
-        attempts: how often it was started.
+        attempts: how often it was started, or scored again.
         timings: seconds by kind: generate, tools, interaction, reward, total.
         metrics: counters of the session.
         tool_calls: ``name``, ``arguments``, ``response`` and ``failed`` of each call that was run.

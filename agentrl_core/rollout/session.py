@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import time
+import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -63,6 +64,12 @@ class SessionEnvironment:
     tools: Mapping[str, HostedTool]
     interactions: Mapping[str, HostedInteraction]
     pacer: Pacer = field(default_factory=Pacer)
+    reported: set[tuple[str, type[BaseException]]] = field(default_factory=set)
+    """Tools with the kinds of failures that the log shows already."""
+
+
+class CallError(ToolError):
+    """The policy called a tool that there is not, or with wrong arguments: the tool itself is well."""
 
 
 class _Timed:
@@ -170,6 +177,8 @@ class RolloutSession(TrajectorySession):
                     text, failed = await self._execute(call), False
             except ToolError as error:
                 text, failed = f"Error: {error}", True
+                if not isinstance(error, CallError):
+                    self._report_failure(call.name, error.__cause__ or error)
         self.report.count("tool_calls")
         self.report.count("tool_failures", float(failed))
         self.report.tool_calls.append(
@@ -182,11 +191,11 @@ class RolloutSession(TrajectorySession):
         tools = self._open_tools or {}
         tool = tools.get(call.name)
         if tool is None:
-            raise ToolError(f"there is no tool {call.name!r}; available: {', '.join(tools) or 'none'}")
+            raise CallError(f"there is no tool {call.name!r}; available: {', '.join(tools) or 'none'}")
         missing = [name for name in tool.required if name not in call.arguments]
         unknown = [name for name in call.arguments if tool.properties and name not in tool.properties]
         if missing or unknown:
-            raise ToolError(
+            raise CallError(
                 f"tool {call.name!r} takes the arguments {', '.join(tool.properties) or 'none'}; "
                 f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
             )
@@ -199,6 +208,17 @@ class RolloutSession(TrajectorySession):
         for name, value in result.metrics.items():
             self.report.count(f"tool/{call.name}/{name}", float(value))
         return result.response.text
+
+    def _report_failure(self, name: str, error: BaseException) -> None:
+        """Show the first failure of each kind of each tool: a broken tool would look like a bad policy."""
+        if (name, type(error)) in self._env.reported:
+            return
+        self._env.reported.add((name, type(error)))
+        trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
+        logger.warning(
+            "tool %r failed in trajectory %s, and the model reads the error. rollout/tool_failures counts further "
+            "failures of this kind. %s\n%s", name, self.trajectory_id, error, trace,
+        )  # fmt: skip
 
     def _tool_reward(self, name: str, reward: float) -> None:
         self.report.tool_rewards.append(reward)
@@ -272,8 +292,7 @@ class RolloutSession(TrajectorySession):
     async def close(self) -> None:
         """Release everything that was opened. Never raises: a failure is logged and counted."""
         for name, tool in (self._open_tools or {}).items():
-            kwargs = self._tool_kwargs(name, "release_kwargs")
-            await self._quietly(tool.release(self._key.request_id, kwargs), f"release of tool {name!r}")
+            await self._quietly(self._release(name, tool), f"release of tool {name!r}")
         if self._interaction is not None:
             end = self._interaction.interaction.finalize_interaction(self._key.request_id)
             await self._quietly(self._interact(self._interaction, end, "ending"), "finalize_interaction")
@@ -282,6 +301,9 @@ class RolloutSession(TrajectorySession):
         self._open_tools = {}
         self._interaction = None
         self._engine_sessions.clear()
+
+    async def _release(self, name: str, tool: HostedTool) -> None:
+        await tool.release(self._key.request_id, self._tool_kwargs(name, "release_kwargs"))
 
     async def _quietly(self, call: Awaitable[Any], what: str) -> None:
         try:

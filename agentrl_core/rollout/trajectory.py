@@ -14,6 +14,7 @@ from agentrl_core.api import (
     AgentLoopOutput,
     EngineError,
     Message,
+    PluginError,
     SamplingParams,
     TemplateError,
     Termination,
@@ -28,6 +29,7 @@ from agentrl_core.hosting.wire import MAX_DEPTH, is_too_deep
 from agentrl_core.rollout.identity import TrajectoryKey
 
 Sample = Callable[[list[int], SamplingParams, str], Awaitable[TokenOutput]]
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
 
 
 class TemplateBreakError(TemplateError):
@@ -154,6 +156,10 @@ class TrajectoryBuilder(Trajectory):
         return self.row.num_tokens
 
     async def generate(self, sampling_params: Mapping[str, Any]) -> Turn:
+        if unknown := sorted(sampling_params.keys() - _SAMPLING):
+            raise PluginError(
+                f"Trajectory.generate: unknown sampling parameter {', '.join(unknown)}; allowed: {', '.join(_SAMPLING)}"
+            )
         limit = sampling_params.get("max_tokens")
         max_tokens = self.remaining if limit is None else min(limit, self.remaining)
         if max_tokens <= 0:
@@ -163,7 +169,7 @@ class TrajectoryBuilder(Trajectory):
             max_tokens=max_tokens,
             seed=self._key.seed(self._turns, self._branch),
             stop_token_ids=stop_ids,
-            **{name: sampling_params[name] for name in ("temperature", "top_p", "top_k") if name in sampling_params},
+            **{name: sampling_params[name] for name in _SAMPLING[:-1] if name in sampling_params},
         )
         row = self.row
         output = await self._sample(row.prompt_ids + row.response_ids, params, self.request_id)

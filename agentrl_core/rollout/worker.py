@@ -183,11 +183,12 @@ class AgentLoopWorker:
         async with gate:
             await self._environment.pacer.wait()
             result = await self._attempt(key, session, sampling)
-            while result.failed and result.attempts <= self._config.rollout.retries:
+            # What was sampled and only could not be scored has been scored again already.
+            while result.failed and result.reward_input is None and result.attempts <= self._config.rollout.retries:
                 key = key.next_attempt()
                 attempts = result.attempts
                 result = await self._attempt(key, RolloutSession(key, row, self._environment), sampling)
-                result.attempts = attempts + 1
+                result.attempts += attempts
             return result
 
     async def _attempt(
@@ -229,6 +230,7 @@ class AgentLoopWorker:
             raise ConfigError(f"agent_name is {name!r}; rollout.agent.loops lists {', '.join(self._loops)}")
         returned = await self._loops[name].run(dict(sampling), session=session, **session.row)
         outputs = check_outputs(name, returned)
+        outputs = [output for output in outputs if any(output.response_mask)] or outputs[-1:]
         result.outputs, result.termination, result.error = outputs, outputs[-1].termination, outputs[-1].error
         if not result.termination.trained:
             result.error = result.error or f"the agent loop {name!r} ended with {result.termination.value}"
@@ -240,18 +242,25 @@ class AgentLoopWorker:
                 output.tool_rewards, output.tool_reward_names = result.tool_rewards, result.tool_reward_names
             output.turn_scores = output.turn_scores or result.turn_scores
         if result.sampled_tokens:
+            own = outputs[-1].reward_score
+            result.reward = None if own is None else check_score(f"agent loop {name!r}", own)
             result.reward_input = reward_trajectory(result.row, outputs, result.termination)
-            result.reward = await self._score(name, result, session)
+            if result.reward is None:
+                with session.timed("reward", "being scored"):
+                    result.reward = await self._score(result)
 
-    async def _score(self, loop: str, result: TrajectoryResult, session: RolloutSession) -> RewardResult:
-        own = result.outputs[-1].reward_score
-        if own is not None:
-            return check_score(f"agent loop {loop!r}", own)
-        self._next_rewarder += 1
-        rewarder = self._rewarders[self._next_rewarder % len(self._rewarders)]
-        with session.timed("reward", "being scored"):
-            reward: RewardResult = await rewarder.call("score", result.reward_input)
-        return reward
+    async def _score(self, result: TrajectoryResult) -> RewardResult:
+        """The reward, of another worker if one fails: sampling again would give the same trajectory."""
+        while True:
+            self._next_rewarder += 1
+            rewarder = self._rewarders[self._next_rewarder % len(self._rewarders)]
+            try:
+                reward: RewardResult = await rewarder.call("score", result.reward_input)
+                return reward
+            except (RewardError, WorkerError) as error:
+                if result.attempts > self._config.rollout.retries:
+                    raise RewardError(str(error)) from error
+                result.attempts += 1
 
     async def close(self) -> None:
         """End all child processes, and what the loops keep running."""

@@ -1,10 +1,10 @@
 """The prompts of a run, checked against everything that they name before anything starts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from agentrl_core.api import ConfigError, DataError, DatasetContext, PromptDataset
+from agentrl_core.api import ConfigError, DataError, DatasetContext, PromptDataset, TemplateError
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.data.prompts import fit_prompts
 from agentrl_core.data.renderer import HFChatRenderer
@@ -13,6 +13,7 @@ from agentrl_core.data.sampler import PromptSampler
 from agentrl_core.hosting.tools import select_tools, tool_schemas
 
 _RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}
+_TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
 @dataclass(frozen=True)
@@ -63,15 +64,20 @@ class PromptLoader:
         dataset: PromptDataset = slot.build(context)
         for index in range(len(dataset)):
             self._check_row(dataset[index], f"data: {split} row {index}")
-        rows, longest = fit_prompts(dataset, context, self._config.data.overlong_prompts, self._prompt_lengths)
+
+        def lengths(rows: Sequence[Row]) -> list[int]:
+            return self._renderer.lengths(self._rendered(rows, f"data: {split} row"))
+
+        rows, longest = fit_prompts(dataset, context, self._config.data.overlong_prompts, lengths)
         self._longest = max(self._longest, longest)
         return rows
 
-    def _prompt_lengths(self, rows: Sequence[Row]) -> list[int]:
-        render = self._renderer.render
-        return self._renderer.lengths(
-            render(row["raw_prompt"], self._row_schemas(row), generation_prompt=True) for row in rows
-        )
+    def _rendered(self, rows: Sequence[Row], what: str) -> Iterator[str]:
+        for index, row in enumerate(rows):
+            try:
+                yield self._renderer.render(row["raw_prompt"], self._row_schemas(row), generation_prompt=True)
+            except TemplateError as error:
+                raise TemplateError(f"{what} {index}: {error}") from error
 
     def _row_schemas(self, row: Row) -> list[dict[str, Any]]:
         if "tools" not in self._loops[row.get("agent_name") or self._default_loop]:
@@ -84,6 +90,7 @@ class PromptLoader:
         if reserved := sorted(_RESERVED & row.keys()):
             raise DataError(f"{where}: the columns {', '.join(reserved)} are reserved; rename them in the data")
         name = row.get("agent_name") or self._default_loop
+        _check_types(row, where)
         if name not in self._loops:
             raise DataError(
                 f"{where}: agent_name is {name!r}, which rollout.agent.loops does not list; "
@@ -123,3 +130,25 @@ class PromptLoader:
         ]
         if problems:
             raise ConfigError(problems)
+
+
+def _check_types(row: Row, where: str) -> None:
+    """Refuse what would fail in the middle of a rollout.
+
+    Raises:
+        DataError: names the key, what was found and what is allowed.
+    """
+
+    def check(key: str, value: Any, kind: type, allowed: str) -> Any:
+        if not isinstance(value, kind):
+            raise DataError(f"{where}: {key} is {value!r:.100}; allowed is {allowed}")
+        return value
+
+    check("agent_name", row.get("agent_name") or "", str, "a string")
+    extra = check("extra_info", row.get("extra_info") or {}, Mapping, "a mapping")
+    check("extra_info.interaction_kwargs", extra.get("interaction_kwargs") or {}, Mapping, "a mapping")
+    key, allowed = "extra_info.tools_kwargs", f"a mapping with {', '.join(_TOOL_KWARGS)}"
+    for name, kwargs in check(key, extra.get("tools_kwargs") or {}, Mapping, "a mapping from tools to kwargs").items():
+        for each in check(f"{key}.{name}", kwargs or {}, Mapping, allowed):
+            if each not in _TOOL_KWARGS:
+                raise DataError(f"{where}: {key}.{name} has the unknown key {each!r}; allowed is {allowed}")

@@ -162,7 +162,9 @@ class Trainer:
                 "temperature": self.config.rollout.sampling.temperature,
                 "seed": TrajectoryKey(self.config.trainer.seed, "update", step, 0, 0).seed(0),
             }
-            batch = to_data_proto(results, self.renderer.pad_token_id, meta)
+            # Where the prompt left no room nothing was sampled, so nothing can be trained.
+            sampled = [result for result in results if result.sampled_tokens]
+            batch = to_data_proto(sampled, self.renderer.pad_token_id, meta)
         self._tell_hooks(step, "train", results)
         self.run.hooks.on_rollout_end(step=step, batch=batch)
         return batch
@@ -231,6 +233,8 @@ class Trainer:
     ) -> None:
         """Records, validation, checkpoint, trackers, hooks."""
         self.step = step
+        # Before the validation, which has requests of its own.
+        metrics |= {engine_metric(name): value for name, value in self.roles.rollout.engine_metrics().items()}
         last = step == self.plan.steps or self.stop.requested
         records = make_records(step, "train", results, trajectory_advantages(batch) if len(batch) else {})
         self.run.write_records(step, "train", records)
@@ -256,10 +260,8 @@ class Trainer:
             self.run.hooks.on_checkpoint_saved(step=step, path=saved)
 
     def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """These metrics with timings, resources and the engines' counters."""
+        """These metrics with timings and resources."""
         everything = {**metrics, **resource_metrics(), **self.timer.take()}
-        for name, value in self.roles.rollout.engine_metrics().items():
-            everything[engine_metric(name)] = value
         seconds = everything.get("timing/step", 0.0)
         if seconds:
             everything["perf/tokens_per_second"] = everything["rollout/sampled_tokens"] / seconds
@@ -283,6 +285,8 @@ class Trainer:
         """Greedy and sampled answers to the validation prompts; metrics under ``validation/``."""
         with self.timer.phase("validation"):
             metrics, results = self.validator.run(step, self.roles.rollout)
+            # What the engines counted of it belongs to no step.
+            self.roles.rollout.engine_metrics()
         if results:
             self.run.write_records(step, "validation", make_records(step, "validation", results, {}))
             self._tell_hooks(step, "validation", results)

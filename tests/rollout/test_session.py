@@ -350,3 +350,53 @@ def test_a_conversations_score_that_is_no_number_is_a_reward_error(tutor, tutore
             await tutored.collect_rewards()
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("action", "shown"), [(RuntimeError("no key"), "RuntimeError: no key"), ("hang", "no answer")])
+def test_a_broken_or_hung_tool_is_logged_once_with_its_traceback(spy, make_session, caplog, action, shown) -> None:
+    async def scenario() -> None:
+        session = make_session([spy])
+        await session.open_tools()
+        spy.tool.misbehave["execute"] = action
+        for _ in range(3):
+            await session.call_tool(ToolCall("spy", {"x": "1"}))
+        assert session.report.metrics["tool_failures"] == 3
+
+    asyncio.run(scenario())
+    (record,) = caplog.records
+    assert "tool 'spy' failed in trajectory" in record.message and shown in record.message
+    assert "Traceback" in record.message
+
+
+def test_a_wrong_call_of_the_policy_is_not_logged_as_a_broken_tool(spy, make_session, caplog) -> None:
+    async def scenario() -> None:
+        session = make_session([spy])
+        await session.open_tools()
+        await session.call_tool(ToolCall("spi", {}))
+        await session.call_tool(ToolCall("spy", {}))
+        assert session.report.metrics["tool_failures"] == 2
+
+    asyncio.run(scenario())
+    assert not caplog.records
+
+
+def test_a_tools_rewards_are_counted_and_named_by_tool(spy, make_session) -> None:
+    async def scenario() -> None:
+        session = make_session([spy])
+        await session.open_tools()
+        await session.call_tool(ToolCall("spy", {"x": "1"}))
+        assert (session.report.tool_rewards, session.report.tool_reward_names) == ([0.25], ["spy"])
+        assert session.report.metrics["tool/spy/reward"] == 0.25
+
+    asyncio.run(scenario())
+
+
+def test_closing_a_session_survives_tools_kwargs_that_are_no_mapping(spy, make_session) -> None:
+    async def scenario() -> None:
+        session = make_session([spy], tools_kwargs={"spy": "x"})
+        with pytest.raises(AttributeError):
+            await session.open_tools()
+        await session.close()
+        assert session.report.metrics["release_failures"] == 1
+
+    asyncio.run(scenario())

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_core.api import AgentLoopOutput, EngineError, PolicySpan, Termination, TokenOutput
+from agentrl_core.api import AgentLoopOutput, EngineError, PluginError, PolicySpan, Termination, TokenOutput
 from agentrl_core.rollout.trajectory import TrajectoryBuilder
 
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "1"}}\n</tool_call>'
@@ -303,3 +303,10 @@ def test_texts_for_people_and_rewards(conversation) -> None:
     after_prompt = talk.text[len(output.prompt_text) :]
     assert output.full_text == "".join(text for _, text in output.segments) == after_prompt
     assert [mask for mask, _ in output.segments] == [1, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "repetition_penalty", "temprature"])
+def test_a_sampling_parameter_that_would_be_ignored_is_an_error(conversation, name: str) -> None:
+    talk = conversation(["hello" + STOP])
+    with pytest.raises(PluginError, match=f"unknown sampling parameter {name}; allowed: temperature, top_p"):
+        asyncio.run(talk.builder.generate({name: 1}))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import ConfigError, EngineError, PluginError, RolloutError, Termination
+from agentrl_core.api import ConfigError, EngineError, PluginError, RolloutError, Termination, WorkerError
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 
@@ -384,6 +384,36 @@ def test_a_reward_that_raises_or_returns_nan_excludes_its_trajectory(make_rollou
     assert result.termination is Termination.REWARD_ERROR and result.attempts == 2 and result.reward is None
     assert REWARDS[name] in result.error
     assert len(to_data_proto([result], 0, {})) == 0
+
+
+def test_a_reward_that_fails_once_is_scored_again_and_nothing_is_sampled_again(make_rollout, make_row) -> None:
+    function = {"name": "./once.py:once", "isolation": "inline"}
+    source = """
+    failed = []
+
+    def once(trajectory):
+        if not failed:
+            failed.append(trajectory)
+            raise ValueError("the judge is busy")
+        return 0.5
+    """
+    changes = {"reward.functions": [function], "rollout.retries": 1}
+    rollout = make_rollout(loops("Once", **changes), {**FILES, "once.py": source})
+    (result,) = rollout([make_row()])
+    assert result.reward.score == 0.5 and result.attempts == 2 and result.error is None
+    assert rollout.engines[0]._requests == 1
+
+
+def test_a_reward_worker_that_died_is_a_reward_error(make_rollout, make_row) -> None:
+    rollout = make_rollout(loops("Once", **{"rollout.max_failed_fraction": 1.0}), FILES)
+
+    class Dead:
+        async def call(self, method, *args):
+            raise WorkerError("reward-0 died")
+
+    rollout.workers[0]._rewarders = [Dead()]
+    (result,) = rollout([make_row()])
+    assert result.termination is Termination.REWARD_ERROR and "reward-0 died" in result.error
 
 
 def test_a_prompt_that_fills_the_context_is_trained_as_length_without_a_reward(make_rollout, make_row) -> None:

@@ -248,3 +248,58 @@ def test_step_in_which_everything_failed_updates_nothing(fit: Fit, caplog: pytes
     run = fit({**SCRIPTED, **reward("raises"), "rollout.max_failed_fraction": 1.0})
     assert "no trajectory can be trained; the update is skipped" in caplog.text
     assert "actor/pg_loss" not in run.read_metrics()[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"agent_name": ["tool_agent"]}, r"agent_name is \['tool_agent'\]; allowed is a string"),
+        ({"extra_info": "x"}, "extra_info is 'x'; allowed is a mapping"),
+        ({"extra_info": ["x"]}, r"extra_info is \['x'\]; allowed is a mapping"),
+        ({"extra_info": {"tools_kwargs": "x"}}, "extra_info.tools_kwargs is 'x'; allowed is a mapping from tools"),
+        (
+            {"extra_info": {"tools_kwargs": {"calculator": "x"}}},
+            "tools_kwargs.calculator is 'x'; allowed is a mapping with create_kwargs",
+        ),
+        (
+            {"extra_info": {"tools_kwargs": {"calculator": {"creat_kwargs": {}}}}},
+            "tools_kwargs.calculator has the unknown key 'creat_kwargs'; allowed is a mapping with create_kwargs",
+        ),
+    ],
+)
+def test_a_row_of_wrong_types_is_named_before_anything_starts(tiny_run: Any, fields: Any, message: str) -> None:
+    rows = tiny_run.rows(2)
+    rows[1].update(fields)
+    with pytest.raises(DataError, match=rf"data: train row 1: .*{message}"):
+        prepare(tiny_run({**WITH_TOOLS, "tools": ["calculator"]}, rows))
+
+
+def test_a_prompt_that_the_template_refuses_is_named(tiny_run: Any) -> None:
+    rows = tiny_run.rows(2)
+    rows[1]["prompt"].append({"role": "tool", "content": "42"})
+    (tiny_run.folder / "strict.jinja").write_text(rejecting_tools(CHATML_TEMPLATE))
+    with pytest.raises(TemplateError, match="data: train row 1: .*no tool role"):
+        prepare(tiny_run({"model.chat_template": "strict.jinja"}, rows))
+
+
+def test_prompts_that_leave_no_room_to_sample_are_not_trained(fit: Fit, tiny_run: Any) -> None:
+    """As of an agent that asks with more than the context: a row without a sampled token has nothing to train."""
+    (tiny_run.folder / "loops.py").write_text(FULL)
+    run = fit(
+        {**SCRIPTED, "rollout.agent.loops": ["./loops.py:Full"], "hooks": ["./hooks.py:Record"]}, tiny_run.rows(2)
+    )
+    assert [record.termination for record in records(run)].count("length") >= 2
+    events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
+    assert [rows for event, _, rows, *_ in events if event == "rollout_end"] == [2]
+    assert run.read_metrics()[0]["rollout/failed_fraction"] == 0
+
+
+FULL = """
+from agentrl_core.api import AgentLoopBase
+
+class Full(AgentLoopBase):
+    async def run(self, sampling_params, *, session, raw_prompt, prompt_index, **row):
+        content = "x" * 1_000_000 if prompt_index else "x"
+        trajectory = session.trajectory([{"role": "user", "content": content}])
+        return trajectory.finish((await trajectory.generate(sampling_params)).termination)
+"""

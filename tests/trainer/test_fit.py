@@ -76,6 +76,12 @@ def test_engines_that_sleep_while_the_trainer_computes_change_nothing(fit: Fit, 
     assert {name: asleep[name] for name in measured} == {name: awake[name] for name in measured}
 
 
+def test_requests_of_the_validation_are_not_counted_in_the_steps_engine_metrics(fit: Fit) -> None:
+    rows = fit({**VALIDATED, **ONE_STEP, "trainer.validation": {"before": True, "interval": 1}}).read_metrics()
+    assert rows[-1]["rollout/engine/requests"] == 4
+    assert not any(name.startswith("rollout/engine/") for name in rows[0])
+
+
 def test_validation_before_during_and_after(fit: Fit) -> None:
     run = fit({**SCRIPTED, **VALIDATED, "trainer.validation": {"interval": 2}, "trainer.steps": 3})
     measured = [row["step"] for row in run.read_metrics() if "validation/tiny/accuracy_greedy" in row]
