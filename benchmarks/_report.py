@@ -14,6 +14,8 @@ from rich.table import Table
 
 NOTE = "Others may use the machine at the same time: compare figures of one run with each other, and repeat a run."
 
+_WIDTH_OF_A_PIPE = 250
+
 
 @dataclass(frozen=True)
 class Figure:
@@ -37,24 +39,28 @@ class Figure:
 def print_figures(title: str, figures: Sequence[Figure]) -> None:
     """A table on stdout; lines of one case stand together."""
     table = Table(title=title, title_justify="left", caption=NOTE, caption_justify="left")
-    table.add_column("case", no_wrap=True)
-    table.add_column("figure", no_wrap=True)
-    table.add_column("value", justify="right")
-    table.add_column("goal", justify="right")
-    table.add_column("")
+    # Where there is too little room, words are folded; a number is never cut.
+    table.add_column("case", overflow="fold")
+    table.add_column("figure", overflow="fold")
+    cells = [(value_of(figure), goal_of(figure), figure.verdict) for figure in figures]
+    for name, column in zip(("value", "goal", ""), zip(*cells, strict=True), strict=True):
+        table.add_column(name, justify="right", no_wrap=True, min_width=max(map(len, (name, *column))))
     for number, figure in enumerate(figures):
         is_first = number == 0 or figures[number - 1].case != figure.case
         if is_first and number:
             table.add_section()
-        goal = "" if figure.goal is None else f"{'≥' if figure.at_least else '≤'} {figure.goal:g}"
-        table.add_row(
-            figure.case if is_first else "",
-            figure.name,
-            f"{figure.value:.2f} {figure.unit}".strip(),
-            goal,
-            figure.verdict,
-        )
-    Console(width=110).print(table)
+        table.add_row(figure.case if is_first else "", figure.name, *cells[number])
+    Console(width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE).print(table)
+
+
+def value_of(figure: Figure) -> str:
+    """The value with its unit."""
+    return f"{figure.value:.2f} {figure.unit}".strip()
+
+
+def goal_of(figure: Figure) -> str:
+    """``≤ 5``; empty without a goal."""
+    return "" if figure.goal is None else f"{'≥' if figure.at_least else '≤'} {figure.goal:g}"
 
 
 def write_json(path: Path, figures: Sequence[Figure]) -> None:
@@ -73,9 +79,8 @@ def write_markdown(path: Path, title: str, command: str, figures: Sequence[Figur
     lines = [f"# {title}", "", f"`{command}`, {date.today()}, {_machine()}, Python {sys.version.split()[0]}.", ""]
     lines += ["| case | figure | value | goal | |", "|---|---|---|---|---|"]
     for figure in figures:
-        goal = "" if figure.goal is None else f"{'≥' if figure.at_least else '≤'} {figure.goal:g}"
-        value = f"{figure.value:.2f} {figure.unit}".strip()
-        lines.append(f"| {figure.case} | {figure.name} | {value} | {goal} | {figure.verdict} |")
+        cells = (figure.case, figure.name, value_of(figure), goal_of(figure), figure.verdict)
+        lines.append(f"| {' | '.join(cells)} |")
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

@@ -11,11 +11,9 @@ from agentrl_core.api.errors import ConfigError, PluginError
 
 _EXTRA_OF_MODULE = {
     "datasets": "train",
-    "matplotlib": "train",
     "psutil": "train",
     "ray": "ray",
     "safetensors": "train",
-    "tensorboard": "train",
     "tensordict": "train",
     "torch": "train",
     "transformers": "train",

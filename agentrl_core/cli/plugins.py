@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 SCHEMA_VERSION = 1
 _STYLES = {"ok": "green", "external": "cyan", "missing-extra": "yellow", "blocked": "yellow"}
 _WIDTH_OF_A_PIPE = 250
+_LEAST_WIDTH_OF_ALL_COLUMNS = 130
 
 app = typer.Typer(help="What is installed.", no_args_is_help=True)
 
@@ -174,16 +175,22 @@ def _print_table(rows: list["PluginRow"], verbose: bool) -> None:
     from rich.table import Table
     from rich.text import Text
 
+    console = _console()
+    is_narrow = console.width < _LEAST_WIDTH_OF_ALL_COLUMNS
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("KIND", "NAME", "PACKAGE", "VERSION", "API", "STATUS"):
+    for column in ("KIND", "NAME") if is_narrow else ("KIND", "NAME", "PACKAGE", "VERSION", "API", "STATUS"):
         table.add_column(column, no_wrap=True)
     table.add_column("SUMMARY", overflow="fold")
     for row in rows:
         api = "" if row.api_version is None else str(row.api_version)
         status = Text(row.status, style=_STYLES.get(row.status, "bold red"))
-        cells = map(Text, (row.kind, row.name, row.dist, row.version, api))
-        table.add_row(*cells, status, Text("\n".join(_summary(row, verbose))))
-    _console().print(table)
+        summary = Text("\n".join(_summary(row, verbose)))
+        kind, name, *cells = map(Text, (row.kind, row.name, row.dist, row.version, api))
+        if is_narrow:
+            table.add_row(kind, name, Text.assemble(summary, f"\n{row.dist} {row.version}, ", status))
+        else:
+            table.add_row(kind, name, *cells, status, summary)
+    console.print(table)
 
 
 def _summary(row: "PluginRow", verbose: bool) -> list[str]:

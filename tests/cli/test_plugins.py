@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import yaml
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.main import app
@@ -72,6 +73,16 @@ def test_list_as_json(isolated_plugins: IsolatedPlugins) -> None:
         ],
     }
     assert shown("list", "--kind", "engine")["plugins"] == []
+
+
+def test_list_is_whole_on_a_narrow_terminal(isolated_plugins: IsolatedPlugins, monkeypatch: pytest.MonkeyPatch) -> None:
+    add_plugin(isolated_plugins, dist="acme-tools-with-a-long-name", name="shout_loudly")
+    monkeypatch.setattr("agentrl_core.cli.plugins._console", lambda: Console(width=80, highlight=False))
+    lines = agentrl("plugins", "list", "--verbose").stdout.splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(" ".join(lines).split())
+    for whole in ("shout_loudly", "shouts", "acme-tools-with-a-long-name 0.1.0, missing-extra"):
+        assert whole in text
 
 
 def test_list_as_a_table_has_one_line_per_plugin(isolated_plugins: IsolatedPlugins) -> None:

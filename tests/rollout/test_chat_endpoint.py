@@ -115,7 +115,7 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(run_agent) -> None:
             await refused(model="gpt-9")
             await refused(messages=[])
             await refused(n=2)
-            await refused(tool_choice="required")
+            await refused(stop=["Observation:"])
             await refused(extra_body={"beam_width": 4})
             await refused(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
             await refused(messages=[{"role": "user", "content": "x" * 3000}])
@@ -136,7 +136,7 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(run_agent) -> None:
     ]  # fmt: skip
     messages = [item["message"] for item in seen]
     assert "there is no model 'gpt-9'; there is 'policy'" in messages[0]
-    assert "messages" in messages[1] and "n:" in messages[2] and "tool_choice" in messages[3]
+    assert "messages" in messages[1] and "n:" in messages[2] and "stop" in messages[3]
     assert "beam_width" in messages[4] and "only text content" in messages[5]
     assert "max_body_bytes=2000" in messages[6]
 
@@ -230,3 +230,20 @@ def test_a_client_that_leaves_a_stream_ends_its_generation(run_agent) -> None:
     )
     assert seen["ended"] == [True]
     assert result.outputs == [] or not any(result.outputs[0].response_mask)
+
+
+def test_a_prompt_above_the_context_is_refused_and_trains_no_row(run_agent) -> None:
+    result, (seen,), _ = run_agent(
+        """
+    async def solve(base_url, api_key, model, messages, row):
+        async with client(base_url, api_key) as openai:
+            await openai.chat.completions.create(model=model, messages=messages)
+            try:
+                await openai.chat.completions.create(model=model, messages=[{"role": "user", "content": "x" * 9000}])
+            except APIStatusError as error:
+                seen(status=error.status_code, code=error.code)
+        """,
+    )
+    assert seen == {"status": 400, "code": "context_length_exceeded"}
+    (output,) = result.outputs
+    assert result.termination is Termination.LENGTH and any(output.response_mask)

@@ -4,14 +4,16 @@ import asyncio
 import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import ValidationError
 
 from agentrl_core.api import AgentRLError, ConfigError, DeadlineError, TemplateError
-from agentrl_loop_openai_agent.conversation import Completion, ContextLengthError, Conversation, Reply
+from agentrl_loop_openai_agent.conversation import BranchLimitError, Completion, ContextLengthError, Conversation, Reply
+from agentrl_loop_openai_agent.responses import ResponsesRequest, response_body
 from agentrl_loop_openai_agent.wire import Answer, ChatRequest, error_body, models_body
 
 logger = logging.getLogger(__name__)
@@ -19,7 +21,11 @@ logger = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 10.0
 """A stream that waits for the engine says so this often, so that no proxy gives up on it."""
 
-CONVERSATION_HEADER = "x-agentrl-conversation"
+BODY_SECONDS = 60.0
+"""A request whose body takes longer is refused."""
+
+LARGE_BYTES = 32 * 1024
+"""Longer requests are rendered and tokenised in a thread: that takes longer than other trajectories should wait."""
 
 
 class RequestError(Exception):
@@ -46,9 +52,11 @@ class ChatApp:
         self._conversations = conversations
         self._model = model
         self._max_body_bytes = max_body_bytes
+        self._warned: set[str] = set()
         self.app = FastAPI(title="agentrl", docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
         self.app.add_api_route("/v1/chat/completions", self.completions, methods=["POST"], response_model=None)
+        self.app.add_api_route("/v1/responses", self.responses, methods=["POST"], response_model=None)
         self.app.add_exception_handler(RequestError, _answer_error)
 
     async def models(self, request: Request) -> Response:
@@ -59,27 +67,48 @@ class ChatApp:
     async def completions(self, request: Request) -> Response:
         """``POST /v1/chat/completions``, in one piece or as server-sent events."""
         conversation = self._authorised(request)
-        wanted = await self._read(request)
-        try:
-            retried = int(request.headers.get("x-stainless-retry-count", "0")) > 0
-        except ValueError:
-            retried = False
-        try:
-            reply = conversation.prepare(wanted.messages, wanted.schemas, wanted.limit, retried)
-        except ContextLengthError as error:
-            raise RequestError(400, str(error), code="context_length_exceeded") from error
-        except TemplateError as error:
-            conversation.failure = error
-            raise RequestError(400, str(error)) from error
+        body = await self._read(request)
+        wanted = self._checked(lambda: ChatRequest.model_validate_json(body))
+        reply = await self._prepared(request, conversation, wanted, large=len(body) > LARGE_BYTES)
         identifier = f"chatcmpl-{uuid.uuid4().hex}"
         if wanted.stream:
             events = self._events(request, reply, identifier, wanted.usage_wanted)
             return StreamingResponse(events, media_type="text/event-stream")
+        return JSONResponse((await self._answer(request, reply, identifier)).body())
+
+    async def responses(self, request: Request) -> Response:
+        """``POST /v1/responses``, in one piece."""
+        conversation = self._authorised(request)
+        body = await self._read(request)
+        wanted = self._checked(lambda: ResponsesRequest.model_validate_json(body).chat_request())
+        reply = await self._prepared(request, conversation, wanted, large=len(body) > LARGE_BYTES)
+        return JSONResponse(response_body(await self._answer(request, reply, f"resp_{uuid.uuid4().hex}")))
+
+    async def _answer(self, request: Request, reply: Reply, identifier: str) -> Answer:
         try:
-            completion = await _while_connected(request, reply)
+            return Answer(identifier, self._model, await _while_connected(request, reply))
         except Exception as error:
             raise _as_request_error(error) from error
-        return JSONResponse(Answer(identifier, self._model, completion).body())
+
+    async def _prepared(self, request: Request, conversation: Conversation, wanted: ChatRequest, large: bool) -> Reply:
+        try:
+            retried = int(request.headers.get("x-stainless-retry-count", "0")) > 0
+        except ValueError:
+            retried = False
+        prepare = partial(conversation.prepare, wanted.messages, wanted.schemas, wanted.limit, retried)
+        try:
+            async with conversation.preparing:
+                return await asyncio.to_thread(prepare) if large else prepare()
+        except ContextLengthError as error:
+            raise RequestError(400, str(error), code="context_length_exceeded") from error
+        except BranchLimitError as error:
+            raise RequestError(400, str(error), code="too_many_branches") from error
+        except TemplateError as error:
+            conversation.failure = error
+            raise RequestError(400, str(error)) from error
+        except Exception as error:
+            conversation.failure = error
+            raise _as_request_error(error) from error
 
     def _authorised(self, request: Request) -> Conversation:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -91,23 +120,36 @@ class ChatApp:
             )  # fmt: skip
         return conversation
 
-    async def _read(self, request: Request) -> ChatRequest:
+    async def _read(self, request: Request) -> bytes:
         body = bytearray()
-        async for piece in request.stream():
-            body += piece
-            if len(body) > self._max_body_bytes:
-                raise RequestError(413, f"the body is longer than max_body_bytes={self._max_body_bytes}")
         try:
-            wanted = ChatRequest.model_validate_json(bytes(body))
+            async with asyncio.timeout(BODY_SECONDS):
+                async for piece in request.stream():
+                    body += piece
+                    if len(body) > self._max_body_bytes:
+                        limit = f"max_body_bytes={self._max_body_bytes} of the agent loop openai_agent"
+                        raise RequestError(413, f"the body is longer than {limit}")
+        except TimeoutError as error:
+            raise RequestError(408, f"the body did not arrive within {BODY_SECONDS:g} s", "timeout_error") from error
+        return bytes(body)
+
+    def _checked(self, parse: Callable[[], ChatRequest]) -> ChatRequest:
+        try:
+            wanted = parse()
         except ValidationError as error:
             problems = "; ".join(
                 f"{'.'.join(str(part) for part in item['loc']) or 'body'}: {item['msg']}" for item in error.errors()
             )
             raise RequestError(400, f"this endpoint cannot answer that: {problems}") from error
+        except ValueError as error:
+            raise RequestError(400, f"this endpoint cannot answer that: {error}") from error
         if wanted.model != self._model:
             raise RequestError(
                 404, f"there is no model {wanted.model!r}; there is {self._model!r}", code="model_not_found"
             )
+        for name in sorted({*wanted.unenforced} - self._warned):
+            self._warned.add(name)
+            logger.warning("the chat endpoint accepts %s of a request and does not enforce it on the policy", name)
         return wanted
 
     async def _events(self, request: Request, reply: Reply, identifier: str, usage: bool) -> AsyncIterator[str]:

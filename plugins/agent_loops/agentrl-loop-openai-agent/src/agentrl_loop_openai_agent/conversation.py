@@ -29,6 +29,10 @@ class ContextLengthError(AgentRLError):
     """The messages do not fit into what is left of the response budget or the context."""
 
 
+class BranchLimitError(AgentRLError):
+    """The request would begin more branches than the loop's option ``max_branches`` allows."""
+
+
 @dataclass
 class _Branch:
     trajectory: Trajectory
@@ -69,15 +73,19 @@ class Conversation:
     Args:
         session: of the trajectory; each branch is a trajectory of it.
         sampling_params: of the run. A client cannot change them: log-probs are trained at the run's temperature.
+        max_branches: most branches; a request that needs another one is refused.
     """
 
-    def __init__(self, session: TrajectorySession, sampling_params: Mapping[str, Any]) -> None:
+    def __init__(self, session: TrajectorySession, sampling_params: Mapping[str, Any], max_branches: int = 64) -> None:
+        self.preparing = asyncio.Lock()
+        """Held around :meth:`prepare` where that runs in another thread."""
         self.forks = 0
         self.exhausted = False
         self.failure: Exception | None = None
         self.aborted: EngineError | None = None
         self._session = session
         self._sampling_params = dict(sampling_params)
+        self._max_branches = max_branches
         self._branches: list[_Branch] = []
 
     @property
@@ -95,6 +103,7 @@ class Conversation:
 
         Raises:
             ContextLengthError: the new messages do not fit; nothing was appended, and ``exhausted`` is set.
+            BranchLimitError: there are ``max_branches`` branches.
             TemplateError: the chat template refuses the messages.
         """
         wanted = [normalised(message) for message in messages]
@@ -104,11 +113,10 @@ class Conversation:
         forked = False
         if branch is None:
             forked = bool(self._branches)
-            branch = _Branch(self._session.trajectory(messages, tools=tools), list(tools))
-            self._branches.append(branch)
+            branch = self._begun(wanted, tools)
             self.forks += forked
         else:
-            new = list(messages[len(branch.recorded()) :])
+            new = wanted[len(branch.recorded()) :]
             if new and not branch.trajectory.add_messages(new):
                 self.exhausted = True
                 raise ContextLengthError(
@@ -121,6 +129,23 @@ class Conversation:
         reply = Reply(self, branch, self._branches.index(branch), params, forked, supersedes=branch.owner)
         branch.owner = reply
         return reply
+
+    def _begun(self, wanted: list[Message], tools: Schemas) -> _Branch:
+        if len(self._branches) >= self._max_branches:
+            raise BranchLimitError(
+                f"this trajectory has {self._max_branches} branches, the most that max_branches allows: send the whole "
+                "history unchanged with each request, or raise max_branches of the agent loop openai_agent"
+            )
+        trajectory = self._session.trajectory(wanted, tools=tools)
+        if trajectory.remaining <= 0:
+            self.exhausted = True
+            raise ContextLengthError(
+                f"the messages have {trajectory.num_tokens} tokens, and the context of the model leaves no room for an "
+                "answer"
+            )
+        branch = _Branch(trajectory, list(tools))
+        self._branches.append(branch)
+        return branch
 
     def _extended(self, wanted: list[Message], tools: Schemas) -> _Branch | None:
         """The idle branch with the longest record that the request begins with, and that an answer may follow."""
@@ -215,8 +240,10 @@ class Reply:
 
 
 def normalised(message: Mapping[str, Any]) -> Message:
-    """A message as it is compared: text as one string, decoded arguments, no empty fields."""
+    """A message as it is rendered and compared: text as one string, decoded arguments, no empty fields."""
     known = {key: value for key, value in message.items() if value is not None and value != [] and value != {}}
+    if known.get("role") == "developer":
+        known["role"] = "system"
     known["content"] = text_of(message.get("content"))
     if "tool_calls" in known:
         known["tool_calls"] = [_normalised_call(call) for call in known["tool_calls"]]
@@ -246,6 +273,6 @@ def decoded(arguments: Any) -> Any:
     if isinstance(arguments, str):
         try:
             return json.loads(arguments)
-        except ValueError:
+        except (ValueError, RecursionError):
             return arguments
     return arguments

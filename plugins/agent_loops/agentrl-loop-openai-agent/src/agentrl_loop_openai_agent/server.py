@@ -6,9 +6,10 @@ import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 import uvicorn
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentrl_core.api import ConfigError, TrajectorySession
 from agentrl_loop_openai_agent.app import ChatApp
@@ -20,12 +21,39 @@ logger = logging.getLogger(__name__)
 MODEL_NAME = "policy"
 """The only model of every endpoint."""
 
+IDLE_SECONDS = 30.0
+"""A connection on which no whole request head arrives for that long is closed."""
+
 
 class _Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         # Signals belong to the run.
         yield
+
+
+class _Protocol(H11Protocol):
+    """HTTP/1.1 that closes connections beyond a limit, and those on which no request gets complete.
+
+    uvicorn's own time limit holds only between two requests.
+    """
+
+    max_connections: ClassVar[int]
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        if len(self.connections) > self.max_connections:
+            transport.abort()
+        else:
+            self._watch(self)
+
+    def _watch(self, before: object) -> None:
+        """Close the connection if it waits for the same request as one period ago."""
+        waits_after = self.cycle if self.cycle is None or self.cycle.response_complete else object()
+        if waits_after is before:
+            self.transport.close()
+        if not self.transport.is_closing():
+            self.loop.call_later(IDLE_SECONDS, self._watch, waits_after)
 
 
 class EndpointServer:
@@ -52,7 +80,7 @@ class EndpointServer:
             if self._task is None:
                 await self._start()
         key = f"agentrl-{secrets.token_urlsafe(24)}"
-        conversation = self._conversations[key] = Conversation(session, sampling_params)
+        conversation = self._conversations[key] = Conversation(session, sampling_params, self._config.max_branches)
         try:
             yield key, conversation
         finally:
@@ -61,9 +89,18 @@ class EndpointServer:
     async def _start(self) -> None:
         listener = self._listen()
         host, port = listener.getsockname()[:2]
+        protocol = type("Protocol", (_Protocol,), {"max_connections": self._config.max_connections})
         app = ChatApp(self._conversations, MODEL_NAME, self._config.max_body_bytes).app
         self._server = _Server(
-            uvicorn.Config(app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5)
+            uvicorn.Config(
+                app,
+                http=protocol,
+                ws="none",
+                log_config=None,
+                access_log=False,
+                lifespan="off",
+                timeout_graceful_shutdown=5,
+            )
         )
         self._task = asyncio.ensure_future(self._server.serve(sockets=[listener]))
         while not self._server.started:

@@ -3,7 +3,7 @@
 import json
 import time
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -11,6 +11,9 @@ from agentrl_loop_openai_agent.conversation import Completion
 
 CHUNK_CHARACTERS = 64
 """Characters of one streamed piece of text."""
+
+
+Zero = Annotated[float | None, Field(ge=0, le=0)]
 
 
 class ChatRequest(BaseModel):
@@ -21,19 +24,31 @@ class ChatRequest(BaseModel):
     model: str
     messages: list[dict[str, Any]] = Field(min_length=1)
     tools: list[dict[str, Any]] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
+    # Clients send these with the values that change nothing.
     n: Literal[1] | None = 1
     logprobs: Literal[False] | None = False
+    top_logprobs: Zero = None
+    frequency_penalty: Zero = None
+    presence_penalty: Zero = None
+    stop: Annotated[str | list[str] | None, Field(max_length=0)] = None
+    logit_bias: Annotated[dict[str, float] | None, Field(max_length=0)] = None
+    modalities: list[Literal["text"]] | None = None
 
+    # What is sampled is what is trained, so nothing of the following is enforced on the policy; see `unenforced`.
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     # Sampling belongs to the run, so that log-probs can be trained; these are accepted and without effect.
     temperature: float | None = None
     top_p: float | None = None
     seed: int | None = None
     parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    verbosity: str | None = None
     # About the caller, not about the answer.
     user: str | None = None
     metadata: dict[str, Any] | None = None
@@ -43,15 +58,24 @@ class ChatRequest(BaseModel):
     prompt_cache_key: str | None = None
 
     @model_validator(mode="after")
-    def _messages_have_roles(self) -> "ChatRequest":
+    def _messages_and_tools_are_well_formed(self) -> "ChatRequest":
         for index, message in enumerate(self.messages):
-            if not isinstance(message.get("role"), str):
-                raise ValueError(f"messages[{index}] has no role")
-            content = message.get("content")
-            parts = content if isinstance(content, list) else []
-            if not all(isinstance(part, dict) and part.get("type") == "text" for part in parts):
-                raise ValueError(f"messages[{index}]: only text content is supported")
+            _check_message(f"messages[{index}]", message)
+        for index, tool in enumerate(self.tools or []):
+            function = tool.get("function")
+            if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+                raise ValueError(f"tools[{index}]: expected {{'type': 'function', 'function': {{'name': …}}}}")
         return self
+
+    @property
+    def unenforced(self) -> list[str]:
+        """Fields that ask for something that only the policy itself can give, or that the run's config decides."""
+        asked = {
+            "tool_choice": self.tool_choice not in (None, "auto", "none"),
+            "response_format": (self.response_format or {}).get("type", "text") != "text",
+            "chat_template_kwargs": bool(self.chat_template_kwargs),
+        }
+        return [name for name, is_asked in asked.items() if is_asked]
 
     @property
     def limit(self) -> int | None:
@@ -68,6 +92,28 @@ class ChatRequest(BaseModel):
     def usage_wanted(self) -> bool:
         """A stream is to end with the usage."""
         return bool((self.stream_options or {}).get("include_usage"))
+
+
+def _check_message(where: str, message: dict[str, Any]) -> None:
+    if not isinstance(message.get("role"), str):
+        raise ValueError(f"{where} has no role")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    if not isinstance(content, str | list | None) or not all(
+        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
+    ):
+        raise ValueError(f"{where}: only text content is supported")
+    calls = message.get("tool_calls") or []
+    for call in calls if isinstance(calls, list) else [calls]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if (
+            not isinstance(function, dict)
+            or not isinstance(function.get("name"), str)
+            or not isinstance(function.get("arguments", ""), str | dict)
+        ):
+            raise ValueError(
+                f"{where}.tool_calls: expected [{{'id': …, 'function': {{'name': text, 'arguments': JSON text}}}}]"
+            )
 
 
 def error_body(message: str, kind: str, code: str | None = None) -> dict[str, Any]:

@@ -1,0 +1,122 @@
+"""The responses protocol, translated to and from chat completions. Stateless: each request brings the whole history."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from agentrl_core.api import Message
+from agentrl_loop_openai_agent.wire import Answer, ChatRequest
+
+_TEXT_PARTS = ("input_text", "output_text", "text")
+
+
+class ResponsesRequest(BaseModel):
+    """The body of ``POST /v1/responses``; fields that are not listed are about the caller and are ignored."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    model: str
+    input: Annotated[str | list[dict[str, Any]], Field(min_length=1)]
+    instructions: str | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
+    max_output_tokens: int | None = Field(None, ge=1)
+    # The endpoint keeps no responses and streams only chat completions.
+    stream: Literal[False] | None = None
+    previous_response_id: None = None
+    conversation: None = None
+    background: Literal[False] | None = None
+
+    def chat_request(self) -> ChatRequest:
+        """The same as a request for a chat completion.
+
+        Raises:
+            ValueError: an item of the input or a tool is of an unsupported type.
+        """
+        tools = [
+            {"type": "function", "function": {key: tool[key] for key in _FUNCTION_KEYS if tool.get(key) is not None}}
+            for tool in self.tools or []
+        ]
+        return ChatRequest(
+            model=self.model,
+            messages=self._messages(),
+            tools=tools or None,
+            tool_choice=self.tool_choice,
+            max_tokens=None,
+            max_completion_tokens=self.max_output_tokens,
+        )
+
+    def _messages(self) -> list[Message]:
+        messages: list[Message] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        for index, item in enumerate(items):
+            kind = item.get("type") or "message"
+            if kind == "message":
+                messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
+            elif kind == "function_call":
+                if not messages or messages[-1]["role"] != "assistant":
+                    messages.append({"role": "assistant", "content": ""})
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                messages[-1].setdefault("tool_calls", []).append(call)
+            elif kind == "function_call_output":
+                content = _text(item.get("output"))
+                messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
+            elif kind != "reasoning":
+                raise ValueError(f"input[{index}]: items of type {kind!r} are not supported")
+        return messages
+
+
+_FUNCTION_KEYS = ("name", "description", "parameters", "strict")
+
+
+def response_body(answer: Answer) -> dict[str, Any]:
+    """The whole answer as a response object."""
+    chat = answer.body()
+    message, usage = chat["choices"][0]["message"], chat["usage"]
+    output: list[dict[str, Any]] = []
+    if message["content"] or not message.get("tool_calls"):
+        text = {"type": "output_text", "text": message["content"], "annotations": []}
+        output.append({
+            "type": "message", "id": f"msg_{chat['id']}", "status": "completed", "role": "assistant", "content": [text],
+        })  # fmt: skip
+    for call in message.get("tool_calls", []):
+        output.append({
+            "type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed",
+            **call["function"],
+        })  # fmt: skip
+    is_cut = answer.finish_reason == "length"
+    return {
+        "id": chat["id"],
+        "object": "response",
+        "created_at": chat["created"],
+        "model": chat["model"],
+        "status": "incomplete" if is_cut else "completed",
+        "incomplete_details": {"reason": "max_output_tokens"} if is_cut else None,
+        "error": None,
+        "output": output,
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "usage": {
+            "input_tokens": usage["prompt_tokens"],
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": usage["completion_tokens"],
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": usage["total_tokens"],
+        },
+        "agentrl": chat["agentrl"],
+    }
+
+
+def _text(content: Any) -> Any:
+    """Parts that are all text as one string; anything else as it is, for the check of chat messages."""
+    if isinstance(content, list) and all(
+        isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
+        for part in content
+    ):
+        return "".join(part["text"] for part in content)
+    return content
