@@ -7,6 +7,8 @@ from collections.abc import Coroutine, Mapping
 from typing import Any, Self, TypeVar
 
 import ray
+from ray._private import ray_constants
+from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
@@ -15,12 +17,14 @@ from agentrl_core.controller.ray_errors import describe, root_cause
 from agentrl_core.controller.ray_group import RayWorkerGroup, create_colocated_worker_cls
 from agentrl_core.controller.ray_hosts import has_async_methods
 from agentrl_core.controller.resource_pool import RayResourcePool
-from agentrl_core.controller.worker_group import ClassWithInitArgs, WorkerGroup
+from agentrl_core.controller.runtime import ActorDiedError
+from agentrl_core.controller.worker_group import ClassWithInitArgs
 
 T = TypeVar("T")
 
 # Logical CPUs only count actors, most of which wait: a laptop's two cores must hold all actors of a small run.
 MIN_LOGICAL_CPUS = 32
+LOOPBACK = "127.0.0.1"
 
 
 class RayActorHandle:
@@ -43,7 +47,7 @@ class RayActorHandle:
         if self._was_killed:
             # Ray may still carry out what comes shortly after a kill.
             raise WorkerError(f"actor {self._name!r}, in {method!r}: it was killed")
-        reference = getattr(self._actor, method).remote(*args, **kwargs)
+        reference = getattr(self._actor, method).options(max_task_retries=0).remote(*args, **kwargs)
         try:
             return await reference
         except asyncio.CancelledError:
@@ -53,13 +57,18 @@ class RayActorHandle:
             root = root_cause(error)
             if isinstance(root, AgentRLError):
                 raise root from error
-            raise WorkerError(describe(f"actor {self._name!r}, in {method!r}", error)) from root
+            kind = ActorDiedError if isinstance(error, RayActorError) else WorkerError
+            raise kind(describe(f"actor {self._name!r}, in {method!r}", error)) from root
 
     def kill(self) -> None:
         """Ends the actor's process."""
         self._was_killed = True
         ray.kill(self._actor)
         self.num_cpus = self.num_gpus = 0.0
+
+    def restart(self) -> None:
+        """Kills the actor's process; Ray starts a new one if the actor has restarts left."""
+        ray.kill(self._actor, no_restart=False)
 
 
 class RayRuntime:
@@ -84,7 +93,12 @@ class RayRuntime:
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             cpus = num_cpus or max(os.cpu_count() or 1, MIN_LOGICAL_CPUS)
-            start = {"address": address} if address else {"num_cpus": cpus, "include_dashboard": False}
+            start: dict[str, Any] = {"address": address}
+            if not address:
+                # Nothing outside this machine may reach a cluster of one machine. Ray does so by itself on other
+                # systems than Linux; there it has no public switch, and turns 127.0.0.1 into the host's address.
+                ray_constants.ENABLE_RAY_CLUSTER = False
+                start = {"num_cpus": cpus, "include_dashboard": False, "_node_ip_address": LOOPBACK}
             try:
                 ray.init(**start, runtime_env=_threads(cpu_threads), logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError) as error:
@@ -97,16 +111,10 @@ class RayRuntime:
         name: str,
         world_size: int = 1,
         num_gpus: float = 0.0,
-        max_colocate_count: int = 1,
     ) -> RayWorkerGroup:
-        """One actor with one CPU for every rank. Raises WorkerError if the cluster is too small.
-
-        With ``max_colocate_count`` n each has an n-th of it and of ``num_gpus``: room for actors ``beside`` it.
-        """
+        """One actor with one CPU for every rank. Raises WorkerError if the cluster is too small."""
         self._check_cpus(name, world_size)
-        pool = RayResourcePool(
-            [world_size], num_gpus, max_colocate_count=max_colocate_count, strategy="PACK", name_prefix=name
-        )
+        pool = RayResourcePool([world_size], num_gpus, strategy="PACK", name_prefix=name)
         group = RayWorkerGroup(pool, cls, role=name, owns_pool=True)
         group.auto_padding = self._auto_padding
         self._groups.append(group)
@@ -138,26 +146,29 @@ class RayRuntime:
         python: str | None = None,
         node: str = "",
         max_concurrency: int = 1000,
-        beside: tuple[WorkerGroup, int] | None = None,
+        restarts: int = 0,
         **kwargs: Any,
     ) -> RayActorHandle:
         """An actor, under ``python`` where given: an environment with this Ray and this Python's minor version.
 
-        ``node`` is Ray's id of one. ``beside`` (a group and a rank) puts it into that rank's bundle, with a share of
-        its CPUs and GPUs in place of ``num_cpus`` and ``num_gpus``. Raises WorkerError if the cluster is too small.
+        ``node`` is Ray's id of one. Raises WorkerError if the cluster is too small.
         """
-        if beside is not None:
-            placed, num_cpus, num_gpus = _beside(name, *beside), 0.0, 0.0
-        else:
-            self._check_cpus(name, num_cpus)
-            self._check_gpus(name, num_gpus)
+        self._check_cpus(name, num_cpus)
+        self._check_gpus(name, num_gpus)
+        options: dict[str, Any] = {
+            "num_cpus": num_cpus,
+            "num_gpus": num_gpus,
             # Over the nodes, where there are several.
-            strategy = NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD"
-            placed = {"num_cpus": num_cpus, "num_gpus": num_gpus, "scheduling_strategy": strategy}
-        options: dict[str, Any] = {**placed, "runtime_env": {"py_executable": python} if python else {}}
+            "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD",
+            "runtime_env": {"py_executable": python} if python else {},
+            "max_restarts": restarts,
+            # Or calls would fail instead of waiting for the new process; each call says itself that it is not repeated.
+            "max_task_retries": -1 if restarts else 0,
+        }
         if has_async_methods(cls):
             options["max_concurrency"] = max_concurrency
-        handle = RayActorHandle(name, ray.remote(cls).options(**options).remote(*args, **kwargs), num_cpus, num_gpus)
+        actor = ray.remote(cls).options(**options).remote(*args, **kwargs)
+        handle = RayActorHandle(name, actor, num_cpus, num_gpus)
         self._actors.append(handle)
         return handle
 
@@ -208,17 +219,6 @@ class RayRuntime:
 
     def __exit__(self, *error: object) -> None:
         self.shutdown()
-
-
-def _beside(name: str, group: WorkerGroup, rank: int) -> dict[str, Any]:
-    pool = getattr(group, "resource_pool", None)
-    if pool is None or pool.max_colocate_count < 2:
-        raise WorkerError(
-            f"actor {name!r} has no room beside rank {rank} of {group.role!r}: "
-            "make that group with max_colocate_count of at least 2"
-        )
-    options: dict[str, Any] = pool.actor_options(rank)
-    return options
 
 
 def _threads(cpu_threads: int | None) -> dict[str, Any]:

@@ -14,6 +14,10 @@ from agentrl_core.controller.worker_group import ClassWithInitArgs, WorkerGroup
 T = TypeVar("T")
 
 
+class ActorDiedError(WorkerError):
+    """The actor's process died, or cannot be reached, during a call."""
+
+
 @runtime_checkable
 class ActorHandle(Protocol):
     """A plain object that lives somewhere else, or here."""
@@ -32,6 +36,10 @@ class ActorHandle(Protocol):
         """Ends the actor. Later calls raise WorkerError."""
         ...
 
+    def restart(self) -> None:
+        """Kills the actor's process, for a new one where the actor has restarts left. Nothing in this process."""
+        ...
+
 
 class Runtime(Protocol):
     """Makes worker groups and actors. A context manager that shuts down at its end."""
@@ -42,11 +50,10 @@ class Runtime(Protocol):
         name: str,
         world_size: int = 1,
         num_gpus: float = 0.0,
-        max_colocate_count: int = 1,
     ) -> WorkerGroup:
         """Workers of one class on ``world_size`` ranks, each with ``num_gpus`` or a fraction of one.
 
-        ``name`` is their role in messages. Each rank holds one of ``max_colocate_count`` shares of its resources.
+        ``name`` is their role in messages.
         """
         ...
 
@@ -66,15 +73,15 @@ class Runtime(Protocol):
         python: str | None = None,
         node: str = "",
         max_concurrency: int = 1000,
-        beside: tuple[WorkerGroup, int] | None = None,
+        restarts: int = 0,
         **kwargs: Any,
     ) -> ActorHandle:
         """An actor of a plain class.
 
         ``python`` is the interpreter of another environment, ``max_concurrency`` the number of calls that may be in
         flight where the class has async methods; other classes run one call at a time. ``node`` is the host that it
-        must be on, by the name that ``WorkerGroup.places`` tells. ``beside`` a rank of a group whose resources are
-        shared, it has the same node and GPU.
+        must be on, by the name that ``WorkerGroup.places`` reports. A process that dies is recreated, from the same
+        arguments, at most ``restarts`` times: calls under way raise ActorDiedError, later ones wait for the new one.
         """
         ...
 
@@ -150,6 +157,9 @@ class LocalActorHandle:
         """Forgets the object."""
         self._instance = None
 
+    def restart(self) -> None:
+        """Does nothing: the caller would die as well."""
+
 
 class LocalRuntime:
     """Everything in this process."""
@@ -169,7 +179,6 @@ class LocalRuntime:
         name: str,
         world_size: int = 1,
         num_gpus: float = 0.0,
-        max_colocate_count: int = 1,
     ) -> LocalWorkerGroup:
         """A group whose ``workers`` are plain objects."""
         group = LocalWorkerGroup(cls, world_size, role=name, loop=self._loop)
@@ -194,7 +203,7 @@ class LocalRuntime:
         python: str | None = None,
         node: str = "",
         max_concurrency: int = 1000,
-        beside: tuple[WorkerGroup, int] | None = None,
+        restarts: int = 0,
         **kwargs: Any,
     ) -> LocalActorHandle:
         """An object of this process. Raises ConfigError if another interpreter is asked for."""

@@ -15,12 +15,14 @@ class PromptBatch:
         rows: one per trajectory, with ``uid`` (of its prompt), ``prompt_index`` and ``sample_index``. Samples of one
             prompt share what is inside their rows.
         sampling: ``temperature``, ``top_p``, ``top_k`` and ``max_tokens``.
+        attempt: number of the first attempt; above 0 where a worker with these rows has died.
     """
 
     rows: Sequence[Row]
     step: int
     split: str
     sampling: Mapping[str, Any]
+    attempt: int = 0
 
     @classmethod
     def sampled(

@@ -133,6 +133,9 @@ class RewardWorker:
             async with deadline(self._timeout, late):
                 return await call
 
+    async def ping(self) -> None:
+        """Answer, if this process and its event loop move."""
+
     async def close(self) -> None:
         """End all child processes."""
         for function in self._functions:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from agentrl_core.api import (
+    DeadlineError,
     EngineContext,
     RewardError,
     RolloutError,
@@ -18,9 +19,10 @@ from agentrl_core.api import (
     WorkerError,
 )
 from agentrl_core.config.schema import ResolvedConfig
-from agentrl_core.controller.runtime import Runtime
+from agentrl_core.controller.runtime import ActorDiedError, ActorHandle, Runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.rewards import RewardWorker
+from agentrl_core.plugins.boundary import deadline
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.worker import AgentLoopWorker
 from agentrl_core.serving.placement import Seats, seats_anywhere
@@ -28,6 +30,10 @@ from agentrl_core.serving.replicas import EngineFleet
 from agentrl_core.serving.weight_delivery import WeightSender
 
 logger = logging.getLogger(__name__)
+RESTARTS = 3
+"""New processes of one agent-loop worker or reward worker, in a run."""
+FROZEN_GRACE = 60.0
+"""Seconds that a worker may stand still beyond ``rollout.trajectory_timeout``."""
 CLOSE_TIMEOUT = 30.0
 """Seconds that an actor may take to close before it is killed."""
 
@@ -57,18 +63,19 @@ class AgentLoopManager:
             runtime, rollout.engine, engine, seats, most_requests=agent.num_workers * agent.max_concurrent
         )
         self._rewarders = [
-            runtime.actor(RewardWorker, config.reward, name=f"reward-{index}")
+            runtime.actor(RewardWorker, config.reward, name=f"reward-{index}", restarts=RESTARTS)
             for index in range(config.reward.num_workers)
         ]
         self._workers = [
             runtime.actor(
                 AgentLoopWorker, config, self._fleet.servers, self._rewarders, name=f"agent-loop-{index}",
                 index=index, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size,
-                engine_sessions="sessions" in self.capabilities,
+                engine_sessions="sessions" in self.capabilities, restarts=RESTARTS,
             )
             for index in range(rollout.agent.num_workers)
         ]  # fmt: skip
         self._fleet.introduce(self._workers)
+        self._started: set[ActorHandle] = set()
 
     def start(self) -> None:
         """Start the engines.
@@ -105,8 +112,49 @@ class AgentLoopManager:
 
     async def _generate(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         chunks = prompts.chunk(len(self._workers))
-        calls = (worker.call("generate_sequences", chunk) for worker, chunk in zip(self._workers, chunks, strict=False))
-        return [result for part in await asyncio.gather(*calls) for result in part]
+        calls = (self._run(worker, chunk) for worker, chunk in zip(self._workers, chunks, strict=False))
+        watchers = [asyncio.create_task(self._supervise(actor)) for actor in (*self._workers, *self._rewarders)]
+        try:
+            return [result for part in await asyncio.gather(*calls) for result in part]
+        finally:
+            for watcher in watchers:
+                watcher.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def _run(self, worker: ActorHandle, chunk: PromptBatch) -> list[TrajectoryResult]:
+        """The results of one worker; where it dies, those of the process that takes its place."""
+        for restart in range(RESTARTS + 1):
+            attempt = restart * (self._config.rollout.retries + 1)
+            try:
+                results: list[TrajectoryResult] = await worker.call(
+                    "generate_sequences", replace(chunk, attempt=attempt)
+                )
+                return results
+            except ActorDiedError as error:
+                # A deterministic engine waits for the requests of the lost trajectories.
+                if restart == RESTARTS or self._config.rollout.deterministic:
+                    raise
+                logger.error("%s\nRestarting %s with its %d trajectories", error, worker.name, len(chunk))
+        raise AssertionError("the loop returns or raises")
+
+    async def _supervise(self, actor: ActorHandle) -> None:
+        """Restart a worker whose process or event loop has stood still for longer than a trajectory may take."""
+        rollout = self._config.rollout
+        while True:
+            is_started = actor in self._started
+            limit = rollout.trajectory_timeout + FROZEN_GRACE if is_started else rollout.engine.start_timeout
+            try:
+                async with deadline(limit, f"{actor.name} has not moved for {limit:g} s"):
+                    await actor.call("ping")
+                self._started.add(actor)
+            except DeadlineError as error:
+                logger.error("%s; killing its process", error)
+                self._started.discard(actor)
+                actor.restart()
+            except WorkerError:
+                # Its callers see this too.
+                self._started.discard(actor)
+            await asyncio.sleep(rollout.engine.health_interval)
 
     def score_groups(self, results: Sequence[TrajectoryResult]) -> None:
         """Let a reward manager with the capability ``group`` revise the rewards of each prompt's samples.

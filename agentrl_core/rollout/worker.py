@@ -118,8 +118,13 @@ class AgentLoopWorker:
         rows = prompts.rows
         keys = [
             TrajectoryKey(
-                self._config.trainer.seed, prompts.split, prompts.step, row["prompt_index"], row["sample_index"]
-            )
+                self._config.trainer.seed,
+                prompts.split,
+                prompts.step,
+                row["prompt_index"],
+                row["sample_index"],
+                prompts.attempt,
+            )  # fmt: skip
             for row in rows
         ]
         # Deterministic: wave by wave, because no step is made while an open session waits for its turn at the gate.
@@ -261,6 +266,9 @@ class AgentLoopWorker:
                 if result.attempts > self._config.rollout.retries:
                     raise RewardError(str(error)) from error
                 result.attempts += 1
+
+    async def ping(self) -> None:
+        """Answer, if this process and its event loop move."""
 
     async def close(self) -> None:
         """End all child processes, and what the loops keep running."""

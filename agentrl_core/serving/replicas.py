@@ -165,10 +165,7 @@ class EngineFleet:
         await asyncio.gather(*(self._examine(index, True) for index in lost if self._members[index].is_alive))
 
     async def _lost(self) -> set[int]:
-        answers = await asyncio.gather(
-            *(router.call("lost_engines") for router in self._routers), return_exceptions=True
-        )
-        return {index for each in answers if not isinstance(each, BaseException) for index in each}
+        return {index for each in await self._tell("lost_engines") for index in each}
 
     async def _examine(self, index: int, is_left_out: bool) -> None:
         member = self._members[index]
@@ -220,8 +217,15 @@ class EngineFleet:
         if not any(each.is_alive or each.restarts_left for each in self._members):
             await self._tell("give_up_engines", f"no engine replica is alive and none can be started: {reason}")
 
-    async def _tell(self, method: str, *args: Any) -> None:
-        await asyncio.gather(*(router.call(method, *args) for router in self._routers), return_exceptions=True)
+    async def _tell(self, method: str, *args: Any) -> list[Any]:
+        """The answers of the routers; those that are dead or do not answer in time are left out."""
+
+        async def one(router: ActorHandle) -> Any:
+            async with deadline(self._slot.health_timeout, "no answer"):
+                return await router.call(method, *args)
+
+        answers = await asyncio.gather(*map(one, self._routers), return_exceptions=True)
+        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
     # Weights ----------------------------------------------------------------------------------------------------
 

@@ -402,20 +402,39 @@ def test_actors_are_called_from_any_loop_and_can_be_passed_on(runtime: RayRuntim
         runtime.run(first.call("echo", "d"))
 
 
-def test_an_actor_beside_a_rank_shares_its_bundle(runtime: RayRuntime) -> None:
-    with runtime.worker_group(ClassWithInitArgs(worker_class()), "hosting", 2, max_colocate_count=2) as group:
-        assert group.resource_pool is not None
-        options = group.resource_pool.actor_options(1)
-        assert options["num_cpus"] == 0.5 and options["scheduling_strategy"].placement_group_bundle_index == 1
-        beside = runtime.actor(actor_class(), name="beside", beside=(group, 1))
-        assert runtime.run(beside.call("echo", "a")) == "a"
-        beside.kill()
-    with runtime.worker_group(ClassWithInitArgs(worker_class()), "full") as group:
-        with pytest.raises(WorkerError, match="no room beside rank 0 of 'full'"):
-            runtime.actor(actor_class(), name="beside", beside=(group, 0))
-
-
 def test_a_runtime_leaves_a_ray_that_it_did_not_start(runtime: RayRuntime) -> None:
     with make_runtime("ray"):
         pass
     assert ray.is_initialized()
+
+
+def test_a_ray_that_a_run_starts_listens_on_loopback_only() -> None:
+    """In a process of its own: here the fixture's Ray may have been started by another test."""
+    code = """
+import os
+from pathlib import Path
+from agentrl_core.controller.runtime import make_runtime
+from agentrl_core.hosting.processes import family
+
+class Pid:
+    def pid(self): return os.getpid()
+
+with make_runtime("ray", num_cpus=2) as runtime:
+    runtime.run(runtime.actor(Pid, name="pid").call("pid"))
+    sockets = set()
+    for pid in family(os.getpid()):
+        for each in Path(f"/proc/{pid}/fd").glob("*"):
+            try:
+                sockets.add(os.readlink(each))
+            except OSError:
+                pass
+    for table in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                print("listens:", fields[1].partition(":")[0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    found = {line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("listens:")}
+    loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
+    assert found and found <= loopback, done.stdout + done.stderr

@@ -1,0 +1,103 @@
+"""Agent-loop workers and reward workers whose processes die or freeze in the middle of a rollout, on Ray."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_core.api import EngineContext
+from agentrl_core.config import load_config
+from agentrl_core.controller.runtime import Runtime, make_runtime
+from agentrl_core.data.rows import PromptBatch
+from agentrl_core.rollout import manager as manager_module
+from agentrl_core.rollout.manager import AgentLoopManager
+
+pytestmark = pytest.mark.ray
+
+PARTS = """
+import os, signal
+from pathlib import Path
+from agentrl_core.api import AgentLoopBase, InferenceEngine, PolicySpan, TokenOutput
+
+class Byte(InferenceEngine):
+    capabilities = frozenset({"logprobs", "weight_update"})
+
+    def __init__(self, config, context):
+        self.seen = set()
+
+    async def generate(self, prompt_ids, params, request_id, multi_modal=None):
+        assert request_id not in self.seen, f"{request_id} came twice"
+        self.seen.add(request_id)
+        return TokenOutput([65, 260], [-1.0, -1.0], "stop", [PolicySpan(0, 0, 2)])
+
+def once(what):
+    mark = Path(MARKS, what)
+    if mark.exists():
+        mark.unlink()
+        os.kill(os.getpid(), signal.SIGSTOP if "freeze" in what else signal.SIGKILL)
+
+class Once(AgentLoopBase):
+    async def run(self, sampling_params, *, session, raw_prompt, **row):
+        once("kill the loop worker")
+        once("freeze the loop worker")
+        trajectory = session.trajectory(raw_prompt)
+        turn = await trajectory.generate(sampling_params)
+        return trajectory.finish(turn.termination)
+
+def score(trajectory):
+    once("kill the reward worker")
+    return 1.0
+"""
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with make_runtime("ray", num_cpus=32) as made:
+        yield made
+
+
+@pytest.fixture
+def make_manager(tiny_run: Any, runtime: Runtime) -> Iterator[Any]:
+    made: list[AgentLoopManager] = []
+
+    def make(**changes: Any) -> AgentLoopManager:
+        (tiny_run.folder / "parts.py").write_text(f"MARKS = {str(tiny_run.folder)!r}\n" + PARTS)
+        settings = {
+            "cluster.runtime": "ray",
+            "rollout.engine": {"name": "./parts.py:Byte", "health_interval": 0.1},
+            "rollout.agent": {"loops": [{"name": "./parts.py:Once"}], "num_workers": 2},
+            "rollout.max_response_length": 50,
+            "reward.functions": [{"name": "./parts.py:score", "isolation": "inline"}],
+            **changes,
+        }
+        config = load_config(tiny_run(settings))
+        context = EngineContext(config.model.path, max_model_len=1000, vocab_size=261)
+        made.append(AgentLoopManager(config, runtime, context))
+        made[-1].start()
+        return made[-1]
+
+    yield make
+    for manager in made:
+        manager.close()
+
+
+def prompts(count: int, step: int = 1) -> PromptBatch:
+    row = {"raw_prompt": [{"role": "user", "content": "go"}], "data_source": "tests", "reward_model": {}}
+    return PromptBatch.sampled([row] * count, step, "train", 1, {"temperature": 1.0})
+
+
+def test_a_worker_that_dies_or_freezes_costs_only_what_ran_there(
+    make_manager: Any, tiny_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    manager = make_manager()
+    moving = manager._config.rollout.trajectory_timeout
+    monkeypatch.setattr(manager_module, "FROZEN_GRACE", 3.0 - moving)
+    faults = ["", "kill the reward worker", "kill the loop worker", "", "freeze the loop worker", ""]
+    for step, what in enumerate(faults):
+        mark: Path = tiny_run.folder / (what or "nothing")
+        mark.touch()
+        results = manager.generate_sequences(prompts(8, step))
+        assert mark.exists() == (not what)
+        assert [result.trajectory_id for result in results] == [f"train-{step:06d}-{row:05d}-000" for row in range(8)]
+        assert all(result.reward.score == 1.0 and result.attempts <= 2 for result in results)
