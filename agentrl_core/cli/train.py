@@ -56,7 +56,7 @@ def _dry_run(config: ResolvedConfig) -> None:
 
     from agentrl_core.trainer.preparation import Preparation
 
-    preparation = Preparation.of(config)
+    preparation = Preparation.of(config, listeners=True)
     table = Table(title="Plugins", title_justify="left", box=None)
     for column in ("KIND", "NAME", "PACKAGE", "VERSION"):
         table.add_column(column)

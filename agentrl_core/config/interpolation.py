@@ -1,5 +1,6 @@
 """Resolves ``${key.path}`` and ``${resolver:…}`` with OmegaConf, value by value, so that every problem is found."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,8 @@ from agentrl_core.config.introspect import element_type, is_section, members
 from agentrl_core.config.nodes import KeyPath, Node, from_plain, problem
 from agentrl_core.config.schema import Config
 from agentrl_core.config.writing import plain
+
+_ENVIRONMENT = "oc.env"
 
 
 class Unresolved:
@@ -32,7 +35,7 @@ def interpolated(tree: Node) -> tuple[Node, list[str]]:
         except OmegaConfBaseException as error:
             problems.append(problem(path, leaf.origin, f"interpolation {leaf.value!r}: {_first_line(error)}"))
             values[path] = UNRESOLVED
-    root = OmegaConf.create(_with_defaults(Config, _substituted(tree, dict.fromkeys(values))))
+    root = OmegaConf.create(_with_defaults(Config, _substituted(tree, dict.fromkeys(values), {})))
     for path, leaf in written.items():
         if path in values:
             continue
@@ -41,7 +44,13 @@ def interpolated(tree: Node) -> tuple[Node, list[str]]:
         except (OmegaConfBaseException, RecursionError) as error:
             problems.append(problem(path, leaf.origin, f"interpolation {leaf.value!r}: {_first_line(error)}"))
             values[path] = UNRESOLVED
-    return _substituted(tree, values), problems
+    secrets = [str(values[path]) for path, leaf in written.items() if _ENVIRONMENT in leaf.value and values[path]]
+    references = {
+        path: leaf.value
+        for path, leaf in written.items()
+        if _ENVIRONMENT in leaf.value or any(secret in str(values[path]) for secret in secrets)
+    }
+    return _substituted(tree, values, references), problems
 
 
 def _first_line(error: BaseException) -> str:
@@ -55,14 +64,15 @@ def _lookup(root: Any, path: KeyPath) -> Any:
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _substituted(node: Node, values: dict[KeyPath, Any], path: KeyPath = ()) -> Node:
+def _substituted(node: Node, values: dict[KeyPath, Any], references: Mapping[KeyPath, str], path: KeyPath = ()) -> Node:
     if path in values:
-        return from_plain(values[path], node.origin)
+        return replace(from_plain(values[path], node.origin), reference=references.get(path, ""))
     if isinstance(node.value, dict):
-        children = {key: _substituted(child, values, (*path, key)) for key, child in node.value.items()}
+        children = {key: _substituted(child, values, references, (*path, key)) for key, child in node.value.items()}
         return replace(node, value=children)
     if isinstance(node.value, list):
-        return replace(node, value=[_substituted(c, values, (*path, index)) for index, c in enumerate(node.value)])
+        items = [_substituted(child, values, references, (*path, index)) for index, child in enumerate(node.value)]
+        return replace(node, value=items)
     return node
 
 

@@ -15,7 +15,7 @@ from agentrl_core.config.merging import absolute, merged, normalised, with_overr
 from agentrl_core.config.nodes import DEFAULT, Node, Origin, dotted, from_plain, problem, read_file
 from agentrl_core.config.schema import Config, ResolvedConfig
 from agentrl_core.config.validation import Resolver, Walker
-from agentrl_core.config.writing import leaves, to_dict
+from agentrl_core.config.writing import leaves, plain, to_dict
 
 _EXTENDS = "extends"
 
@@ -95,8 +95,10 @@ def _loaded(
 
 def bind_with(resolver: Resolver, config: Config, *, check_files: bool = True) -> ResolvedConfig:
     """:func:`bind` with another source of plugins."""
-    tree = normalised(Config, from_plain(to_dict(config), Origin("", Path.cwd())))
-    return _checked(resolver, tree, [], "", check_files)[0]
+    tree = normalised(Config, from_plain(plain(config), Origin("", Path.cwd())))
+    bound = _checked(resolver, tree, [], "", check_files)[0]
+    bound.references = dict(config.references)
+    return bound
 
 
 def _installed() -> Resolver:
@@ -143,6 +145,7 @@ def _checked(
     if problems:
         raise ConfigError(problems, source)
     checked: ResolvedConfig = config
+    checked.references = walker.references
     return checked, walker.origins
 
 

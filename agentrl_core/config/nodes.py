@@ -17,6 +17,9 @@ _OTHER_BREAKS = frozenset("\x85\u2028\u2029")
 """Line breaks to YAML 1.1, which only double quotes keep."""
 _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
 
+_MOST_VALUES = 100_000
+"""Far more than a configuration has; a few nested aliases can stand for billions."""
+
 KeyPath = tuple[str | int, ...]
 
 DEFAULT = "default"
@@ -38,6 +41,8 @@ class Node:
 
     value: Any
     origin: Origin
+    reference: str = ""
+    """The text with ``${oc.env:…}`` that gave the value."""
 
     def plain(self) -> Any:
         if isinstance(self.value, dict):
@@ -143,10 +148,12 @@ class _Reader:
         self._with_lines = with_lines
         self._problems: list[str] = []
         self._flattened: set[int] = set()
+        self._count = 0
 
     def read(self, source: str) -> Node:
-        loader = _Loader(self._text)
+        loader: Any = None
         try:
+            loader = _Loader(self._text)
             root = loader.get_single_node()
             node = Node(None, self._origin) if root is None else self._node(loader, root, self._at(root), ())
         except yaml.YAMLError as error:
@@ -154,8 +161,12 @@ class _Reader:
             place = f"{self._origin.label}:{mark.line + 1}" if mark and self._with_lines else self._origin.label
             reason = getattr(error, "problem", None) or str(error)
             raise ConfigError(f"{place}: not valid YAML: {reason}", source) from error
+        except (RecursionError, ValueError) as error:
+            reason = "nested too deeply" if isinstance(error, RecursionError) else str(error)
+            raise ConfigError(f"{self._origin.label}: cannot be read: {reason}", source) from error
         finally:
-            loader.dispose()
+            if loader is not None:
+                loader.dispose()
         if self._problems:
             raise ConfigError(self._problems, source)
         return node
@@ -166,6 +177,9 @@ class _Reader:
         return replace(self._origin, label=f"{self._origin.label}:{node.start_mark.line + 1}")
 
     def _node(self, loader: _Loader, node: yaml.Node, origin: Origin, parents: tuple[int, ...]) -> Node:
+        self._count += 1
+        if self._count > _MOST_VALUES:
+            raise yaml.YAMLError(f"more than {_MOST_VALUES} values; do aliases (*name) repeat others that repeat more?")
         if id(node) in parents:
             raise yaml.YAMLError("an alias that contains itself")
         parents = (*parents, id(node))

@@ -24,6 +24,8 @@ class Plugin(Protocol):
     @property
     def ref(self) -> PluginRef: ...
 
+    def load(self) -> Any: ...
+
     def build(self, config: Any, context: Any) -> Any: ...
 
 
@@ -70,13 +72,37 @@ class Slot:
         """The object that the plugin's factory makes of this slot's options and the context of its kind."""
         return self.plugin.build(self.config, context)
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "resolved": self.resolved and self.ref}
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The reference comes first: unpickled, it makes the module of a file importable, which may define `config`.
+        reference = None if self.resolved is None else _Importable(self.ref)
+        return _unpickled, (type(self), reference, {**vars(self), "resolved": None})
 
     @property
     def registered_name(self) -> str:
         """The name by which rows and other keys choose this plugin: without package or file."""
         return self.name.rpartition(":")[2]
+
+
+@dataclass(frozen=True)
+class _Importable:
+    """A reference that becomes a :class:`PluginRef` when it is unpickled, after the module of a file has been run."""
+
+    ref: PluginRef
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _imported, (self.ref,)
+
+
+def _imported(ref: PluginRef) -> PluginRef:
+    from agentrl_core.plugins.file_plugin import FILE_DIST, load_file_object
+
+    if ref.dist == FILE_DIST:
+        load_file_object(ref)
+    return ref
+
+
+def _unpickled(cls: type[Slot], ref: PluginRef | None, fields: dict[str, Any]) -> Slot:
+    return cls(**{**fields, "resolved": ref})
 
 
 @dataclass
@@ -422,6 +448,11 @@ class Config:
     cluster: ClusterConfig = option(default_factory=ClusterConfig)
     hooks: list[HookSlot] = option(default_factory=list, help="listeners to the run's events, in order")
     plugins: PluginsConfig = option(default_factory=PluginsConfig)
+
+    references: dict[tuple[str | int, ...], tuple[str, Any]] = field(
+        default_factory=dict, repr=False, compare=False, metadata={"internal": True}
+    )
+    """By key path: the text with ``${oc.env:…}`` that a value was written as, and the value. Not a key of the file."""
 
     @property
     def engine_replicas(self) -> int:

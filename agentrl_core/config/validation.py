@@ -1,7 +1,7 @@
 """Checks a tree against the schema and the options of the chosen plugins; collects every problem before it gives up."""
 
 import difflib
-import math
+import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
@@ -50,12 +50,14 @@ INVALID = Invalid()
 class Walker:
     """Walks a tree along the dataclasses.
 
-    ``problems`` holds complete messages and ``origins`` the place of each key by its path.
+    ``problems`` holds complete messages, and by key path there are the ``origins`` of values and their ``references``
+    to the environment.
     """
 
     def __init__(self, resolver: Resolver, block: Sequence[str]) -> None:
         self.problems: list[str] = []
         self.origins: dict[str, Origin] = {}
+        self.references: dict[KeyPath, tuple[str, Any]] = {}
         self._resolver = resolver
         self._block = block
 
@@ -64,6 +66,9 @@ class Walker:
         self.origins[dotted(path)] = node.origin
         if node.value is UNRESOLVED:
             return INVALID
+        # A path is seen from the file that names it, so its reference could not be read elsewhere; it is no password.
+        if node.reference and not info.path:
+            self.references[path] = (node.reference, node.plain())
         if tp is Any:
             self.origins |= {dotted((*path, *below)): leaf.origin for below, leaf in node.leaves()}
             return node.plain()
@@ -166,6 +171,7 @@ class Walker:
             value = trial.value(arm, node, path, info)
             if not trial.problems and value is not INVALID:
                 self.origins |= trial.origins
+                self.references |= trial.references
                 return value
         return self._mismatch(tp, node, path, info)
 
@@ -227,7 +233,7 @@ def _is_instance(tp: Any, value: Any) -> bool:
     if get_origin(tp) is Literal:
         return any(_same(value, choice) for choice in get_args(tp))
     if tp is float:
-        return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+        return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
     if tp is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return tp is Any or (isinstance(tp, type) and isinstance(value, tp))

@@ -31,14 +31,33 @@ def plain(value: Any) -> Any:
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """The whole tree in plain containers, plugin options included."""
-    tree: dict[str, Any] = plain(config)
+    """The whole tree in plain containers, plugin options included; ``${oc.env:NAME}`` stands for what it gave."""
+    return _with_references(plain(config), config)
+
+
+def written(config: Config) -> dict[str, Any]:
+    """:func:`to_dict` as a file holds it: a ``${`` that is meant literally is escaped."""
+    return _with_references(escaped(plain(config)), config)
+
+
+def _with_references(tree: dict[str, Any], config: Config) -> dict[str, Any]:
+    """Values of the environment, which may be passwords, as the references by which they were written."""
+    for (*parents, last), (text, value) in config.references.items():
+        try:
+            parent: Any = tree
+            for key in parents:
+                parent = parent[key]
+            # Somebody may have replaced the value after loading.
+            if parent[last] == value:
+                parent[last] = text
+        except (KeyError, IndexError, TypeError):
+            continue
     return tree
 
 
 def to_yaml(config: Config) -> str:
     """YAML that :func:`load_config` reads back to an equal :class:`Config`; every default is written out."""
-    text: str = yaml.dump(escaped(to_dict(config)), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    text: str = yaml.dump(written(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
     return text
 
 
@@ -53,7 +72,7 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 def to_commented_yaml(config: Config, comments: Mapping[str, str]) -> str:
     """:func:`to_yaml` with one value a line, and behind it, in one column, the comment of its key path."""
-    lines = list(_lines(escaped(to_dict(config)), (), 0))
+    lines = list(_lines(written(config), (), 0))
     column = min(_MOST_COMMENT_COLUMN, max(len(text) for text, path in lines if path) + 2)
     return "".join(
         f"{text:<{column - 2}}  # {comments[dotted(path)]}\n" if path else f"{text}\n" for text, path in lines

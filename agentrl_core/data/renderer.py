@@ -9,7 +9,7 @@ from typing import Any, cast
 
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
-from agentrl_core.api import ChatRenderer, Message, TemplateError, TruncationSide
+from agentrl_core.api import ChatRenderer, ConfigError, Message, TemplateError, TruncationSide
 from agentrl_core.config.schema import ModelConfig
 from agentrl_core.plugins.boundary import boundary
 
@@ -63,6 +63,8 @@ class HFChatRenderer(ChatRenderer):
     def from_config(cls, model: ModelConfig) -> "HFChatRenderer":
         """The renderer of ``model``."""
         renderer = cls(load_tokenizer(model), model.chat_template_kwargs)
+        if not renderer.encode("a"):
+            raise ConfigError(f"model.path: {model.path} has no tokenizer: copy tokenizer.json and its like there too")
         renderer._model_stops = _generation_stops(Path(model.path))
         return renderer
 

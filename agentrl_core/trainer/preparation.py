@@ -1,6 +1,7 @@
 """Everything that can be known, and refused, before a worker or a GPU is touched. A dry run ends here."""
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from agentrl_core.api import ConfigError
 from agentrl_core.config import ResolvedConfig
@@ -10,8 +11,10 @@ from agentrl_core.data.sampler import fingerprint
 from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
 from agentrl_core.hosting.rewards import RewardWorker
 from agentrl_core.serving.interpreter import check_interpreter
+from agentrl_core.trainer.checkpoint import CheckpointStore
 from agentrl_core.trainer.plan import RunPlan, describe, memory_lines
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
+from agentrl_core.trainer.rehearsal import check_best_metric, rehearse
 from agentrl_core.trainer.roles import ModelFacts, needs_critic
 
 
@@ -36,12 +39,13 @@ class Preparation:
     fingerprint: str
 
     @classmethod
-    def of(cls, config: ResolvedConfig, *, training: bool = True) -> "Preparation":
+    def of(cls, config: ResolvedConfig, *, training: bool = True, listeners: bool = False) -> "Preparation":
         """Load tokenizer and data and check them against each other.
 
         Args:
             config: from ``load_config`` or ``bind``.
             training: also what only training needs.
+            listeners: also build trackers and hooks, as a dry run does.
 
         Raises:
             ConfigError, TemplateError, DataError, PluginError: with what to do.
@@ -53,12 +57,16 @@ class Preparation:
         RewardWorker(config.reward)
         facts = ModelFacts.read(config)
         renderer = HFChatRenderer.from_config(config.model)
+        rehearse(config, renderer, listeners=listeners)
         if config.tools:
             require_tool_role(renderer)
         template = check_template(renderer)
         data = PromptLoader(config, renderer).load()
         plan = RunPlan.of(config, len(data.train))
         plan.check_context(facts.max_position_embeddings)
+        if training:
+            check_best_metric(config, data.validation)
+            CheckpointStore(Path(config.trainer.output_dir) / config.trainer.name, 1).find(config.trainer.resume)
         return cls(renderer, data, plan, facts, template, fingerprint(data.train))
 
     def lines(self, config: ResolvedConfig) -> list[str]:

@@ -1,12 +1,14 @@
 """Slots of a resolved configuration, here and in another process."""
 
 import pickle
+import subprocess
+import sys
 
 import pytest
 
 from agentrl_core.api import ConfigError
 from agentrl_core.api.algorithm import AlgorithmContext
-from agentrl_core.config import AdvantageSlot, ResolvedConfig
+from agentrl_core.config import AdvantageSlot, ResolvedConfig, RewardFunctionSlot
 from agentrl_core.config.slots import all_slots
 from agentrl_core.plugins import resolve
 
@@ -30,3 +32,25 @@ def test_a_slot_builds_its_plugin_in_another_process_too() -> None:
     copy = pickle.loads(pickle.dumps(slot))
     assert copy == slot and copy.resolved == plugin.ref
     assert copy.has("groups") and type(copy.build(AlgorithmContext(4))) is type(slot.build(AlgorithmContext(4)))
+
+
+def test_a_file_with_options_of_its_own_works_in_another_process(tmp_path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "from dataclasses import dataclass\n"
+        "@dataclass\n"
+        "class Options:\n"
+        "    bonus: float = 2.0\n"
+        "class Bonus:\n"
+        "    config_class = Options\n"
+        "    def __init__(self, config, context):\n"
+        "        self.bonus = config.bonus\n"
+        "    def __call__(self, trajectory):\n"
+        "        return self.bonus\n"
+    )
+    plugin = resolve("reward_function", "./mine.py:Bonus", base_dir=tmp_path)
+    slot = RewardFunctionSlot("./mine.py:Bonus", plugin.spec.config(bonus=3.0), resolved=plugin)
+    pickled = tmp_path / "slot.pickle"
+    pickled.write_bytes(pickle.dumps(slot))
+    question = f"import pickle; print(pickle.load(open({str(pickled)!r}, 'rb')).build(None)(None))"
+    done = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, cwd=tmp_path)
+    assert (done.stdout, done.returncode) == ("3.0\n", 0), done.stderr

@@ -1,0 +1,161 @@
+"""Builds a run's plugins once and looks at its model, so that what cannot work is reported before anything is moved."""
+
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from safetensors import safe_open
+
+from agentrl_core.api import (
+    AgentLoopContext,
+    AgentRLError,
+    ConfigError,
+    HookContext,
+    InteractionContext,
+    ToolContext,
+    ToolParserContext,
+    TrackerContext,
+)
+from agentrl_core.config import ResolvedConfig, to_dict
+from agentrl_core.config.schema import AgentLoopSlot, HookSlot, RewardFunctionSlot, ToolSlot, TrackerSlot
+from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.hosting.rewards import build_reward_function
+from agentrl_core.hosting.tools import build_tool
+from agentrl_core.plugins import HookCaller
+from agentrl_core.plugins.boundary import boundary
+from agentrl_core.workers.models import resolve_device
+
+
+def rehearse(config: ResolvedConfig, renderer: HFChatRenderer, *, listeners: bool) -> None:
+    """Build what workers build when a run starts.
+
+    Args:
+        config: of the run.
+        renderer: of its model.
+        listeners: build trackers and hooks too, in a temporary directory. A run that starts builds them itself.
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="agentrl-dry-run-") as folder:
+        for key, check in _checks(config, renderer, Path(folder), listeners):
+            try:
+                check()
+            except ConfigError as error:
+                problems += [f"{key}: {problem}" for problem in error.problems]
+            except AgentRLError as error:
+                problems.append(f"{key}: {error}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _checks(
+    config: ResolvedConfig, renderer: HFChatRenderer, folder: Path, listeners: bool
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    yield "cluster.device", lambda: resolve_device(config.cluster.device)
+    if config.rollout.engine.python is None:
+        yield "rollout.engine", config.rollout.engine.plugin.load
+    for path in dict.fromkeys((config.model.path, config.critic.path, config.reference.path)):
+        if path is not None:
+            yield f"weights in {path}", partial(check_weights, Path(path))
+    seed, parser = config.trainer.seed, config.rollout.tool_parser
+    tools: list[str] = []
+    yield "rollout.tool_parser", lambda: parser.build(ToolParserContext())
+    for index, tool in enumerate(config.tools):
+        yield f"tools.{index}", partial(_check_tool, tool, seed, tools)
+    for index, function in enumerate(config.reward.functions):
+        yield f"reward.functions.{index}", partial(_check_reward_function, function)
+    for index, interaction in enumerate(config.interactions):
+        name = interaction.registered_name
+        yield f"interactions.{index}", partial(interaction.build, InteractionContext(name, seed))
+    for index, loop in enumerate(config.rollout.agent.loops):
+        yield f"rollout.agent.loops.{index}", partial(_check_loop, loop, config, renderer, tools)
+    for index, tracker in enumerate(config.trainer.trackers if listeners else ()):
+        yield f"trainer.trackers.{index}", partial(_check_tracker, tracker, config, folder)
+    for index, hook in enumerate(config.hooks if listeners else ()):
+        yield f"hooks.{index}", partial(_check_hook, hook, folder)
+
+
+def _check_tool(slot: ToolSlot, seed: int, names: list[str]) -> None:
+    tool = build_tool(slot, ToolContext(slot.registered_name, seed))
+    name = tool.schema["function"]["name"]
+    if name in names:
+        raise ConfigError(f"another tool has the function name {name!r} too, and the model calls by it; rename one")
+    names.append(name)
+    check_call(tool.execute, "execute", "(instance_id, parameters)", "id", {})
+    if not inspect.iscoroutinefunction(tool.execute):
+        raise ConfigError("execute is not a coroutine function; write `async def execute(self, …)`")
+
+
+def _check_reward_function(slot: RewardFunctionSlot) -> None:
+    check_call(build_reward_function(slot), slot.registered_name, "(trajectory)", None)
+
+
+def _check_loop(slot: AgentLoopSlot, config: ResolvedConfig, renderer: HFChatRenderer, tools: list[str]) -> None:
+    parser = config.rollout.tool_parser.build(ToolParserContext())
+    interactions = tuple(each.registered_name for each in config.interactions)
+    slot.build(AgentLoopContext(renderer, parser, tuple(tools), interactions, config.rollout.max_response_length))
+
+
+def _check_tracker(slot: TrackerSlot, config: ResolvedConfig, folder: Path) -> None:
+    with boundary(ConfigError):
+        slot.build(TrackerContext(config.trainer.name, folder, 1, to_dict(config))).finish("stopped")
+
+
+def _check_hook(slot: HookSlot, folder: Path) -> None:
+    name = slot.registered_name
+    HookCaller([(name, slot.build(HookContext(name, folder)))])
+
+
+def check_call(function: Callable[..., Any], what: str, shape: str, *arguments: Any) -> None:
+    """Refuse a function that cannot be called with these arguments.
+
+    Raises:
+        ConfigError: with its signature.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        # Some callables of C have no signature to look at.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{what}{signature} cannot be called with {shape}: {error}") from None
+
+
+def check_weights(model: Path) -> None:
+    """Refuse a model whose safetensors files are missing or cut.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    files = sorted(model.glob("*.safetensors"))
+    if not files and not list(model.glob("*.bin")):
+        raise ConfigError("found no *.safetensors; copy the model again")
+    for file in files:
+        with boundary(ConfigError, f"{file.name} cannot be read, copy it again: "), safe_open(file, "pt") as weights:
+            weights.keys()
+
+
+def check_best_metric(config: ResolvedConfig, rows: Sequence[Any]) -> None:
+    """Refuse a ``trainer.checkpoint.best_metric`` that the validation of these rows never measures.
+
+    Raises:
+        ConfigError: listing what it measures.
+    """
+    wanted, validation = config.trainer.checkpoint.best_metric, config.trainer.validation
+    modes = [mode for mode, used in (("greedy", validation.greedy), ("sampled", validation.n)) if used]
+    names = [f"{each}_{mode}" for mode in modes for each in ("accuracy", "score_mean", "unscored")]
+    if validation.n > 1:
+        names.append(f"pass_at_{validation.n}")
+    sources = sorted({row.get("data_source") or "default" for row in rows[: validation.max_prompts]})
+    measured = [f"validation/{source}/{name}" for source in sources for name in names]
+    if wanted is not None and wanted not in measured:
+        raise ConfigError(
+            f"trainer.checkpoint.best_metric: {wanted!r} is never measured; allowed: {', '.join(measured) or 'none'}"
+        )
