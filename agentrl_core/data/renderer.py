@@ -1,6 +1,7 @@
 """The model's tokenizer and chat template: the only road from messages to tokens and back."""
 
 import json
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
@@ -15,6 +16,9 @@ from agentrl_core.plugins.boundary import boundary
 
 _MOST_CHARACTERS_PER_TOKEN = 256
 _BATCH = 512
+# Divides a control token in a text from outside; encoding leaves it out. No text contains it: it is no character.
+_MARK = "\ufdd0"
+_TRUSTED = ("system", "developer", "assistant")
 _TAILS = ("x", " x", "\n", "\nx")
 
 
@@ -101,7 +105,7 @@ class HFChatRenderer(ChatRenderer):
 
         with boundary(TemplateError, failed, describe=str):
             text = self.tokenizer.apply_chat_template(
-                list(messages),
+                [message if message.get("role") in _TRUSTED else self._from_outside(message) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -109,7 +113,32 @@ class HFChatRenderer(ChatRenderer):
             )
         return cast(str, text)
 
+    def _from_outside(self, message: Message) -> Message:
+        """The message of a user, tool or environment: what looks like a control token in it is text, and stays text."""
+        content = message.get("content")
+        if isinstance(content, str):
+            return {**message, "content": self._as_text(content)}
+        if not isinstance(content, list):
+            return message
+        parts = [{**part, "text": self._as_text(part["text"])} if "text" in part else part for part in content]
+        return {**message, "content": parts}
+
+    def _as_text(self, text: str) -> str:
+        if not text.isascii():
+            # Half of a surrogate pair has no bytes.
+            text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+        return self._control_tokens.sub(lambda found: _MARK.join(found[0]), text)
+
+    @cached_property
+    def _control_tokens(self) -> re.Pattern[str]:
+        stops = [self.tokenizer.eos_token_id, *self._model_stops]
+        added = self.tokenizer.added_tokens_decoder.items()
+        contents = [token.content for id, token in added if len(token.content) > 1 and (token.special or id in stops)]
+        return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or r"(?!)")
+
     def encode(self, text: str) -> list[int]:
+        if _MARK in text:
+            return [token for piece in text.split(_MARK) for token in self.encode(piece)]
         if self._backend is not None:
             return cast(list[int], self._backend.encode(text, add_special_tokens=False).ids)
         return cast(list[int], self.tokenizer.encode(text, add_special_tokens=False))
@@ -163,7 +192,10 @@ class HFChatRenderer(ChatRenderer):
         known = [self._heads.get(head) or [] for head in heads]
         tails = [text[len(head) :] if ids else text for text, head, ids in zip(texts, heads, known, strict=True)]
         encoded = self._backend.encode_batch_fast(tails, add_special_tokens=False)
-        return [len(ids) + len(tail) for ids, tail in zip(known, encoded, strict=True)]
+        return [
+            len(ids) + len(self.encode(tail) if _MARK in tail else encoding)
+            for ids, tail, encoding in zip(known, tails, encoded, strict=True)
+        ]
 
     def _head_of(self, text: str) -> str:
         """The text up to its first boundary; empty where it has none."""
@@ -186,6 +218,11 @@ class HFChatRenderer(ChatRenderer):
 
         return tuple(added[stop].content for stop in self.stop_token_ids if stop in added and divides(added[stop]))
 
+    @staticmethod
+    def shown(rendered: str) -> str:
+        """A rendered text as a person reads it: without what keeps text from outside apart from control tokens."""
+        return rendered.replace(_MARK, "")
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         if self._backend is not None:
             return cast(str, self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))
@@ -199,13 +236,13 @@ class HFChatRenderer(ChatRenderer):
             # Megabytes are cut before they are encoded: what stays is longer than the result either way.
             keep = (max_tokens + 1) * _MOST_CHARACTERS_PER_TOKEN
             text = {"left": text[-keep:], "right": text[:keep], "middle": text[:keep] + text[-keep:]}[side]
-        ids = self.encode(text)
+        ids = self.encode(self._as_text(text))
         if len(ids) <= max_tokens:
             return text
         # A cut inside a character leaves a replacement character, which can take more tokens than were cut.
         for budget in range(max_tokens, 0, -1):
             cut = self._cut(ids, budget, side)
-            if len(self.encode(cut)) <= max_tokens:
+            if len(self.encode(self._as_text(cut))) <= max_tokens:
                 return cut
         return ""
 

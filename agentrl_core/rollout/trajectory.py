@@ -130,7 +130,7 @@ class TrajectoryBuilder(Trajectory):
         self._text = renderer.render(self.messages, tools, generation_prompt=True)
         # The template's own words up to the last context; the text differs where it words the policy's turns anew.
         self._rendered = self._text
-        self._rows = [TokenRow(renderer.encode_prompt(self._text), self._text)]
+        self._rows = [TokenRow(renderer.encode_prompt(self._text), renderer.shown(self._text))]
 
     @property
     def row(self) -> TokenRow:
@@ -219,10 +219,10 @@ class TrajectoryBuilder(Trajectory):
         ids = self._renderer.encode(suffix)
         if len(ids) > self.remaining:
             return False
-        self.row.append_context(ids, suffix)
+        self.row.append_context(ids, self._renderer.shown(suffix))
         self._used += len(ids)
         self._text += suffix
-        self._full_text += suffix
+        self._full_text += self._renderer.shown(suffix)
         self._rendered = full
         self.messages += messages
         return True
@@ -259,7 +259,7 @@ class TrajectoryBuilder(Trajectory):
         self.counts.template_breaks += 1
         if self._limits.template_break == "mask":
             self._rows.clear()
-        self._rows.append(TokenRow(ids, full))
+        self._rows.append(TokenRow(ids, self._renderer.shown(full)))
         self._text = self._rendered = full
         self._full_text += "".join(f"\n{message.get('content') or ''}\n" for message in messages)
         self.messages += messages
@@ -271,7 +271,7 @@ class TrajectoryBuilder(Trajectory):
         twin._branch = self._next_branch()
         twin.messages = list(self.messages)
         twin._texts = list(self._texts)
-        twin._rows = [TokenRow(self.row.prompt_ids + self.row.response_ids, self._text)]
+        twin._rows = [TokenRow(self.row.prompt_ids + self.row.response_ids, self._renderer.shown(self._text))]
         return twin
 
     def _next_branch(self) -> int:
