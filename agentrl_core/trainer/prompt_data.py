@@ -87,6 +87,10 @@ class PromptLoader:
     def _check_row(self, row: Row, where: str) -> None:
         if not isinstance(row.get("raw_prompt"), list):
             raise DataError(f"{where}: the dataset gave no raw_prompt, a list of messages")
+        if media := _media(row):
+            raise DataError(
+                f"{where}: {media}, but prompts can hold only text so far; remove the row, or describe it in words"
+            )
         if reserved := sorted(_RESERVED & row.keys()):
             raise DataError(f"{where}: the columns {', '.join(reserved)} are reserved; rename them in the data")
         name = row.get("agent_name") or self._default_loop
@@ -152,3 +156,11 @@ def _check_types(row: Row, where: str) -> None:
         for each in check(f"{key}.{name}", kwargs or {}, Mapping, allowed):
             if each not in _TOOL_KWARGS:
                 raise DataError(f"{where}: {key}.{name} has the unknown key {each!r}; allowed is {allowed}")
+
+
+def _media(row: Row) -> str:
+    """What a row has that no prompt can show."""
+    columns = [f"{name} is not empty" for name in ("images", "videos", "audios") if row.get(name)]
+    contents = [message["content"] for message in row["raw_prompt"] if isinstance(message.get("content"), list)]
+    kinds = [str(part.get("type")) for content in contents for part in content if "text" not in part]
+    return next(iter([*columns, *(f"a message has a part of type {kind}" for kind in kinds)]), "")

@@ -1,5 +1,6 @@
 """What the prompts of a run cost, and what is refused before it starts."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from agentrl_core.api import DataError
 from agentrl_core.config import load_config
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.trainer.prompt_data import PromptLoader
@@ -31,3 +33,23 @@ def test_every_prompt_is_rendered_once_before_a_run(
     rows = [*data.train, *data.validation]
     assert rendered.total() == len(rows) > 1
     assert data.longest_prompt == max(len(renderer.encode(text)) for text in rendered)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"images": ["a.png"], "prompt": "<image>What is this?"}, "row 0: images is not empty, but prompts can hold"),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]},
+            "row 0: a message has a part of type image",
+        ),
+    ],
+)
+def test_rows_with_images_do_not_train_as_text(
+    tiny_run: Callable[..., Path], tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    file = tmp_path / "images.jsonl"
+    file.write_text(json.dumps({**row, "data_source": "x", "reward_model": {"ground_truth": "4"}}) + "\n")
+    config = load_config(tiny_run({"rollout.engine": {"name": "scripted"}, "data.train_files": [str(file)]}))
+    with pytest.raises(DataError, match=message):
+        PromptLoader(config, HFChatRenderer.from_config(config.model)).load()

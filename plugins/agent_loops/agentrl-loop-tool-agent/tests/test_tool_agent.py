@@ -122,6 +122,12 @@ def test_invalid_calls_without_a_limit_go_on() -> None:
     assert run(session, max_invalid_calls=None).termination is Termination.COMPLETED
 
 
+def test_hundreds_of_bad_calls_in_one_turn_get_a_few_observations() -> None:
+    session = session_of(says("", errors=[f"Error {number}" for number in range(300)]), says("4"))
+    run(session, max_parallel_calls=2)
+    assert contents(session) == [["Error 0", "Error 1", "Error: 298 more invalid tool calls"]]
+
+
 def test_calls_beyond_the_parallel_limit_are_told_so() -> None:
     session = session_of(says("", add(1, 1), add(2, 2), add(3, 3)), says("done"))
     output = run(session, max_parallel_calls=2)
@@ -132,9 +138,15 @@ def test_calls_beyond_the_parallel_limit_are_told_so() -> None:
 
 
 @pytest.mark.parametrize(
-    ("side", "kept"), [("left", "w8 w9"), ("right", "w0 w1 "), ("middle", "w0 w9")], ids=["left", "right", "middle"]
+    ("side", "kept"),
+    [
+        ("left", "[the beginning was cut]\nw8 w9"),
+        ("right", "w0 w1 \n[the rest was cut]"),
+        ("middle", "w0 w9\n[the middle was cut]"),
+    ],
+    ids=["left", "right", "middle"],
 )
-def test_truncation_left_keeps_the_tail(side: str, kept: str) -> None:
+def test_truncation_left_keeps_the_tail_and_says_what_is_missing(side: str, kept: str) -> None:
     long = " ".join(f"w{i}" for i in range(10))
     session = FakeSession([says("", ToolCall("long", {})), says("ok")], tools={"long": lambda: long})
     run(session, max_tool_response_tokens=2, tool_response_truncation=side)
@@ -144,7 +156,7 @@ def test_truncation_left_keeps_the_tail(side: str, kept: str) -> None:
 def test_tool_response_limit_is_in_tokens() -> None:
     """Three words of 100 characters are three tokens: the limit of 3 keeps them, a limit of 2 drops one."""
     words = " ".join(["x" * 100] * 3)
-    for limit, expected in [(3, words), (2, words[:202])]:
+    for limit, expected in [(3, words), (2, words[:202] + "\n[the rest was cut]")]:
         session = FakeSession([says("", ToolCall("words", {})), says("ok")], tools={"words": lambda: words})
         run(session, max_tool_response_tokens=limit)
         assert contents(session) == [[expected]]
@@ -153,7 +165,7 @@ def test_tool_response_limit_is_in_tokens() -> None:
 def test_megabytes_from_a_tool_are_cut() -> None:
     session = FakeSession([says("", ToolCall("flood", {})), says("ok")], tools={"flood": lambda: "x " * 500_000})
     assert run(session, max_tool_response_tokens=5).termination is Termination.COMPLETED
-    assert contents(session) == [["x x x x x "]]
+    assert contents(session) == [["x x x x x \n[the rest was cut]"]]
 
 
 def test_tool_message_that_fits_exactly_is_kept() -> None:

@@ -183,3 +183,33 @@ def test_content_calls_and_errors_account_for_everything(parts: list[Any]) -> No
     parsed = parse(text)
     assert "".join(parsed.content.split()) == "".join("".join(content).split())
     assert (parsed.calls, len(parsed.errors)) == (calls, errors)
+
+
+@pytest.mark.parametrize("body", ["", "{", '{"', '["a",', '{"name": "f"}'])
+def test_a_text_of_opening_tags_does_not_stop_all_other_trajectories(
+    body: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """100,000 of them took 65 s: an error of the decoder counts the lines of all that it was given."""
+
+    def read(tags: int) -> int:
+        parser, lengths = HermesParser(HermesConfig(), ToolParserContext()), []
+        decode = parser._decode
+        monkeypatch.setattr(parser, "_decode", lambda text, *at: lengths.append(len(text)) or decode(text, *at))
+        assert parser.parse(f"<tool_call>{body}" * tags).errors
+        return sum(lengths)
+
+    assert read(4000) < 2.2 * read(2000)
+
+
+def test_a_call_longer_than_a_window_is_found_wherever_the_window_ends() -> None:
+    for length in [*range(970, 1040), 8192, 70_000]:
+        text = (
+            '<tool_call>{"name": "f", "arguments": {"n": [1234567, true], "code": "'
+            + "\\n" * length
+            + '"}}</tool_call>'
+        )
+        assert [len(call.arguments["code"]) for call in PARSER.parse(text).calls] == [length], length
+        literals = (
+            '<tool_call>{"name": "f", "arguments": {"n": [' + " " * length + "1234567, false, null]}}</tool_call>"
+        )
+        assert [call.arguments["n"] for call in PARSER.parse(literals).calls] == [[1234567, False, None]], length

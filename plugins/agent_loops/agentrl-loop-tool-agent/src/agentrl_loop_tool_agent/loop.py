@@ -28,6 +28,8 @@ from agentrl_core.api import (
 from agentrl_loop_tool_agent.config import ToolAgentConfig
 
 logger = logging.getLogger(__name__)
+CUT = {"left": "[the beginning was cut]", "right": "[the rest was cut]", "middle": "[the middle was cut]"}
+"""What a response that was too long says of itself, after or before the tokens that were kept."""
 
 
 class State(Enum):
@@ -113,7 +115,10 @@ class Episode:
         messages += [self._refusal(call) for call in refused]
         # Some chat templates refuse a tool message where no call went before it.
         role = "tool" if calls else "user"
-        messages += [{"role": role, "content": error} for error in self.turn.parse_errors]
+        errors, shown = self.turn.parse_errors, self.turn.parse_errors[: self.config.max_parallel_calls]
+        messages += [{"role": role, "content": error} for error in shown]
+        if len(errors) > len(shown):
+            messages.append({"role": role, "content": f"Error: {len(errors) - len(shown)} more invalid tool calls"})
 
         self.invalid_turns = self.invalid_turns + 1 if all(outcome.failed for outcome in outcomes) else 0
         limit = self.config.max_invalid_calls
@@ -161,11 +166,14 @@ class Episode:
     def _cut(self, message: Message) -> Message:
         """The message within the limit of tokens; images stay."""
         limit, side = self.config.max_tool_response_tokens, self.config.tool_response_truncation
+
+        def cut(text: str) -> str:
+            kept = self.renderer.truncate(text, limit, side)
+            if kept == text:
+                return text
+            return f"{CUT[side]}\n{kept}" if side == "left" else f"{kept}\n{CUT[side]}"
+
         content = message["content"]
         if isinstance(content, str):
-            return message | {"content": self.renderer.truncate(content, limit, side)}
-        parts = [
-            part | {"text": self.renderer.truncate(part["text"], limit, side)} if part.get("type") == "text" else part
-            for part in content
-        ]
-        return message | {"content": parts}
+            return message | {"content": cut(content)}
+        return message | {"content": [{**p, "text": cut(p["text"])} if p.get("type") == "text" else p for p in content]}

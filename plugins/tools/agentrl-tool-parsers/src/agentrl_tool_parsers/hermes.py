@@ -13,6 +13,8 @@ THINK, THINK_END = "<think>", "</think>"
 _OPENING = re.compile(f"{CALL}|{THINK}")
 _SPACE = re.compile(r"\s*")
 _KEYS = {"name", "arguments"}
+_WINDOW = 1024
+_LONGEST_LITERAL = 16
 
 
 class HermesParser(ToolParser):
@@ -65,7 +67,7 @@ class HermesParser(ToolParser):
         """The call, or what is wrong with it, that begins at ``start``; and where the text goes on."""
         begin = _skip_space(text, start)
         try:
-            value, json_end = self._decode(text, begin)
+            value, json_end = self._value_at(text, begin)
         except (ValueError, RecursionError) as error:
             end, closed = _resume(text, begin)
             return _error(_reason(error, start) if closed else f"no {CALL_END}; it is cut off"), end
@@ -80,6 +82,27 @@ class HermesParser(ToolParser):
         except (ValueError, RecursionError) as error:
             return _error(_reason(error, 0)), tag + len(CALL_END)
         return call, tag + len(CALL_END)
+
+    def _value_at(self, text: str, begin: int) -> tuple[Any, int]:
+        """The JSON value at ``begin``, and its end.
+
+        Decoded in windows that grow until the value, or its error, lies well inside: a decoder's error counts the
+        lines of everything before it, which takes quadratic time for a text of many bad calls.
+        """
+        size = _WINDOW
+        while True:
+            window = text[begin : begin + size]
+            complete = begin + size >= len(text)
+            try:
+                value, end = self._decode(window)
+            except json.JSONDecodeError as error:
+                if complete or (error.pos < size - _LONGEST_LITERAL and not error.msg.startswith("Unterminated")):
+                    error.pos += begin
+                    raise
+            else:
+                if complete or end < size:
+                    return value, begin + end
+            size *= 8
 
     def _checked(self, value: Any) -> ToolCall:
         if not isinstance(value, dict):
