@@ -36,8 +36,7 @@ from transformers.generation import ContinuousBatchingConfig
 from agentrl_core.api import EngineContext, SamplingParams
 from agentrl_core.config import load_config
 from agentrl_core.controller.runtime import make_runtime
-from agentrl_core.serving.placement import Seat
-from agentrl_core.serving.replicas import EngineFleet
+from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.serving.router import AsyncLLMServerManager
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.engine import HFEngine
@@ -180,10 +179,10 @@ def routed(name: str, python: Path, model: Path, requests: Requests) -> Iterator
     config = load_config(path, check_files=False)
     place = EngineContext(str(model), max_model_len=MAX_MODEL_LEN, vocab_size=VOCABULARY)
     with make_runtime("ray", num_cpus=32) as runtime:
-        fleet = EngineFleet(runtime, config.rollout.engine, place, [[Seat()]], most_requests=CONCURRENT)
-        runtime.run(fleet.start())
+        replicas = EngineReplicas(runtime, config, place)
+        replicas.start()
         router = AsyncLLMServerManager(
-            fleet.servers, turn_timeout=300.0, max_model_len=MAX_MODEL_LEN, vocab_size=VOCABULARY, sessions=False
+            replicas.servers, turn_timeout=300.0, max_model_len=MAX_MODEL_LEN, vocab_size=VOCABULARY, sessions=False
         )
         rounds = iter(range(1_000_000))
 

@@ -37,6 +37,7 @@ from agentrl_core.controller.runtime import LocalRuntime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.testing.scripted_engine import ScriptedEngine
 from agentrl_tools_basic.config import CalculatorConfig
 
@@ -101,9 +102,10 @@ class Benchmark:
         place = EngineContext(
             model_path=str(self.directory), max_model_len=MAX_MODEL_LEN, vocab_size=len(self.tokenizer)
         )
-        manager = AgentLoopManager(self.config(delay, max_concurrent), runtime, place)
-        manager.start()
-        return manager
+        config = self.config(delay, max_concurrent)
+        engines = EngineReplicas(runtime, config, place)
+        engines.start()
+        return AgentLoopManager(config, runtime, engines)
 
     def lean_loop(self) -> LeanLoop:
         """The yardstick."""

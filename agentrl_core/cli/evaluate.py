@@ -16,6 +16,7 @@ from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.records import RolloutWriter
 from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.trainer.checkpoint import checkpoint_path, read_state
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.records import make_records
@@ -40,13 +41,15 @@ def run(config: Path, overrides: list[str], checkpoint: Path | None, output: Pat
     with Progress(*columns, console=rich.get_console(), transient=True) as progress, start_runtime(loaded) as runtime:
         task = progress.add_task("starting the engine", total=None)
         engine = engine_context(loaded, preparation.plan, preparation.facts)
-        manager = AgentLoopManager(loaded, runtime, engine, engine_seats(loaded, None))
+        engines = EngineReplicas(runtime, loaded, engine, engine_seats(loaded, None))
+        manager = AgentLoopManager(loaded, runtime, engines)
         try:
-            manager.start()
+            engines.start()
             progress.update(task, description=f"answering {len(preparation.data.validation)} prompts")
             metrics, results = Validator(loaded, preparation.data.validation).run(step, manager)
         finally:
             manager.close()
+            engines.close()
     replace_file(directory.config_file, to_yaml(loaded))
     replace_file(directory.metrics_file, json.dumps({"step": step, **metrics}) + "\n")
     RolloutWriter(directory.rollouts_dir).write(step, "validation", make_records(step, "validation", results, {}))

@@ -1,4 +1,4 @@
-"""Sends prompts to the workers, and brings trajectories, rewards and new weights where they belong."""
+"""Sends prompts to the workers, and brings back trajectories with their rewards."""
 
 import asyncio
 import logging
@@ -9,13 +9,9 @@ from dataclasses import replace
 
 from agentrl_core.api import (
     DeadlineError,
-    EngineContext,
     RewardError,
     RolloutError,
-    SamplingParams,
     Termination,
-    TokenOutput,
-    WeightUpdate,
     WorkerError,
 )
 from agentrl_core.config.schema import ResolvedConfig
@@ -25,65 +21,42 @@ from agentrl_core.hosting.rewards import RewardWorker
 from agentrl_core.plugins.boundary import deadline
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.worker import AgentLoopWorker
-from agentrl_core.serving.placement import Seats, seats_anywhere
-from agentrl_core.serving.replicas import EngineFleet
-from agentrl_core.serving.weight_delivery import WeightSender
+from agentrl_core.serving.replicas import EngineReplicas, close_actors
 
 logger = logging.getLogger(__name__)
 RESTARTS = 3
 """New processes of one agent-loop worker or reward worker, in a run."""
 FROZEN_GRACE = 60.0
 """Seconds that a worker may stand still beyond ``rollout.trajectory_timeout``."""
-CLOSE_TIMEOUT = 30.0
-"""Seconds that an actor may take to close before it is killed."""
 
 
 class AgentLoopManager:
-    """Owns engine servers, reward workers and agent-loop workers.
+    """Owns reward workers and agent-loop workers.
 
     Args:
         config: resolved.
         runtime: where they run.
-        engine: context of replica 0; ``shared_module`` set only if the engine may use the actor's module.
-        seats: of the engine replicas; default: anywhere, on the CPU.
+        engines: that answer the trajectories' requests; the caller starts and closes them.
     """
 
-    def __init__(
-        self, config: ResolvedConfig, runtime: Runtime, engine: EngineContext, seats: Seats | None = None
-    ) -> None:
-        rollout = config.rollout
+    def __init__(self, config: ResolvedConfig, runtime: Runtime, engines: EngineReplicas) -> None:
         self._config = config
         self._runtime = runtime
-        self.capabilities = rollout.engine.plugin.spec.capabilities
-        self.shares_module = engine.shared_module is not None
-        agent = rollout.agent
-        seats = seats_anywhere(config) if seats is None else seats
-        self._replicas = len(seats)
-        self._fleet = EngineFleet(
-            runtime, rollout.engine, engine, seats, most_requests=agent.num_workers * agent.max_concurrent
-        )
+        self._engines = engines
         self._rewarders = [
             runtime.actor(RewardWorker, config.reward, name=f"reward-{index}", restarts=RESTARTS)
             for index in range(config.reward.num_workers)
         ]
         self._workers = [
             runtime.actor(
-                AgentLoopWorker, config, self._fleet.servers, self._rewarders, name=f"agent-loop-{index}",
-                index=index, max_model_len=engine.max_model_len, vocab_size=engine.vocab_size,
-                engine_sessions="sessions" in self.capabilities, restarts=RESTARTS,
+                AgentLoopWorker, config, self._engines.servers, self._rewarders, name=f"agent-loop-{index}",
+                index=index, max_model_len=engines.context.max_model_len, vocab_size=engines.context.vocab_size,
+                engine_sessions=engines.has_sessions, restarts=RESTARTS,
             )
-            for index in range(rollout.agent.num_workers)
+            for index in range(config.rollout.agent.num_workers)
         ]  # fmt: skip
-        self._fleet.introduce(self._workers)
+        self._engines.introduce(self._workers)
         self._started: set[ActorHandle] = set()
-
-    def start(self) -> None:
-        """Start the engines.
-
-        Raises:
-            EngineError: one of them did not start.
-        """
-        self._runtime.run(self._fleet.start())
 
     def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         """Run every prompt row; results in the order of the rows.
@@ -91,7 +64,7 @@ class AgentLoopManager:
         Raises:
             RolloutError: more than ``rollout.max_failed_fraction`` failed; holds the first root traceback.
         """
-        results: list[TrajectoryResult] = self._runtime.run(self._fleet.watched(self._generate(prompts)))
+        results: list[TrajectoryResult] = self._runtime.run(self._engines.watched(self._generate(prompts)))
         self._check_failed(results)
         for result in results:
             if result.failed:
@@ -190,76 +163,9 @@ class AgentLoopManager:
 
         await asyncio.gather(*(revise(index, group) for index, group in enumerate(groups.values())))
 
-    def sleep(self) -> None:
-        """Let the engines release what ``rollout.engine.sleep`` says; :meth:`update_weights` wakes them."""
-        self._runtime.run(self._fleet.sleep())
-
-    def can_all_read(self, files: Sequence[str]) -> bool:
-        """Whether every living replica is where these files are."""
-        return self._runtime.run(self._fleet.can_all_read(files))
-
-    def update_weights(self, update: WeightUpdate, version: int, elsewhere: WeightUpdate | None = None) -> None:
-        """Give every replica the new weights; ``elsewhere`` is for those that cannot read the files of ``update``.
-
-        Raises:
-            EngineError: a replica refuses them, naming what does not fit, or none is alive.
-        """
-        self._runtime.run(self._fleet.update_weights(update, version, elsewhere))
-
-    def broadcast_weights(self, sender: WeightSender, version: int) -> None:
-        """Give every replica the actor's weights from device to device.
-
-        Raises:
-            EngineError: a replica refuses them, naming what does not fit, or none is alive.
-            WorkerError: the actor or a replica died in the middle of it.
-        """
-        self._runtime.run(self._fleet.broadcast_weights(sender, version))
-
-    def probe(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[TokenOutput]:
-        """What each replica answers to one request, in their order; no trajectory, tool or reward takes part."""
-        session = "sessions" in self.capabilities
-        request = "probe"
-
-        async def ask() -> list[TokenOutput]:
-            replicas = range(self._replicas)
-            calls = (self._fleet.sample(each, prompt_ids, params, request, session=session) for each in replicas)
-            return list(await asyncio.gather(*calls))
-
-        return self._runtime.run(ask())
-
-    def answer(self, prompts: Sequence[Sequence[int]], params: SamplingParams, concurrency: int) -> list[TokenOutput]:
-        """One answer to each prompt, of the replicas in turns, so many requests at a time; request i has seed i."""
-        session = "sessions" in self.capabilities
-        slots = asyncio.Semaphore(concurrency)
-
-        async def one(number: int, prompt: Sequence[int]) -> TokenOutput:
-            seeded = replace(params, seed=number)
-            async with slots:
-                replica = number % self._replicas
-                return await self._fleet.sample(replica, prompt, seeded, f"answer-{number}", session=session)
-
-        async def all_of_them() -> list[TokenOutput]:
-            return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))
-
-        return self._runtime.run(all_of_them())
-
-    def engine_memory(self) -> int | None:
-        """Bytes of host memory that all replicas hold, with the processes that they started; None if unknown."""
-        return self._runtime.run(self._fleet.memory())
-
-    def engine_metrics(self) -> dict[str, float]:
-        """Counters of all replicas: see :meth:`EngineFleet.metrics`."""
-        return self._runtime.run(self._fleet.metrics())
-
     def close(self) -> None:
-        """Close everything; a failure to close one does not keep the others open."""
-        for actors in (self._workers, self._rewarders, self._fleet.servers):
-            for actor in actors:
-                try:
-                    self._runtime.run(asyncio.wait_for(actor.call("close"), CLOSE_TIMEOUT))
-                except Exception:  # noqa: BLE001 - the run is over, and its own error matters more
-                    logger.warning("closing an actor failed", exc_info=True)
-                actor.kill()
+        """Close all workers."""
+        close_actors(self._runtime, [*self._workers, *self._rewarders])
 
 
 def last_line(text: str | None) -> str:

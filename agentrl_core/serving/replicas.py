@@ -3,10 +3,11 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
-from typing import Any, TypeVar
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from agentrl_core.api import (
     AgentRLError,
@@ -17,21 +18,46 @@ from agentrl_core.api import (
     WeightUpdate,
     WorkerError,
 )
-from agentrl_core.config.schema import EngineSlot
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle, Runtime
 from agentrl_core.plugins.boundary import deadline
-from agentrl_core.serving.placement import Seats
+from agentrl_core.serving.placement import Seats, seats_anywhere
 from agentrl_core.serving.server import EngineServer, tail_of
 from agentrl_core.serving.weight_delivery import Member, WeightDelivery, Weights, WeightSender
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
+P = ParamSpec("P")
+CLOSE_TIMEOUT = 30.0
+"""Seconds that an actor may take to close before it is killed."""
 START_GRACE = 60.0
 """Seconds beyond ``start_timeout`` after which a server that cannot even say that it is late is given up: its process
 starts and imports within them, on a machine that may be busy."""
 
 
-class EngineFleet:
+def blocking(
+    method: "Callable[Concatenate[EngineReplicas, P], Coroutine[Any, Any, T]]",
+) -> "Callable[Concatenate[EngineReplicas, P], T]":
+    """Run a coroutine method to its end in the runtime's event loop, for the trainer, which is no coroutine."""
+
+    @wraps(method)
+    def call(self: "EngineReplicas", /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.runtime.run(method(self, *args, **kwargs))
+
+    return call
+
+
+def close_actors(runtime: Runtime, actors: Sequence[ActorHandle]) -> None:
+    """Close and kill them; a failure to close one does not keep the others open."""
+    for actor in actors:
+        try:
+            runtime.run(asyncio.wait_for(actor.call("close"), CLOSE_TIMEOUT))
+        except Exception:  # noqa: BLE001 - the run is over, and its own error matters more
+            logger.warning("closing an actor failed", exc_info=True)
+        actor.kill()
+
+
+class EngineReplicas:
     """Owns the engine servers.
 
     A replica that dies is started anew and gets the current weights before it serves again. That happens while
@@ -40,22 +66,22 @@ class EngineFleet:
 
     Args:
         runtime: where they live.
-        slot: ``rollout.engine``, resolved.
-        context: of replica 0.
-        seats: of each replica.
-        most_requests: that may be on their way to one replica at once.
+        config: resolved.
+        context: of replica 0; ``shared_module`` set only if the engine may use the actor's module.
+        seats: of each replica; default: anywhere, on the CPU.
     """
 
     def __init__(
-        self, runtime: Runtime, slot: EngineSlot, context: EngineContext, seats: Seats, most_requests: int
+        self, runtime: Runtime, config: ResolvedConfig, context: EngineContext, seats: Seats | None = None
     ) -> None:
-        self._runtime = runtime
-        self._slot = slot
-        self._context = context
-        self._seats = seats
-        # Beside the requests there must be room for questions about health and for updates.
-        self._concurrency = most_requests + 100
-        self._members = [Member(self._make(replica), slot.restarts) for replica in range(len(seats))]
+        slot = self._slot = config.rollout.engine
+        self.runtime = runtime
+        self.context = context
+        self.has_sessions = slot.has("sessions")
+        self._seats = seats_anywhere(config) if seats is None else seats
+        # In addition to the requests there must be room for health checks and for updates.
+        self._concurrency = config.rollout.agent.num_workers * config.rollout.agent.max_concurrent + 100
+        self._members = [Member(self._make(replica), slot.restarts) for replica in range(len(self._seats))]
         self._routers: Sequence[ActorHandle] = ()
         self._delivery = WeightDelivery(slot.devices)
         self._is_asleep = False
@@ -76,8 +102,8 @@ class EngineFleet:
     def _make(self, replica: int) -> list[ActorHandle]:
         slot = self._slot
         return [
-            self._runtime.actor(
-                EngineServer, slot, replace(self._context, replica=replica, node_rank=host),
+            self.runtime.actor(
+                EngineServer, slot, replace(self.context, replica=replica, node_rank=host),
                 seat.devices,
                 name=f"engine-{replica}" + (f".{host}" if host else ""), num_gpus=seat.num_gpus, node=seat.node,
                 python=slot.python, max_concurrency=self._concurrency,
@@ -87,6 +113,7 @@ class EngineFleet:
 
     # Start ------------------------------------------------------------------------------------------------------
 
+    @blocking
     async def start(self) -> None:
         """Start every replica. Raises EngineError where one does not."""
         await asyncio.gather(*(self._boot(member) for member in self._members))
@@ -229,16 +256,19 @@ class EngineFleet:
 
     # Weights ----------------------------------------------------------------------------------------------------
 
+    @blocking
     async def can_all_read(self, files: Sequence[str]) -> bool:
         """Whether these files are readable for every replica that lives."""
         return False not in await self._ask("can_read", files)
 
+    @blocking
     async def sleep(self) -> None:
         """Let every replica release what ``rollout.engine.sleep`` says, until it gets new weights."""
         if self._slot.sleep:
             self._is_asleep = True
             await self._ask("sleep", self._slot.sleep)
 
+    @blocking
     async def update_weights(self, update: WeightUpdate, version: int, elsewhere: WeightUpdate | None = None) -> None:
         """Give every replica the new weights, and wake those that sleep.
 
@@ -251,7 +281,7 @@ class EngineFleet:
             EngineError: a replica refuses them, or none is alive.
         """
         # Through the store, once for each node.
-        self._delivery.note(Weights(update, elsewhere and self._runtime.share(elsewhere), version))
+        self._delivery.note(Weights(update, elsewhere and self.runtime.share(elsewhere), version))
         async with self._updating():
             alive = [(index, member) for index, member in enumerate(self._members) if member.is_alive]
             loads = (self._delivery.load(member) for _, member in alive)
@@ -262,6 +292,7 @@ class EngineFleet:
                 elif isinstance(result, BaseException):
                     raise result
 
+    @blocking
     async def broadcast_weights(self, sender: WeightSender, version: int) -> None:
         """Give every replica the actor's weights from device to device, and wake those that sleep.
 
@@ -296,24 +327,47 @@ class EngineFleet:
 
     # Questions --------------------------------------------------------------------------------------------------
 
-    async def sample(
-        self, replica: int, prompt_ids: Sequence[int], params: SamplingParams, request_id: str, *, session: bool
+    @blocking
+    async def probe(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[TokenOutput]:
+        """What each replica answers to one request, in their order; no trajectory, tool or reward takes part."""
+        calls = (self._sample(replica, prompt_ids, params, "probe") for replica in range(len(self._members)))
+        return list(await asyncio.gather(*calls))
+
+    @blocking
+    async def answer(
+        self, prompts: Sequence[Sequence[int]], params: SamplingParams, concurrency: int
+    ) -> list[TokenOutput]:
+        """One answer to each prompt, round-robin over the replicas, at most ``concurrency`` at a time; request i has
+        seed i."""
+        slots = asyncio.Semaphore(concurrency)
+
+        async def one(number: int, prompt: Sequence[int]) -> TokenOutput:
+            async with slots:
+                replica, seeded = number % len(self._members), replace(params, seed=number)
+                return await self._sample(replica, prompt, seeded, f"answer-{number}")
+
+        return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))
+
+    async def _sample(
+        self, replica: int, prompt_ids: Sequence[int], params: SamplingParams, request_id: str
     ) -> TokenOutput:
-        """One request to one replica, past the routing."""
+        """One request to one replica, without routing."""
         server = self._members[replica].server
         async with asyncio.timeout(self._slot.start_timeout):
-            if session:
+            if self.has_sessions:
                 await server.call("open_session", request_id)
             output: TokenOutput = await server.call("generate", prompt_ids, params, request_id)
-            if session:
+            if self.has_sessions:
                 await server.call("close_session", request_id)
         return output
 
+    @blocking
     async def memory(self) -> int | None:
         """Bytes of host memory of all replicas and the processes that they started; None where it cannot be told."""
         found = await self._ask("memory", every_host=True)
         return None if None in found else sum(found)
 
+    @blocking
     async def metrics(self) -> dict[str, float]:
         """Counters of all replicas added up, ``restarts``, ``tokens_per_second`` and ``cache_hit_rate``."""
         totals: dict[str, float] = defaultdict(float)
@@ -330,6 +384,10 @@ class EngineFleet:
         if self._restarts:
             totals["restarts"] = float(self._restarts)
         return dict(totals)
+
+    def close(self) -> None:
+        """Close every server."""
+        close_actors(self.runtime, self.servers)
 
     async def _ask(self, method: str, *args: Any, every_host: bool = False) -> list[Any]:
         """The answers of all replicas, or of all their hosts; None of those that are dead."""

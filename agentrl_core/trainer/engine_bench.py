@@ -8,7 +8,7 @@ from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import ClassWithInitArgs
 from agentrl_core.trainer.logprob_gap import GAP, gap_of_answers
 from agentrl_core.trainer.preparation import Preparation
-from agentrl_core.trainer.roles import build_rollout, start_runtime, training_gpus
+from agentrl_core.trainer.roles import start_engines, start_runtime, training_gpus
 from agentrl_core.workers.actor import ActorWorker
 
 WARM_UP = 4
@@ -72,16 +72,16 @@ def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> E
         )["actor"]
         actor.init_model()
         start = time.perf_counter()
-        rollout = build_rollout(config, runtime, plan, preparation.facts, actor)
+        engines = start_engines(config, runtime, plan, preparation.facts, actor)
         start_seconds = time.perf_counter() - start
         try:
-            rollout.answer(prompts[:WARM_UP], params, concurrency)
+            engines.answer(prompts[:WARM_UP], params, concurrency)
             start = time.perf_counter()
-            outputs = rollout.answer(prompts, params, concurrency)
+            outputs = engines.answer(prompts, params, concurrency)
             seconds = time.perf_counter() - start
-            memory = rollout.engine_memory()
+            memory = engines.memory()
         finally:
-            rollout.close()
+            engines.close()
         gap = gap_of_answers(list(zip(prompts, outputs, strict=True)), sampling.temperature, actor)
     tokens = sum(len(output.token_ids) for output in outputs)
     return EngineFigures(start_seconds, tokens, seconds, gap.get(f"{GAP}_mean"), gap.get(f"{GAP}_max"), memory)

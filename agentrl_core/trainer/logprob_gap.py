@@ -12,8 +12,8 @@ from agentrl_core.api import AgentLoopOutput, EngineError, SamplingParams, Termi
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
-from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.workers.protocols import Actor
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ def gap_of_answers(
 
 
 def compare_with_engines(
-    config: ResolvedConfig, rollout: AgentLoopManager, actor: Actor, prompt_ids: Sequence[int]
+    config: ResolvedConfig, engines: EngineReplicas, actor: Actor, prompt_ids: Sequence[int]
 ) -> dict[str, float]:
     """One answer of every replica, and one forward of the actor over it; the gap goes to the log.
 
@@ -117,7 +117,7 @@ def compare_with_engines(
     )  # fmt: skip
     prompt = list(prompt_ids[-config.data.max_prompt_length :])
     try:
-        outputs = rollout.probe(prompt, params)
+        outputs = engines.probe(prompt, params)
     except (EngineError, WorkerError, TimeoutError) as error:
         # The rollouts have their retries, and say more.
         logger.warning("the engine did not answer the request before the first step: %s", error)

@@ -21,6 +21,7 @@ from agentrl_core.serving.placement import (
     seats_of_their_own,
     seats_without_training,
 )
+from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.trainer.plan import RunPlan
 from agentrl_core.trainer.weight_sync import WeightSync
 from agentrl_core.workers.actor import ActorWorker
@@ -56,12 +57,13 @@ class ModelFacts:
 class Roles:
     """Everything that computes. ``critic`` and ``reference`` are None where the run needs none.
 
-    ``sync(version)`` gives the engines of ``rollout`` the weights of ``actor``.
+    ``sync(version)`` gives the engines the weights of ``actor``; ``rollout`` samples with them.
     """
 
     actor: Actor
     critic: Critic | None
     reference: Reference | None
+    engines: EngineReplicas
     rollout: AgentLoopManager
     sync: WeightSync
 
@@ -136,27 +138,28 @@ def build_roles(config: ResolvedConfig, runtime: Runtime, plan: RunPlan, facts: 
     for group in groups.values():
         group.init_model()
     actor = cast(Actor, groups["actor"])
-    rollout = build_rollout(config, runtime, plan, facts, actor)
+    engines = start_engines(config, runtime, plan, facts, actor)
     return Roles(
         actor=actor,
         critic=cast("Critic | None", groups.get("critic")),
         reference=cast("Reference | None", groups.get("reference")),
-        rollout=rollout,
-        sync=WeightSync(config, actor, rollout),
+        engines=engines,
+        rollout=AgentLoopManager(config, runtime, engines),
+        sync=WeightSync(config, actor, engines),
     )
 
 
-def build_rollout(
+def start_engines(
     config: ResolvedConfig, runtime: Runtime, plan: RunPlan, facts: ModelFacts, actor: Any
-) -> AgentLoopManager:
-    """Build the rollout with its engines, and start them."""
+) -> EngineReplicas:
+    """Build the engines and start them."""
     # In one process with the actor an engine that can generates with the actor's own module: no copy, no transport.
     can_share = config.rollout.engine.has("shared_module")
     workers = getattr(actor, "workers", None)
     context = engine_context(config, plan, facts, workers[0].module if can_share and workers else None)
-    manager = AgentLoopManager(config, runtime, context, engine_seats(config, actor))
-    manager.start()
-    return manager
+    engines = EngineReplicas(runtime, config, context, engine_seats(config, actor))
+    engines.start()
+    return engines
 
 
 def engine_context(

@@ -112,6 +112,7 @@ class Trainer:
             yield
         finally:
             self.roles.rollout.close()
+            self.roles.engines.close()
 
     def _begin(self) -> None:
         self.step = self.run.begin(self.roles.actor, self.roles.critic)
@@ -123,12 +124,12 @@ class Trainer:
 
     def _compare_with_engines(self) -> None:
         """What each engine says its tokens' log-probs are, against one forward of the actor."""
-        if "logprobs" in self.roles.rollout.capabilities:
+        if self.config.rollout.engine.has("logprobs"):
             messages = self.preparation.data.train[0]["raw_prompt"]
             prompt_ids = self.renderer.encode(self.renderer.render(messages, generation_prompt=True))
-            compare_with_engines(self.config, self.roles.rollout, self.roles.actor, prompt_ids)
+            compare_with_engines(self.config, self.roles.engines, self.roles.actor, prompt_ids)
             # What the engines counted of it belongs to no step: a resumed run has it too.
-            self.roles.rollout.engine_metrics()
+            self.roles.engines.metrics()
 
     def _save_last(self) -> None:
         """A signal may have come after the last step had decided that it was not the last."""
@@ -173,7 +174,7 @@ class Trainer:
         """Let the engines sleep until they get the next weights, where ``rollout.engine.sleep`` says so."""
         if self.config.rollout.engine.sleep:
             with self.timer.phase("sleep"):
-                self.roles.rollout.sleep()
+                self.roles.engines.sleep()
 
     def add_log_probs_and_values(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """``old_log_probs``, and where they are needed ``values`` and ``ref_log_prob``, all [B, R].
@@ -182,7 +183,7 @@ class Trainer:
         """
         with self.timer.phase("log_probs"):
             measured = "rollout_log_probs" in batch.batch.keys()
-            if measured and self.roles.rollout.shares_module:
+            if measured and self.roles.engines.context.shared_module is not None:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
                 few = batch.slice(0, GAP_ROWS)
                 gap = logprob_gap(few, self.roles.actor.compute_log_prob(few).batch["old_log_probs"])
@@ -234,7 +235,7 @@ class Trainer:
         """Records, validation, checkpoint, trackers, hooks."""
         self.step = step
         # Before the validation, which has requests of its own.
-        metrics |= {engine_metric(name): value for name, value in self.roles.rollout.engine_metrics().items()}
+        metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
         last = step == self.plan.steps or self.stop.requested
         records = make_records(step, "train", results, trajectory_advantages(batch) if len(batch) else {})
         self.run.write_records(step, "train", records)
@@ -286,7 +287,7 @@ class Trainer:
         with self.timer.phase("validation"):
             metrics, results = self.validator.run(step, self.roles.rollout)
             # What the engines counted of it belongs to no step.
-            self.roles.rollout.engine_metrics()
+            self.roles.engines.metrics()
         if results:
             self.run.write_records(step, "validation", make_records(step, "validation", results, {}))
             self._tell_hooks(step, "validation", results)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from agentrl_core.api import WeightUpdate
 from agentrl_core.api.weights import Broadcast
 from agentrl_core.config import ResolvedConfig
-from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.workers.models import resolve_device
 from agentrl_core.workers.protocols import Actor
 
@@ -13,18 +13,18 @@ BUCKET_BYTES = 256 << 20
 
 
 class WeightSync:
-    """Gives the engines of a rollout the actor's weights.
+    """Gives the engines the actor's weights.
 
     Args:
         config: of the run.
         actor: whose weights they are.
-        rollout: whose engines get them.
+        engines: that get them.
     """
 
-    def __init__(self, config: ResolvedConfig, actor: Actor, rollout: AgentLoopManager) -> None:
+    def __init__(self, config: ResolvedConfig, actor: Actor, engines: EngineReplicas) -> None:
         self._is_local = config.cluster.runtime == "local"
         self._actor = actor
-        self._rollout = rollout
+        self._engines = engines
         self._sender: ActorSender | None = None
         if config.rollout.engine.weight_transfer == "broadcast":
             self._sender = ActorSender(actor, _backend(config))
@@ -32,20 +32,20 @@ class WeightSync:
     def __call__(self, version: int) -> None:
         """Returns when every engine samples with them, as this version."""
         if self._sender is not None:
-            self._rollout.broadcast_weights(self._sender, version)
+            self._engines.broadcast_weights(self._sender, version)
         else:
             update, elsewhere = self._new_weights()
-            self._rollout.update_weights(update, version, elsewhere)
+            self._engines.update_weights(update, version, elsewhere)
 
     def _new_weights(self) -> tuple[WeightUpdate, WeightUpdate | None]:
         """The module itself, files in memory on the actor's host, buckets for engines elsewhere."""
-        if self._rollout.shares_module:
+        if self._engines.context.shared_module is not None:
             return WeightUpdate(shared=True), None
         if self._is_local:
             return WeightUpdate(buckets=self._actor.weight_buckets(BUCKET_BYTES)), None
         files = self._actor.weight_files()
         elsewhere = None
-        if not self._rollout.can_all_read(files):
+        if not self._engines.can_all_read(files):
             elsewhere = WeightUpdate(buckets=self._actor.weight_buckets(BUCKET_BYTES))
         return WeightUpdate(files=files), elsewhere
 

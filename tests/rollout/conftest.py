@@ -33,6 +33,7 @@ from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
 from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
 from agentrl_core.rollout.worker import AgentLoopWorker
+from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.testing.tiny_model import tiny_tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
@@ -251,8 +252,9 @@ class Rollout:
         context = EngineContext(
             config.model.path, max_model_len=max_model_len, vocab_size=261, nodes=config.rollout.engine.nodes
         )
-        self.manager = AgentLoopManager(config, self.runtime, context)
-        self.manager.start()
+        self.replicas = EngineReplicas(self.runtime, config, context)
+        self.manager = AgentLoopManager(config, self.runtime, self.replicas)
+        self.replicas.start()
 
     @property
     def workers(self) -> list[AgentLoopWorker]:
@@ -260,7 +262,7 @@ class Rollout:
 
     @property
     def engines(self) -> list[Any]:
-        return [server._instance._engine for server in self.manager._fleet.servers]
+        return [server._instance._engine for server in self.replicas.servers]
 
     def loop(self, name: str) -> Any:
         """The agent loop of that name in the first worker."""
@@ -281,6 +283,7 @@ class Rollout:
 
     def close(self) -> None:
         self.manager.close()
+        self.replicas.close()
         self.runtime.shutdown()
 
 

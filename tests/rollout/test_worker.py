@@ -624,11 +624,11 @@ def test_weights_reach_every_replica_and_metrics_are_added_up(make_rollout, make
     from agentrl_core.api import WeightUpdate
 
     rollout = make_rollout(loops("Once", **{"rollout.engine": {"name": "scripted", "replicas": 2}}), FILES)
-    rollout.manager.update_weights(WeightUpdate(), 5)
+    rollout.replicas.update_weights(WeightUpdate(), 5)
     assert [engine.version for engine in rollout.engines] == [5, 5]
     (result,) = rollout([make_row()])
     assert set(result.outputs[0].policy_versions) == {5}
     for engine, value in zip(rollout.engines, (1.0, 2.0), strict=True):
         engine.metrics = lambda value=value: {"cached_tokens": value}
-    metrics = rollout.manager.engine_metrics()
+    metrics = rollout.replicas.metrics()
     assert metrics["cached_tokens"] == 3.0 and metrics["requests"] >= 1 and metrics["tokens_per_second"] > 0

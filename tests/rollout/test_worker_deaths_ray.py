@@ -12,6 +12,7 @@ from agentrl_core.controller.runtime import Runtime, make_runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout import manager as manager_module
 from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.serving.replicas import EngineReplicas
 
 pytestmark = pytest.mark.ray
 
@@ -73,13 +74,14 @@ def make_manager(tiny_run: Any, runtime: Runtime) -> Iterator[Any]:
         }
         config = load_config(tiny_run(settings))
         context = EngineContext(config.model.path, max_model_len=1000, vocab_size=261)
-        made.append(AgentLoopManager(config, runtime, context))
-        made[-1].start()
+        made.append(AgentLoopManager(config, runtime, EngineReplicas(runtime, config, context)))
+        made[-1]._engines.start()
         return made[-1]
 
     yield make
     for manager in made:
         manager.close()
+        manager._engines.close()
 
 
 def prompts(count: int, step: int = 1) -> PromptBatch:

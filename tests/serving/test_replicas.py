@@ -86,8 +86,8 @@ class Fleet:
         cluster = {"cluster.runtime": slot.pop("cluster.runtime", "local")}
         changes = {**cluster, "rollout.engine": slot, "rollout.agent": {"loops": [{"name": "./once.py:Once"}]}}
         self.rollout = make_rollout(changes, {"frail.py": source, "once.py": LOOP})
-        self.manager = self.rollout.manager
-        self.manager.update_weights(WeightUpdate(), 5)
+        self.replicas = self.rollout.replicas
+        self.replicas.update_weights(WeightUpdate(), 5)
 
     def versions(self) -> list[int]:
         return [engine.version for engine in self.rollout.engines]
@@ -113,7 +113,7 @@ def test_a_replica_that_cannot_serve_any_more_is_replaced(
             break
     else:
         pytest.fail("the replica was not replaced during 20 rollouts")
-    assert fleet.manager.engine_metrics()["restarts"] == 1
+    assert fleet.replicas.metrics()["restarts"] == 1
 
 
 def test_a_replica_that_comes_back_gets_the_weights_that_its_adapter_belongs_to(
@@ -123,22 +123,22 @@ def test_a_replica_that_comes_back_gets_the_weights_that_its_adapter_belongs_to(
     adapter = LoraAdapter(8, 16, ("q_proj",))
     for _ in range(2):
         # An adapter may have the number of the weights below it: it has changed nothing yet.
-        fleet.manager.update_weights(WeightUpdate(adapter=adapter), 5)
+        fleet.replicas.update_weights(WeightUpdate(adapter=adapter), 5)
     (first,) = fleet.rollout.engines
     assert first.updates == [(5, False), (5, True), (5, True)]
     fleet.rollout([make_row()])
     (second,) = fleet.rollout.engines
     assert second is not first
     assert second.updates == [(5, False), (5, True)]
-    fleet.manager.update_weights(WeightUpdate(adapter=adapter), 6)
-    fleet.manager.update_weights(WeightUpdate(), 7)
+    fleet.replicas.update_weights(WeightUpdate(adapter=adapter), 6)
+    fleet.replicas.update_weights(WeightUpdate(), 7)
     assert second.updates[2:] == [(6, True), (7, False)]
 
 
 def test_the_hosts_of_a_replica_are_started_and_replaced_together(make_rollout: Any, make_row: Any) -> None:
     hosts = {"cluster.runtime": "ray", "tensor_parallel": 4, "nodes": 2}
     fleet = Fleet(make_rollout, {1: "lost"}, replicas=1, restarts=1, **hosts)
-    (member,) = fleet.manager._fleet._members
+    (member,) = fleet.replicas._members
     before = [server._instance._engine for server in member.servers]
     assert [each.context.node_rank for each in before] == [0, 1]
     assert before[0].context.rendezvous == before[1].context.rendezvous != ""
@@ -146,10 +146,10 @@ def test_the_hosts_of_a_replica_are_started_and_replaced_together(make_rollout: 
     assert [each.version for each in before] == [5, 0]
 
     async def until_replaced() -> None:
-        while fleet.manager._fleet._restarts < 1:
+        while fleet.replicas._restarts < 1:
             await asyncio.sleep(0.01)
 
-    fleet.manager._runtime.run(asyncio.wait_for(fleet.manager._fleet.watched(until_replaced()), 10))
+    fleet.replicas.runtime.run(asyncio.wait_for(fleet.replicas.watched(until_replaced()), 10))
     assert not fleet.rollout([make_row()])[0].failed
     after = [server._instance._engine for server in member.servers]
     assert after[0] is not before[0] and after[0].version == 5
@@ -169,43 +169,43 @@ def test_a_replica_that_cannot_be_started_again_is_given_up(make_rollout: Any, m
     with pytest.raises(RolloutError, match="(?s)none can be started.*no such device"):
         fleet.rollout([make_row()])
     with pytest.raises(EngineError, match="no engine replica is alive to take the new weights"):
-        fleet.manager.update_weights(WeightUpdate(), 6)
+        fleet.replicas.update_weights(WeightUpdate(), 6)
 
 
 def test_requests_beyond_the_limit_queue_at_the_replica(make_rollout: Any, make_row: Any) -> None:
     fleet = Fleet(make_rollout, {}, max_in_flight=3)
     fleet.rollout([make_row(str(index)) for index in range(10)])
-    metrics = fleet.manager.engine_metrics()
+    metrics = fleet.replicas.metrics()
     assert metrics["running_max"] == 3 and metrics["queue_max"] > 0 and metrics["requests"] == 10
-    assert fleet.manager.engine_metrics() == {}
+    assert fleet.replicas.metrics() == {}
 
 
 def test_engines_sleep_from_the_rollout_to_the_next_weights(make_rollout: Any, make_row: Any) -> None:
     fleet = Fleet(make_rollout, {}, replicas=2, sleep=2)
     fleet.rollout([make_row()])
-    fleet.manager.sleep()
-    fleet.manager.update_weights(WeightUpdate(), 6)
-    fleet.manager.update_weights(WeightUpdate(), 7)
+    fleet.replicas.sleep()
+    fleet.replicas.update_weights(WeightUpdate(), 6)
+    fleet.replicas.update_weights(WeightUpdate(), 7)
     expected = ["update 5", "sleep 2", "wake ['weights']", "update 6", "wake ['kv_cache']", "update 7"]
     assert [engine.calls for engine in fleet.rollout.engines] == [expected] * 2
 
 
 def test_engines_do_not_sleep_unless_told_to(make_rollout: Any) -> None:
     fleet = Fleet(make_rollout, {})
-    fleet.manager.sleep()
-    fleet.manager.update_weights(WeightUpdate(), 6)
+    fleet.replicas.sleep()
+    fleet.replicas.update_weights(WeightUpdate(), 6)
     assert fleet.rollout.engines[0].calls == ["update 5", "update 6"]
 
 
 def test_an_engine_that_cannot_sleep_says_why(make_rollout: Any) -> None:
     fleet = Fleet(make_rollout, {0: "sleep"}, sleep=1)
     with pytest.raises(EngineError, match="sleep failed: RuntimeError: a request holds it awake"):
-        fleet.manager.sleep()
+        fleet.replicas.sleep()
 
 
 def test_an_engine_that_never_falls_asleep_holds_nobody_up(make_rollout: Any, caplog: pytest.LogCaptureFixture) -> None:
     fleet = Fleet(make_rollout, {0: "never sleeps"}, sleep=1, start_timeout=0.2)
-    fleet.manager.sleep()
+    fleet.replicas.sleep()
     assert "has not fallen asleep within 0.2 s" in caplog.text
-    fleet.manager.update_weights(WeightUpdate(), 6)
+    fleet.replicas.update_weights(WeightUpdate(), 6)
     assert fleet.rollout.engines[0].calls == ["update 5", "wake ['weights']", "update 6", "wake ['kv_cache']"]

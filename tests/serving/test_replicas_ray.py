@@ -17,6 +17,7 @@ from agentrl_core.controller.runtime import Runtime, make_runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.workers.weight_files import WeightFiles
 
 pytestmark = pytest.mark.ray
@@ -126,12 +127,13 @@ def make_manager(tiny_run: Any, runtime: Runtime, interpreter: str) -> Iterator[
         }
         config = load_config(tiny_run(changes))
         context = EngineContext(config.model.path, max_model_len=1000, vocab_size=261)
-        made.append(AgentLoopManager(config, runtime, context))
+        made.append(AgentLoopManager(config, runtime, EngineReplicas(runtime, config, context)))
         return made[-1]
 
     yield make
     for manager in made:
         manager.close()
+        manager._engines.close()
 
 
 def prompts(count: int, step: int) -> Any:
@@ -144,9 +146,9 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
     make_manager: Any, weights: WeightFiles, tiny_run: Any
 ) -> None:
     manager = make_manager(replicas=2)
-    manager.start()
+    manager._engines.start()
     (tiny_run.folder / "kill").touch()
-    manager.update_weights(WeightUpdate(files=weights.write(token(65))), 7)
+    manager._engines.update_weights(WeightUpdate(files=weights.write(token(65))), 7)
     results = manager.generate_sequences(prompts(64, step=1))
 
     assert not (tiny_run.folder / "kill").exists(), "the replica was killed"
@@ -156,19 +158,19 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
     assert len(batch) == 64 and batch.batch["response_mask"].sum() == 64 * TURNS * 2
     assert all(set(output.policy_versions) == {7, -1} for result in results for output in result.outputs)
 
-    fleet = manager._fleet
+    fleet = manager._engines
 
     async def all_back() -> None:
         while fleet._restarting:
             await asyncio.wait(fleet._restarting.values())
 
     manager._runtime.run(fleet.watched(all_back()))
-    assert manager.engine_metrics()["restarts"] == 1
-    answers = manager.probe([1, 2], SamplingParams(2))
+    assert manager._engines.metrics()["restarts"] == 1
+    answers = manager._engines.probe([1, 2], SamplingParams(2))
     assert [(answer.token_ids[0], answer.spans[0].version) for answer in answers] == [(65, 7), (65, 7)]
 
     # Overwritten in place, and both replicas serve trajectories again.
-    manager.update_weights(WeightUpdate(files=weights.write(token(66))), 8)
+    manager._engines.update_weights(WeightUpdate(files=weights.write(token(66))), 8)
     results = manager.generate_sequences(prompts(32, step=2))
     assert all(output.response_ids[0] == 66 for result in results for output in result.outputs)
     served = [manager._runtime.run(server.call("metrics"))["requests"] for server in fleet.servers]
@@ -177,14 +179,14 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
 
 def test_weights_that_do_not_fit_are_refused_by_name(make_manager: Any, weights: WeightFiles) -> None:
     manager = make_manager()
-    manager.start()
+    manager._engines.start()
     other = [ArrayBucket(("other",), ((1,),), ("uint8",), np.zeros(1, np.uint8))]
     with pytest.raises(EngineError, match="the model has token"):
-        manager.update_weights(WeightUpdate(files=weights.write(other)), 1)
+        manager._engines.update_weights(WeightUpdate(files=weights.write(other)), 1)
 
 
 def test_a_server_that_never_becomes_healthy_ends_with_its_last_log_lines(make_manager: Any, tiny_run: Any) -> None:
     (tiny_run.folder / "slow").touch()
     manager = make_manager(start_timeout=0.2)
     with pytest.raises(EngineError, match=r"(?s)not healthy after 0.2 s.*loading the model"):
-        manager.start()
+        manager._engines.start()
