@@ -9,7 +9,7 @@ import typer
 
 if TYPE_CHECKING:
     from agentrl_core.api.errors import AgentRLError
-    from agentrl_core.trainer.engine_bench import EngineFigures
+    from agentrl_core.devtools.engine_bench import EngineFigures
 
 app = typer.Typer(help="Engines: their environments, and how fast and exact they are.", no_args_is_help=True)
 
@@ -74,7 +74,7 @@ def _bench(
 
     from agentrl_core.api.errors import AgentRLError
     from agentrl_core.config import load_config
-    from agentrl_core.trainer.engine_bench import EngineFigures, measure_engine
+    from agentrl_core.devtools.engine_bench import EngineFigures, measure_engine
 
     found: dict[str, EngineFigures | AgentRLError] = {}
     for engine in engines or [""]:

@@ -232,9 +232,10 @@ def replay_reward(
     ] = False,
 ) -> None:
     """Score trajectories that a run wrote once more, in this process, so that breakpoint() works."""
-    from agentrl_core.cli.reward import replay
+    from agentrl_core.cli._output import console_of_stdout
+    from agentrl_core.devtools.reward_replay import replay
 
-    replay(rollouts=rollouts, reward=reward, config=config, show_all=show_all)
+    replay(rollouts, reward, config, console_of_stdout(), show_all)
 
 
 def main() -> None:

@@ -72,7 +72,7 @@ def check_plugins(
     timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for each plugin.")] = 60.0,
 ) -> None:
     """Import plugins and look at what they make, each in a process of its own and in a Ray worker."""
-    from agentrl_core.cli.plugins_check import run
+    from agentrl_core.devtools.check_command import run
 
     raise typer.Exit(run(names or [], kinds=_kinds(kind), on_ray=not no_ray, time_limit=timeout))
 

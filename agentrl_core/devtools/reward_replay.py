@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from agentrl_core.api.errors import ConfigError, DataError, RewardError
 from agentrl_core.api.reward import RewardFunctionContext, RewardTrajectory
-from agentrl_core.cli._output import console_of_stdout
 from agentrl_core.config import RewardFunctionSlot, load_config
 from agentrl_core.hosting.rewards import check_score
 from agentrl_core.plugins import resolve
@@ -36,7 +36,7 @@ class Replayed:
         return self.old is None or not math.isclose(self.old, self.new, rel_tol=_SAME, abs_tol=_SAME)
 
 
-def replay(rollouts: Path, reward: str, config: Path | None, show_all: bool = False) -> None:
+def replay(rollouts: Path, reward: str, config: Path | None, console: Console, show_all: bool = False) -> None:
     """Score every trajectory of a rollouts file again and print old and new scores.
 
     The old score is that of this function where the reward manager has kept it by name, else the whole reward.
@@ -44,6 +44,7 @@ def replay(rollouts: Path, reward: str, config: Path | None, show_all: bool = Fa
     Args:
         rollouts: ``rollouts/step-….jsonl``.
         reward: a registered name, ``package:name``, or ``./file.py:function`` relative to the working directory.
+        console: where to print.
         show_all: print every trajectory; else at most 20, and of many those whose score changed.
         config: its entry of that name in ``reward.functions`` is used, options included.
 
@@ -71,7 +72,7 @@ def replay(rollouts: Path, reward: str, config: Path | None, show_all: bool = Fa
     shown = done
     if not show_all and len(done) > _SHOWN:
         shown = [each for each in done if each.changed][:_SHOWN]
-    _print(done, shown, len(without - {each.trajectory_id for each in done}))
+    _print(console, done, shown, len(without - {each.trajectory_id for each in done}))
 
 
 def _function(reward: str, config: Path | None) -> tuple[str, Callable[[RewardTrajectory], Any]]:
@@ -111,7 +112,7 @@ async def _awaited(value: Any) -> Any:
     return await value
 
 
-def _print(done: list[Replayed], shown: list[Replayed], without: int) -> None:
+def _print(console: Console, done: list[Replayed], shown: list[Replayed], without: int) -> None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("TRAJECTORY", overflow="fold")
     for column in ("OLD", "NEW", ""):
@@ -119,7 +120,6 @@ def _print(done: list[Replayed], shown: list[Replayed], without: int) -> None:
     for each in shown:
         mark = Text("changed", style="yellow") if each.changed else Text("")
         table.add_row(Text(each.trajectory_id), _number(each.old), _number(each.new), mark)
-    console = console_of_stdout()
     if shown:
         console.print(table)
     if len(shown) < len(done):
