@@ -166,6 +166,26 @@ class Full(Tracker):
 
     def log(self, metrics, step):
         raise OSError(28, "No space left on device")
+
+
+class FullAtTheEnd(Tracker):
+    """A tracker whose disk is full when the run ends."""
+
+    def log(self, metrics, step):
+        pass
+
+    def finish(self, status):
+        raise OSError(28, "No space left on device")
+
+
+class Broken:
+    """A hook that fails in every step."""
+
+    def __init__(self, config, context): ...
+
+    @hookimpl
+    def on_rollout_start(self, step):
+        raise OSError(28, "No space left on device")
 '''
 
 START = """

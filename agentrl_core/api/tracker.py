@@ -3,7 +3,8 @@
 The factory ``(config, TrackerContext) -> Tracker`` is called once, when the run's directory is there; then ``log`` once
 a step, steps ascending, and ``finish`` once, however the run ends. Everything runs in the trainer's process, in the
 thread of ``Trainer.fit()``: a slow tracker makes the step slower, and one that talks to a network queues on a thread of
-its own. Methods are plain ones, never coroutines. An exception ends the run. Metrics are Python floats by name.
+its own. Methods are plain ones, never coroutines. An exception is reported once and disables the tracker; the run
+continues. Metrics are Python floats by name.
 
     class Memory(Tracker):
         def __init__(self, config, context):
@@ -41,7 +42,7 @@ class TrackerContext:
 
 
 class Tracker(ABC):
-    """Takes one flat dict of floats per step. An exception ends the run: records are not lost in silence."""
+    """Takes one flat dict of floats per step. A tracker that raises is reported and gets nothing more."""
 
     def __init__(self, config: Any, context: TrackerContext) -> None:
         self.config = config

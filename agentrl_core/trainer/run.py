@@ -17,7 +17,6 @@ from agentrl_core.api import (
     PluginDriftError,
     PluginError,
     PluginRef,
-    Tracker,
     TrackerContext,
 )
 from agentrl_core.config import ResolvedConfig, to_dict, to_yaml
@@ -29,6 +28,7 @@ from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus, Split
 from agentrl_core.runs.trajectory_view import show_trajectory
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, read_state
 from agentrl_core.trainer.plan import RunPlan
+from agentrl_core.trainer.trackers import Trackers
 from agentrl_core.workers.protocols import Actor, Critic
 
 logger = logging.getLogger(__name__)
@@ -63,7 +63,7 @@ class Run:
         self.first_step = 1
         """The first step that this process runs; known once the run records."""
         self._writer = RolloutWriter(self._directory.rollouts_dir)
-        self._trackers: list[Tracker] = []
+        self._trackers = Trackers()
         self._finished: int | None = None
         self._saved_step = 0
         self.hooks = HookCaller([])
@@ -168,7 +168,7 @@ class Run:
     def _build_listeners(self) -> None:
         config = self._config
         context = TrackerContext(config.trainer.name, self.path, self._plan.steps, to_dict(config), self.first_step)
-        self._trackers += [slot.build(context) for slot in config.trainer.trackers]
+        self._trackers = Trackers((slot.name, slot.build(context)) for slot in config.trainer.trackers)
         names = [hook.registered_name for hook in config.hooks]
         self.hooks = HookCaller(
             [(name, hook.build(HookContext(name, self.path))) for name, hook in zip(names, config.hooks, strict=True)]
@@ -216,8 +216,7 @@ class Run:
         if self._finished is not None:
             with suppress(OSError):  # a full disk, which has ended the run, must not hide why it ended
                 self._directory.write_state(status, self._finished)
-            for tracker in self._trackers:
-                tracker.finish(status)
+            self._trackers.finish(status)
         logging.getLogger().removeHandler(self._log)
         file = self._log.target
         self._log.close()
@@ -265,8 +264,7 @@ class Run:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """One step is done: trackers, hooks, ``state.json``."""
-        for tracker in self._trackers:
-            tracker.log(dict(sorted(metrics.items())), step)
+        self._trackers.log(dict(sorted(metrics.items())), step)
         self._finished = step
         self._directory.write_state("running", step)
         self.hooks.on_step_end(step=step, metrics=metrics)
