@@ -16,7 +16,9 @@ class OptionInfo:
     """What is known about one option besides its type and default.
 
     ``ge``/``gt``/``le``/``lt`` bound numbers, ``choices`` lists the allowed values, ``unit`` is printed beside the
-    type, ``path`` says that a relative value is relative to the config file ("file", or "" for no path).
+    type, ``path`` says that a relative value is relative to the config file ("file", or "" for no path). ``code``: a
+    plugin's option names an object, as ``package.module:object`` or ``path/to/file.py:object`` relative to the config
+    file. The factory gets the object of a file itself instead of its name, and the file is in the lock.
     """
 
     help: str = ""
@@ -27,6 +29,7 @@ class OptionInfo:
     lt: float | None = None
     choices: tuple[Any, ...] = ()
     path: bool = False
+    code: bool = False
 
 
 def option(
@@ -41,9 +44,10 @@ def option(
     lt: float | None = None,
     choices: tuple[Any, ...] = (),
     path: bool = False,
+    code: bool = False,
 ) -> Any:
     """A dataclass field with an :class:`OptionInfo`. Without a default the option is required."""
-    info = OptionInfo(help=help, unit=unit, ge=ge, gt=gt, le=le, lt=lt, choices=choices, path=path)
+    info = OptionInfo(help=help, unit=unit, ge=ge, gt=gt, le=le, lt=lt, choices=choices, path=path, code=code)
     metadata = {"agentrl": info}
     if default_factory is not MISSING:
         return field(default_factory=default_factory, metadata=metadata)

@@ -4,7 +4,7 @@ A pluggable slot is ``{name: …, config: {…}}`` plus keys that the core owns.
 plugin's own dataclass, and is an instance of it once the file is loaded.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, Protocol
 
 from agentrl_core.api.config import option
@@ -40,6 +40,9 @@ class Slot:
     resolved: Plugin | PluginRef | None = field(default=None, repr=False, compare=False, metadata={"internal": True})
     """Not a key of the file: loading sets the plugin, and a copy in another process has its reference at first."""
 
+    code: dict[str, PluginRef] = field(default_factory=dict, repr=False, compare=False, metadata={"internal": True})
+    """Not a key of the file: by option that names an object of a file, the reference with the file's text."""
+
     @property
     def plugin(self) -> Plugin:
         """The plugin of a resolved slot.
@@ -70,7 +73,12 @@ class Slot:
 
     def build(self, context: Any) -> Any:
         """The object that the plugin's factory makes of this slot's options and the context of its kind."""
-        return self.plugin.build(self.config, context)
+        config = self.config
+        if self.code:
+            from agentrl_core.plugins import resolve_ref
+
+            config = replace(config, **{name: resolve_ref(ref).load() for name, ref in self.code.items()})
+        return self.plugin.build(config, context)
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The reference comes first: unpickled, it makes the module of a file importable, which may define `config`.

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol, get_args, get_origin
 
 from agentrl_core.api.config import OptionInfo
 from agentrl_core.api.errors import PluginBrokenError, PluginError
-from agentrl_core.api.plugin import PluginSpec
+from agentrl_core.api.plugin import PluginRef, PluginSpec
 from agentrl_core.config.interpolation import UNRESOLVED
 from agentrl_core.config.introspect import (
     NO_INFO,
@@ -131,13 +131,36 @@ class Walker:
         options = resolved.spec.config if resolved is not None else None
         hints = [f"config.{field.name}" for field in fields(options)] if is_section(options) else []
         values = self._members(cls, rest, path, known, hints)
-        config = INVALID if resolved is None else self._options(resolved.spec, node, (*path, "config"))
+        config: Any = INVALID if resolved is None else self._options(resolved.spec, node, (*path, "config"))
         if resolved is None or isinstance(values, Invalid) or config is INVALID:
             return INVALID
         if resolved.ref.dist == _UNPACKAGED:
             file, _, attribute = values["name"].rpartition(":")
             values["name"] = f"{absolute(file, node.value['name'].origin)}:{attribute}"
-        return cls(**values, config=config, resolved=resolved)
+        code = self._code(cls.kind, config, node, path)
+        if isinstance(code, Invalid):
+            return INVALID
+        names, refs = code
+        return cls(**values, config=replace(config, **names) if names else config, resolved=resolved, code=refs)
+
+    def _code(
+        self, kind: str, config: Any, node: Node, path: KeyPath
+    ) -> tuple[dict[str, str], dict[str, PluginRef]] | Invalid:
+        """Absolute names of the objects of files that options name, and references that carry the files' texts."""
+        written = node.value["config"].value if "config" in node.value else {}
+        names: dict[str, str] = {}
+        refs: dict[str, PluginRef] = {}
+        for option, member in members(type(config)).items():
+            name = getattr(config, option)
+            file, _, attribute = str(name).rpartition(":")
+            if member.info.code and file.endswith(".py"):
+                origin = written[option].origin if option in written else node.origin
+                try:
+                    refs[option] = self._resolver(kind, name, base_dir=origin.base_dir).ref
+                except PluginError as error:
+                    return self._add((*path, "config", option), origin, str(error))
+                names[option] = f"{absolute(file, origin)}:{attribute}"
+        return names, refs
 
     def _resolved(self, cls: type[Slot], node: Node, path: KeyPath) -> Plugin | None:
         name = node.value.get("name")

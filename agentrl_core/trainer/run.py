@@ -146,7 +146,7 @@ class Run:
             logger.info("the earlier run in %s was moved to %s", self.path, moved)
 
     def _refs(self) -> list[PluginRef]:
-        return [slot.ref for slot in all_slots(self._config)]
+        return [ref for slot in all_slots(self._config) for ref in (slot.ref, *slot.code.values())]
 
     def _resumed_state(self, checkpoint: Path) -> TrainerState:
         state = read_state(checkpoint)

@@ -1,8 +1,12 @@
 """An agent written with the official client is trained on the exact tokens that it caused."""
 
+import hashlib
 import json
 
 import pytest
+
+from agentrl_core.api import ConfigError
+from agentrl_core.config import load_config
 
 AGENT = """
 from openai import AsyncOpenAI
@@ -19,11 +23,10 @@ async def solve(base_url, api_key, model, messages, row):
 
 @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_an_agent_of_the_official_client_trains(fit, tiny_run, runtime: str) -> None:
-    agent = tiny_run.folder / "agent.py"
-    agent.write_text(AGENT)
+    (tiny_run.folder / "agent.py").write_text(AGENT)
     run = fit(
         {
-            "rollout.agent.loops": [{"name": "openai_agent", "config": {"agent": f"{agent}:solve"}}],
+            "rollout.agent.loops": [{"name": "openai_agent", "config": {"agent": "agent.py:solve"}}],
             "rollout.max_response_length": 64,
             "cluster.runtime": runtime,
         }
@@ -33,3 +36,19 @@ def test_an_agent_of_the_official_client_trains(fit, tiny_run, runtime: str) -> 
     lines = (run.path / "rollouts" / "step-000002.jsonl").read_text().splitlines()
     for entry in map(json.loads, lines):
         assert entry["num_turns"] >= 3 and entry["termination"] in ("completed", "length")
+    locked = json.loads((run.path / "plugins.lock.json").read_text())["plugins"]
+    digest = hashlib.sha256(AGENT.encode()).hexdigest()
+    assert {"kind": "agent_loop", "name": "agent.py:solve", "dist": "file", "version": digest} in locked
+
+
+@pytest.mark.parametrize(
+    ("agent", "problem"),
+    [
+        ("agnt.py:solve", "there is no file .*/agnt.py, did you mean 'agent.py'"),
+        ("agent.py:solv", "the file has no 'solv', did you mean 'solve'"),
+    ],
+)
+def test_an_agent_that_is_not_there_is_reported_before_the_run_starts(tiny_run, agent: str, problem: str) -> None:
+    (tiny_run.folder / "agent.py").write_text(AGENT)
+    with pytest.raises(ConfigError, match=rf"rollout.agent.loops.0.config.agent .*{problem}"):
+        load_config(tiny_run({"rollout.agent.loops": [{"name": "openai_agent", "config": {"agent": agent}}]}))

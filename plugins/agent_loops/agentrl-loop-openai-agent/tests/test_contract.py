@@ -1,13 +1,9 @@
-from pathlib import Path
-
 import pytest
+from openai import AsyncOpenAI
 
 from agentrl_core.testing.contracts import AgentLoopCase, AgentLoopContract
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
 from agentrl_loop_openai_agent.plugin import PLUGIN
-
-AGENT = """
-from openai import AsyncOpenAI
 
 
 async def solve(base_url, api_key, model, messages, row):
@@ -15,11 +11,9 @@ async def solve(base_url, api_key, model, messages, row):
         for _ in range(3):
             answer = await client.chat.completions.create(model=model, messages=messages)
             messages = [*messages, answer.choices[0].message.model_dump(), {"role": "user", "content": "go on"}]
-"""
 
 
 class TestOpenAIAgent(AgentLoopContract):
     @pytest.fixture
-    def plugin(self, tmp_path: Path) -> AgentLoopCase:
-        (tmp_path / "agent.py").write_text(AGENT)
-        return AgentLoopCase(PLUGIN, config=OpenAIAgentConfig(agent=f"{tmp_path}/agent.py:solve"))
+    def plugin(self) -> AgentLoopCase:
+        return AgentLoopCase(PLUGIN, config=OpenAIAgentConfig(agent=solve))  # type: ignore[arg-type]

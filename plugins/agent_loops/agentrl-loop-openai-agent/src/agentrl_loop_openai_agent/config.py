@@ -8,7 +8,10 @@ from agentrl_core.api import option
 
 @dataclass
 class OpenAIAgentConfig:
-    agent: str = option(help="the async function: 'package.module:function', or 'path/to/file.py:function'")
+    agent: str = option(
+        code=True,
+        help="the async function: 'package.module:function', or 'file.py:function' relative to the config file",
+    )
     kwargs: dict[str, Any] = option(default_factory=dict, help="further arguments of the function")
     host: str = option("127.0.0.1", help="address that the endpoint listens on; agents elsewhere need another one")
     max_body_bytes: int = option(2 * 2**20, ge=1, unit="bytes", help="longest request")

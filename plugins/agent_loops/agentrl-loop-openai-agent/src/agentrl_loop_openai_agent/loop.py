@@ -1,10 +1,8 @@
 """Runs an agent that knows nothing of training: it gets the address of an endpoint and talks to it."""
 
 import importlib
-import importlib.util
 import inspect
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 from agentrl_core.api import (
@@ -59,7 +57,7 @@ class OpenAIAgentLoop(AgentLoopBase):
                     raise
             outputs = conversation.finish(Termination.LENGTH if conversation.exhausted else Termination.COMPLETED)
         if not outputs:
-            raise AgentRLError(f"the agent {self.config.agent} returned without asking the endpoint for anything")
+            raise AgentRLError(f"the agent {name_of(self.agent)} returned without asking the endpoint for anything")
         if reward is not None:
             outputs[-1].reward_score = reward
         return outputs
@@ -68,30 +66,29 @@ class OpenAIAgentLoop(AgentLoopBase):
         await self.server.close()
 
 
-def load_agent(name: str) -> Agent:
-    """The async function of that name.
+def load_agent(named: Any) -> Agent:
+    """The async function: ``named`` itself, or the one of that name in an installed package.
 
     Raises:
         ConfigError: it is not there, or is not async.
     """
-    where, _, attribute = name.rpartition(":")
     key = "agent of the agent loop openai_agent"
-    if not where or not attribute:
-        raise ConfigError(f"{key}: found {name!r}, expected 'package.module:function' or 'path/to/file.py:function'")
-    try:
-        module = _from_file(Path(where)) if where.endswith(".py") else importlib.import_module(where)
-        agent = getattr(module, attribute)
-    except (ImportError, OSError, AttributeError) as error:
-        raise ConfigError(f"{key}: {name!r} cannot be loaded: {error}") from error
+    agent = named
+    if isinstance(named, str):
+        module, _, attribute = named.rpartition(":")
+        if not module or not attribute:
+            raise ConfigError(
+                f"{key}: found {named!r}, expected 'package.module:function' or 'path/to/file.py:function'"
+            )
+        try:
+            agent = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError) as error:
+            raise ConfigError(f"{key}: {named!r} cannot be loaded: {error}") from error
     if not inspect.iscoroutinefunction(agent) and not inspect.iscoroutinefunction(getattr(agent, "__call__", None)):  # noqa: B004 - an object with an async __call__ is an agent too
-        raise ConfigError(f"{key}: {name!r} is not an async function: define it with `async def`")
+        raise ConfigError(f"{key}: {name_of(agent)} is not an async function: define it with `async def`")
     return agent  # type: ignore[no-any-return]
 
 
-def _from_file(path: Path) -> Any:
-    spec = importlib.util.spec_from_file_location(f"agentrl_openai_agent_{path.stem}", path.resolve())
-    if spec is None or spec.loader is None or not path.is_file():
-        raise FileNotFoundError(f"there is no file {path}")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def name_of(agent: Any) -> str:
+    """How messages name an agent."""
+    return repr(getattr(agent, "__qualname__", agent))
