@@ -421,10 +421,6 @@ class ClusterConfig:
     cpu_threads: int | None = option(
         None, ge=1, help="of torch in each process; null: torch decides. 1 suits tiny models and busy machines"
     )
-    auto_padding: bool = option(
-        False,
-        help="where a batch is split over ranks, repeat rows until all get equally many; their results are cut",
-    )
 
     @property
     def processes(self) -> int:

@@ -83,9 +83,7 @@ class RayRuntime:
         num_cpus: float | None = None,
         address: str | None = None,
         cpu_threads: int | None = None,
-        auto_padding: bool = False,
     ) -> None:
-        self._auto_padding = auto_padding
         self._loop = EventLoop()
         self._groups: list[RayWorkerGroup] = []
         self._actors: list[RayActorHandle] = []
@@ -116,7 +114,6 @@ class RayRuntime:
         self._check_cpus(name, world_size)
         pool = RayResourcePool([world_size], num_gpus, strategy="PACK", name_prefix=name)
         group = RayWorkerGroup(pool, cls, role=name, owns_pool=True)
-        group.auto_padding = self._auto_padding
         self._groups.append(group)
         return group
 
@@ -132,7 +129,6 @@ class RayRuntime:
         # Processes of one node must be on one node: they share its GPUs, and rank order follows the nodes.
         pool = RayResourcePool([processes_per_node] * nodes, num_gpus=num_gpus, name_prefix=name)
         group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), role=name, owns_pool=True)
-        group.auto_padding = self._auto_padding
         self._groups.append(group)
         return group.spawn(classes)
 

@@ -108,11 +108,8 @@ def make_runtime(
     num_cpus: float | None = None,
     address: str | None = None,
     cpu_threads: int | None = None,
-    auto_padding: bool = False,
 ) -> Runtime:
     """The runtime ``local`` or ``ray``.
-
-    With ``auto_padding`` its worker groups give every rank equally many rows, as `WorkerGroup.auto_padding` says.
 
     ``cpu_threads`` bounds torch's threads in each process; None leaves this process as it is, and gives Ray's actors
     what ``OMP_NUM_THREADS`` says here, or 1.
@@ -122,7 +119,7 @@ def make_runtime(
     Ray is not installed.
     """
     if name == "local":
-        return LocalRuntime(cpu_threads, auto_padding)
+        return LocalRuntime(cpu_threads)
     if name != "ray":
         raise ConfigError(f"cluster.runtime: found {name!r}, allowed are 'local' and 'ray'")
     try:
@@ -131,7 +128,7 @@ def make_runtime(
         if error.name != "ray":
             raise
         raise ConfigError("cluster.runtime: ray is not installed: pip install 'agentrl-core[ray]'") from error
-    return RayRuntime(num_cpus=num_cpus, address=address, cpu_threads=cpu_threads, auto_padding=auto_padding)
+    return RayRuntime(num_cpus=num_cpus, address=address, cpu_threads=cpu_threads)
 
 
 class LocalActorHandle:
@@ -164,8 +161,7 @@ class LocalActorHandle:
 class LocalRuntime:
     """Everything in this process."""
 
-    def __init__(self, cpu_threads: int | None = None, auto_padding: bool = False) -> None:
-        self._auto_padding = auto_padding
+    def __init__(self, cpu_threads: int | None = None) -> None:
         if cpu_threads is not None:
             torch.set_num_threads(cpu_threads)
         self._loop = EventLoop()
@@ -182,7 +178,6 @@ class LocalRuntime:
     ) -> LocalWorkerGroup:
         """A group whose ``workers`` are plain objects."""
         group = LocalWorkerGroup(cls, world_size, role=name, loop=self._loop)
-        group.auto_padding = self._auto_padding
         self._groups.append(group)
         return group
 

@@ -54,6 +54,8 @@ def _read(file: str) -> datasets.Dataset:
         raise DataError(f"{file}: unknown file type; allowed are {', '.join(_READERS)}")
     if not Path(file).is_file():
         raise DataError(f"{file}: no such file")
+    if not Path(file).stat().st_size:
+        raise DataError(f"{file}: the file is empty; expected one row per line, with a prompt")
     with boundary(DataError, f"{file}: cannot be read as {reader}:"), _no_progress_bars():
         return datasets.load_dataset(reader, data_files=file, split="train")
 

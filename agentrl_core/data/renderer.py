@@ -30,6 +30,12 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """
     with boundary(TemplateError, f"model.path: no tokenizer could be loaded from {model.path}:"):
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+    if len(tokenizer) <= len(tokenizer.added_tokens_decoder):
+        # Without its files transformers makes a tokenizer that knows no words: every text has 0 tokens.
+        raise TemplateError(
+            f"model.path: {model.path} has no tokenizer files; copy tokenizer.json and its like from where the model "
+            "came from"
+        )
     if model.chat_template is not None:
         tokenizer.chat_template = Path(model.chat_template).read_text(encoding="utf-8")
     if not tokenizer.chat_template:

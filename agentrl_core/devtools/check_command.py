@@ -101,7 +101,9 @@ def _checked_on_ray(
     try:
         from agentrl_core.controller.ray_runtime import RayRuntime
     except ModuleNotFoundError as error:
-        console.print(f"not checked in a Ray worker: {error.name} is not installed, pip install 'agentrl-core[ray]'")
+        console.print(
+            f"not checked in a Ray worker: {error.name} is not installed, pip install 'agentrl-core[ray]'", markup=False
+        )
         return {}
     if not results:
         return {}

@@ -86,7 +86,9 @@ def _problems(python: str, answer: Answer, wanted: Sequence[str]) -> Iterator[st
 def _ask(python: str, names: Sequence[str], requires: Sequence[str]) -> Answer:
     make = f"python{sys.version_info[0]}.{sys.version_info[1]} -m venv {_folder(python)}"
     if not os.path.isfile(python):
-        raise ConfigError(f"{KEY}: no such file: {python}; make the environment with: {make}")
+        in_environment = os.path.basename(os.path.dirname(os.path.abspath(python))) == "bin"
+        fix = f"make the environment with: {make}" if in_environment else "expected ENVIRONMENT/bin/python"
+        raise ConfigError(f"{KEY}: no such file: {python}; {fix}")
     command = [python, "-c", _QUESTION, json.dumps([list(names), list(requires)])]
     # Its own packages only: PYTHONPATH here may be the driver's.
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}

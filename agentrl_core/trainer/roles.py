@@ -119,7 +119,6 @@ def start_runtime(config: ResolvedConfig) -> Runtime:
         num_cpus=cluster.num_cpus or needed_cpus(config),
         address=cluster.address,
         cpu_threads=cluster.cpu_threads,
-        auto_padding=cluster.auto_padding,
     )
 
 

@@ -143,9 +143,10 @@ def test_auto_padding_makes_equal_chunks_and_removes_the_rows_again() -> None:
     assert [worker.seen for worker in group.workers] == [[[0, 1]], [[2, 3]], [[0, 1]]]
 
 
-def test_a_group_of_a_runtime_with_auto_padding_pads_every_batch() -> None:
-    with make_runtime("local", auto_padding=True) as runtime:
+def test_a_group_with_auto_padding_pads_every_batch() -> None:
+    with make_runtime("local") as runtime:
         group = runtime.worker_group(ClassWithInitArgs(Counting), "padding", world_size=3)
+        group.auto_padding = True
         assert group.add(batch_of(4)).batch["x"].tolist() == [1, 2, 3, 4]
         assert [worker.seen for worker in group.workers] == [[[0, 1]], [[2, 3]], [[0, 1]]]
         assert group.add(group.add_later(batch_of(4))).batch["x"].tolist() == [2, 3, 4, 5]

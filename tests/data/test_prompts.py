@@ -96,6 +96,12 @@ def test_the_samples_of_a_step_are_spread_over_the_workers_in_order() -> None:
     assert [len(chunk) for chunk in batch.chunk(9)] == [1, 1, 1, 1]
 
 
+def test_an_empty_file_is_called_empty(make_context, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(DataError, match="rows.jsonl: the file is empty; expected one row per line"):
+        load(make_context, tmp_path / "rows.jsonl")
+
+
 def test_several_files_follow_each_other(make_context, tmp_path: Path) -> None:
     files = [write(tmp_path / "a.jsonl", ROWS[:1]), write(tmp_path / "b.parquet", ROWS[1:])]
     dataset = load(make_context, *files)

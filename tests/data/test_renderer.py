@@ -90,6 +90,14 @@ def test_a_folder_without_a_tokenizer(tmp_path: Path) -> None:
         HFChatRenderer.from_config(ModelConfig(path=str(tmp_path)))
 
 
+def test_a_model_without_tokenizer_files_is_refused(tmp_path: Path, tiny_model: Path) -> None:
+    """It loaded as a tokenizer without words, and the run said "0 prompt tokens"."""
+    for name in ("config.json", "model.safetensors"):
+        shutil.copy(tiny_model / name, tmp_path)
+    with pytest.raises(TemplateError, match="has no tokenizer files; copy tokenizer.json"):
+        HFChatRenderer.from_config(ModelConfig(path=str(tmp_path)))
+
+
 def test_the_generation_config_adds_stop_tokens(tmp_path: Path, tiny_model: Path) -> None:
     shutil.copytree(tiny_model, tmp_path / "model")
     (tmp_path / "model" / "generation_config.json").write_text('{"eos_token_id": [256, 258]}')

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import ConfigError, PluginRef, PluginSpec
-from agentrl_core.rollout import interpreter
+from agentrl_core.serving import interpreter
 from agentrl_core.serving.interpreter import check_interpreter
 
 SPEC = PluginSpec("engine", "own", 1, "for tests", "module:Engine", requires=("no-such-package>=3",))
@@ -63,6 +63,13 @@ def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
 def test_another_version_there(answering: Any, answer: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         check_interpreter(answering(**answer), REF, PLAIN)
+
+
+def test_no_environment_is_suggested_outside_of_one() -> None:
+    """The advice for /nope was to make an environment of the root directory."""
+    with pytest.raises(ConfigError, match="no such file: /nope; expected ENVIRONMENT/bin/python") as caught:
+        check_interpreter("/nope", REF, PLAIN)
+    assert "-m venv" not in str(caught.value)
 
 
 def test_all_that_is_wrong_is_told_at_once(answering: Any) -> None:
