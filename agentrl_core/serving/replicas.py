@@ -200,6 +200,9 @@ class EngineReplicas:
         try:
             async with deadline(limit, f"no answer within {limit:g} s"):
                 await asyncio.gather(*(server.call("health") for server in member.servers))
+                if is_left_out and not self.context.deterministic:
+                    # Processes behind the engine may hang although it answers.
+                    await self._sample(index, [0], SamplingParams(1), f"check-{index}")
         except AgentRLError as error:
             self._replace(index, str(error))
             return
@@ -229,7 +232,7 @@ class EngineReplicas:
                 await self._boot(member)
                 await self._may_load.wait()
                 self._loading.add(index)
-                await self._delivery.load(member)
+                await self._in_time("load weights", self._delivery.load(member))
             except (EngineError, WorkerError) as error:
                 reason = str(error)
                 continue
@@ -284,7 +287,7 @@ class EngineReplicas:
         self._delivery.note(Weights(update, elsewhere and self.runtime.share(elsewhere), version))
         async with self._updating():
             alive = [(index, member) for index, member in enumerate(self._members) if member.is_alive]
-            loads = (self._delivery.load(member) for _, member in alive)
+            loads = (self._in_time("load weights", self._delivery.load(member)) for _, member in alive)
             results = await asyncio.gather(*loads, return_exceptions=True)
             for (index, _), result in zip(alive, results, strict=True):
                 if isinstance(result, WorkerError):
@@ -304,7 +307,7 @@ class EngineReplicas:
         self._delivery.note(weights)
         async with self._updating():
             alive = [member for member in self._members if member.is_alive]
-            await self._delivery.broadcast(weights, alive)
+            await self._in_time("receive weights", self._delivery.broadcast(weights, alive))
 
     @asynccontextmanager
     async def _updating(self) -> AsyncIterator[None]:
@@ -324,6 +327,12 @@ class EngineReplicas:
                 self._is_asleep = False
         finally:
             await self._settle()
+
+    async def _in_time(self, what: str, call: Coroutine[Any, Any, T]) -> T:
+        """A frozen process cannot keep its own deadline: this one is kept from outside."""
+        limit = self._slot.start_timeout + START_GRACE
+        async with deadline(limit, f"{what}: no answer within {limit:g} s, the process may be frozen", WorkerError):
+            return await call
 
     # Questions --------------------------------------------------------------------------------------------------
 
@@ -396,7 +405,7 @@ class EngineReplicas:
             if not member.is_alive:
                 return None
             try:
-                return await server.call(method, *args)
+                return await self._in_time(method, server.call(method, *args))
             except WorkerError as error:
                 logger.warning("engine %s does not answer to %r: %s", server.name, method, error)
                 return None

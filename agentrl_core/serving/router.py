@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from agentrl_core.api import EngineError, PolicySpan, SamplingParams, TokenOutput, WorkerError
+from agentrl_core.api import DeadlineError, EngineError, PolicySpan, SamplingParams, TokenOutput, WorkerError
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.plugins.boundary import deadline
 
@@ -133,7 +133,14 @@ class AsyncLLMServerManager:
         """
         self._check(prompt_ids, params)
         answer = self._generate(request_id, prompt_ids, params)
-        output: TokenOutput = await self._bounded(f"request {request_id}", answer)
+        try:
+            output: TokenOutput = await self._bounded(f"request {request_id}", answer)
+        except DeadlineError:
+            index = self._forget(request_id)
+            if index is not None and not self._hopeless:
+                # Left out until the owner of the replicas has seen that it still generates.
+                self._replicas[index].is_alive = False
+            raise
         return output
 
     async def _generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput:

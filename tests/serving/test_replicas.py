@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import EngineError, LoraAdapter, RolloutError, WeightUpdate
+from agentrl_core.serving import replicas as replicas_module
 
 ENGINE = """
 import asyncio
@@ -43,10 +44,12 @@ class Frail(InferenceEngine):
         self.requests += 1
         if self.fault == "ill":
             raise RuntimeError("cannot reach the scheduler")
-        await (asyncio.Event().wait() if self.fault == "hangs" else asyncio.sleep(0))
+        await (asyncio.Event().wait() if self.fault in ("hangs", "stuck") else asyncio.sleep(0))
         return TokenOutput([65], [-1.0], "length", [PolicySpan(self.version, 0, 1)])
 
     async def update_weights(self, update, version):
+        if self.fault == "frozen" and version > 5:
+            await asyncio.Event().wait()
         self.version = version
         self.updates.append((version, update.adapter is not None))
         self.calls.append(f"update {version}")
@@ -93,14 +96,14 @@ class Fleet:
         return [engine.version for engine in self.rollout.engines]
 
 
-@pytest.mark.parametrize("fault", ["ill", "hangs"])
+@pytest.mark.parametrize("fault", ["ill", "hangs", "stuck"])
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_a_replica_that_cannot_serve_any_more_is_replaced(
     make_rollout: Any, make_row: Any, fault: str, replicas: int
 ) -> None:
     fleet = Fleet(make_rollout, {0: fault}, replicas=replicas, restarts=1)
     faulty = fleet.rollout.engines[0]
-    if fault == "hangs":
+    if fault != "ill":
         # Here an engine that hangs keeps its request, as no process ends; on Ray it would fail with the process.
         fleet.rollout.config.rollout.retries = 1
         for worker in fleet.rollout.workers:
@@ -209,3 +212,13 @@ def test_an_engine_that_never_falls_asleep_holds_nobody_up(make_rollout: Any, ca
     assert "has not fallen asleep within 0.2 s" in caplog.text
     fleet.replicas.update_weights(WeightUpdate(), 6)
     assert fleet.rollout.engines[0].calls == ["update 5", "wake ['weights']", "update 6", "wake ['kv_cache']"]
+
+
+def test_a_replica_that_is_frozen_before_a_weight_update_does_not_hang_the_run(
+    make_rollout: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its own deadline, in the frozen process, is out of reach: START_GRACE makes the one outside come first here."""
+    fleet = Fleet(make_rollout, {0: "frozen"}, start_timeout=60.0, restarts=1)
+    monkeypatch.setattr(replicas_module, "START_GRACE", -59.8)
+    fleet.manager.update_weights(WeightUpdate(), 6)
+    assert fleet.versions() == [6] and fleet.manager.engine_metrics()["restarts"] == 1
