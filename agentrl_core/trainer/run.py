@@ -20,7 +20,9 @@ from agentrl_core.api import (
     TrackerContext,
 )
 from agentrl_core.config import ResolvedConfig, to_dict, to_yaml
+from agentrl_core.config.nodes import dotted, read_file
 from agentrl_core.config.slots import all_slots
+from agentrl_core.config.writing import leaves, written
 from agentrl_core.plugins import HookCaller, diff_lock, lock_of, read_lock, write_lock
 from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.records import RolloutRecord, RolloutWriter
@@ -32,6 +34,7 @@ from agentrl_core.trainer.trackers import Trackers
 from agentrl_core.workers.protocols import Actor, Critic
 
 logger = logging.getLogger(__name__)
+_ORDER_OF_DATA = ("trainer.seed", "data.batch_size", "data.shuffle")
 _TOKENIZER_FILES = ("*token*", "*.jinja", "vocab.*", "merges.txt", "spiece.model", "generation_config.json")
 
 
@@ -161,9 +164,27 @@ class Run:
                 "install those versions again, or accept the change with --allow-plugin-drift "
                 "(plugins.allow_drift=true)"
             )
+        self._compare_options(checkpoint)
         if state.data_fingerprint != self._state.data_fingerprint:
             logger.warning("the training data differs from that of %s: the prompts to come will differ too", checkpoint)
         return replace(state, data_fingerprint=self._state.data_fingerprint)
+
+    def _compare_options(self, checkpoint: Path) -> None:
+        """Report what the configuration changes; refuse what would give other prompts than those still to come."""
+        before = {dotted(key): value for key, value in leaves(read_file(checkpoint / "config.yaml", "").plain())}
+        now = {dotted(key): value for key, value in leaves(written(self._config))}
+        changed = {
+            key: f"{key}: {before.get(key)} -> {now.get(key)}"
+            for key in sorted(before.keys() | now.keys())
+            if before.get(key) != now.get(key) and key != "trainer.resume"
+        }
+        if order := [changed[key] for key in _ORDER_OF_DATA if key in changed]:
+            raise ConfigError(
+                f"{checkpoint} was made with another order of the data:\n  " + "\n  ".join(order) + "\n"
+                "set the old values again, or start a new run with trainer.resume=never"
+            )
+        if changed:
+            logger.warning("changed since %s: %s", checkpoint, "; ".join(changed.values()))
 
     def _build_listeners(self) -> None:
         config = self._config
@@ -198,6 +219,7 @@ class Run:
         self._log.flushLevel = logging.NOTSET
         self._log.flush()
         replace_file(self._directory.config_file, to_yaml(self._config))
+        self._directory.config_file.chmod(0o600)
         write_lock(self._directory.lock_file, self._refs())
         self._finished = self._state.step
         self._directory.write_state("running", self._finished)

@@ -127,6 +127,20 @@ def test_changed_data_warns(fit: Fit, tiny_run: Any, caplog: pytest.LogCaptureFi
     assert "the training data differs from that of" in caplog.text
 
 
+def test_resuming_reports_what_has_changed(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
+    run = fit(EVERY_STEP)
+    assert run.config_file.stat().st_mode & 0o777 == 0o600
+    fit({**RESUME, "rollout.sampling.temperature": 0.5})
+    assert "rollout.sampling.temperature: 1.0 -> 0.5" in caplog.text
+
+
+@pytest.mark.parametrize("change", [{"trainer.seed": 5}, {"data.batch_size": 1}, {"data.shuffle": False}], ids=str)
+def test_resuming_refuses_another_order_of_the_data(fit: Fit, change: dict[str, Any]) -> None:
+    fit(EVERY_STEP)
+    with pytest.raises(ConfigError, match=rf"another order of the data:\n  {next(iter(change))}: "):
+        fit({**RESUME, **change})
+
+
 def test_changed_plugins_are_refused_until_allowed(fit: Fit) -> None:
     run = fit(EVERY_STEP)
     lock = run.checkpoints_dir / "latest" / "plugins.lock.json"
