@@ -185,7 +185,9 @@ class Trainer:
             measured = "rollout_log_probs" in batch.batch.keys()
             if measured and self.roles.engines.context.shared_module is not None:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-                few = batch.slice(0, GAP_ROWS)
+                # Rows of several prompts, others in each step.
+                stride = -(-len(batch) // GAP_ROWS)
+                few = batch.select_idxs(list(range(batch.meta_info["step"] % stride, len(batch), stride)))
                 gap = logprob_gap(few, self.roles.actor.compute_log_prob(few).batch["old_log_probs"])
             else:
                 batch.union(self.roles.actor.compute_log_prob(batch))
