@@ -220,5 +220,5 @@ def test_a_replica_that_is_frozen_before_a_weight_update_does_not_hang_the_run(
     """Its own deadline, in the frozen process, is out of reach: START_GRACE makes the one outside come first here."""
     fleet = Fleet(make_rollout, {0: "frozen"}, start_timeout=60.0, restarts=1)
     monkeypatch.setattr(replicas_module, "START_GRACE", -59.8)
-    fleet.manager.update_weights(WeightUpdate(), 6)
-    assert fleet.versions() == [6] and fleet.manager.engine_metrics()["restarts"] == 1
+    fleet.replicas.update_weights(WeightUpdate(), 6)
+    assert fleet.versions() == [6] and fleet.replicas.metrics()["restarts"] == 1
