@@ -17,7 +17,7 @@ import torch
 from _report import Figure, print_figures, write_json
 
 from agentrl_core.api import WeightUpdate
-from agentrl_core.workers.weights import ModelFiles
+from agentrl_core.workers.weights import ModelFile, ModelWeights
 
 TRANSPORT_GOAL = 2.5
 LAYERS = 24
@@ -52,7 +52,7 @@ def measure(mib: int, repetitions: int) -> list[Figure]:
     tensors = [tensor.detach().numpy().reshape(-1).view(np.uint8) for tensor in model.tensors]
     nbytes = sum(tensor.nbytes for tensor in tensors)
     copies = [np.zeros_like(tensor) for tensor in tensors]
-    files = ModelFiles(model)
+    files = ModelFile(ModelWeights(model))
     here, there = multiprocessing.Pipe()
     reader = multiprocessing.get_context("fork").Process(target=read, args=(there,), daemon=True)
     reader.start()

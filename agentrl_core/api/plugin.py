@@ -64,6 +64,7 @@ KINDS: dict[str, PluginKind] = {
             "sleep": "memory can be released and taken back",
             "weight_update": "takes new weights without a restart",
             "broadcast": "takes weights that the actor sends from device to device (torch.distributed)",
+            "ipc": "takes weights that are broadcast on a GPU that it shares with the actor, too (CUDA IPC)",
             "lora": "takes LoRA adapters as weight updates, and generates with weights and adapter",
             "parallel": "a replica computes on several devices: tensor, pipeline and data parallelism",
             "multi_node": "and these may be of several hosts",

@@ -12,7 +12,6 @@ import functools
 import json
 import math
 import mmap
-import os
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -90,7 +89,7 @@ class LoraAdapter:
 class Broadcast:
     """Weights that the actor sends while the engine's ``update_weights`` runs, from its own devices to the engine's.
 
-    The processes of engines join with :func:`agentrl_core.engine_kit.weight_buffer.join_as_engine`, and receive.
+    The processes of engines join with :func:`agentrl_core.engine_kit.weight_group.join_as_engine`, and receive.
 
     Args:
         address: where they meet; the same one as before means the same group, which is joined once.
@@ -109,9 +108,9 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """New weights, by one of four roads: a whole model's, or those of a LoRA adapter.
+    """New weights, by one of four transports: a whole model's, or those of a LoRA adapter.
 
-    Iterating yields buckets whatever the road is; those of ``broadcast`` have names, shapes and dtypes only, and
+    Iterating yields buckets whatever the transport is; those of ``broadcast`` have names, shapes and dtypes only, and
     ``shared`` has none.
 
     With ``adapter`` the tensors are the adapter's, under PEFT's names
@@ -175,25 +174,3 @@ def _layout(header: bytes) -> tuple[tuple[str, ...], tuple[tuple[int, ...], ...]
         tuple(tuple(entry["shape"]) for _, entry in entries),
         tuple(SAFETENSORS_DTYPES[entry["dtype"]] for _, entry in entries),
     )
-
-
-def write_safetensors(path: str | os.PathLike[str], bucket: ArrayBucket) -> None:
-    """Write a bucket to a safetensors file, whose bytes are the bucket's: the inverse of :func:`map_safetensors`.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
-    import numpy as np
-
-    codes = {torch_name: code for code, torch_name in SAFETENSORS_DTYPES.items()}
-    header: dict[str, Any] = {}
-    start = 0
-    for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
-        end = start + math.prod(shape) * DTYPE_BYTES[dtype]
-        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        start = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format aligns the data to 8 bytes
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        np.ascontiguousarray(bucket.data).tofile(file)

@@ -138,10 +138,11 @@ class EngineSlot(Slot):
         le=2,
         help="what engines release while the trainer computes: 0 nothing, 1 the KV cache, 2 weights too",
     )
-    weight_transfer: Literal["host_memory", "broadcast"] = option(
-        "host_memory",
+    weight_transfer: Literal["auto", "host_memory", "broadcast"] = option(
+        "auto",
         help="how new weights reach engines of other processes: through the memory of hosts, or sent from the actor's "
-        "devices to theirs (NCCL, CUDA IPC where they share a GPU, gloo on the CPU)",
+        "devices to theirs (NCCL, CUDA IPC where they share a GPU, gloo on the CPU). auto: host_memory, but broadcast "
+        "where a replica has several hosts",
     )
     max_in_flight: int | None = option(
         None, ge=1, unit="requests", help="in one replica at once, the others queue; null: all"

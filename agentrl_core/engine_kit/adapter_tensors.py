@@ -1,20 +1,17 @@
 """Whether the tensors of a LoRA adapter fit the model: checked before a byte of them reaches the server."""
 
 import difflib
-from collections import defaultdict
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import LoraAdapter, WeightUpdate
-from agentrl_core.engine_kit.model_tensors import ModelTensors, broken_buckets
+from agentrl_core.engine_kit.model_tensors import ModelTensors, broken_buckets, differences, shapes_of
 
 PREFIX = "base_model.model."
 """Before the name of each module in an adapter that PEFT has saved."""
 SIDES = ("lora_A", "lora_B")
 _WEIGHT = ".weight"
-
-Shapes = dict[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -48,8 +45,11 @@ class AdapterRules:
         buckets = list(update)
         problems = list(broken_buckets(buckets))
         if not problems:
-            shapes = {name: tuple(shape) for bucket in buckets for name, shape in zip(bucket.names, bucket.shapes)}  # noqa: B905 - checked just now
-            problems = [*self._rank(adapter), *self._targets(adapter, model), *_differing(adapter, model, shapes)]
+            wanted = _expected(adapter, model)
+            fit = f"target_modules and rank {adapter.rank} have"
+            problems = [
+                *self._rank(adapter), *self._targets(adapter, model), *differences(shapes_of(buckets), wanted, fit)
+            ]  # fmt: skip
         if problems:
             raise EngineError(
                 "LoRA adapter refused, nothing was sent:\n" + "\n".join(f"  - {problem}" for problem in problems)
@@ -92,24 +92,8 @@ def _is_meant(module: str, target: str) -> bool:
     return module == target or module.endswith(f".{target}")
 
 
-def _differing(adapter: LoraAdapter, model: ModelTensors, given: Shapes) -> Iterator[str]:
-    expected = _expected(adapter, model)
-    missing: dict[str, list[str]] = defaultdict(list)
-    for name, shape in expected.items():
-        if name not in given:
-            missing[name.removesuffix(_WEIGHT).rpartition(".")[0]].append(name)
-        elif given[name] != shape:
-            yield f"{name}: shape {list(given[name])} was given, {list(shape)} fits the model and rank {adapter.rank}"
-    for names in missing.values():
-        yield " and ".join(names) + ": missing"
-    for name in given:
-        if name not in expected:
-            near = difflib.get_close_matches(name, expected, n=1)
-            yield f"{name}: no tensor of target_modules" + (f" (nearest: {near[0]})" if near else "")
-
-
-def _expected(adapter: LoraAdapter, model: ModelTensors) -> Shapes:
-    shapes: Shapes = {}
+def _expected(adapter: LoraAdapter, model: ModelTensors) -> dict[str, tuple[int, ...]]:
+    shapes: dict[str, tuple[int, ...]] = {}
     for module in adaptable_modules(model):
         if any(_is_meant(module, target) for target in adapter.target_modules):
             size_out, size_in = model.shapes[module + _WEIGHT]

@@ -1,8 +1,8 @@
-"""Whether weights are those of the model: checked before a byte of them reaches the server."""
+"""Whether weights are those of the model: checked before a byte of them reaches the engine."""
 
 import difflib
 import math
-from collections.abc import Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import DTYPE_BYTES, ArrayBucket, WeightUpdate, map_safetensors
 
 LM_HEAD = "lm_head.weight"
+Shapes = Mapping[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -22,7 +23,7 @@ class ModelTensors:
         tied_to: the embedding that the output layer shares, or "".
     """
 
-    shapes: dict[str, tuple[int, ...]]
+    shapes: Shapes
     tied_to: str = ""
 
     @classmethod
@@ -38,8 +39,7 @@ class ModelTensors:
                 f"model.path: {model_path} holds no *.safetensors file, which weight updates are checked against; "
                 "save the model with save_pretrained"
             )
-        buckets = [map_safetensors(path) for path in files]
-        shapes = {name: shape for bucket in buckets for name, shape in zip(bucket.names, bucket.shapes, strict=True)}
+        shapes = shapes_of(map_safetensors(path) for path in files)
         return cls(shapes, _tied_to(shapes, config))
 
     def normalised(self, update: WeightUpdate) -> WeightUpdate:
@@ -49,43 +49,65 @@ class ModelTensors:
             EngineError: tensors that the model does not have, other shapes, missing ones, bytes that don't add up.
         """
         buckets = list(update)
-        problems = [*broken_buckets(buckets, has_data=update.broadcast is None), *self._differing(buckets)]
-        if problems:
-            raise EngineError(
-                "weights refused, nothing was sent:\n" + "\n".join(f"  - {problem}" for problem in problems)
-            )
-        given = {name for bucket in buckets for name in bucket.names}
-        if not self.tied_to or self.tied_to in given:
+        known, tied = dict(self.shapes), [(self.tied_to, LM_HEAD)] if self.tied_to else []
+        if self.tied_to:
+            known[LM_HEAD] = known[self.tied_to]
+        check_weights(buckets, known, tied, has_data=update.broadcast is None)
+        if not self.tied_to or any(self.tied_to in bucket.names for bucket in buckets):
             return update
-        renamed = [self._renamed(bucket) for bucket in buckets]
+        renamed = [
+            replace(bucket, names=tuple(self.tied_to if name == LM_HEAD else name for name in bucket.names))
+            for bucket in buckets
+        ]
         if update.broadcast is not None:
             return WeightUpdate(broadcast=replace(update.broadcast, buckets=tuple(renamed)))
         return WeightUpdate(renamed)
 
-    def _renamed(self, bucket: ArrayBucket) -> ArrayBucket:
-        names = tuple(self.tied_to if name == LM_HEAD else name for name in bucket.names)
-        return ArrayBucket(names, bucket.shapes, bucket.dtypes, bucket.data)
 
-    def _differing(self, buckets: list[ArrayBucket]) -> Iterator[str]:
-        known = dict(self.shapes)
-        if self.tied_to:
-            known[LM_HEAD] = known[self.tied_to]
-        given = {name: tuple(shape) for bucket in buckets for name, shape in zip(bucket.names, bucket.shapes)}  # noqa: B905 - counts that differ are a problem of their own
-        for name, shape in given.items():
-            if name not in known:
-                near = difflib.get_close_matches(name, known, n=1)
-                yield f"{name}: the model has no such tensor" + (f" (nearest: {near[0]})" if near else "")
-            elif shape != known[name]:
-                yield f"{name}: shape {list(shape)} was given, the model has {list(known[name])}"
-        tied = {LM_HEAD, self.tied_to} if self.tied_to else set()
-        for name in known:
-            if name not in given and name not in tied:
-                yield f"{name}: missing"
-        if tied and not tied & given.keys():
-            yield f"{self.tied_to} = {LM_HEAD}: missing"
+def check_weights(
+    buckets: list[ArrayBucket], known: Shapes, tied: Iterable[Collection[str]] = (), has_data: bool = True
+) -> None:
+    """Whether buckets hold exactly the tensors of a model.
+
+    Args:
+        known: shape of each tensor.
+        tied: names of one and the same tensor, of which one is enough.
+        has_data: False where the buckets come without their bytes.
+
+    Raises:
+        EngineError: with all that is wrong, and nothing has been written.
+    """
+    problems = [*broken_buckets(buckets, has_data), *differences(shapes_of(buckets), known, "the model has", tied)]
+    if problems:
+        raise EngineError("weights refused, nothing was sent:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
 
-def _tied_to(shapes: dict[str, tuple[int, ...]], config: dict[str, Any]) -> str:
+def shapes_of(buckets: Iterable[ArrayBucket]) -> dict[str, tuple[int, ...]]:
+    """Shape of each tensor."""
+    # Counts that differ are a problem of their own.
+    return {name: tuple(shape) for each in buckets for name, shape in zip(each.names, each.shapes, strict=False)}
+
+
+def differences(given: Shapes, known: Shapes, owner: str, tied: Iterable[Collection[str]] = ()) -> Iterator[str]:
+    """What is wrong with names and shapes, one line each.
+
+    Args:
+        owner: of the known shapes, with a verb: ``the model has``.
+        tied: see :func:`check_weights`.
+    """
+    for name, shape in given.items():
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            yield f"{name}: {owner} no such tensor" + (f" (nearest: {near[0]})" if near else "")
+        elif shape != known[name]:
+            yield f"{name}: shape {list(shape)} was given, {owner} {list(known[name])}"
+    groups = {name: tuple(names) for names in tied for name in names}
+    for names in dict.fromkeys(groups.get(name, (name,)) for name in known):
+        if not any(name in given for name in names):
+            yield f"{' = '.join(names)}: missing"
+
+
+def _tied_to(shapes: Shapes, config: dict[str, Any]) -> str:
     text = config.get("text_config") or {}
     tied = config.get("tie_word_embeddings", text.get("tie_word_embeddings", LM_HEAD not in shapes))
     if not tied and LM_HEAD in shapes:

@@ -15,7 +15,6 @@ from agentrl_core.api import (
     EngineError,
     SamplingParams,
     TokenOutput,
-    WeightUpdate,
     WorkerError,
 )
 from agentrl_core.config.schema import ResolvedConfig
@@ -23,7 +22,7 @@ from agentrl_core.controller.runtime import ActorHandle, Runtime
 from agentrl_core.plugins.boundary import deadline
 from agentrl_core.serving.placement import Seats, seats_anywhere
 from agentrl_core.serving.server import EngineServer, tail_of
-from agentrl_core.serving.weight_delivery import Member, WeightDelivery, Weights, WeightSender
+from agentrl_core.serving.weight_transport import Member, WeightDelivery, Weights
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -83,7 +82,7 @@ class EngineReplicas:
         self._concurrency = config.rollout.agent.num_workers * config.rollout.agent.max_concurrent + 100
         self._members = [Member(self._make(replica), slot.restarts) for replica in range(len(self._seats))]
         self._routers: Sequence[ActorHandle] = ()
-        self._delivery = WeightDelivery(slot.devices)
+        self._delivery = WeightDelivery(slot.devices, runtime.share)
         self._is_asleep = False
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._restarts = 0
@@ -260,11 +259,6 @@ class EngineReplicas:
     # Weights ----------------------------------------------------------------------------------------------------
 
     @blocking
-    async def can_all_read(self, files: Sequence[str]) -> bool:
-        """Whether these files are readable for every replica that lives."""
-        return False not in await self._ask("can_read", files)
-
-    @blocking
     async def sleep(self) -> None:
         """Let every replica release what ``rollout.engine.sleep`` says, until it gets new weights."""
         if self._slot.sleep:
@@ -272,21 +266,20 @@ class EngineReplicas:
             await self._ask("sleep", self._slot.sleep)
 
     @blocking
-    async def update_weights(self, update: WeightUpdate, version: int, elsewhere: WeightUpdate | None = None) -> None:
+    async def update_weights(self, weights: Weights) -> None:
         """Give every replica the new weights, and wake those that sleep.
-
-        Args:
-            update: for those that can read its files, or for all where it has none.
-            version: of the weights.
-            elsewhere: for the others.
 
         Raises:
             EngineError: a replica refuses them, or none is alive.
+            WorkerError: the actor, or a replica that weights are broadcast to, died in the middle of it.
         """
-        # Through the store, once for each node.
-        self._delivery.note(Weights(update, elsewhere and self.runtime.share(elsewhere), version))
+        self._delivery.note(weights)
         async with self._updating():
             alive = [(index, member) for index, member in enumerate(self._members) if member.is_alive]
+            if weights.sender is not None:
+                members = [member for _, member in alive]
+                await self._in_time("receive weights", self._delivery.broadcast(weights, members))
+                return
             loads = (self._in_time("load weights", self._delivery.load(member)) for _, member in alive)
             results = await asyncio.gather(*loads, return_exceptions=True)
             for (index, _), result in zip(alive, results, strict=True):
@@ -296,18 +289,10 @@ class EngineReplicas:
                     raise result
 
     @blocking
-    async def broadcast_weights(self, sender: WeightSender, version: int) -> None:
-        """Give every replica the actor's weights from device to device, and wake those that sleep.
-
-        Raises:
-            EngineError: a replica refuses them, or none is alive.
-            WorkerError: the actor or a replica died in the middle of it.
-        """
-        weights = Weights(WeightUpdate(), None, version, sender)
-        self._delivery.note(weights)
+    async def wake_up(self) -> None:
+        """Wake replicas that sleep; their weights are the newest ones."""
         async with self._updating():
-            alive = [member for member in self._members if member.is_alive]
-            await self._in_time("receive weights", self._delivery.broadcast(weights, alive))
+            pass
 
     @asynccontextmanager
     async def _updating(self) -> AsyncIterator[None]:

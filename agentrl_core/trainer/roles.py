@@ -22,8 +22,8 @@ from agentrl_core.serving.placement import (
     seats_without_training,
 )
 from agentrl_core.serving.replicas import EngineReplicas
+from agentrl_core.serving.weight_transport import ActorWeights, choose_transport
 from agentrl_core.trainer.plan import RunPlan
-from agentrl_core.trainer.weight_sync import WeightSync
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.models import resolve_device
@@ -57,7 +57,7 @@ class ModelFacts:
 class Roles:
     """Everything that computes. ``critic`` and ``reference`` are None where the run needs none.
 
-    ``sync(version)`` gives the engines the weights of ``actor``; ``rollout`` samples with them.
+    ``weights`` are those of ``actor``, by the transport that ``engines`` take; ``rollout`` samples with them.
     """
 
     actor: Actor
@@ -65,7 +65,7 @@ class Roles:
     reference: Reference | None
     engines: EngineReplicas
     rollout: AgentLoopManager
-    sync: WeightSync
+    weights: ActorWeights
 
 
 def needs_critic(config: ResolvedConfig) -> bool:
@@ -144,7 +144,7 @@ def build_roles(config: ResolvedConfig, runtime: Runtime, plan: RunPlan, facts: 
         reference=cast("Reference | None", groups.get("reference")),
         engines=engines,
         rollout=AgentLoopManager(config, runtime, engines),
-        sync=WeightSync(config, actor, engines),
+        weights=ActorWeights(choose_transport(config, engines.context.shared_module is not None), actor, config),
     )
 
 

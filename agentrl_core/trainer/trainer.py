@@ -70,6 +70,7 @@ class Trainer:
         self._roles: Roles | None = None
         self._steps_without_tools = 0
         self._updates = 0
+        self._sent_updates = -1
 
     def fit(self) -> Path:
         """Run to the last step, or to the first SIGINT, SIGTERM or SIGHUP; returns the run directory.
@@ -227,9 +228,13 @@ class Trainer:
         self._updates += not warming_up and metrics["actor/trained_rows_share"] > 0
 
     def sync_weights(self, step: int) -> None:
-        """Give the engines the actor's weights, as version ``step``."""
+        """Give the engines the actor's weights, as version ``step``, if they have changed; wake sleeping engines."""
         with self.timer.phase("sync_weights"):
-            self.roles.sync(step)
+            if self._updates != self._sent_updates or self.config.rollout.engine.sleep == 2:
+                self.roles.engines.update_weights(self.roles.weights.newest(step))
+                self._sent_updates = self._updates
+            else:
+                self.roles.engines.wake_up()
 
     def finish_step(
         self, step: int, results: list[TrajectoryResult], batch: DataProto, metrics: dict[str, float]

@@ -16,8 +16,7 @@ from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import Dispatch, register
 from agentrl_core.engine_kit.ports import free_port, host_address
-from agentrl_core.engine_kit.weight_buffer import WeightBuffer
-from agentrl_core.engine_kit.weight_group import WeightGroup
+from agentrl_core.engine_kit.weight_group import WeightBuffer, WeightChannel, WeightGroup
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.checkpoints import load_training_state, save_training_state
 from agentrl_core.workers.data_parallel import COLLECTIVE
@@ -28,13 +27,7 @@ from agentrl_core.workers.models import empty_causal_lm, enable_gradient_checkpo
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.update import MicroLoss, Update, seed_of
-from agentrl_core.workers.weights import (
-    ModelFiles,
-    bucket_layout,
-    iter_weight_buckets,
-    save_model,
-    send_weights,
-)
+from agentrl_core.workers.weights import ModelFile, ModelWeights, save_model
 
 
 class ActorWorker(ModelWorker):
@@ -52,8 +45,8 @@ class ActorWorker(ModelWorker):
     def __init__(self, config: ResolvedConfig, total_optimizer_steps: int) -> None:
         super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
-        self._weight_files: ModelFiles | None = None
-        self._weight_group: WeightGroup | WeightBuffer | None = None
+        self._weight_file: ModelFile | None = None
+        self._weight_channel: WeightChannel | None = None
 
     @property
     def module(self) -> Any:
@@ -76,6 +69,7 @@ class ActorWorker(ModelWorker):
             lambda: load_causal_lm(path, config.model, "model.path"), lambda: empty_causal_lm(path, config.model)
         )
         self._pack_rows(self._model, lambda micro: response_logits(self._model, micro))
+        self._weights = ModelWeights(self._model)
         if config.model.gradient_checkpointing:
             enable_gradient_checkpointing(self._model)
         self._optimizer = ScheduledAdamW(
@@ -157,7 +151,7 @@ class ActorWorker(ModelWorker):
     @register(dispatch_mode=COLLECTIVE)
     def weight_buckets(self, bucket_bytes: int) -> list[ArrayBucket]:
         with self._offload.on_device():
-            buckets = list(iter_weight_buckets(self._model, bucket_bytes))
+            buckets = list(self._weights.array_buckets(bucket_bytes))
         return buckets if self._parallel.is_first else []
 
     @register(dispatch_mode=COLLECTIVE)
@@ -165,27 +159,27 @@ class ActorWorker(ModelWorker):
         with self._offload.on_device():
             if not self._parallel.is_first:
                 # The other ranks take part in gathering, rank 0 has the tensors.
-                for _ in iter_weight_buckets(self._model, 0):
+                for _ in self._weights.buckets(0):
                     pass
                 return ()
-            if self._weight_files is None:
-                self._weight_files = ModelFiles(self._model)
-            return self._weight_files.write()
+            if self._weight_file is None:
+                self._weight_file = ModelFile(self._weights)
+            return self._weight_file.write()
 
     @register(dispatch_mode=COLLECTIVE)
-    def open_broadcast(self, bucket_bytes: int) -> tuple[str, list[ArrayBucket]]:
+    def open_broadcast(self, host: str, bucket_bytes: int) -> tuple[str, list[ArrayBucket]]:
         self._leave_weight_group()
-        address = host_address()
-        return f"{address}:{free_port(host=address)}", bucket_layout(self._model, bucket_bytes)
+        host = host or host_address()
+        return f"{host}:{free_port(host=host)}", self._weights.layout(bucket_bytes)
 
     @register(dispatch_mode=COLLECTIVE)
     def send_weights(self, broadcast: Broadcast, bucket_bytes: int) -> None:
-        if self._weight_group is None:
-            self._weight_group = self._join(broadcast)
+        if self._weight_channel is None:
+            self._weight_channel = self._join(broadcast)
         with self._offload.on_device():
-            send_weights(self._model, bucket_bytes, self._weight_group, on_host=broadcast.backend == "gloo")
+            self._weights.send(bucket_bytes, self._weight_channel, on_host=broadcast.backend == "gloo")
 
-    def _join(self, broadcast: Broadcast) -> WeightGroup | WeightBuffer | None:
+    def _join(self, broadcast: Broadcast) -> WeightChannel | None:
         is_first = self._parallel.is_first
         if broadcast.backend == "ipc":
             # Each rank hands the weights over on its own device.
@@ -193,9 +187,9 @@ class ActorWorker(ModelWorker):
         return WeightGroup(broadcast.address, 0, broadcast.size, broadcast.backend) if is_first else None
 
     def _leave_weight_group(self) -> None:
-        if self._weight_group is not None:
-            self._weight_group.close()
-            self._weight_group = None
+        if self._weight_channel is not None:
+            self._weight_channel.close()
+            self._weight_channel = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
@@ -214,10 +208,10 @@ class ActorWorker(ModelWorker):
             save_model(self._model, path)
 
     def close(self) -> None:
-        """Forget the model and leave the other ranks; the weight files go with it."""
-        if self._weight_files is not None:
-            self._weight_files.close()
-            self._weight_files = None
+        """Forget the model and leave the other ranks; the weight file goes with it."""
+        if self._weight_file is not None:
+            self._weight_file.close()
+            self._weight_file = None
         self._leave_weight_group()
         super().close()
 

@@ -25,7 +25,7 @@ from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.packed_attention import ForwardPass
 from agentrl_core.workers.update import MicroLoss, Update, seed_of
-from agentrl_core.workers.weights import gather, save_model
+from agentrl_core.workers.weights import FILE_BYTES, ModelWeights, save_model
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 
@@ -142,9 +142,11 @@ class CriticWorker(ModelWorker):
     def save_checkpoint(self, path: str) -> None:
         with self._offload.on_device(optimizer=True):
             save_model(self._model.backbone, path)
-            head = gather(list(self._model.value_head.state_dict().items()))
+            head: dict[str, Tensor] = {}
+            for tensors in ModelWeights(self._model.value_head).buckets(FILE_BYTES):
+                head |= tensors
             if self._parallel.is_first:
-                save_file(dict(head), Path(path) / VALUE_HEAD_FILE)
+                save_file(head, Path(path) / VALUE_HEAD_FILE)
             save_training_state(path, self._model, self._optimizer, self._parallel)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

@@ -59,8 +59,10 @@ class Actor(Protocol):
         They are the same files each time, overwritten by the next call, and gone when the actor's process ends.
         """
 
-    def open_broadcast(self, bucket_bytes: int) -> tuple[str, list[ArrayBucket]]:
+    def open_broadcast(self, host: str, bucket_bytes: int) -> tuple[str, list[ArrayBucket]]:
         """``address:port`` for a group in which rank 0 will send all weights, and its buckets without their data.
+
+        ``host`` is the address that rank 0 listens on; empty: the one that other hosts can reach.
 
         A group that was opened before is left.
         """

@@ -6,7 +6,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from agentrl_core.api import ArrayBucket, EngineError, WeightUpdate, map_safetensors
-from agentrl_core.api.weights import write_safetensors
+from agentrl_core.engine_kit.memory_files import write_safetensors
 
 
 @pytest.fixture

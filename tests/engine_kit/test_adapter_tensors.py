@@ -59,16 +59,19 @@ def test_everything_that_is_wrong_is_named() -> None:
     assert "target module embed_tokens: the engine cannot adapt it; it can down_proj, q_proj" in message
     assert "target module q_norm: the model has none" in message
     assert "target module downproj: the model has none (nearest: down_proj)" in message
-    assert f"{Q_0_A}: shape [8, 5] was given, [8, 4] fits the model and rank 8" in message
+    assert f"{Q_0_A}: shape [8, 5] was given, target_modules and rank 8 have [8, 4]" in message
     assert f"{Q_0_B}: missing" in message
     assert f"{Q_1_A}: missing" in message
     assert f"{Q_1_B}: " not in message
-    assert "layers.2.q_proj.lora_A.weight: no tensor of target_modules (nearest: base_model.model.model." in message
+    assert (
+        "layers.2.q_proj.lora_A.weight: target_modules and rank 8 have no such tensor (nearest: base_model.model.model."
+        in message
+    )
 
 
-def test_a_module_without_either_is_named_once() -> None:
+def test_both_tensors_of_a_module_that_are_missing_are_named() -> None:
     message = refusal({Q_0_A: (2, 4), Q_0_B: (6, 2)}, LoraAdapter(2, 4, ("q_proj",)))
-    assert message.splitlines()[1:] == [f"  - {Q_1_A} and {Q_1_B}: missing"]
+    assert message.splitlines()[1:] == [f"  - {Q_1_A}: missing", f"  - {Q_1_B}: missing"]
 
 
 @pytest.mark.parametrize(

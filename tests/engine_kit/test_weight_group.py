@@ -1,8 +1,10 @@
 """Weights that are sent to other processes, through a group or a shared buffer."""
 
 import multiprocessing
+import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -11,8 +13,7 @@ import torch
 
 from agentrl_core.api import ArrayBucket, EngineError
 from agentrl_core.engine_kit.ports import free_port, host_address
-from agentrl_core.engine_kit.weight_buffer import WeightBuffer
-from agentrl_core.engine_kit.weight_group import WeightGroup
+from agentrl_core.engine_kit.weight_group import WeightBuffer, WeightGroup
 
 TENSORS = {
     # Of odd sizes, so that the others do not begin where their elements could.
@@ -29,7 +30,6 @@ CPU = torch.device("cpu")
 def bucket(tensors: dict[str, torch.Tensor]) -> ArrayBucket:
     raw = [tensor.reshape(-1).view(torch.uint8).numpy() for tensor in tensors.values()]
     data = np.concatenate(raw)
-    data.flags.writeable = False
     return ArrayBucket(
         tuple(tensors),
         tuple(tuple(tensor.shape) for tensor in tensors.values()),
@@ -56,8 +56,8 @@ def test_every_rank_gets_every_bucket(address: str) -> None:
         process.start()
     other = {name: tensor * 2 for name, tensor in TENSORS.items()}
     with WeightGroup(place, 0, 3, timeout=60) as group:
-        group.send(bucket(TENSORS))
-        group.send(bucket(other))
+        group.broadcast(torch.from_numpy(bucket(TENSORS).data))
+        group.broadcast(torch.from_numpy(bucket(other).data))
         got = [answers.get(timeout=60) for _ in range(4)]
     for process in receivers:
         process.join(30)
@@ -115,5 +115,26 @@ def test_everybody_on_a_device_takes_what_its_buffer_holds() -> None:
 
 def test_a_buffer_without_readers_is_not_waited_for_for_ever() -> None:
     address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(EngineError, match=f"store at {address}.*'everybody' has not come within 1 s"):
+    with pytest.raises(EngineError, match=f"store at {address}.*'engine 1' has not come within 1 s"):
         WeightBuffer(address, 2, CPU, is_actor=True, opens_store=True, timeout=1)
+
+
+def test_a_store_on_one_machine_cannot_be_reached_from_others() -> None:
+    """It has no authentication: a stranger could write its keys."""
+    port = free_port()
+    failed = pytest.raises(EngineError)
+    with failed, ThreadPoolExecutor(1) as threads:
+        joining = threads.submit(WeightGroup, f"127.0.0.1:{port}", 0, 2, timeout=3)
+        reached = {host: _is_open(host, port) for host in ("127.0.0.1", host_address())}
+        assert reached == {"127.0.0.1": True, host_address(): False}
+        joining.result()
+
+
+def _is_open(host: str, port: int) -> bool:
+    for _ in range(20):
+        with socket.socket() as probe:
+            probe.settimeout(0.1)
+            if probe.connect_ex((host, port)) == 0:
+                return True
+            threading.Event().wait(0.02)
+    return False

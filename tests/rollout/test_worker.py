@@ -621,10 +621,10 @@ def test_group_rewards_are_revised_and_a_group_that_fails_is_excluded(make_rollo
 
 
 def test_weights_reach_every_replica_and_metrics_are_added_up(make_rollout, make_row) -> None:
-    from agentrl_core.api import WeightUpdate
+    from agentrl_core.serving.weight_transport import Weights
 
     rollout = make_rollout(loops("Once", **{"rollout.engine": {"name": "scripted", "replicas": 2}}), FILES)
-    rollout.replicas.update_weights(WeightUpdate(), 5)
+    rollout.replicas.update_weights(Weights(5))
     assert [engine.version for engine in rollout.engines] == [5, 5]
     (result,) = rollout([make_row()])
     assert set(result.outputs[0].policy_versions) == {5}

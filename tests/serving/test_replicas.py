@@ -9,6 +9,7 @@ import pytest
 
 from agentrl_core.api import EngineError, LoraAdapter, RolloutError, WeightUpdate
 from agentrl_core.serving import replicas as replicas_module
+from agentrl_core.serving.weight_transport import Weights
 
 ENGINE = """
 import asyncio
@@ -90,7 +91,7 @@ class Fleet:
         changes = {**cluster, "rollout.engine": slot, "rollout.agent": {"loops": [{"name": "./once.py:Once"}]}}
         self.rollout = make_rollout(changes, {"frail.py": source, "once.py": LOOP})
         self.replicas = self.rollout.replicas
-        self.replicas.update_weights(WeightUpdate(), 5)
+        self.replicas.update_weights(Weights(5))
 
     def versions(self) -> list[int]:
         return [engine.version for engine in self.rollout.engines]
@@ -126,15 +127,15 @@ def test_a_replica_that_comes_back_gets_the_weights_that_its_adapter_belongs_to(
     adapter = LoraAdapter(8, 16, ("q_proj",))
     for _ in range(2):
         # An adapter may have the number of the weights below it: it has changed nothing yet.
-        fleet.replicas.update_weights(WeightUpdate(adapter=adapter), 5)
+        fleet.replicas.update_weights(Weights(5, WeightUpdate(adapter=adapter)))
     (first,) = fleet.rollout.engines
     assert first.updates == [(5, False), (5, True), (5, True)]
     fleet.rollout([make_row()])
     (second,) = fleet.rollout.engines
     assert second is not first
     assert second.updates == [(5, False), (5, True)]
-    fleet.replicas.update_weights(WeightUpdate(adapter=adapter), 6)
-    fleet.replicas.update_weights(WeightUpdate(), 7)
+    fleet.replicas.update_weights(Weights(6, WeightUpdate(adapter=adapter)))
+    fleet.replicas.update_weights(Weights(7))
     assert second.updates[2:] == [(6, True), (7, False)]
 
 
@@ -172,7 +173,7 @@ def test_a_replica_that_cannot_be_started_again_is_given_up(make_rollout: Any, m
     with pytest.raises(RolloutError, match="(?s)none can be started.*no such device"):
         fleet.rollout([make_row()])
     with pytest.raises(EngineError, match="no engine replica is alive to take the new weights"):
-        fleet.replicas.update_weights(WeightUpdate(), 6)
+        fleet.replicas.update_weights(Weights(6))
 
 
 def test_requests_beyond_the_limit_queue_at_the_replica(make_rollout: Any, make_row: Any) -> None:
@@ -187,8 +188,8 @@ def test_engines_sleep_from_the_rollout_to_the_next_weights(make_rollout: Any, m
     fleet = Fleet(make_rollout, {}, replicas=2, sleep=2)
     fleet.rollout([make_row()])
     fleet.replicas.sleep()
-    fleet.replicas.update_weights(WeightUpdate(), 6)
-    fleet.replicas.update_weights(WeightUpdate(), 7)
+    fleet.replicas.update_weights(Weights(6))
+    fleet.replicas.update_weights(Weights(7))
     expected = ["update 5", "sleep 2", "wake ['weights']", "update 6", "wake ['kv_cache']", "update 7"]
     assert [engine.calls for engine in fleet.rollout.engines] == [expected] * 2
 
@@ -196,7 +197,7 @@ def test_engines_sleep_from_the_rollout_to_the_next_weights(make_rollout: Any, m
 def test_engines_do_not_sleep_unless_told_to(make_rollout: Any) -> None:
     fleet = Fleet(make_rollout, {})
     fleet.replicas.sleep()
-    fleet.replicas.update_weights(WeightUpdate(), 6)
+    fleet.replicas.update_weights(Weights(6))
     assert fleet.rollout.engines[0].calls == ["update 5", "update 6"]
 
 
@@ -210,7 +211,7 @@ def test_an_engine_that_never_falls_asleep_holds_nobody_up(make_rollout: Any, ca
     fleet = Fleet(make_rollout, {0: "never sleeps"}, sleep=1, start_timeout=0.2)
     fleet.replicas.sleep()
     assert "has not fallen asleep within 0.2 s" in caplog.text
-    fleet.replicas.update_weights(WeightUpdate(), 6)
+    fleet.replicas.update_weights(Weights(6))
     assert fleet.rollout.engines[0].calls == ["update 5", "wake ['weights']", "update 6", "wake ['kv_cache']"]
 
 
@@ -220,5 +221,5 @@ def test_a_replica_that_is_frozen_before_a_weight_update_does_not_hang_the_run(
     """Its own deadline, in the frozen process, is out of reach: START_GRACE makes the one outside come first here."""
     fleet = Fleet(make_rollout, {0: "frozen"}, start_timeout=60.0, restarts=1)
     monkeypatch.setattr(replicas_module, "START_GRACE", -59.8)
-    fleet.replicas.update_weights(WeightUpdate(), 6)
+    fleet.replicas.update_weights(Weights(6))
     assert fleet.versions() == [6] and fleet.replicas.metrics()["restarts"] == 1

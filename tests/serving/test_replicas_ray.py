@@ -5,7 +5,6 @@ import site
 import sys
 import venv
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,10 +14,11 @@ from agentrl_core.api import ArrayBucket, EngineContext, EngineError, SamplingPa
 from agentrl_core.config import load_config
 from agentrl_core.controller.runtime import Runtime, make_runtime
 from agentrl_core.data.rows import PromptBatch
+from agentrl_core.engine_kit.memory_files import WeightFile
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.serving.replicas import EngineReplicas
-from agentrl_core.workers.weight_files import WeightFiles
+from agentrl_core.serving.weight_transport import Weights
 
 pytestmark = pytest.mark.ray
 TURNS = 3
@@ -99,11 +99,25 @@ def runtime() -> Iterator[Runtime]:
         yield made
 
 
+class TokenFile:
+    """A file in memory that is overwritten by every update, as the actor's is."""
+
+    file: WeightFile | None = None
+
+    def write(self, buckets: list[ArrayBucket]) -> tuple[str]:
+        self.file = self.file or WeightFile(buckets)
+        for bucket in buckets:
+            for name, _, _, data in bucket.tensors():
+                self.file.views[name][:] = data
+        return (self.file.path,)
+
+
 @pytest.fixture
-def weights(tmp_path: Path) -> Iterator[WeightFiles]:
-    files = WeightFiles(100)
-    yield files
-    files.close()
+def weights() -> Iterator[TokenFile]:
+    made = TokenFile()
+    yield made
+    if made.file is not None:
+        made.file.close()
 
 
 def token(value: int) -> list[ArrayBucket]:
@@ -143,12 +157,12 @@ def prompts(count: int, step: int) -> Any:
 
 
 def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
-    make_manager: Any, weights: WeightFiles, tiny_run: Any
+    make_manager: Any, weights: TokenFile, tiny_run: Any
 ) -> None:
     manager = make_manager(replicas=2)
     manager._engines.start()
     (tiny_run.folder / "kill").touch()
-    manager._engines.update_weights(WeightUpdate(files=weights.write(token(65))), 7)
+    manager._engines.update_weights(Weights(7, WeightUpdate(files=weights.write(token(65)))))
     results = manager.generate_sequences(prompts(64, step=1))
 
     assert not (tiny_run.folder / "kill").exists(), "the replica was killed"
@@ -170,19 +184,19 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
     assert [(answer.token_ids[0], answer.spans[0].version) for answer in answers] == [(65, 7), (65, 7)]
 
     # Overwritten in place, and both replicas serve trajectories again.
-    manager._engines.update_weights(WeightUpdate(files=weights.write(token(66))), 8)
+    manager._engines.update_weights(Weights(8, WeightUpdate(files=weights.write(token(66)))))
     results = manager.generate_sequences(prompts(32, step=2))
     assert all(output.response_ids[0] == 66 for result in results for output in result.outputs)
     served = [manager._runtime.run(server.call("metrics"))["requests"] for server in fleet.servers]
     assert all(requests > 0 for requests in served)
 
 
-def test_weights_that_do_not_fit_are_refused_by_name(make_manager: Any, weights: WeightFiles) -> None:
+def test_weights_that_do_not_fit_are_refused_by_name(make_manager: Any, weights: TokenFile) -> None:
     manager = make_manager()
     manager._engines.start()
     other = [ArrayBucket(("other",), ((1,),), ("uint8",), np.zeros(1, np.uint8))]
     with pytest.raises(EngineError, match="the model has token"):
-        manager._engines.update_weights(WeightUpdate(files=weights.write(other)), 1)
+        manager._engines.update_weights(Weights(1, WeightUpdate(files=weights.write(other))))
 
 
 def test_a_server_that_never_becomes_healthy_ends_with_its_last_log_lines(make_manager: Any, tiny_run: Any) -> None:

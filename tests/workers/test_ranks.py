@@ -29,7 +29,7 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
     from agentrl_core.workers.actor import ActorWorker
     from agentrl_core.workers.critic import CriticWorker
     from agentrl_core.workers.reference import ReferenceWorker
-    from agentrl_core.workers.weights import iter_weight_buckets, save_model
+    from agentrl_core.workers.weights import ModelWeights, save_model
 
     class Actor(ActorWorker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -57,7 +57,9 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def bucket_sizes(self, bucket_bytes: int) -> list[tuple[tuple[str, ...], int]]:
-            return [(bucket.names, bucket.nbytes) for bucket in iter_weight_buckets(self.module, bucket_bytes)]
+            weights = ModelWeights(self.module)
+            layout, gathered = weights.layout(bucket_bytes), weights.array_buckets(bucket_bytes)
+            return [(each.names, bucket.nbytes) for each, bucket in zip(layout, gathered, strict=True)]
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def export_in_parts(self, path: str, file_bytes: int) -> None:

@@ -3,6 +3,8 @@ import asyncio
 import numpy as np
 import pytest
 import torch
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl_core.api import ArrayBucket, PolicySpan, SamplingParams, WeightUpdate
 from agentrl_core.api.errors import EngineError
@@ -113,3 +115,31 @@ def test_an_update_forgets_the_cache_of_all_sessions(qwen3, serve, pack) -> None
             return engine.metrics()
 
     assert asyncio.run(main())["cached_tokens"] == 0
+
+
+def test_a_mixture_of_experts_takes_the_tensors_of_its_checkpoint(serve, pack) -> None:
+    """transformers fuses the experts as it loads them, and updates have them one by one."""
+
+    def moe(seed: int) -> Qwen3MoeForCausalLM:
+        torch.manual_seed(seed)
+        shape = {"hidden_size": 16, "intermediate_size": 24, "moe_intermediate_size": 8, "head_dim": 8}
+        heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2}
+        config = Qwen3MoeConfig(vocab_size=200, num_hidden_layers=2, decoder_sparse_step=1, **shape, **heads)
+        return Qwen3MoeForCausalLM(config).eval()
+
+    module = moe(0)
+    checkpoints = [revert_weight_conversion(each, each.state_dict()) for each in (moe(1), moe(2))]
+    assert "model.layers.1.mlp.experts.3.gate_proj.weight" in checkpoints[0]
+
+    async def main():
+        async with serve(module) as engine:
+            for seed, checkpoint in enumerate(checkpoints, start=1):
+                await engine.update_weights(pack(checkpoint), seed)
+                expected = moe(seed).state_dict()
+                assert all(torch.equal(tensor, expected[name]) for name, tensor in module.state_dict().items())
+            missing = {name: tensor for name, tensor in checkpoints[0].items() if "experts.3.up" not in name}
+            with pytest.raises(EngineError, match="layers.1.mlp.experts.3.up_proj.weight: missing"):
+                await engine.update_weights(pack(missing), 3)
+            return await engine.generate([1, 2, 3], SamplingParams(4, seed=0), "r")
+
+    assert asyncio.run(main()).spans == [PolicySpan(2, 0, 4)]

@@ -215,7 +215,7 @@ def test_buckets_are_written_as_the_same_files(serve, run, weights, tmp_path) ->
             await engine.update_weights(WeightUpdate([*buckets]), 1)
             await engine.update_weights(WeightUpdate([file]), 2)
             await engine.update_weights(WeightUpdate([*buckets]), 3)
-            folder = engine._road._folder.name
+            folder = engine._weights._folder.path
             found = {}
             import pathlib
 

@@ -12,22 +12,16 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_core.api import EngineContext, SamplingParams
+from agentrl_core.api import EngineContext, SamplingParams, WeightUpdate
 from agentrl_core.api.errors import EngineError
+from agentrl_core.api.weights import Broadcast
 from agentrl_core.engine_kit.ports import free_port
 from agentrl_engine_sglang import engine as engine_module
 from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.engine import SGLangEngine
 from agentrl_engine_sglang.launch import server_arguments
 from agentrl_engine_sglang.process import ServerProcess
-from agentrl_engine_sglang.roads import (
-    SHARE_ATTEMPTS,
-    FileRoad,
-    GroupRoad,
-    TensorRoad,
-    make_road,
-    move_to_shared_memory,
-)
+from agentrl_engine_sglang.weights import ServerWeights
 
 
 def arguments(log: Path) -> list[str]:
@@ -63,54 +57,17 @@ def test_hosts_of_a_replica_meet_where_the_core_says() -> None:
     assert (head["nnodes"], head["node_rank"], head["dist_init_addr"]) == (2, 0, "10.0.0.1:777")
 
 
-@pytest.mark.parametrize(
-    ("road", "shape", "kind"),
-    [
-        ("auto", {}, FileRoad),
-        ("auto", {"pipeline_parallel": 2, "data_parallel": 2}, FileRoad),
-        ("auto", {"tensor_parallel": 2, "nodes": 2, "rendezvous": "10.0.0.1:777"}, GroupRoad),
-        ("tensors", {"tensor_parallel": 2}, TensorRoad),
-    ],
-)
-def test_the_road_of_weights_follows_the_shape_of_the_replica(road, shape, kind) -> None:
-    made = make_road(SGLangConfig(weight_road=road), EngineContext("m", **shape))
-    assert type(made) is kind
-    made.close()
+def test_a_replica_that_no_transport_reaches_is_refused_as_it_starts() -> None:
+    with pytest.raises(EngineError, match="broadcast with tensor_parallel only.*pipeline_parallel=2.*or nodes to 1"):
+        ServerWeights(EngineContext("m", pipeline_parallel=2, nodes=2))
 
 
-@pytest.mark.parametrize(
-    ("road", "shape", "message"),
-    [
-        ("files", {"tensor_parallel": 2, "nodes": 2}, "weight_road=files reaches one host.*nodes=2; set it to auto"),
-        ("tensors", {"data_parallel": 2}, "tensor with tensor_parallel only.*data_parallel=2; .*weight_road to files"),
-        ("auto", {"pipeline_parallel": 2, "nodes": 2}, "group with tensor_parallel only.*or nodes to 1"),
-    ],
-)
-def test_roads_that_do_not_lead_everywhere_are_refused(road, shape, message) -> None:
-    with pytest.raises(EngineError, match=message):
-        make_road(SGLangConfig(weight_road=road), EngineContext("m", **shape))
-
-
-class Late:
-    """A tensor whose manager answers late a few times."""
-
-    def __init__(self, late: int, message: str = "Shared memory manager connection has timed out") -> None:
-        self.late, self.message, self.calls = late, message, 0
-
-    def share_memory_(self) -> None:
-        self.calls += 1
-        if self.calls <= self.late:
-            raise RuntimeError(self.message)
-
-
-def test_a_late_manager_of_shared_memory_is_asked_again() -> None:
-    tensor = Late(SHARE_ATTEMPTS - 1)
-    move_to_shared_memory(tensor)
-    assert tensor.calls == SHARE_ATTEMPTS
-    for tensor, calls in ((Late(SHARE_ATTEMPTS), SHARE_ATTEMPTS), (Late(1, "No space left on device"), 1)):
-        with pytest.raises(RuntimeError, match=tensor.message):
-            move_to_shared_memory(tensor)
-        assert tensor.calls == calls
+def test_files_are_refused_where_they_do_not_reach_every_host() -> None:
+    weights = ServerWeights(EngineContext("m", tensor_parallel=2, nodes=2))
+    with pytest.raises(EngineError, match="files reach one host.*nodes=2; set weight_transfer to auto"):
+        weights.check(WeightUpdate(files=("a",)))
+    weights.check(WeightUpdate(broadcast=Broadcast("a:1", "gloo", 3, 1, ())))
+    weights.close()
 
 
 def test_the_served_folder_is_the_model_without_an_end_of_sequence(serve, run, model_path, tmp_path) -> None:

@@ -17,8 +17,8 @@ from agentrl_core.api import (
     WeightUpdate,
 )
 from agentrl_core.api.errors import EngineError
+from agentrl_core.engine_kit import memory_files
 from agentrl_core.engine_kit.adapter_tensors import tensor_names
-from agentrl_engine_vllm import roads
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.launch import engine_arguments
 
@@ -95,7 +95,7 @@ def test_an_engine_begins_with_an_adapter_that_changes_nothing(serve, run) -> No
 
 @pytest.mark.parametrize("road", ["buckets", "files"])
 def test_an_adapter_reaches_vllm_as_peft_saves_it(serve, run, update, tensors, tmp_path, monkeypatch, road) -> None:
-    monkeypatch.setattr(roads, "MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr(memory_files, "MEMORY", tmp_path)
     if road == "files":
         names = list(tensors)
         files = tuple(str(tmp_path / f"{part}.safetensors") for part in range(2))

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from agentrl_core.api import EngineError, LoraAdapter, PolicySpan, SamplingParams, WeightUpdate
-from agentrl_core.api.weights import write_safetensors
 from agentrl_core.engine_kit.adapter_tensors import tensor_names
+from agentrl_core.engine_kit.memory_files import write_safetensors
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.engine import VLLMEngine
 from agentrl_engine_vllm.launch import CPU_BLOCK_SIZE

@@ -14,7 +14,7 @@ from agentrl_engine_hf.model import Model
 from agentrl_engine_hf.sampler import Sampler
 from agentrl_engine_hf.scheduler import Scheduler
 from agentrl_engine_hf.sequence import Sequence
-from agentrl_engine_hf.weights import Receiver, load_weights
+from agentrl_engine_hf.weights import WeightLoader
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Executor:
         self._asleep: set[str] = set()
         self._draining: list[Future[None]] = []
         self._sampler = Sampler([], model.device)
-        self._receiver = Receiver()
+        self._loader: WeightLoader | None = None
         self._results: list[tuple[Sequence, TokenOutput | BaseException]] = []
 
     # The step -----------------------------------------------------------------------------------------------------
@@ -281,7 +281,9 @@ class Executor:
 
     def update_weights(self, update: WeightUpdate, version: int) -> None:
         if not update.shared:
-            load_weights(self.model.module, update, self._receiver)
+            if self._loader is None:
+                self._loader = WeightLoader(self.model.module)
+            self._loader.load(update)
         self._scheduler.invalidate()
         self.version = version
 

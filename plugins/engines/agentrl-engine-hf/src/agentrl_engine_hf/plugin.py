@@ -20,6 +20,7 @@ PLUGIN = PluginSpec(
             "sleep",
             "weight_update",
             "broadcast",
+            "ipc",
             "shared_module",
             "deterministic",
             "sessions",

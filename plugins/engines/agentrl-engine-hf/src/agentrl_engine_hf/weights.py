@@ -1,89 +1,108 @@
-"""New weights from buckets of bytes, or from a broadcast, into a module, in place."""
+"""New weights into a module, in place: from buckets of bytes, or as the actor sends them."""
 
-import difflib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
+from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl_core.api import ArrayBucket, WeightUpdate
-from agentrl_core.api.errors import EngineError
-from agentrl_core.api.weights import Broadcast
-from agentrl_core.engine_kit.model_tensors import broken_buckets
-from agentrl_core.engine_kit.weight_buffer import WeightBuffer, join_as_engine
-from agentrl_core.engine_kit.weight_group import WeightGroup
+from agentrl_core.engine_kit.model_tensors import check_weights, shapes_of
+from agentrl_core.engine_kit.weight_group import WeightChannel, join_as_engine
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
+Targets = dict[str, torch.Tensor]
 
 
-def load_weights(module: torch.nn.Module, update: WeightUpdate, receiver: "Receiver") -> None:
-    """Copy every tensor of ``update`` into the module's own, cast to its dtype.
+class WeightLoader:
+    """Copies updates, which have the form of the model's checkpoint, into a module's own tensors and dtypes.
 
-    Everything is checked before the first byte is written. Of tied tensors one name is enough; buffers may be absent.
-
-    Raises:
-        EngineError: names that the module doesn't have, parameters that are missing, other shapes, unknown dtypes or
-            buckets whose bytes don't add up.
+    Args:
+        module: a transformers model. Of tied tensors one name is enough in an update; buffers may be absent.
     """
-    targets, buckets = module.state_dict(), list(update)
-    has_data = update.broadcast is None
-    problems = [*broken_buckets(buckets, has_data), *_name_problems(module, targets, buckets)]
-    if problems:
-        raise EngineError("weights refused, nothing was written:\n" + "\n".join(f"  - {line}" for line in problems))
-    if update.broadcast is None:
+
+    def __init__(self, module: Any) -> None:
+        own: Targets = module.state_dict()
+        self._device = next(iter(own.values())).device
+        aliases: dict[int, list[str]] = {}
+        for name, parameter in module.named_parameters(remove_duplicate=False):
+            aliases.setdefault(id(parameter), []).append(name)
+        form = revert_weight_conversion(module, {name: tensor.to("meta") for name, tensor in own.items()})
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in form.items()}
+        self._tied = [names for names in aliases.values() if len(names) > 1]
+        self._buffers = {name for name, _ in module.named_buffers()}
+        fused = {name: tensor for name, tensor in own.items() if self._shapes.get(name) != tuple(tensor.shape)}
+        self._writers: dict[str, Callable[[torch.Tensor], object]] = {
+            name: tensor.copy_ for name, tensor in own.items() if name not in fused
+        }
+        if fused:
+            self._writers |= _writers(module, fused)
+        self._address = ""
+        self._channel: WeightChannel | None = None
+
+    def load(self, update: WeightUpdate) -> None:
+        """Check everything, then write.
+
+        Raises:
+            EngineError: names that the model doesn't have, parameters that are missing, other shapes, unknown dtypes or
+                buckets whose bytes don't add up; nothing was written.
+        """
+        buckets = list(update)
+        optional = self._buffers - shapes_of(buckets).keys()
+        known = {name: shape for name, shape in self._shapes.items() if name not in optional}
+        check_weights(buckets, known, self._tied, has_data=update.broadcast is None)
         tensors = (tensor for bucket in buckets for tensor in _tensors(bucket))
-    else:
-        device = next(iter(targets.values())).device
-        tensors = receiver.receive(update.broadcast, device)
-    with torch.no_grad():
-        for name, tensor in tensors:
-            targets[name].copy_(tensor)
+        with torch.no_grad():
+            for name, tensor in tensors if update.broadcast is None else self._received(update):
+                self._writers[name](tensor)
+
+    def _received(self, update: WeightUpdate) -> Tensors:
+        """All tensors, which must be taken as they come: the sender waits."""
+        broadcast = update.broadcast
+        assert broadcast is not None
+        if self._channel is None or self._address != broadcast.address:
+            self.close()
+            self._address = broadcast.address
+            self._channel = join_as_engine(broadcast, broadcast.first_rank, self._device)
+        for bucket in broadcast.buckets:
+            yield from self._channel.receive(bucket.names, bucket.shapes, bucket.dtypes)
+
+    def close(self) -> None:
+        """Leave the group that weights are sent in."""
+        if self._channel is not None:
+            self._channel.close()
+            self._channel = None
 
 
-def _name_problems(
-    module: torch.nn.Module, targets: dict[str, torch.Tensor], buckets: list[ArrayBucket]
-) -> Iterator[str]:
-    given = {name: tuple(shape) for bucket in buckets for name, shape in zip(bucket.names, bucket.shapes, strict=False)}
-    for name, shape in given.items():
-        if name not in targets:
-            near = difflib.get_close_matches(name, targets, n=1)
-            yield f"{name}: the model has no such tensor" + (f" (nearest: {near[0]})" if near else "")
-        elif shape != tuple(targets[name].shape):
-            yield f"{name}: shape {list(shape)} was given, the model has {list(targets[name].shape)}"
-    aliases: dict[int, list[str]] = {}
-    for name, parameter in module.named_parameters(remove_duplicate=False):
-        aliases.setdefault(id(parameter), []).append(name)
-    for names in aliases.values():
-        if not any(name in given for name in names):
-            yield f"{' = '.join(names)}: missing"
+def _writers(module: Any, fused: Targets) -> dict[str, Callable[[torch.Tensor], object]]:
+    """For each tensor of the checkpoint that transformers fuses with others, what writes it into the module's.
+
+    Each element of the module's tensors has a number, and the checkpoint's form of the numbers says where elements go.
+    """
+    numbers, starts, start = {}, {}, 0
+    for name, tensor in fused.items():
+        numbers[name], starts[name] = torch.arange(start, start + tensor.numel()).view(tensor.shape), start
+        start += tensor.numel()
+
+    def writer(index: torch.Tensor) -> Callable[[torch.Tensor], object]:
+        flat = index.reshape(-1)
+        places = []
+        for name, tensor in fused.items():
+            inside = (flat >= starts[name]) & (flat < starts[name] + tensor.numel())
+            if bool(inside.any()):
+                places.append((tensor, inside.to(tensor.device), (flat[inside] - starts[name]).to(tensor.device)))
+
+        def write(value: torch.Tensor) -> None:
+            for tensor, inside, targets in places:
+                tensor.view(-1)[targets] = value.to(tensor).reshape(-1)[inside]
+
+        return write
+
+    return {name: writer(index) for name, index in revert_weight_conversion(module, numbers).items()}
 
 
 def _tensors(bucket: ArrayBucket) -> Tensors:
     for name, shape, dtype, data in bucket.tensors():
         # A copy is aligned and writable, which torch asks for and which a slice of shared memory need not be.
         yield name, torch.from_numpy(data.reshape(-1).view(np.uint8).copy()).view(getattr(torch, dtype)).view(shape)
-
-
-class Receiver:
-    """A rank of the group that an actor sends weights in, joined when the first update comes."""
-
-    def __init__(self) -> None:
-        self._address = ""
-        self._group: WeightGroup | WeightBuffer | None = None
-
-    def receive(self, broadcast: Broadcast, device: torch.device) -> Tensors:
-        """All tensors, which must be taken as they come: the sender waits."""
-        if self._group is None or self._address != broadcast.address:
-            self.close()
-            self._address = broadcast.address
-            self._group = join_as_engine(
-                broadcast.address, broadcast.backend, broadcast.first_rank, broadcast.size, device
-            )
-        for bucket in broadcast.buckets:
-            yield from self._group.receive(bucket.names, bucket.shapes, bucket.dtypes)
-
-    def close(self) -> None:
-        """Leave the group."""
-        if self._group is not None:
-            self._group.close()
-            self._group = None

@@ -8,7 +8,8 @@ from typing import Any
 import aiohttp
 
 from agentrl_core.api.errors import EngineError
-from agentrl_core.api.weights import ArrayBucket
+from agentrl_core.api.weights import ArrayBucket, Broadcast
+from agentrl_core.engine_kit.weight_group import GROUP_NAME
 
 
 class SGLangClient:
@@ -92,26 +93,24 @@ class SGLangClient:
         """Tensors may come."""
         _succeeded(await self._call("POST", "/begin_weight_update", {}))
 
-    async def update_weights_from_tensor(self, serialized: list[str], load_format: str) -> None:
-        """One bucket for each of the model's processes."""
-        body = {"serialized_named_tensors": serialized, "load_format": load_format, "flush_cache": False}
-        _succeeded(await self._call("POST", "/update_weights_from_tensor", body))
-
-    async def init_weights_update_group(
-        self, address: str, port: int, world_size: int, name: str, backend: str
-    ) -> None:
-        """The model's processes join a group of ``torch.distributed`` as ranks 1 and up."""
+    async def init_weights_update_group(self, broadcast: Broadcast) -> None:
+        """The model's processes join the group that the actor sends weights in."""
+        address, _, port = broadcast.address.rpartition(":")
         body = {
-            "master_address": address, "master_port": port, "rank_offset": 1, "world_size": world_size,
-            "group_name": name, "backend": backend,
+            "master_address": address, "master_port": int(port), "rank_offset": broadcast.first_rank,
+            "world_size": broadcast.size, "group_name": GROUP_NAME, "backend": broadcast.backend,
         }  # fmt: skip
         _succeeded(await self._call("POST", "/init_weights_update_group", body))
 
-    async def update_weights_from_distributed(self, bucket: ArrayBucket, group: str) -> None:
-        """The model's processes receive the tensors of a bucket from rank 0 of the group, one after the other."""
+    async def destroy_weights_update_group(self) -> None:
+        """The model's processes leave the group."""
+        _succeeded(await self._call("POST", "/destroy_weights_update_group", {"group_name": GROUP_NAME}))
+
+    async def update_weights_from_distributed(self, bucket: ArrayBucket) -> None:
+        """The model's processes receive a bucket, as one flat tensor, from rank 0 of the group."""
         body = {
-            "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": group,
-            "flush_cache": False,
+            "names": bucket.names, "dtypes": bucket.dtypes, "shapes": bucket.shapes, "group_name": GROUP_NAME,
+            "load_format": "flattened_bucket", "flush_cache": False,
         }  # fmt: skip
         _succeeded(await self._call("POST", "/update_weights_from_distributed", body))
 

@@ -20,13 +20,6 @@ class SGLangConfig:
         unit="tokens",
         ge=0,
     )
-    weight_road: str = option(
-        "auto",
-        help="how new weights reach the server: files (it maps safetensors files that lie in memory), tensors (in "
-        "shared memory, bucket by bucket), or group (broadcast over torch.distributed, also to processes on other "
-        "hosts); auto: files, and group where a replica has several hosts",
-        choices=("auto", "files", "tensors", "group"),
-    )
     keep_weights_asleep: bool = option(
         True, help="sleep level 2 moves the weights to the host's memory; otherwise they are gone until an update"
     )

@@ -5,7 +5,6 @@ import importlib.util
 import itertools
 import logging
 import sys
-import tempfile
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from agentrl_core.api.engine import (
 )
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import WeightUpdate
+from agentrl_core.engine_kit.memory_files import MemoryFolder
 from agentrl_core.engine_kit.model_tensors import ModelTensors
 from agentrl_core.engine_kit.ports import free_port
 from agentrl_core.engine_kit.requests import check_request, read_model_config
@@ -36,7 +36,7 @@ from agentrl_engine_sglang.launch import (
 )
 from agentrl_engine_sglang.process import ServerProcess
 from agentrl_engine_sglang.requests import request_body, token_output
-from agentrl_engine_sglang.roads import WeightRoad, make_road
+from agentrl_engine_sglang.weights import ServerWeights
 
 logger = logging.getLogger(__name__)
 
@@ -91,8 +91,8 @@ class SGLangEngine(InferenceEngine):
         self._vocab_size = 0
         self._process: ServerProcess | None = None
         self._client: SGLangClient | None = None
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
-        self._road: WeightRoad | None = None
+        self._folder: MemoryFolder | None = None
+        self._weights: ServerWeights | None = None
 
     # Life ---------------------------------------------------------------------------------------------------------
 
@@ -113,10 +113,10 @@ class SGLangEngine(InferenceEngine):
         size = (model.get("text_config") or model).get("vocab_size") or context.vocab_size
         self._vocab_size = min(int(size), context.vocab_size or int(size))
         self._tensors = ModelTensors.read(context.model_path, model)
+        self._weights = ServerWeights(context)
         self._folder = served_folder(context.model_path)
-        self._road = make_road(config, context)
         try:
-            await self._launch(self._folder.name)
+            await self._launch(str(self._folder.path))
         except BaseException:
             await self.close()
             raise
@@ -170,10 +170,10 @@ class SGLangEngine(InferenceEngine):
         await self._stop_server()
         for task in self._background:
             task.cancel()
-        if self._road is not None:
-            self._road.close()
+        if self._weights is not None:
+            self._weights.close()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
     async def _stop_server(self) -> None:
         if self._client is not None:
@@ -311,9 +311,9 @@ class SGLangEngine(InferenceEngine):
             EngineError: the tensors are not the model's, and nothing was sent; or the server failed in the middle of
                 the update, and was stopped, because nobody knows what it holds.
         """
-        client, road = self._server(), self._road
-        if update.shared or road is None:
-            raise EngineError("the sglang engine runs in a process of its own: it cannot share the actor's module")
+        client, weights = self._server(), self._weights
+        assert weights is not None, "there is no server without start()"
+        weights.check(update)
         update = await asyncio.to_thread(self._tensors.normalised, update)
         async with self._control:
             self._gate.close("update")
@@ -322,7 +322,7 @@ class SGLangEngine(InferenceEngine):
                 # nothing runs any more: the server's last step may not have ended, and would keep the cache.
                 if not self._frozen:
                     await client.pause()
-                await road.send(client, update, version)
+                await weights.send(client, update, version)
                 self._version = version
                 if not self._frozen:
                     await client.resume()

@@ -3,12 +3,12 @@
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from agentrl_core.api.engine import EngineContext
+from agentrl_core.engine_kit.memory_files import MemoryFolder
 from agentrl_core.engine_kit.requests import read_model_config
 from agentrl_engine_sglang.config import SGLangConfig
 
@@ -94,16 +94,16 @@ def on_cpu(context: EngineContext) -> bool:
     return context.device.startswith("cpu")
 
 
-def served_folder(model_path: str) -> "tempfile.TemporaryDirectory[str]":
+def served_folder(model_path: str) -> MemoryFolder:
     """A folder of links to the model whose configuration names no end-of-sequence token.
 
     SGLang ends a request at the model's own end-of-sequence tokens, unless ``ignore_eos`` is set, which also switches
     off ``stop_token_ids``. Without them a request ends where it says, and nowhere else.
     """
     config = read_model_config(model_path) | {"eos_token_id": None}
-    folder = tempfile.TemporaryDirectory(prefix="agentrl-sglang-model-")
+    folder = MemoryFolder("sglang-model")
     for source in Path(model_path).resolve().iterdir():
         if source.name not in NOT_SERVED:
-            (Path(folder.name) / source.name).symlink_to(source)
-    (Path(folder.name) / "config.json").write_text(json.dumps(config))
+            (folder.path / source.name).symlink_to(source)
+    (folder.path / "config.json").write_text(json.dumps(config))
     return folder

@@ -11,5 +11,7 @@ PLUGIN = PluginSpec(
     factory="agentrl_engine_sglang.engine:SGLangEngine",
     config=SGLangConfig,
     requires=("aiohttp>=3.10", "sglang>=0.5.21"),
-    capabilities=frozenset({"logprobs", "abort", "pause", "sleep", "weight_update", "parallel", "multi_node"}),
+    capabilities=frozenset(
+        {"logprobs", "abort", "pause", "sleep", "weight_update", "broadcast", "parallel", "multi_node"}
+    ),
 )

@@ -9,10 +9,11 @@ from typing import Any
 import numpy as np
 
 from agentrl_core.api.errors import EngineError
-from agentrl_core.api.weights import ArrayBucket, LoraAdapter, WeightUpdate, write_safetensors
+from agentrl_core.api.weights import ArrayBucket, LoraAdapter, WeightUpdate
 from agentrl_core.engine_kit.adapter_tensors import AdapterRules, adaptable_modules, tensor_names
+from agentrl_core.engine_kit.memory_files import write_safetensors
 from agentrl_core.engine_kit.model_tensors import ModelTensors
-from agentrl_engine_vllm.roads import memory_folder
+from agentrl_engine_vllm.weights import memory_folder
 
 OPTION = "rollout.engine.config.max_lora_rank"
 NAME, NUMBER = "policy", 1

@@ -19,7 +19,7 @@ from agentrl_engine_vllm.counters import Counters
 from agentrl_engine_vllm.follower import VLLMFollower
 from agentrl_engine_vllm.launch import BACKEND, check_installed, engine_arguments, environment
 from agentrl_engine_vllm.requests import MAX_TEMPERATURE, sampling_arguments, token_output
-from agentrl_engine_vllm.roads import make_roads
+from agentrl_engine_vllm.weights import WorkerWeights
 
 ABORT_INTERVAL = 0.5
 PAUSE_MODES = {"abort": "abort", "drain": "wait", "keep": "keep"}
@@ -49,7 +49,7 @@ class VLLMEngine(InferenceEngine):
         self._version = 0
         self._ended_because = ""
         self._vocab_size = 0
-        self._road, self._broadcast_road = make_roads(context)
+        self._weights = WorkerWeights(context.nodes)
         self._closing = threading.Event()
         self._llm: Any = None
 
@@ -86,7 +86,6 @@ class VLLMEngine(InferenceEngine):
         # Whoever waits for an answer gets an error instead: see _call.
         for waiting in (*self._waiting.values(), *self._calls):
             waiting.cancel()
-        self._road.close()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
 
@@ -262,6 +261,7 @@ class VLLMEngine(InferenceEngine):
         if update.shared:
             raise EngineError("the vllm engine computes in processes of its own: it cannot share the actor's module")
         if update.adapter is None:
+            self._weights.check(update)
             return self._tensors.normalised(update)
         if self._lost_weights:
             raise EngineError("the weights are gone since sleep(2): they must come before an adapter")
@@ -274,7 +274,7 @@ class VLLMEngine(InferenceEngine):
             await llm.update_weight_version(str(version))
             return
         await llm.start_weight_update()
-        await (self._road if update.broadcast is None else self._broadcast_road).send(llm, update)
+        await self._weights.send(llm, update)
         await llm.finish_weight_update(str(version))
         # With the weights vLLM has forgotten the adapter, the one of zeros too.
         await self._adapters.clear(llm)

@@ -12,6 +12,18 @@ PLUGIN = PluginSpec(
     config=VLLMConfig,
     requires=("vllm>=0.32",),
     capabilities=frozenset(
-        {"logprobs", "seeds", "abort", "pause", "sleep", "weight_update", "broadcast", "lora", "parallel", "multi_node"}
+        {
+            "logprobs",
+            "seeds",
+            "abort",
+            "pause",
+            "sleep",
+            "weight_update",
+            "broadcast",
+            "ipc",
+            "lora",
+            "parallel",
+            "multi_node",
+        }
     ),
 )

@@ -15,8 +15,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from agentrl_core.engine_kit.weight_buffer import WeightBuffer, join_as_engine
-from agentrl_core.engine_kit.weight_group import WeightGroup
+from agentrl_core.api.weights import Broadcast
+from agentrl_core.engine_kit.weight_group import WeightChannel, join_as_engine
 
 
 @dataclass
@@ -61,13 +61,14 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
-    _group: WeightGroup | WeightBuffer | None = None
+    _group: WeightChannel | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
         parallel = self.parallel_config
         rank = init_info.first_rank + parallel.data_parallel_index * parallel.world_size + parallel.rank
-        self._group = join_as_engine(init_info.address, init_info.backend, rank, init_info.size, self.device)
+        broadcast = Broadcast(init_info.address, init_info.backend, init_info.size, init_info.first_rank, ())
+        self._group = join_as_engine(broadcast, rank, self.device)
 
     def start_weight_update(self) -> None:
         # It warns of every layer that gets nothing. Whether all weights came was checked before; the others have none.

@@ -12,7 +12,7 @@ from agentrl_core.api import ConfigError, EngineError
 from agentrl_core.config import load_config
 from agentrl_core.engine_kit.weight_group import TIMEOUT
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.trainer import weight_sync
+from agentrl_core.serving import weight_transport
 
 MORTAL = """
 import asyncio
@@ -28,7 +28,7 @@ UPDATES, KILLED = Path(FOLDER) / "updates.txt", Path(FOLDER) / "killed"
 
 class Mortal(HFEngine):
     # Replica 0 is killed in the second step, once, and replica 1 waits for its return; updates are written down.
-    capabilities = frozenset({"logprobs", "weight_update", "sessions", "broadcast"})
+    capabilities = frozenset({"logprobs", "weight_update", "sessions", "broadcast", "ipc"})
 
     def __init__(self, config, context):
         super().__init__(HFEngineConfig(), context)
@@ -37,15 +37,15 @@ class Mortal(HFEngine):
     async def update_weights(self, update, version):
         await super().update_weights(update, version)
         self.version = version
-        road = "files" if update.broadcast is None else f"rank {update.broadcast.first_rank} of {update.broadcast.size}"
+        sent = "files" if update.broadcast is None else f"rank {update.broadcast.first_rank} of {update.broadcast.size}"
         with UPDATES.open("a") as log:
-            log.write(f"{self.replica} {version} {road}\\n")
+            log.write(f"{self.replica} {version} {sent}\\n")
 
     async def generate(self, *args):
         if self.replica == 0 and self.version == 1 and not KILLED.exists():
             KILLED.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        while self.replica == 1 and self.version == 1 and "0 1 files" not in UPDATES.read_text():
+        while self.replica == 1 and self.version == 1 and "0 1 rank 1 of 2" not in UPDATES.read_text():
             await asyncio.sleep(0.1)
         return await super().generate(*args)
 """
@@ -57,7 +57,7 @@ def test_sharded_weights_are_sent_to_replicas_and_one_that_comes_back_joins_agai
     fit: Callable[..., RunDir], tiny_run: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
     backend: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(weight_sync, "_backend", lambda config: backend)
+    monkeypatch.setattr(weight_transport, "broadcast_backend", lambda config: backend)
     caplog.set_level(logging.WARNING, logger="agentrl_core")
     (tiny_run.folder / "mortal.py").write_text(f"FOLDER = {str(tiny_run.folder)!r}\n{MORTAL}")
     run = fit({
@@ -72,8 +72,8 @@ def test_sharded_weights_are_sent_to_replicas_and_one_that_comes_back_joins_agai
     updates = (tiny_run.folder / "updates.txt").read_text().splitlines()
     assert sorted(updates) == sorted([
         *(f"{replica} {version} rank {1 + replica} of 3" for replica in (0, 1) for version in range(5)),
-        # The one that was killed did not live to be told the second step's; the one in its place got them from files.
-        "0 1 files",
+        # The one that was killed did not live to get the second step's; the one in its place got the first's alone.
+        "0 1 rank 1 of 2",
     ])  # fmt: skip
 
 
@@ -107,13 +107,59 @@ def test_the_local_runtime_has_nobody_to_send_to(tiny_run: Any) -> None:
 
 
 @pytest.mark.parametrize(
+    ("engine", "shares", "transport"),
+    [
+        ({}, True, "shared_module"),
+        ({}, False, "host_memory"),
+        ({"nodes": 2, "tensor_parallel": 2}, False, "broadcast"),
+        ({"weight_transfer": "broadcast"}, False, "broadcast"),
+        ({"nodes": 2, "tensor_parallel": 2, "weight_transfer": "host_memory"}, False, "host_memory"),
+    ],
+)
+def test_the_transport_follows_capabilities_and_one_key(
+    tiny_run: Any, engine: dict[str, Any], shares: bool, transport: str
+) -> None:
+    config = load_config(tiny_run({"cluster.runtime": "ray"}))
+    for key, value in engine.items():
+        setattr(config.rollout.engine, key, value)
+    assert weight_transport.choose_transport(config, {"broadcast"}, shares) == transport
+    if transport == "broadcast" and "weight_transfer" not in engine:
+        assert weight_transport.choose_transport(config, set(), shares) == "host_memory"
+
+
+def test_an_engine_that_cannot_take_weights_on_the_actors_gpu_is_refused(
+    tiny_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weight_transport, "resolve_device", lambda name: torch.device("cuda"))
+    config = load_config(tiny_run({"cluster.runtime": "ray", "rollout.engine.weight_transfer": "broadcast"}))
+    with pytest.raises(ConfigError, match="weight_transfer: found broadcast.*capability 'ipc'.*placement=standalone"):
+        weight_transport.choose_transport(config, {"broadcast"}, False)
+    assert weight_transport.choose_transport(config, {"broadcast", "ipc"}, False) == "broadcast"
+
+
+@pytest.mark.parametrize(
     ("device", "placement", "backend"),
     [("cpu", "standalone", "gloo"), ("cuda", "standalone", "nccl"), ("cuda", "colocated", "ipc")],
 )
 def test_the_way_between_devices_follows_their_places(
     tiny_run: Any, monkeypatch: pytest.MonkeyPatch, device: str, placement: str, backend: str
 ) -> None:
-    monkeypatch.setattr(weight_sync, "resolve_device", lambda name: torch.device(device))
+    monkeypatch.setattr(weight_transport, "resolve_device", lambda name: torch.device(device))
     engine = {"name": "hf", "weight_transfer": "broadcast", "placement": placement}
     config = load_config(tiny_run({"cluster.runtime": "ray", "rollout.engine": engine}))
-    assert weight_sync._backend(config) == backend
+    assert weight_transport.broadcast_backend(config) == backend
+
+
+def test_steps_that_warm_up_the_critic_send_no_weights(
+    fit: Callable[..., RunDir], tiny_run: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+    newest = weight_transport.ActorWeights.newest
+
+    def counted(self: Any, version: int) -> Any:
+        sent.append(version)
+        return newest(self, version)
+
+    monkeypatch.setattr(weight_transport.ActorWeights, "newest", counted)
+    fit({"trainer.steps": 3, "critic.warmup_steps": 2, "algorithm.advantage.name": "gae"})
+    assert sent == [0, 3]

@@ -1,0 +1,253 @@
+"""How new weights get from the actor to the engines. This file decides it, and hands them over.
+
+There are three transports; :func:`choose_transport` picks one for a run, from the engine's capabilities and
+``rollout.engine.weight_transfer``:
+
+- **shared module**: an engine with the capability ``shared_module`` in the trainer's process generates with the actor's
+  own module. Nothing moves; only its caches are reset.
+- **host memory**: the actor overwrites one safetensors file in its host's memory (``workers/weights.py``,
+  ``engine_kit/memory_files.py``), and engines map it. An engine that cannot read the file, because it is on another
+  host, gets the same tensors as buckets through the runtime's object store; so do engines in the trainer's process.
+- **broadcast**: the actor sends buckets from its devices to those of the engines (``engine_kit/weight_group.py``), for
+  engines with the capability ``broadcast``: NCCL to GPUs of their own, gloo on the CPU, and CUDA IPC to the training
+  processes' GPUs, for engines that also have the capability ``ipc``.
+
+A replica that comes back between two updates gets the current weights by the same transport. Each engine receives a
+:class:`agentrl_core.api.WeightUpdate` in one call of ``update_weights``.
+"""
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+from agentrl_core.api import ConfigError, WeightUpdate
+from agentrl_core.api.weights import Broadcast
+from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.controller.event_loop import in_daemon_thread
+from agentrl_core.controller.runtime import ActorHandle
+from agentrl_core.workers.models import resolve_device
+from agentrl_core.workers.protocols import Actor
+
+BUCKET_BYTES = 256 << 20
+Transport = Literal["shared_module", "buckets", "host_memory", "broadcast"]
+
+
+def choose_transport(config: ResolvedConfig, shares_module: bool) -> Transport:
+    """The transport of a run; ``buckets`` is host memory within one process.
+
+    Args:
+        shares_module: the engine has been given the actor's module.
+
+    Raises:
+        ConfigError: the engine cannot take weights on the training processes' GPUs, and is to.
+    """
+    engine = config.rollout.engine
+    if shares_module:
+        return "shared_module"
+    if config.cluster.runtime == "local":
+        return "buckets"
+    if engine.weight_transfer == "auto":
+        # Processes on several hosts cannot map one host's file.
+        return "broadcast" if engine.nodes > 1 and engine.has("broadcast") else "host_memory"
+    if engine.weight_transfer == "broadcast" and broadcast_backend(config) == "ipc" and not engine.has("ipc"):
+        raise ConfigError(
+            f"rollout.engine.weight_transfer: found broadcast, but the engine '{engine.name}' computes on the GPUs of "
+            "the training processes and cannot take weights there (capability 'ipc'); set weight_transfer=auto, or "
+            "placement=standalone"
+        )
+    return engine.weight_transfer
+
+
+def broadcast_backend(config: ResolvedConfig) -> str:
+    """``gloo``, ``nccl`` or ``ipc``, see :class:`agentrl_core.api.weights.Broadcast`."""
+    if resolve_device(config.cluster.device).type == "cpu":
+        return "gloo"
+    # NCCL needs a GPU for each rank.
+    return "nccl" if config.rollout.engine.placement == "standalone" else "ipc"
+
+
+class WeightSender(Protocol):
+    """The actor, where it sends weights from its device to those of the engines. Its methods block."""
+
+    def open(self, size: int) -> Broadcast:
+        """A new group of so many ranks, the actor's among them; ``first_rank`` is that of the first engine."""
+
+    def send(self, broadcast: Broadcast) -> None:
+        """Send the weights in that group, while all its engines receive."""
+
+
+@dataclass
+class Weights:
+    """What replicas get, one after the other.
+
+    Args:
+        version: of the weights.
+        update: for replicas that can read its files, or for all where it has none.
+        elsewhere: makes the update for the other replicas; called once, in a thread.
+        sender: sends them instead, to all replicas at the same time; ``update`` is empty then.
+    """
+
+    version: int
+    update: WeightUpdate = field(default_factory=WeightUpdate)
+    elsewhere: Callable[[], Any] | None = None
+    sender: WeightSender | None = None
+
+
+class ActorWeights:
+    """The actor's weights, by the transport of the run.
+
+    Args:
+        transport: of the run.
+        actor: whose weights they are.
+        config: of the run.
+    """
+
+    def __init__(self, transport: Transport, actor: Actor, config: ResolvedConfig) -> None:
+        self._transport = transport
+        self._actor = actor
+        self._sender = ActorSender(actor, config) if transport == "broadcast" else None
+
+    def newest(self, version: int) -> Weights:
+        """The present weights, as this version."""
+        if self._transport == "shared_module":
+            return Weights(version, WeightUpdate(shared=True))
+        if self._sender is not None:
+            return Weights(version, sender=self._sender)
+        if self._transport == "buckets":
+            return Weights(version, self._buckets())
+        return Weights(version, WeightUpdate(files=self._actor.weight_files()), self._buckets)
+
+    def _buckets(self) -> WeightUpdate:
+        return WeightUpdate(buckets=self._actor.weight_buckets(BUCKET_BYTES))
+
+
+class ActorSender:
+    """Implements :class:`WeightSender` on the actor's workers."""
+
+    def __init__(self, actor: Actor, config: ResolvedConfig) -> None:
+        self._actor = actor
+        self._backend = broadcast_backend(config)
+        # On a machine of its own the run opens no port that other machines can reach.
+        self._is_alone = config.cluster.address is None
+
+    def open(self, size: int) -> Broadcast:
+        """See :meth:`WeightSender.open`."""
+        address, buckets = self._actor.open_broadcast("127.0.0.1" if self._is_alone else "", BUCKET_BYTES)
+        return Broadcast(address, self._backend, size, first_rank=1, buckets=tuple(buckets))
+
+    def send(self, broadcast: Broadcast) -> None:
+        """See :meth:`WeightSender.send`."""
+        self._actor.send_weights(replace(broadcast, buckets=()), BUCKET_BYTES)
+
+
+@dataclass
+class Member:
+    """One replica.
+
+    Args:
+        servers: one on each of its hosts; the first one takes requests and weights.
+        restarts_left: new starts that it still has.
+        newest: weights that it has taken last.
+        whole: the same, or those that the adapter in ``newest`` belongs to.
+        is_alive: serves, as far as is known.
+    """
+
+    servers: list[ActorHandle]
+    restarts_left: int
+    newest: Weights | None = None
+    whole: Weights | None = None
+    is_alive: bool = True
+
+    @property
+    def server(self) -> ActorHandle:
+        """The one that takes requests."""
+        return self.servers[0]
+
+    @property
+    def version(self) -> int | None:
+        """Of its weights; None before the first update."""
+        return None if self.newest is None else self.newest.version
+
+
+class WeightDelivery:
+    """Keeps the newest weights for replicas that come back, and hands weights over.
+
+    Args:
+        devices: of a replica.
+        share: puts an object into the runtime's store, once for each node.
+    """
+
+    def __init__(self, devices: int, share: Callable[[Any], Any]) -> None:
+        self._devices = devices
+        self._share = share
+        self._newest: Weights | None = None
+        # The same, or what its adapter belongs to: a replica that is restarted needs both.
+        self._whole: Weights | None = None
+        self._elsewhere: tuple[Weights, Any] | None = None
+        # The servers in the group that weights were broadcast in last.
+        self._group: tuple[list[ActorHandle], Broadcast] | None = None
+        # Two calls at once could reach the actor's ranks in different orders, which would then wait for each other.
+        self._actor_is_free = asyncio.Lock()
+
+    def note(self, weights: Weights) -> None:
+        """These are the newest ones."""
+        self._newest, self._elsewhere = weights, None
+        if weights.update.adapter is None:
+            self._whole = weights
+
+    async def load(self, member: Member) -> None:
+        """Give a replica the newest weights, and before an adapter those that it belongs to.
+
+        Raises:
+            EngineError: it refuses them.
+            WorkerError: it died.
+        """
+        while self._newest is not None and member.newest is not self._newest:
+            whole = self._whole
+            weights = self._newest if whole is None or member.whole is whole else whole
+            if weights.sender is not None:
+                await self.broadcast(weights, [member])
+            else:
+                await member.server.call("update_weights", await self._update_for(member, weights), weights.version)
+                _took(member, weights)
+
+    async def _update_for(self, member: Member, weights: Weights) -> Any:
+        files = weights.update.files
+        if weights.elsewhere is None or await member.server.call("can_read", files):
+            return weights.update
+        async with self._actor_is_free:
+            if self._elsewhere is None or self._elsewhere[0] is not weights:
+                self._elsewhere = weights, self._share(await asyncio.to_thread(weights.elsewhere))
+            return self._elsewhere[1]
+
+    async def broadcast(self, weights: Weights, members: Sequence[Member]) -> None:
+        """Let the sender of these weights send them to these replicas, all at the same time.
+
+        Raises:
+            EngineError: a replica refuses them.
+            WorkerError: the actor or a replica died in the middle of it.
+        """
+        sender = weights.sender
+        assert sender is not None
+        servers = [member.server for member in members]
+        async with self._actor_is_free:
+            if self._group is None or list(map(id, self._group[0])) != list(map(id, servers)):
+                self._group = servers, await asyncio.to_thread(sender.open, 1 + self._devices * len(members))
+            broadcast = self._group[1]
+            # The first error is raised immediately: whoever waits for that rank does so for a long time.
+            await asyncio.gather(
+                in_daemon_thread(sender.send, broadcast),
+                *(self._receive(member, number, broadcast, weights) for number, member in enumerate(members)),
+            )
+
+    async def _receive(self, member: Member, number: int, broadcast: Broadcast, weights: Weights) -> None:
+        broadcast = replace(broadcast, first_rank=broadcast.first_rank + number * self._devices)
+        await member.server.call("update_weights", WeightUpdate(broadcast=broadcast), weights.version)
+        _took(member, weights)
+
+
+def _took(member: Member, weights: Weights) -> None:
+    member.newest = weights
+    if weights.update.adapter is None:
+        member.whole = weights
