@@ -28,7 +28,9 @@ from agentrl_core.api import (
     TokenOutput,
     WeightUpdate,
 )
+from agentrl_core.api.weights import Broadcast
 from agentrl_core.engine_kit.ports import free_port, host_address
+from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.testing.tiny_model import save_tiny_model
 
 VOCAB = 261
@@ -120,7 +122,7 @@ def started(run: Any, make: Make, models: Models, **shape: int) -> Iterator[Case
         run(engine.start())
         for _, connection in others:
             assert connection.poll(60) and connection.recv() == "healthy"
-        yield Case(engine, models)
+        yield Case(Broadcasting(engine, context) if others else engine, models)
         for _, connection in others:
             connection.send("how are you?")
             assert connection.poll(60) and connection.recv() == "healthy"
@@ -130,6 +132,40 @@ def started(run: Any, make: Make, models: Models, **shape: int) -> Iterator[Case
             connection.close()
             process.join(30)
             process.kill()
+
+
+class Broadcasting:
+    """An engine of several hosts, to which updates are sent as the actor does: files do not reach all of them."""
+
+    def __init__(self, engine: Any, context: EngineContext) -> None:
+        self._engine = engine
+        self._size = 1 + context.tensor_parallel * context.pipeline_parallel
+        self._group: WeightGroup | None = None
+        self._address = ""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._engine, name)
+
+    async def update_weights(self, update: WeightUpdate, version: int) -> None:
+        buckets = list(update)
+        if not self._address:
+            host = host_address()
+            self._address = f"{host}:{free_port(host=host)}"
+        layout = tuple(replace(bucket, data=np.empty(0, np.uint8)) for bucket in buckets)
+        broadcast = Broadcast(self._address, "gloo", self._size, 1, layout)
+        receiving = asyncio.create_task(self._engine.update_weights(WeightUpdate(broadcast=broadcast), version))
+        sending = asyncio.create_task(asyncio.to_thread(self._send, buckets))
+        await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)
+        if receiving.done():
+            # Refused before anybody received: nobody meets the sender.
+            receiving.result()
+        await sending
+        await receiving
+
+    def _send(self, buckets: list[ArrayBucket]) -> None:
+        self._group = self._group or WeightGroup(self._address, 0, self._size, timeout=120)
+        for bucket in buckets:
+            self._group.broadcast(torch.from_numpy(bucket.data.copy()))
 
 
 def _follow(make: Make, context: EngineContext, connection: Any) -> None:

@@ -2,8 +2,8 @@
 
 They leave in the form that checkpoints have, whose names and shapes differ from the model's own where transformers
 fuses tensors as it loads them (the experts of a mixture-of-experts model, for one). Where the model is sharded, a
-bucket is gathered when it is asked for: all ranks must step through together, rank 0 keeps what is gathered, and no rank
-holds more than one bucket beside its shards.
+bucket is gathered when it is asked for: all ranks must step through together, rank 0 keeps what is gathered, and no
+rank holds more than one bucket beside its shards.
 """
 
 import json

@@ -27,24 +27,23 @@ CORES = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
 """Of the processes of a replica that share a host: SGLang asks how many NUMA nodes there are otherwise."""
 SHAPES: dict[str, dict[str, int]] = {
     "files": {},
-    "tensors": {"tensor_parallel": 2},
-    "group": {"tensor_parallel": 2, "nodes": 2},
+    "broadcast": {"tensor_parallel": 2, "nodes": 2},
 }
-"""Of the replica that takes weights by a road."""
+"""Of the replica that takes weights by a transport."""
 
 
 @pytest.fixture(scope="session")
 def serve(tmp_path_factory: pytest.TempPathFactory, run: Any) -> Iterator[Callable[[str], Case]]:
-    """An engine by its road, started when it is first asked for: a start takes most of a minute."""
+    """An engine by its transport, started when it is first asked for: a start takes most of a minute."""
     cases: dict[str, Case] = {}
     with ExitStack() as stack:
 
-        def start(road: str) -> Case:
-            if road not in cases:
-                models = Models(tmp_path_factory.mktemp("models"), tied=road == "files")
-                config = SGLangConfig(max_running_requests=64, weight_road=road, env=CORES if SHAPES[road] else {})
-                replica = started(run, partial(SGLangEngine, config), models, **SHAPES[road])
-                cases[road] = stack.enter_context(replica)
-            return cases[road]
+        def start(transport: str) -> Case:
+            if transport not in cases:
+                models = Models(tmp_path_factory.mktemp("models"), tied=transport == "files")
+                config = SGLangConfig(max_running_requests=64, env=CORES if SHAPES[transport] else {})
+                replica = started(run, partial(SGLangEngine, config), models, **SHAPES[transport])
+                cases[transport] = stack.enter_context(replica)
+            return cases[transport]
 
         yield start

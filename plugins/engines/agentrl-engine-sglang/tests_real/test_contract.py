@@ -3,7 +3,6 @@
 import pytest
 
 from agentrl_core.testing.contracts import EngineCase, EngineContract
-from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.plugin import PLUGIN
 
 
@@ -16,4 +15,4 @@ class TestSGLang(EngineContract):
 class TestSGLangUntied(EngineContract):
     @pytest.fixture
     def plugin(self) -> EngineCase:
-        return EngineCase(PLUGIN, config=SGLangConfig(weight_road="tensors"), tie_word_embeddings=False)
+        return EngineCase(PLUGIN, tie_word_embeddings=False)

@@ -14,8 +14,8 @@ class TestGeneration(GenerationSuite):
 
 
 class TestWeights(WeightsSuite):
-    """The output layer is tied to the embedding on one road, and not on the others."""
+    """The output layer is tied to the embedding by one transport, and not by the other."""
 
-    @pytest.fixture(params=["files", "tensors", "group"])
+    @pytest.fixture(params=["files", "broadcast"])
     def case(self, request: pytest.FixtureRequest, serve: Callable[[str], Case]) -> Case:
         return serve(request.param)

@@ -11,22 +11,21 @@ import torch
 from agentrl_core.api import SamplingParams, WeightUpdate
 from agentrl_core.api.weights import Broadcast
 from agentrl_core.engine_kit.ports import free_port, host_address
-from agentrl_core.engine_kit.weight_buffer import WeightBuffer
-from agentrl_core.engine_kit.weight_group import WeightGroup
+from agentrl_core.engine_kit.weight_group import WeightBuffer, WeightChannel, WeightGroup
 from tests_real.engine_suite import LONG, TOLERANCE, Case
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ipc"])
-def test_each_update_may_take_another_road(case: Case, run: Any, backend: str) -> None:
+def test_each_update_may_take_another_transport(case: Case, run: Any, backend: str) -> None:
     workers = case.engine._context.tensor_parallel  # type: ignore[attr-defined]
     # Two ranks before the workers', as if another engine had the first one.
     size = 2 + workers
     updates = {version: case.models.buckets(version) for version in range(1, 8)}
 
     def sender(address: str, rank: int, versions: int, started: int) -> None:
-        group: WeightGroup | WeightBuffer
+        group: WeightChannel
         if backend == "ipc":
             group = WeightBuffer(address, size, CPU, is_actor=rank == 0, opens_store=rank == 0, timeout=60)
         else:
@@ -42,7 +41,8 @@ def test_each_update_may_take_another_road(case: Case, run: Any, backend: str) -
     async def by_broadcast(address: str, version: int) -> None:
         layout = tuple(replace(bucket, data=np.empty(0, np.uint8)) for bucket in updates[version])
         broadcast = Broadcast(address, backend, size, first_rank=2, buckets=layout)
-        await case.engine.update_weights(WeightUpdate(broadcast=broadcast), version)
+        engine = getattr(case.engine, "_engine", case.engine)
+        await engine.update_weights(WeightUpdate(broadcast=broadcast), version)
 
     async def gap(version: int) -> float:
         output = await case.engine.generate(LONG, SamplingParams(16), "s")
