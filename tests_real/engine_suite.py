@@ -156,14 +156,15 @@ class Broadcasting:
         receiving = asyncio.create_task(self._engine.update_weights(WeightUpdate(broadcast=broadcast), version))
         sending = asyncio.create_task(asyncio.to_thread(self._send, buckets))
         await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)
-        if receiving.done():
-            # Refused before anybody received: nobody meets the sender.
-            receiving.result()
+        if receiving.done() and receiving.exception() is not None:
+            # Refused before anybody received: nobody meets the sender in this group any more.
+            self._group, self._address = None, ""
+            raise receiving.exception() or AssertionError
         await sending
         await receiving
 
     def _send(self, buckets: list[ArrayBucket]) -> None:
-        self._group = self._group or WeightGroup(self._address, 0, self._size, timeout=120)
+        self._group = self._group or WeightGroup(self._address, 0, self._size, timeout=60)
         for bucket in buckets:
             self._group.broadcast(torch.from_numpy(bucket.data.copy()))
 
