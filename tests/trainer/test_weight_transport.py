@@ -117,14 +117,16 @@ def test_the_local_runtime_has_nobody_to_send_to(tiny_run: Any) -> None:
     ],
 )
 def test_the_transport_follows_capabilities_and_one_key(
-    tiny_run: Any, engine: dict[str, Any], shares: bool, transport: str
+    tiny_run: Any, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], shares: bool, transport: str
 ) -> None:
     config = load_config(tiny_run({"cluster.runtime": "ray"}))
     for key, value in engine.items():
         setattr(config.rollout.engine, key, value)
-    assert weight_transport.choose_transport(config, {"broadcast"}, shares) == transport
+    monkeypatch.setattr(type(config.rollout.engine), "has", lambda slot, capability: capability == "broadcast")
+    assert weight_transport.choose_transport(config, shares) == transport
     if transport == "broadcast" and "weight_transfer" not in engine:
-        assert weight_transport.choose_transport(config, set(), shares) == "host_memory"
+        monkeypatch.setattr(type(config.rollout.engine), "has", lambda slot, capability: False)
+        assert weight_transport.choose_transport(config, shares) == "host_memory"
 
 
 def test_an_engine_that_cannot_take_weights_on_the_actors_gpu_is_refused(
@@ -132,9 +134,11 @@ def test_an_engine_that_cannot_take_weights_on_the_actors_gpu_is_refused(
 ) -> None:
     monkeypatch.setattr(weight_transport, "resolve_device", lambda name: torch.device("cuda"))
     config = load_config(tiny_run({"cluster.runtime": "ray", "rollout.engine.weight_transfer": "broadcast"}))
+    monkeypatch.setattr(type(config.rollout.engine), "has", lambda slot, capability: capability != "ipc")
     with pytest.raises(ConfigError, match="weight_transfer: found broadcast.*capability 'ipc'.*placement=standalone"):
-        weight_transport.choose_transport(config, {"broadcast"}, False)
-    assert weight_transport.choose_transport(config, {"broadcast", "ipc"}, False) == "broadcast"
+        weight_transport.choose_transport(config, False)
+    monkeypatch.setattr(type(config.rollout.engine), "has", lambda slot, capability: True)
+    assert weight_transport.choose_transport(config, False) == "broadcast"
 
 
 @pytest.mark.parametrize(
