@@ -118,25 +118,28 @@ class EngineSlot(Slot):
     kind: ClassVar[str] = "engine"
     name: str = option("hf", help="a registered name, 'package:name', or './file.py:object'")
     python: str | None = option(
-        None, path=True, help="interpreter of the engine's own environment (cluster.runtime=ray only)"
+        None, path=True, help="Python interpreter of the engine's environment (cluster.runtime=ray only)"
     )
     replicas: int | None = option(
         None,
         ge=1,
-        help="engine servers; null: as many as the training processes' devices hold, 1 if rollout.deterministic",
+        help="number of engine replicas; null: as many as fit on the training processes' devices, 1 if deterministic",
     )
-    tensor_parallel: int = option(1, ge=1, unit="devices", help="that share each layer of a replica's model")
-    pipeline_parallel: int = option(1, ge=1, unit="devices", help="that share a replica's layers out")
-    data_parallel: int = option(1, ge=1, unit="copies", help="of the model in a replica, which share its experts")
-    nodes: int = option(1, ge=1, help="hosts that each replica's devices are spread over evenly")
+    tensor_parallel: int = option(1, ge=1, unit="devices", help="number of devices that each layer is split across")
+    pipeline_parallel: int = option(
+        1, ge=1, unit="devices", help="number of devices that the layers are distributed over"
+    )
+    data_parallel: int = option(1, ge=1, unit="copies", help="data-parallel model copies per replica")
+    nodes: int = option(1, ge=1, help="number of hosts per replica; its devices are split evenly")
     placement: Literal["colocated", "standalone"] = option(
-        "colocated", help="whose GPUs engines compute on: those of the training processes, in turns, or their own"
+        "colocated",
+        help="GPUs of the engines: colocated shares those of the training processes, standalone has its own",
     )
     sleep: int = option(
         0,
         ge=0,
         le=2,
-        help="what engines release while the trainer computes: 0 nothing, 1 the KV cache, 2 weights too",
+        help="memory that engines release while the trainer computes: 0 nothing, 1 the KV cache, 2 also the weights",
     )
     weight_transfer: Literal["auto", "host_memory", "broadcast"] = option(
         "auto",
@@ -145,17 +148,19 @@ class EngineSlot(Slot):
         "where a replica has several hosts",
     )
     max_in_flight: int | None = option(
-        None, ge=1, unit="requests", help="in one replica at once, the others queue; null: all"
+        None, ge=1, unit="requests", help="maximum concurrent requests per replica; null: no limit"
     )
     retry: Literal["continue", "restart"] = option(
-        "continue", help="a request that its replica ended early: go on after what was sampled, or sample it anew"
+        "continue", help="how to retry an interrupted request: continue after its tokens, or restart from the prompt"
     )
-    restarts: int = option(3, ge=0, help="new starts of each replica that died, in a run; 0: none")
+    restarts: int = option(3, ge=0, help="maximum restarts per replica during a run")
     start_timeout: float = option(
-        600.0, gt=0, unit="seconds", help="deadline of a replica's start, of its taking new weights, and of sleeping"
+        600.0, gt=0, unit="seconds", help="time limit for starting a replica, for a weight update and for sleeping"
     )
-    health_interval: float = option(5.0, gt=0, unit="seconds", help="how often replicas are asked during a rollout")
-    health_timeout: float = option(60.0, gt=0, unit="seconds", help="a replica that has not answered by then is dead")
+    health_interval: float = option(5.0, gt=0, unit="seconds", help="interval between health checks during a rollout")
+    health_timeout: float = option(
+        60.0, gt=0, unit="seconds", help="a replica that does not answer within this time is restarted"
+    )
 
     @property
     def devices(self) -> int:
@@ -177,8 +182,10 @@ class ToolParserSlot(Slot):
 @dataclass
 class ToolSlot(Slot):
     kind: ClassVar[str] = "tool"
-    timeout: float = option(30.0, gt=0, unit="seconds", help="deadline of one call")
-    isolation: Literal["inline", "process"] | None = option(None, help="where it runs; null: as the tool declares")
+    timeout: float = option(30.0, gt=0, unit="seconds", help="time limit of one call")
+    isolation: Literal["inline", "process"] | None = option(
+        None, help="run inline or in a child process; null: as the tool declares"
+    )
     processes: int = option(2, ge=1, help="child processes per agent-loop worker, for isolation=process")
     env: list[str] = option(default_factory=list, help="environment variables that these processes get, by name")
 
@@ -186,7 +193,7 @@ class ToolSlot(Slot):
 @dataclass
 class InteractionSlot(Slot):
     kind: ClassVar[str] = "interaction"
-    timeout: float = option(30.0, gt=0, unit="seconds", help="deadline of one answer")
+    timeout: float = option(30.0, gt=0, unit="seconds", help="time limit of one answer")
 
 
 @dataclass
@@ -198,9 +205,11 @@ class RewardManagerSlot(Slot):
 @dataclass
 class RewardFunctionSlot(Slot):
     kind: ClassVar[str] = "reward_function"
-    weight: float = option(1.0, help="factor in the manager's sum")
-    timeout: float = option(30.0, gt=0, unit="seconds", help="deadline of one call")
-    isolation: Literal["inline", "process"] | None = option(None, help="where it runs; null: as the function declares")
+    weight: float = option(1.0, help="weight of this function in the manager's sum")
+    timeout: float = option(30.0, gt=0, unit="seconds", help="time limit of one call")
+    isolation: Literal["inline", "process"] | None = option(
+        None, help="run inline or in a child process; null: as the function declares"
+    )
     processes: int = option(1, ge=1, help="child processes per reward worker, for isolation=process")
     env: list[str] = option(default_factory=list, help="environment variables that these processes get, by name")
 
@@ -236,49 +245,54 @@ class HookSlot(Slot):
 @dataclass
 class ModelConfig:
     path: str = option(path=True, help="directory with weights, config and tokenizer, relative to the config file")
-    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", help="of the weights")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", help="data type of the stored weights")
     compute_dtype: Literal["float32", "bfloat16"] | None = option(
-        None, help="of forward and backward where several processes train; null: bfloat16 on CUDA, else model.dtype"
+        None, help="data type of the forward and backward passes; null: bfloat16 on CUDA, else model.dtype"
     )
     trust_remote_code: bool = option(False, help="run Python code that comes with the model")
     gradient_checkpointing: bool = option(False, help="recompute activations in the backward pass to save memory")
-    attn_implementation: str = option("sdpa", help="attention of transformers")
+    attn_implementation: str = option("sdpa", help="attention implementation of transformers")
     packing: bool = option(
         True,
-        help="train without padding, and compute a prompt that samples share once, where the model allows it "
+        help="train without padding and compute a prompt shared by several samples once, if the model allows it "
         "(attn_implementation sdpa, only causal masks: no sliding windows, no chunks)",
     )
     chat_template: str | None = option(None, path=True, help="file with a Jinja chat template instead of the model's")
-    chat_template_kwargs: dict[str, Any] = option(default_factory=dict, help="passed to every rendering")
+    chat_template_kwargs: dict[str, Any] = option(default_factory=dict, help="extra arguments of the chat template")
 
 
 @dataclass
 class DataConfig:
-    train_files: list[str] = option(path=True, help="parquet or JSON lines, relative to the config file")
-    validation_files: list[str] = option(default_factory=list, path=True, help="parquet or JSON lines")
-    batch_size: int = option(32, ge=1, unit="prompts", help="prompts of one step")
-    max_prompt_length: int = option(512, ge=1, unit="tokens", help="longest rendered prompt, tool schemas included")
-    overlong_prompts: Literal["filter", "error", "left", "right", "middle"] = option(
-        "filter", help="drop such rows, refuse to start, or cut the last user message at that side"
+    train_files: list[str] = option(path=True, help="Parquet or JSON Lines files, relative to the config file")
+    validation_files: list[str] = option(default_factory=list, path=True, help="Parquet or JSON Lines files")
+    batch_size: int = option(32, ge=1, unit="prompts", help="prompts per step")
+    max_prompt_length: int = option(
+        512, ge=1, unit="tokens", help="maximum length of a rendered prompt, tool schemas included"
     )
-    shuffle: bool = option(True, help="a new order every epoch, from the run's seed")
+    overlong_prompts: Literal["filter", "error", "left", "right", "middle"] = option(
+        "filter",
+        help="for prompts that are too long: drop the row, stop with an error, or cut the last user message on a side",
+    )
+    shuffle: bool = option(True, help="shuffle the rows in every epoch, by trainer.seed")
     dataset: DatasetSlot = option(default_factory=DatasetSlot)
 
 
 @dataclass
 class SamplingConfig:
-    temperature: float = option(SamplingParams.temperature, ge=0, help="0 is greedy")
-    top_p: float = option(SamplingParams.top_p, gt=0, le=1, help="nucleus truncation; 1 is off")
-    top_k: int = option(SamplingParams.top_k, ge=0, help="0 is off")
-    max_tokens: int | None = option(None, ge=1, unit="tokens", help="of one turn; null: what the budget leaves")
+    temperature: float = option(SamplingParams.temperature, ge=0, help="sampling temperature; 0: greedy")
+    top_p: float = option(SamplingParams.top_p, gt=0, le=1, help="nucleus sampling threshold; 1: off")
+    top_k: int = option(SamplingParams.top_k, ge=0, help="sample from the k most likely tokens; 0: off")
+    max_tokens: int | None = option(
+        None, ge=1, unit="tokens", help="maximum length of one turn; null: the remaining response budget"
+    )
 
 
 @dataclass
 class AgentConfig:
-    loops: list[AgentLoopSlot] = option(help="loops that a row's agent_name may choose")
-    default_loop: str | None = option(None, help="for rows without agent_name; null: the first of loops")
-    num_workers: int = option(1, ge=1, help="agent-loop workers")
-    max_concurrent: int = option(1024, ge=1, help="trajectories in flight per worker")
+    loops: list[AgentLoopSlot] = option(help="agent loops that rows can select with agent_name")
+    default_loop: str | None = option(None, help="loop for rows without agent_name; null: the first one")
+    num_workers: int = option(1, ge=1, help="number of agent-loop workers")
+    max_concurrent: int = option(1024, ge=1, help="maximum concurrent trajectories per worker")
 
 
 @dataclass
@@ -288,29 +302,40 @@ class RolloutConfig:
     tool_parser: ToolParserSlot = option(default_factory=ToolParserSlot)
     n: int = option(8, ge=1, help="samples per prompt")
     sampling: SamplingConfig = option(default_factory=SamplingConfig)
-    max_response_length: int = option(512, ge=1, unit="tokens", help="everything after the prompt, all turns")
+    max_response_length: int = option(
+        512, ge=1, unit="tokens", help="maximum length of everything after the prompt, over all turns"
+    )
     template_break: Literal["fork", "mask", "error"] = option(
         "fork",
-        help="when the chat template rewrites history: new row, one row whose earlier tokens are context, or error",
+        help="what to do if the chat template rewrites history: start a new row, keep one row and train only its last "
+        "turn, or stop with an error",
     )
-    deterministic: bool = option(False, help="repeat rollouts exactly; one worker, one replica, slower")
-    retries: int = option(2, ge=0, help="fresh starts of a trajectory whose infrastructure failed")
-    max_failed_fraction: float = option(0.1, ge=0, le=1, help="of a step's trajectories; above it the run stops")
-    turn_timeout: float = option(300.0, gt=0, unit="seconds", help="deadline of one generation")
-    trajectory_timeout: float = option(1800.0, gt=0, unit="seconds", help="deadline of a whole trajectory")
+    deterministic: bool = option(
+        False, help="make rollouts exactly repeatable; needs one worker and one replica, and is slower"
+    )
+    retries: int = option(2, ge=0, help="retries of a trajectory whose infrastructure failed")
+    max_failed_fraction: float = option(
+        0.1, ge=0, le=1, help="stop the run if a larger fraction of a step's trajectories fails"
+    )
+    turn_timeout: float = option(300.0, gt=0, unit="seconds", help="time limit of one generation")
+    trajectory_timeout: float = option(1800.0, gt=0, unit="seconds", help="time limit of a trajectory")
     max_logprob_gap: float | None = option(
-        None, gt=0, help="largest mean gap between the engine's log-probs and the actor's; above it the run stops"
+        None,
+        gt=0,
+        help="stop the run if the mean gap between the engine's and the actor's log-probs is larger; null: never",
     )
-    watchdog_interval: float = option(60.0, gt=0, unit="seconds", help="how often slow trajectories are reported")
+    watchdog_interval: float = option(60.0, gt=0, unit="seconds", help="interval between reports of slow trajectories")
 
 
 @dataclass
 class RewardConfig:
-    functions: list[RewardFunctionSlot] = option(default_factory=list, help="scored per trajectory, summed by weight")
+    functions: list[RewardFunctionSlot] = option(
+        default_factory=list, help="reward functions; the manager combines their scores"
+    )
     manager: RewardManagerSlot = option(default_factory=RewardManagerSlot)
-    num_workers: int = option(1, ge=1, help="reward workers")
+    num_workers: int = option(1, ge=1, help="number of reward workers")
     timeout: float = option(
-        600.0, gt=0, unit="seconds", help="deadline of one trajectory's reward, waiting for a free process included"
+        600.0, gt=0, unit="seconds", help="time limit for scoring one trajectory, including the wait for a free process"
     )
 
 
@@ -318,9 +343,11 @@ class RewardConfig:
 class AlgorithmConfig:
     advantage: AdvantageSlot = option(default_factory=AdvantageSlot)
     loss: PolicyLossSlot = option(default_factory=PolicyLossSlot)
-    aggregation: Aggregation = option("token-mean", help="how per-token losses become one number")
-    kl_coef: float = option(0.0, ge=0, help="weight of the KL to the reference in the loss; 0: no reference at all")
-    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", help="Schulman's estimators of the KL")
+    aggregation: Aggregation = option("token-mean", help="how per-token losses are averaged")
+    kl_coef: float = option(
+        0.0, ge=0, help="weight of the KL penalty to the reference in the loss; 0: no reference model is loaded"
+    )
+    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", help="KL estimator (Schulman 2020)")
     entropy_coef: float = option(0.0, ge=0, help="weight of the entropy bonus")
     drop_zero_advantage: bool = option(
         True,
@@ -332,23 +359,27 @@ class AlgorithmConfig:
 @dataclass
 class OptimizerConfig:
     lr: float = option(1e-6, gt=0, help="peak learning rate")
-    betas: list[float] = option(default_factory=lambda: [0.9, 0.999], ge=0, lt=1, help="of AdamW")
-    eps: float = option(1e-8, gt=0, help="of AdamW")
-    weight_decay: float = option(0.0, ge=0, help="of AdamW")
-    schedule: Literal["constant", "linear", "cosine"] = option("constant", help="after the warm-up")
-    warmup_steps: int = option(0, ge=0, unit="optimizer steps", help="linear from 0")
-    min_lr_ratio: float = option(0.0, ge=0, le=1, help="of the peak, where the schedule ends")
+    betas: list[float] = option(default_factory=lambda: [0.9, 0.999], ge=0, lt=1, help="beta1 and beta2 of AdamW")
+    eps: float = option(1e-8, gt=0, help="epsilon of AdamW")
+    weight_decay: float = option(0.0, ge=0, help="weight decay of AdamW")
+    schedule: Literal["constant", "linear", "cosine"] = option(
+        "constant", help="learning rate schedule after the warm-up"
+    )
+    warmup_steps: int = option(0, ge=0, unit="optimizer steps", help="length of the linear warm-up")
+    min_lr_ratio: float = option(0.0, ge=0, le=1, help="final learning rate as a fraction of the peak")
 
 
 @dataclass
 class UpdateConfig:
     optimizer: OptimizerConfig = option(default_factory=OptimizerConfig)
-    epochs: int = option(1, ge=1, help="passes over a step's batch")
+    epochs: int = option(1, ge=1, help="passes over the batch in each step")
     mini_batches: int = option(1, ge=1, help="optimizer steps per pass")
-    micro_batch_tokens: int = option(16384, ge=1, unit="tokens", help="padded tokens of one forward and backward")
-    grad_clip: float = option(1.0, gt=0, help="largest gradient norm")
-    offload_parameters: bool = option(False, help="weights wait in host memory between phases (CUDA only)")
-    offload_optimizer: bool = option(False, help="AdamW's moments wait in host memory between updates (CUDA only)")
+    micro_batch_tokens: int = option(
+        16384, ge=1, unit="tokens", help="maximum tokens, padding included, per forward and backward pass"
+    )
+    grad_clip: float = option(1.0, gt=0, help="maximum gradient norm; larger gradients are scaled down")
+    offload_parameters: bool = option(False, help="keep weights in host memory between phases (CUDA only)")
+    offload_optimizer: bool = option(False, help="keep AdamW's moments in host memory between updates (CUDA only)")
 
 
 @dataclass
@@ -358,44 +389,52 @@ class ActorConfig(UpdateConfig):
 
 @dataclass
 class CriticConfig(UpdateConfig):
-    path: str | None = option(None, path=True, help="model to start from; null: model.path with a new value head")
-    value_clip: float | None = option(0.2, gt=0, help="range of the clipped value loss; null: plain squared error")
-    warmup_steps: int = option(0, ge=0, unit="steps", help="steps in which only the critic learns")
+    path: str | None = option(
+        None, path=True, help="initial model of the critic; null: model.path with a new value head"
+    )
+    value_clip: float | None = option(
+        0.2, gt=0, help="clip range of the value loss; null: squared error without clipping"
+    )
+    warmup_steps: int = option(0, ge=0, unit="steps", help="first steps in which only the critic is trained")
 
 
 @dataclass
 class ReferenceConfig:
-    path: str | None = option(None, path=True, help="model of the reference; null: model.path")
-    micro_batch_tokens: int = option(32768, ge=1, unit="tokens", help="padded tokens of one forward")
-    offload_parameters: bool = option(False, help="weights wait in host memory between phases (CUDA only)")
+    path: str | None = option(None, path=True, help="reference model; null: model.path")
+    micro_batch_tokens: int = option(
+        32768, ge=1, unit="tokens", help="maximum tokens, padding included, per forward pass"
+    )
+    offload_parameters: bool = option(False, help="keep weights in host memory between phases (CUDA only)")
 
 
 @dataclass
 class ValidationConfig:
-    interval: int = option(0, ge=0, unit="steps", help="0: only before and after training")
+    interval: int = option(0, ge=0, unit="steps", help="steps between validations; 0: only before and after training")
     before: bool = option(True, help="validate before the first step")
     after: bool = option(True, help="validate after the last step")
-    greedy: bool = option(True, help="one greedy sample per prompt")
+    greedy: bool = option(True, help="also validate with one greedy answer per prompt")
     n: int = option(1, ge=0, help="sampled answers per prompt; 0: none")
     sampling: SamplingConfig = option(default_factory=SamplingConfig)
-    correct_above: float = option(0.5, help="a score above it counts as correct")
-    max_prompts: int | None = option(None, ge=1, unit="prompts", help="the first so many; null: all")
+    correct_above: float = option(0.5, help="scores above this count as correct")
+    max_prompts: int | None = option(None, ge=1, unit="prompts", help="maximum number of validation prompts; null: all")
 
 
 @dataclass
 class CheckpointConfig:
-    interval: int = option(10, ge=0, unit="steps", help="0: only at the end")
-    keep: int = option(3, ge=1, help="newest checkpoints kept, besides the best")
-    best_metric: str | None = option(None, help="validation metric whose best checkpoint is kept; null: none")
+    interval: int = option(10, ge=0, unit="steps", help="steps between checkpoints; 0: only at the end")
+    keep: int = option(3, ge=1, help="number of newest checkpoints to keep, in addition to the best one")
+    best_metric: str | None = option(
+        None, help="validation metric that selects the best checkpoint, which is kept; null: none"
+    )
 
 
 @dataclass
 class TrainerConfig:
-    name: str = option("run", help="of the run and its directory")
-    output_dir: str = option("runs", help="holds the run's directory, relative to the working directory")
-    steps: int | None = option(None, ge=1, help="null: from epochs")
-    epochs: int = option(1, ge=1, help="passes over the training data, where steps is null")
-    seed: int = option(0, ge=0, help="of everything")
+    name: str = option("run", help="name of the run and of its directory")
+    output_dir: str = option("runs", help="parent of the run's directory, relative to the working directory")
+    steps: int | None = option(None, ge=1, help="number of training steps; null: computed from epochs")
+    epochs: int = option(1, ge=1, help="passes over the training data; used if steps is null")
+    seed: int = option(0, ge=0, help="random seed of the whole run")
     resume: str = option("never", help="never, auto (newest checkpoint, if any), or a checkpoint's path")
     trackers: list[TrackerSlot] = option(
         default_factory=lambda: [
@@ -404,23 +443,23 @@ class TrainerConfig:
             TrackerSlot("tensorboard"),
             TrackerSlot("curve"),
         ],
-        help="where metrics go",
+        help="trackers that receive the metrics",
     )
     validation: ValidationConfig = option(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = option(default_factory=CheckpointConfig)
-    save_rollouts: bool = option(True, help="write rollouts/step-*.jsonl")
+    save_rollouts: bool = option(True, help="write every trajectory to rollouts/step-*.jsonl")
 
 
 @dataclass
 class ClusterConfig:
-    runtime: Literal["local", "ray"] = option("local", help="this process, or a Ray cluster")
-    address: str | None = option(None, help="of a running Ray cluster; null: start one here")
-    num_cpus: int | None = option(None, ge=1, help="of a Ray cluster started here; null: as many as it needs")
-    nodes: int = option(1, ge=1, unit="nodes", help="over which training is spread (cluster.runtime=ray only)")
+    runtime: Literal["local", "ray"] = option("local", help="local: everything in this process; ray: a Ray cluster")
+    address: str | None = option(None, help="address of a running Ray cluster; null: start one on this machine")
+    num_cpus: int | None = option(None, ge=1, help="CPUs of a Ray cluster started here; null: as many as the run needs")
+    nodes: int = option(1, ge=1, unit="nodes", help="number of nodes for training (cluster.runtime=ray only)")
     processes_per_node: int = option(1, ge=1, help="training processes on each node, one per GPU")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", help="of model workers and engines")
+    device: Literal["auto", "cpu", "cuda"] = option("auto", help="device of training workers and engines")
     cpu_threads: int | None = option(
-        None, ge=1, help="of torch in each process; null: torch decides. 1 suits tiny models and busy machines"
+        None, ge=1, help="torch threads per process; null: torch decides. 1 is best for tiny models and busy machines"
     )
 
     @property
@@ -431,7 +470,7 @@ class ClusterConfig:
 
 @dataclass
 class PluginsConfig:
-    block: list[str] = option(default_factory=list, help="names or packages that must not be used")
+    block: list[str] = option(default_factory=list, help="plugins that must not be used, by name or package")
     allow_drift: bool = option(False, help="resume although plugin versions have changed")
 
 
@@ -442,8 +481,8 @@ class Config:
     model: ModelConfig = option()
     data: DataConfig = option()
     rollout: RolloutConfig = option()
-    tools: list[ToolSlot] = option(default_factory=list, help="what the policy may call")
-    interactions: list[InteractionSlot] = option(default_factory=list, help="what may answer in the user's place")
+    tools: list[ToolSlot] = option(default_factory=list, help="tools that the policy can call")
+    interactions: list[InteractionSlot] = option(default_factory=list, help="plugins that answer in the user's place")
     reward: RewardConfig = option(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = option(default_factory=AlgorithmConfig)
     actor: ActorConfig = option(default_factory=ActorConfig)
@@ -451,7 +490,7 @@ class Config:
     reference: ReferenceConfig = option(default_factory=ReferenceConfig)
     trainer: TrainerConfig = option(default_factory=TrainerConfig)
     cluster: ClusterConfig = option(default_factory=ClusterConfig)
-    hooks: list[HookSlot] = option(default_factory=list, help="listeners to the run's events, in order")
+    hooks: list[HookSlot] = option(default_factory=list, help="hooks that listen to the run's events, in order")
     plugins: PluginsConfig = option(default_factory=PluginsConfig)
 
     references: dict[tuple[str | int, ...], tuple[str, Any]] = field(
