@@ -1,12 +1,15 @@
 """Which distribution brings which of agentrl's own plugins, for the `pip install` line of an error."""
 
 OFFICIAL: dict[tuple[str, str], str] = {
+    ("advantage_estimator", "gae"): "agentrl-algorithms",
+    ("advantage_estimator", "grpo"): "agentrl-algorithms",
     ("agent_loop", "single_turn"): "agentrl-loop-single-turn",
     ("agent_loop", "tool_agent"): "agentrl-loop-tool-agent",
     ("engine", "hf"): "agentrl-engine-hf",
     ("engine", "sglang"): "agentrl-engine-sglang",
     ("engine", "vllm"): "agentrl-engine-vllm",
     ("interaction", "tutor"): "agentrl-interactions-basic",
+    ("policy_loss", "ppo"): "agentrl-algorithms",
     ("reward_function", "exact_number"): "agentrl-rewards-basic",
     ("reward_function", "hash_answer"): "agentrl-rewards-basic",
     ("reward_manager", "naive"): "agentrl-rewards-basic",

@@ -13,6 +13,7 @@ __all__ = ["isolated_plugins"]
 
 OURS = (
     "agentrl-core",
+    "agentrl-algorithms",
     "agentrl-engine-hf",
     "agentrl-loop-single-turn",
     "agentrl-tool-parsers",

@@ -18,9 +18,9 @@ MINE = '''
 
 import json
 
-from agentrl_core.algorithms.config import GRPOConfig, PPOConfig
-from agentrl_core.algorithms.grpo import GRPO
-from agentrl_core.algorithms.ppo import PPO
+from agentrl_algorithms.config import GRPOConfig, PPOConfig
+from agentrl_algorithms.grpo import GRPO
+from agentrl_algorithms.ppo import PPO
 from agentrl_core.api import Interaction, InteractionTurn, RewardManager, Tracker, hookimpl
 from agentrl_core.data.config import PromptsConfig
 from agentrl_core.data.prompts import PromptsFromFiles

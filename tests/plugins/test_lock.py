@@ -12,7 +12,7 @@ from agentrl_core.api import KINDS, PluginError, PluginRef
 from agentrl_core.plugins import diff_lock, lock_of, read_lock, write_lock
 
 HERMES = PluginRef("tool_parser", "hermes", "agentrl-tool-parsers", "0.1.0")
-GRPO = PluginRef("advantage_estimator", "grpo", "agentrl-core", "0.1.0")
+GRPO = PluginRef("advantage_estimator", "grpo", "agentrl-algorithms", "0.1.0")
 SCORE = PluginRef("reward_function", "reward.py:score", "file", "a" * 64, source="def score(t): ...")
 
 refs = st.lists(
@@ -28,7 +28,7 @@ def test_lock_file(tmp_path: Path) -> None:
         "agentrl_core": agentrl_core.__version__,
         "python": platform.python_version(),
         "plugins": [
-            {"kind": "advantage_estimator", "name": "grpo", "dist": "agentrl-core", "version": "0.1.0"},
+            {"kind": "advantage_estimator", "name": "grpo", "dist": "agentrl-algorithms", "version": "0.1.0"},
             {"kind": "reward_function", "name": "reward.py:score", "dist": "file", "version": "a" * 64},
             {"kind": "tool_parser", "name": "hermes", "dist": "agentrl-tool-parsers", "version": "0.1.0"},
         ],

@@ -22,7 +22,12 @@ ROOT = Path(__file__).parents[2]
 ACME = ROOT / "examples/third_party/acme-agentrl-extras"
 OURS = [
     ROOT / "plugins" / path
-    for path in ("rewards/agentrl-rewards-basic", "tools/agentrl-tool-parsers", "trackers/agentrl-trackers-basic")
+    for path in (
+        "algorithms/agentrl-algorithms",
+        "rewards/agentrl-rewards-basic",
+        "tools/agentrl-tool-parsers",
+        "trackers/agentrl-trackers-basic",
+    )
 ]
 NEW = {kind: f"new-{kind.replace('_', '-')}" for kind in KINDS}
 ACME_PLUGINS = ["acme_second_thought", "acme_convert", "acme_closeness"]

@@ -1,8 +1,8 @@
 import numpy as np
 import torch
 
-from agentrl_core.algorithms.gae import GAE
-from agentrl_core.algorithms.plugin import GAE as GAE_SPEC
+from agentrl_algorithms.gae import GAE
+from agentrl_algorithms.plugin import GAE as GAE_SPEC
 from agentrl_core.api import AdvantageEstimator, AdvantageInput, AdvantageOutput, PolicyLoss, PolicyLossOutput
 from agentrl_core.testing.contracts import (
     AdvantageEstimatorCase,

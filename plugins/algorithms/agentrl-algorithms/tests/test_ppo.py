@@ -5,9 +5,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_core.algorithms.aggregation import aggregate, denominator
-from agentrl_core.algorithms.config import PPOConfig
-from agentrl_core.algorithms.ppo import PPO
+from agentrl_algorithms.config import PPOConfig
+from agentrl_algorithms.ppo import PPO
 from agentrl_core.api import AlgorithmContext, PolicyLossInput, PolicyLossOutput
 
 
@@ -51,7 +50,7 @@ def test_filler_logprobs_under_mask_zero_do_not_skew_the_ratio(dual_clip, filler
         log_probs = (old + 0.3).requires_grad_()
         batch = PolicyLossInput(log_probs, torch.where(mask, old, fill), torch.where(mask, advantages, fill), mask)
         output = PPO(PPOConfig(dual_clip=dual_clip), AlgorithmContext(4))(batch)
-        loss = aggregate(output.losses, mask, "token-mean", denominator(mask, "token-mean", 4))
+        loss = torch.where(mask, output.losses, 0.0).sum() / mask.sum()
         loss.backward()
         means = {name: float(values[mask].mean()) for name, values in output.metrics.items()}
         return loss.detach(), log_probs.grad, means

@@ -4,8 +4,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_core.algorithms.config import GAEConfig
-from agentrl_core.algorithms.gae import GAE
+from agentrl_algorithms.config import GAEConfig
+from agentrl_algorithms.gae import GAE
 from agentrl_core.api import AdvantageInput, AdvantageOutput, AlgorithmContext
 
 

@@ -12,7 +12,7 @@ from agentrl_core.plugins.resolution import resolve
         ("policy_loss", "ppo", set()),
     ],
 )
-def test_the_core_offers_its_algorithms_through_entry_points(kind, name, capabilities):
+def test_the_algorithms_are_found_through_entry_points(kind, name, capabilities):
     plugin = resolve(kind, name)
     assert plugin.spec.capabilities == capabilities
     built = plugin.build(plugin.spec.config(), AlgorithmContext(group_size=2))

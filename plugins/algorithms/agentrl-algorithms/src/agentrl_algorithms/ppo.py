@@ -5,8 +5,8 @@ Shapes: b rows of a micro-batch, R response tokens.
 
 import torch
 
-from agentrl_core.algorithms.config import PPOConfig
-from agentrl_core.api.algorithm import PolicyLoss, PolicyLossInput, PolicyLossOutput
+from agentrl_algorithms.config import PPOConfig
+from agentrl_core.api import PolicyLoss, PolicyLossInput, PolicyLossOutput
 
 MAX_LOG_RATIO = 20.0
 """Beyond it the ratio (4.9e8) says only that old_log_probs do not belong to this batch; exp must not overflow."""

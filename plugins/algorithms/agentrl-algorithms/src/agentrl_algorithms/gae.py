@@ -6,8 +6,8 @@ Shapes: B rows, R response tokens.
 import torch
 from torch import Tensor
 
-from agentrl_core.algorithms.config import GAEConfig
-from agentrl_core.api.algorithm import AdvantageEstimator, AdvantageInput, AdvantageOutput
+from agentrl_algorithms.config import GAEConfig
+from agentrl_core.api import AdvantageEstimator, AdvantageInput, AdvantageOutput
 
 
 class GAE(AdvantageEstimator):

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_core.algorithms.config import GRPOConfig
-from agentrl_core.algorithms.grpo import GRPO
+from agentrl_algorithms.config import GRPOConfig
+from agentrl_algorithms.grpo import GRPO
 from agentrl_core.api import AdvantageInput, AdvantageOutput, AlgorithmContext
 
 

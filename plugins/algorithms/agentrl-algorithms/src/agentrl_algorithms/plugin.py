@@ -1,7 +1,7 @@
-"""Entry points of the core's own advantage estimators and policy losses."""
+"""What the entry points name."""
 
-from agentrl_core.algorithms.config import GAEConfig, GRPOConfig, PPOConfig
-from agentrl_core.api.plugin import PluginSpec
+from agentrl_algorithms.config import GAEConfig, GRPOConfig, PPOConfig
+from agentrl_core.api import PluginSpec
 
 TORCH = ("torch>=2.11",)
 
@@ -10,7 +10,7 @@ GRPO = PluginSpec(
     name="grpo",
     api_version=1,
     summary="reward relative to the other samples of the same prompt; no critic",
-    factory="agentrl_core.algorithms.grpo:GRPO",
+    factory="agentrl_algorithms.grpo:GRPO",
     config=GRPOConfig,
     requires=TORCH,
     capabilities=frozenset({"groups"}),
@@ -21,7 +21,7 @@ GAE = PluginSpec(
     name="gae",
     api_version=1,
     summary="generalised advantage estimation per token, from a critic's values",
-    factory="agentrl_core.algorithms.gae:GAE",
+    factory="agentrl_algorithms.gae:GAE",
     config=GAEConfig,
     requires=TORCH,
     capabilities=frozenset({"values"}),
@@ -32,7 +32,7 @@ PPO = PluginSpec(
     name="ppo",
     api_version=1,
     summary="clipped surrogate with asymmetric and dual clip",
-    factory="agentrl_core.algorithms.ppo:PPO",
+    factory="agentrl_algorithms.ppo:PPO",
     config=PPOConfig,
     requires=TORCH,
 )

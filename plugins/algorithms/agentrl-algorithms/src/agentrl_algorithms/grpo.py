@@ -8,8 +8,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from agentrl_core.algorithms.config import GRPOConfig
-from agentrl_core.api.algorithm import AdvantageEstimator, AdvantageInput, AdvantageOutput
+from agentrl_algorithms.config import GRPOConfig
+from agentrl_core.api import AdvantageEstimator, AdvantageInput, AdvantageOutput
 
 
 class GRPO(AdvantageEstimator):

@@ -1,8 +1,8 @@
-"""Options of the core's own estimators and losses."""
+"""Options of the estimators and the loss."""
 
 from dataclasses import dataclass
 
-from agentrl_core.api.config import option
+from agentrl_core.api import option
 
 
 @dataclass
