@@ -69,6 +69,7 @@ def make_manager(tiny_run: Any, runtime: Runtime) -> Iterator[Any]:
             "rollout.engine": {"name": "./parts.py:Byte", "health_interval": 0.1},
             "rollout.agent": {"loops": [{"name": "./parts.py:Once"}], "num_workers": 2},
             "rollout.max_response_length": 50,
+            "rollout.retries": 2,
             "reward.functions": [{"name": "./parts.py:score", "isolation": "inline"}],
             **changes,
         }
