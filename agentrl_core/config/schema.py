@@ -435,7 +435,7 @@ class TrainerConfig:
     steps: int | None = option(None, ge=1, help="number of training steps; null: computed from epochs")
     epochs: int = option(1, ge=1, help="passes over the training data; used if steps is null")
     seed: int = option(0, ge=0, help="random seed of the whole run")
-    resume: str = option("never", help="never, auto (newest checkpoint, if any), or a checkpoint's path")
+    resume: str = option("never", help="never, auto (newest checkpoint), intact (newest undamaged one), or a path")
     trackers: list[TrackerSlot] = option(
         default_factory=lambda: [
             TrackerSlot("console"),

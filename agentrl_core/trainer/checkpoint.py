@@ -5,12 +5,14 @@ checkpoints/step-000010/
     training/       distributed checkpoint: weights, optimizer, schedule, random generators
   critic/           the same, where there is a critic
   trainer.json      step, weights version, best value so far, fingerprint of the data
+  checksums.json    SHA-256 of these files
   config.yaml       resolved configuration
   plugins.lock.json the plugins that ran
 checkpoints/latest  link to the newest
 checkpoints/best    link to the best by trainer.checkpoint.best_metric
 """
 
+import hashlib
 import json
 import logging
 import os
@@ -24,6 +26,10 @@ from agentrl_core.api import CheckpointError
 
 _NAME = re.compile(r"step-(\d{6,})")
 STATE_FILE = "trainer.json"
+CHECKSUM_FILE = "checksums.json"
+_UNSEALED = ("config.yaml", "plugins.lock.json")
+"""Text that its reader checks."""
+_REMEDY = "resume from another one (trainer.resume=PATH), or from the newest undamaged one (trainer.resume=intact)"
 logger = logging.getLogger(__name__)
 
 
@@ -82,6 +88,8 @@ class CheckpointStore:
             aside.mkdir(parents=True)
             write(aside)
             (aside / STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
+            checksums = {str(file.relative_to(aside)): _checksum(file) for file in _sealed_files(aside)}
+            (aside / CHECKSUM_FILE).write_text(json.dumps(checksums, indent=2) + "\n", encoding="utf-8")
             _flush(aside)
             _remove(path)
             aside.rename(path)
@@ -122,28 +130,62 @@ class CheckpointStore:
         """The checkpoint that ``trainer.resume`` asks for; None for a fresh start.
 
         Raises:
-            CheckpointError: a path that is no checkpoint.
+            CheckpointError: a path that is no checkpoint, or a damaged one; with ``intact``, all are damaged.
         """
         if resume == "never":
             return None
-        if resume == "auto":
-            steps = self.steps()
-            return self.path(steps[-1]) if steps else None
-        return checkpoint_path(Path(resume))
+        if resume not in ("auto", "intact"):
+            return checkpoint_path(Path(resume))
+        steps = self.steps()
+        for step in reversed(steps):
+            try:
+                return checkpoint_path(self.path(step))
+            except CheckpointError as error:
+                if resume == "auto" or step == steps[0]:
+                    raise
+                logger.warning("%s. Trying the checkpoint before it.", error)
+        return None
 
 
 def checkpoint_path(path: Path) -> Path:
-    """A checkpoint's directory, links resolved; a run directory means its latest.
+    """A whole checkpoint's directory, links resolved; a run directory means its latest.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: there is none, or a file of it is not as it was written.
     """
     for candidate in (path, path / "checkpoints" / "latest"):
         if (candidate / STATE_FILE).is_file():
+            _verify(candidate.resolve())
             return candidate.resolve()
     raise CheckpointError(
         f"{path} is no checkpoint: it has no {STATE_FILE}. Expected a directory such as runs/NAME/checkpoints/latest"
     )
+
+
+def _verify(path: Path) -> None:
+    """Raise CheckpointError for a file that differs from its checksum; without checksums nothing can be said."""
+    try:
+        checksums = json.loads((path / CHECKSUM_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{path / CHECKSUM_FILE} is damaged: {error}; {_REMEDY}") from error
+    for name, expected in checksums.items():
+        file = path / name
+        found = _checksum(file) if file.is_file() else None
+        if found != expected:
+            problem = "it differs from its checksum" if found else "it is missing"
+            raise CheckpointError(f"{file.parent}: cannot be read ({file.name} is damaged: {problem}); {_REMEDY}")
+
+
+def _sealed_files(directory: Path) -> list[Path]:
+    """All that a resumed run, an evaluation or an export reads without other checks."""
+    return [file for file in sorted(directory.rglob("*")) if file.is_file() and file.name not in _UNSEALED]
+
+
+def _checksum(file: Path) -> str:
+    with file.open("rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
 def read_state(path: Path) -> TrainerState:

@@ -10,7 +10,6 @@ from torch import Tensor
 
 from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.kl import kl_estimate
-from agentrl_core.algorithms.token_log_probs import Entropies
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
 from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.config.schema import ResolvedConfig
@@ -18,19 +17,16 @@ from agentrl_core.controller import Dispatch, register
 from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.engine_kit.weight_group import WeightBuffer, WeightChannel, WeightGroup
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.checkpoints import load_training_state, save_training_state
 from agentrl_core.workers.data_parallel import COLLECTIVE
-from agentrl_core.workers.log_probs import response_log_probs, response_logits, temperature_of
-from agentrl_core.workers.micro_batching import MicroBatch, columns_of, map_micro_batches
-from agentrl_core.workers.model_worker import ModelWorker
-from agentrl_core.workers.models import empty_causal_lm, enable_gradient_checkpointing, load_causal_lm
+from agentrl_core.workers.log_probs import response_log_probs, temperature_of
+from agentrl_core.workers.micro_batching import MicroBatch, columns_of
+from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.offload import Offload
-from agentrl_core.workers.optimizer import ScheduledAdamW
-from agentrl_core.workers.update import MicroLoss, Update, seed_of
-from agentrl_core.workers.weights import ModelFile, ModelWeights, save_model
+from agentrl_core.workers.update import MicroLoss, seed_of
+from agentrl_core.workers.weights import ModelFile, ModelWeights
 
 
-class ActorWorker(ModelWorker):
+class ActorWorker(TrainingWorker):
     """Implements :class:`agentrl_core.workers.protocols.Actor` on ``AutoModelForCausalLM``.
 
         loss = policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy
@@ -42,9 +38,10 @@ class ActorWorker(ModelWorker):
         total_optimizer_steps: of the whole run, for the learning-rate schedule.
     """
 
+    role = "actor"
+
     def __init__(self, config: ResolvedConfig, total_optimizer_steps: int) -> None:
-        super().__init__(config)
-        self._total_optimizer_steps = total_optimizer_steps
+        super().__init__(config, total_optimizer_steps)
         self._weight_file: ModelFile | None = None
         self._weight_channel: WeightChannel | None = None
 
@@ -53,64 +50,28 @@ class ActorWorker(ModelWorker):
         """The model itself, for an engine in this process that generates with it. In eval mode between updates."""
         return self._model
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        config = self.config
-        self._policy_loss = _build_policy_loss(config)
-        algorithm = config.algorithm
+    def _ready(self) -> Offload:
+        self._policy_loss = _build_policy_loss(self.config)
+        algorithm = self.config.algorithm
         self._needs_advantage = (
             algorithm.drop_zero_advantage
             and not algorithm.kl_coef
             and not algorithm.entropy_coef
             and vanishes_without_advantage(self._policy_loss)
         )
-        path = config.model.path
-        self._place_model(
-            lambda: load_causal_lm(path, config.model, "model.path"), lambda: empty_causal_lm(path, config.model)
-        )
-        self._pack_rows(self._model, lambda micro: response_logits(self._model, micro))
         self._weights = ModelWeights(self._model)
-        if config.model.gradient_checkpointing:
-            enable_gradient_checkpointing(self._model)
-        self._optimizer = ScheduledAdamW(
-            self._model.named_parameters(), config.actor.optimizer, config.actor.grad_clip, self._total_optimizer_steps
-        )
-        self._update = Update(
-            "actor",
-            self._model,
-            self._optimizer,
-            config.actor,
-            config.algorithm.aggregation,
-            config.rollout.max_response_length,
-            self._device,
-            self._parallel,
-            by_prompt=self._packing.is_possible,
-        )
-        self._offload = Offload(
-            self._model,
-            self._optimizer,
-            config.actor.offload_parameters,
-            config.actor.offload_optimizer,
-            self._device,
-        )
+        return super()._ready()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BALANCED)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         temperature = temperature_of(batch, "compute_log_prob")
         with_entropy = bool(batch.meta_info.get("calculate_entropy", False))
-        entropies: Entropies = "value" if with_entropy else "none"
-        with torch.no_grad(), self._computing():
-            results = map_micro_batches(
-                columns_of(batch, (), "compute_log_prob"),
-                self.config.actor.micro_batch_tokens,
-                self._device,
-                lambda micro: response_log_probs(self._model, micro, temperature, entropies),
-                ("old_log_probs", "entropys") if with_entropy else ("old_log_probs",),
-                "actor.micro_batch_tokens",
-                self._parallel,
-                by_prompt=self._packing.is_possible,
-            )
-        return DataProto.from_dict(tensors=results)
+        return self._map(
+            batch,
+            "compute_log_prob",
+            ("old_log_probs", "entropys") if with_entropy else ("old_log_probs",),
+            lambda micro: response_log_probs(self._model, micro, temperature, "value" if with_entropy else "none"),
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -190,22 +151,6 @@ class ActorWorker(ModelWorker):
         if self._weight_channel is not None:
             self._weight_channel.close()
             self._weight_channel = None
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        with self._offload.on_device(optimizer=True):
-            save_model(self._model, path)
-            save_training_state(path, self._model, self._optimizer, self._parallel)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, path: str) -> None:
-        with self._offload.on_device(optimizer=True):
-            load_training_state(path, self._model, self._optimizer, self._parallel)
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def export(self, path: str) -> None:
-        with self._offload.on_device():
-            save_model(self._model, path)
 
     def close(self) -> None:
         """Forget the model and leave the other ranks; the weight file goes with it."""

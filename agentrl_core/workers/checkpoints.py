@@ -8,11 +8,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -20,15 +22,48 @@ from agentrl_core.api.errors import CheckpointError
 from agentrl_core.workers.data_parallel import DataParallel
 from agentrl_core.workers.optimizer import ScheduledAdamW
 
+METADATA_CLASSES = (
+    "BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta", "TensorProperties",
+    "TensorStorageMetadata", "_MEM_FORMAT_ENCODING", "_StorageInfo",
+)  # fmt: skip
+METADATA_GLOBALS = (
+    ("torch", "Size"), ("torch.serialization", "_get_layout"),
+    ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
+)  # fmt: skip
 STATE_FOLDER = "training"
 """Beside the weights that transformers reads."""
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Builds the classes of torch's checkpoint metadata and no others, so that a pickle cannot run code."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_metadata = module.startswith("torch.distributed.checkpoint.") and name in METADATA_CLASSES
+        is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
+        if is_metadata or is_dtype or (module, name) in METADATA_GLOBALS:
+            return super().find_class(module, name)
+        raise pickle.UnpicklingError(f"its .metadata contains {module}.{name}, which no checkpoint of torch does")
+
+
+class MetadataReader(FileSystemReader):
+    """Reads a checkpoint whose ``.metadata``, a pickle, may come from anywhere; tensors are read without pickle."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata: Metadata = _MetadataUnpickler(file).load()
+        metadata.storage_meta = metadata.storage_meta or StorageMeta()
+        metadata.storage_meta.load_id = self.load_id
+        return metadata
 
 
 def save_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, parallel: DataParallel) -> None:
     """Weights, moments, schedule and this rank's generators; all ranks must call this."""
     state = {**_weights(model), **_moments(optimizer), **_generators(parallel), "steps": torch.tensor(optimizer.steps)}
-    with _quiet():
-        save(state, checkpoint_id=_folder(path), no_dist=parallel.size == 1)
+    try:
+        with _quiet():
+            save(state, checkpoint_id=_folder(path), no_dist=parallel.size == 1)
+    except CheckpointException as error:  # a BaseException, which a caller's "except Exception" would miss
+        raise CheckpointError(f"{_folder(path)}: {_cause(error)}") from error
 
 
 def load_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, parallel: DataParallel) -> None:
@@ -41,11 +76,12 @@ def load_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, 
     generators, steps = _generators(parallel), torch.tensor(0)
     folder = _folder(path)
     try:
-        saved = FileSystemReader(folder).read_metadata().state_dict_metadata
+        reader = MetadataReader(folder)
+        saved = reader.read_metadata().state_dict_metadata
         generators = {name: tensor for name, tensor in generators.items() if name in saved}
         state = {**_weights(model), **_moments(optimizer), **generators, "steps": steps}
         with _quiet():
-            load(state, checkpoint_id=folder, no_dist=parallel.size == 1)
+            load(state, checkpoint_id=folder, storage_reader=reader, no_dist=parallel.size == 1)
     except (
         OSError, RuntimeError, EOFError, KeyError, ValueError, TypeError, AttributeError, pickle.UnpicklingError,
         CheckpointException,

@@ -143,23 +143,30 @@ def empty_micro_batch(columns: Columns) -> MicroBatch:
     return MicroBatch(torch.zeros(0, dtype=torch.long), made)
 
 
-def share_of_rows(columns: Columns, parallel: DataParallel, by_prompt: bool = False) -> Tensor:
-    """The rows ([n] int64) that this rank works on; every rank gets about as many tokens.
+def rank_of_rows(columns: Columns, size: int, by_prompt: bool) -> Tensor:
+    """The rank ([B] int64, below ``size``) that works on each row; every rank gets about as many tokens.
 
-    They are dealt out by length; ``by_prompt``, a rank gets all rows of a prompt unless its share ends among them.
+    Rows are dealt out by length; ``by_prompt``, a rank gets all rows of a prompt unless its share ends among them.
     """
     lengths_B = columns["attention_mask"].sum(-1)
+    ranks_B = torch.zeros_like(lengths_B)
     if by_prompt and len(lengths_B):
         order_B = torch.argsort(prompt_groups(columns)[0], stable=True)
         ends_B = lengths_B[order_B].cumsum(0)
         twice_middles_B = 2 * ends_B - lengths_B[order_B]
-        return order_B[twice_middles_B * parallel.size // (2 * ends_B[-1]) == parallel.rank].sort().values
+        ranks_B[order_B] = twice_middles_B * size // (2 * ends_B[-1])
+        return ranks_B
     order_B = torch.argsort(lengths_B, descending=True, stable=True)
-    places_B = torch.arange(len(order_B))
-    turn_B, seat_B = places_B // parallel.size, places_B % parallel.size
-    # Forwards and backwards in turns, or rank 0 would get the longest of every turn.
-    seat_B = torch.where(turn_B % 2 == 0, seat_B, parallel.size - 1 - seat_B)
-    return order_B[seat_B == parallel.rank].sort().values
+    places_B = torch.arange(len(order_B), device=order_B.device)
+    turn_B, rank_B = places_B // size, places_B % size
+    # Forwards and backwards alternately, or rank 0 would get the longest of every turn.
+    ranks_B[order_B] = torch.where(turn_B % 2 == 0, rank_B, size - 1 - rank_B)
+    return ranks_B
+
+
+def share_of_rows(columns: Columns, parallel: DataParallel, by_prompt: bool = False) -> Tensor:
+    """The rows ([n] int64) that this rank works on: see :func:`rank_of_rows`."""
+    return (rank_of_rows(columns, parallel.size, by_prompt) == parallel.rank).nonzero().squeeze(-1)
 
 
 def in_step(micros: list[MicroBatch], columns: Columns, parallel: DataParallel) -> list[MicroBatch]:

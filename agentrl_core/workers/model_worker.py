@@ -1,47 +1,123 @@
-"""What actor, critic and reference have in common: a model, alone in this process or sharded over the ranks."""
+"""A model of a run: loading, passes over batches, updates and checkpoints.
 
+Actor, critic and reference say only what they compute.
+"""
+
+from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
-from torch import nn
+import torch
+from torch import Tensor
 
-from agentrl_core.config.schema import ResolvedConfig
-from agentrl_core.controller import Worker
+from agentrl_core.config import ResolvedConfig
+from agentrl_core.controller import Dispatch, Worker, register
+from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, collect_batch, plan_dp_compute_proto
+from agentrl_core.protocol import DataProto
+from agentrl_core.workers.checkpoints import load_training_state, save_training_state
 from agentrl_core.workers.data_parallel import DataParallel
-from agentrl_core.workers.models import check_lengths, resolve_device
+from agentrl_core.workers.log_probs import response_logits
+from agentrl_core.workers.micro_batching import (
+    SEQUENCE_COLUMNS,
+    MicroBatch,
+    columns_of,
+    map_micro_batches,
+    rank_of_rows,
+)
+from agentrl_core.workers.models import (
+    check_lengths,
+    empty_causal_lm,
+    enable_gradient_checkpointing,
+    load_causal_lm,
+    resolve_device,
+)
 from agentrl_core.workers.offload import Offload
-from agentrl_core.workers.packed_attention import Compute, Packing
+from agentrl_core.workers.optimizer import ScheduledAdamW
+from agentrl_core.workers.packed_attention import Packing
 from agentrl_core.workers.sharding import place, rest
+from agentrl_core.workers.update import Update
+from agentrl_core.workers.weights import save_model
+
+
+def _plan_balanced(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    batch = args[0] if len(args) == 1 and isinstance(args[0], DataProto) and not kwargs else None
+    needed = {*SEQUENCE_COLUMNS, "responses"}
+    if group.world_size == 1 or batch is None or batch.batch is None or not needed <= set(batch.batch.keys()):
+        return plan_dp_compute_proto(group, args, kwargs)
+    if len(batch) < group.world_size:
+        return plan_dp_compute_proto(group, args, kwargs)
+    columns = {name: batch.batch[name] for name in needed}
+    ranks_B = rank_of_rows(columns, group.world_size, by_prompt=True)
+    if len(set(ranks_B.tolist())) < group.world_size:
+        ranks_B = rank_of_rows(columns, group.world_size, by_prompt=False)
+    shares = [(ranks_B == rank).nonzero().squeeze(-1) for rank in range(group.world_size)]
+    calls: list[Call | None] = [((batch.select_idxs(share),), {}) for share in shares]
+    back_B = torch.cat(shares).argsort()
+
+    def collect(results: list[Any]) -> DataProto | None:
+        whole = collect_batch(results)
+        return None if whole is None else whole.select_idxs(back_B)
+
+    return Plan(calls, list(range(group.world_size)), collect)
+
+
+BALANCED = DispatchMode("BALANCED", _plan_balanced)
+"""A batch is split so that all ranks get about as many tokens; the result has the rows in the order of the batch."""
 
 
 class ModelWorker(Worker):
-    """Base of the workers that compute with a model.
+    """Loads the model of ``config.<role>`` and computes with it, alone or as one of several ranks.
 
     Args:
         config: the loaded configuration.
     """
 
+    role: ClassVar[str]
+    """The worker's config section, and the prefix of its metrics."""
+
     def __init__(self, config: ResolvedConfig) -> None:
         super().__init__()
         self.config = config
+        self._settings: Any = getattr(config, self.role)
         self._device = resolve_device(config.cluster.device)
         self._parallel = DataParallel()
         self._model: Any = None
         self._offload: Offload
         self._packing: Packing
 
-    def _place_model(self, load: Callable[[], nn.Module], skeleton: Callable[[], nn.Module]) -> None:
-        """Meet the other ranks and put the model in its place: see :func:`agentrl_core.workers.sharding.place`."""
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        model, own = self.config.model, getattr(self._settings, "path", None)
+        path, key = (own, f"{self.role}.path") if own else (model.path, "model.path")
         self._parallel = DataParallel.join(self, self._device)
-        self._model = place(load, skeleton, self._parallel, self.config.model.compute_dtype, self._device)
+        self._model = place(
+            lambda: self._load(path, key), lambda: self._empty(path), self._parallel, model.compute_dtype, self._device
+        )
         longest = self.config.data.max_prompt_length + self.config.rollout.max_response_length
-        check_lengths(getattr(self._model, "backbone", self._model).config, longest, "model.path")
-
-    def _pack_rows(self, model: Any, compute: Compute) -> None:
-        """Let ``model``, the one of transformers, compute rows packed where it can: see :class:`Packing`."""
-        self._packing = Packing(model, compute, self.config.model.packing, self._device)
+        check_lengths(self._language_model.config, longest, key)
+        self._packing = Packing(self._language_model, self._predict, model.packing, self._device)
         rest(self._model)
+        self._offload = self._ready()
+
+    def _load(self, path: str, key: str) -> Any:
+        return load_causal_lm(path, self.config.model, key)
+
+    def _empty(self, path: str) -> Any:
+        return empty_causal_lm(path, self.config.model)
+
+    @property
+    def _language_model(self) -> Any:
+        """The part of the model that is one of transformers."""
+        return self._model
+
+    def _predict(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
+        """What :class:`Packing` compares: predictions [n, C], and their places [b, r]."""
+        return response_logits(self._model, micro)
+
+    @abstractmethod
+    def _ready(self) -> Offload:
+        """Complete a model that has just been loaded; says what waits in host memory between phases."""
 
     @contextmanager
     def _computing(self, optimizer: bool = False) -> Iterator[None]:
@@ -49,7 +125,78 @@ class ModelWorker(Worker):
         with self._offload.on_device(optimizer), self._packing.on():
             yield
 
+    def _map(
+        self,
+        batch: DataProto,
+        method: str,
+        names: tuple[str, ...],
+        function: Callable[[MicroBatch], tuple[Tensor, ...]],
+    ) -> DataProto:
+        """Columns ``names`` [B, R] of what ``function`` says of each micro-batch, without gradients."""
+        with torch.no_grad(), self._computing():
+            columns = map_micro_batches(
+                columns_of(batch, (), method),
+                self._settings.micro_batch_tokens,
+                self._device,
+                function,
+                names,
+                f"{self.role}.micro_batch_tokens",
+                self._parallel,
+                by_prompt=self._packing.is_possible,
+            )
+        return DataProto.from_dict(tensors=columns)
+
     def close(self) -> None:
         """Forget the model and leave the other ranks."""
         self._model = None
         self._parallel.close()
+
+
+class TrainingWorker(ModelWorker):
+    """A model with an optimizer.
+
+    Args:
+        config: the loaded configuration.
+        total_optimizer_steps: of the whole run, for the learning-rate schedule.
+    """
+
+    def __init__(self, config: ResolvedConfig, total_optimizer_steps: int) -> None:
+        super().__init__(config)
+        self._total_optimizer_steps = total_optimizer_steps
+
+    def _ready(self) -> Offload:
+        if self.config.model.gradient_checkpointing:
+            enable_gradient_checkpointing(self._language_model)
+        settings = self._settings
+        self._optimizer = ScheduledAdamW(
+            self._model.named_parameters(), settings.optimizer, settings.grad_clip, self._total_optimizer_steps
+        )
+        self._update = Update(
+            self.role,
+            self._model,
+            self._optimizer,
+            settings,
+            self.config.algorithm.aggregation if self.role == "actor" else "token-mean",
+            self.config.rollout.max_response_length,
+            self._device,
+            self._parallel,
+            by_prompt=self._packing.is_possible,
+        )
+        return Offload(
+            self._model, self._optimizer, settings.offload_parameters, settings.offload_optimizer, self._device
+        )
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, path: str) -> None:
+        with self._offload.on_device(optimizer=True):
+            self._save(path)
+            save_training_state(path, self._model, self._optimizer, self._parallel)
+
+    def _save(self, path: str) -> None:
+        """Write what transformers loads."""
+        save_model(self._model, path)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, path: str) -> None:
+        with self._offload.on_device(optimizer=True):
+            load_training_state(path, self._model, self._optimizer, self._parallel)

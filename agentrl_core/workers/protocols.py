@@ -47,9 +47,6 @@ class Actor(Protocol):
     def load_checkpoint(self, path: str) -> object:
         """Go on where :meth:`save_checkpoint` was called, by any number of ranks. Raises CheckpointError."""
 
-    def export(self, path: str) -> object:
-        """Write weights and config as transformers loads them; tokenizer files are the caller's."""
-
     def weight_buckets(self, bucket_bytes: int) -> list[ArrayBucket]:
         """All weights under their Hugging Face names, tied ones once, in buckets of about ``bucket_bytes``."""
 

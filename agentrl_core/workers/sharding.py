@@ -44,14 +44,28 @@ def place(
         load: gives the model with its weights, on the host.
         skeleton: gives the same model without weights, on torch's meta device.
     """
+    policy = precision(compute_dtype, device)
     if parallel.mesh is None:
-        return load().to(device).eval()
+        whole = load().to(device).eval()
+        compute_in(getattr(whole, "backbone", whole), policy.param_dtype, device)
+        return whole
     source = parallel.on_first(load)
     model = skeleton()
-    shard(model, parallel, precision(compute_dtype, device))
+    shard(model, parallel, policy)
     model.to_empty(device=device)
     send_weights(model, source, device)
     return model.eval()
+
+
+def compute_in(model: Any, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Let a model whose weights are float32 compute in bfloat16, also for an engine that shares it.
+
+    Weights, gradients and the optimizer stay float32: at small learning rates most steps are too small to change a
+    bfloat16 weight.
+    """
+    if dtype == torch.bfloat16 and next(model.parameters()).dtype == torch.float32:
+        # Within each forward: what autocast keeps of a weight must not outlive the optimizer's next step.
+        model.forward = torch.autocast(device.type, dtype=dtype)(model.forward)
 
 
 def shard(model: nn.Module, parallel: DataParallel, policy: MixedPrecisionPolicy) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError
 from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.trainer.checkpoint import checkpoint_path
 
 Fit = Callable[..., RunDir]
 EVERY_STEP = {"trainer.checkpoint": {"interval": 1}, "rollout.engine": {"name": "scripted"}}
@@ -27,7 +28,9 @@ def links(run: RunDir) -> dict[str, str]:
 def test_layout(fit: Fit) -> None:
     run = fit(EVERY_STEP)
     latest = run.checkpoints_dir / "latest"
-    assert {file.name for file in latest.iterdir()} == {"actor", "trainer.json", "config.yaml", "plugins.lock.json"}
+    assert {file.name for file in latest.iterdir()} == {
+        "actor", "trainer.json", "checksums.json", "config.yaml", "plugins.lock.json",
+    }  # fmt: skip
     held = {file.name for file in (latest / "actor").iterdir()}
     assert {"model.safetensors", "config.json", "training", "tokenizer.json", "chat_template.jinja"} <= held
 
@@ -182,6 +185,36 @@ def test_corrupt_checkpoint(fit: Fit, file: str, damage: Callable[[Path], None],
         fit(RESUME)
 
 
+def flip(file: Path) -> None:
+    """64 bytes in the middle, with the size as it was."""
+    content = bytearray(file.read_bytes())
+    middle = len(content) // 2
+    content[middle : middle + 64] = bytes(255 - byte for byte in content[middle : middle + 64])
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["actor/model.safetensors", "actor/training/__0_0.distcp"])
+def test_flipped_bytes_are_found_and_an_older_checkpoint_is_used_on_request(
+    fit: Fit, file: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = fit({**EVERY_STEP, "trainer.steps": 2})
+    latest = run.checkpoints_dir / "latest"
+    flip(latest / file)
+    with pytest.raises(CheckpointError, match=r"is damaged: it differs from its checksum.*trainer.resume=intact"):
+        fit({**RESUME, "trainer.steps": 3})
+    with pytest.raises(CheckpointError, match="differs from its checksum"):
+        checkpoint_path(latest)  # as `agentrl eval` and `export` do
+    assert steps_of(fit({**RESUME, "trainer.steps": 3, "trainer.resume": "intact"})) == [1, 2, 3]
+    assert "step-000002" in caplog.text and "Trying the checkpoint before it" in caplog.text
+
+
+def test_where_every_checkpoint_is_damaged_nothing_starts_anew(fit: Fit) -> None:
+    run = fit({**EVERY_STEP, "trainer.steps": 1})
+    flip(run.checkpoints_dir / "latest" / "actor" / "model.safetensors")
+    with pytest.raises(CheckpointError, match="differs from its checksum"):
+        fit({**RESUME, "trainer.resume": "intact"})
+
+
 def test_critic_is_missing_in_the_checkpoint(fit: Fit) -> None:
     fit(EVERY_STEP)
     with pytest.raises(CheckpointError, match="has no critic, but the run's estimator needs one"):
@@ -195,7 +228,7 @@ def test_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
         if "step-000003" in str(path):
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("agentrl_core.workers.actor.save_training_state", save)
+    monkeypatch.setattr("agentrl_core.workers.model_worker.save_training_state", save)
     with pytest.raises(CheckpointError, match="step-000003 cannot be written: .*No space left"):
         fit({**EVERY_STEP, "trainer.steps": 3})
     checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"

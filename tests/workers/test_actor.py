@@ -1,13 +1,18 @@
 import math
+import os
+import pickle
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from transformers import AutoModelForCausalLM
 
 from agentrl_core.algorithms.aggregation import Aggregation
 from agentrl_core.api import CheckpointError, ConfigError, ProtocolError, WorkerError
+from agentrl_core.config.schema import OptimizerConfig
 from agentrl_core.controller.worker import WorkerContext, worker_context
 from agentrl_core.workers.actor import ActorWorker
 
@@ -198,13 +203,12 @@ def test_a_corrupt_checkpoint_is_named(make_actor, tmp_path, file, damage):
         actor.load_checkpoint(str(path))
 
 
-def test_export_is_loaded_by_transformers(make_actor, trainable, tmp_path):
+def test_a_checkpoint_is_loaded_by_transformers(make_actor, trainable, tmp_path):
     actor = make_actor()
     actor.update(trainable(actor))
-    actor.export(str(tmp_path / "out"))
+    actor.save_checkpoint(str(tmp_path / "out"))
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out").state_dict()
     assert all(torch.equal(tensor, exported[name]) for name, tensor in weights(actor).items())
-    assert not (tmp_path / "out" / "training").exists()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -295,3 +299,66 @@ def test_an_unresolved_policy_loss_is_a_config_error(make_config):
     config.algorithm.loss.resolved = None
     with pytest.raises(ConfigError, match="load_config"):
         ActorWorker(config, 1).init_model()
+
+
+def test_200_small_steps_move_float32_weights_that_compute_in_bfloat16(make_config, trainable):
+    """A learning rate of 1e-6 is below half of a bfloat16 weight's last digit: pure bfloat16 stays where it is."""
+    moved = {}
+    for name, model in {
+        "master weights": {"dtype": "float32", "compute_dtype": "bfloat16"},
+        "pure bfloat16": {"dtype": "bfloat16"},
+    }.items():
+        config = make_config(actor={"optimizer": OptimizerConfig(lr=1e-6)}, **model)
+        actor = ActorWorker(config, total_optimizer_steps=200)
+        actor.init_model()
+        batch, before = trainable(actor), weights(actor)
+        for step in range(200):
+            batch.meta_info["seed"] = step
+            actor.update(batch)
+        after = weights(actor)
+        changed = sum(int((after[key] != tensor).sum()) for key, tensor in before.items())
+        moved[name] = changed / sum(tensor.numel() for tensor in before.values())
+        largest = max(float((after[key] - tensor).abs().max()) for key, tensor in before.items())
+        if name == "master weights":
+            assert 5e-5 < largest < 4e-4
+    assert moved["master weights"] > 0.95
+    assert moved["pure bfloat16"] < 0.2
+
+
+def test_one_process_computes_in_bfloat16_and_keeps_float32(make_actor, make_batch, rows):
+    single, mixed = make_actor(), make_actor(compute_dtype="bfloat16")
+    batch = make_batch(rows)
+    plain, rounded = (actor.compute_log_prob(batch).batch["old_log_probs"] for actor in (single, mixed))
+    assert 1e-4 < float((plain - rounded).abs().max()) < 0.3
+    assert {parameter.dtype for parameter in mixed.module.parameters()} == {torch.float32}
+    assert mixed.module(torch.tensor([[3, 4]])).logits.dtype == torch.bfloat16
+
+
+class Malicious:
+    """Its pickle runs a command where it is loaded."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def __reduce__(self) -> tuple:
+        return os.system, (f"touch {self.file}",)
+
+
+def test_a_checkpoint_cannot_run_code_where_it_is_resumed(make_actor, tmp_path):
+    actor = make_actor()
+    actor.save_checkpoint(str(tmp_path / "actor"))
+    (tmp_path / "actor" / "training" / ".metadata").write_bytes(pickle.dumps(Malicious(tmp_path / "ran")))
+    with pytest.raises(CheckpointError, match=r"contains posix.system, which no checkpoint of torch does"):
+        actor.load_checkpoint(str(tmp_path / "actor"))
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_full_disk_in_torchs_checkpoint_code_is_a_checkpoint_error(make_actor, tmp_path, monkeypatch):
+    """What torch raises there is a BaseException."""
+
+    def full(*args, **kwargs):
+        raise CheckpointException("write", {0: (OSError(28, "No space left on device"), None)})
+
+    monkeypatch.setattr("agentrl_core.workers.checkpoints.save", full)
+    with pytest.raises(CheckpointError, match="training: .*No space left on device"):
+        make_actor().save_checkpoint(str(tmp_path / "actor"))

@@ -37,6 +37,11 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
             setattr(self.config.model, key, value)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def set_coefficients(self, kl_coef: float, entropy_coef: float) -> None:
+            self.config.algorithm.kl_coef, self.config.algorithm.entropy_coef = kl_coef, entropy_coef
+            self._ready()
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def move_weights(self) -> None:
             """What offload does to the tensors of a module, with a copy in place of another device."""
             self.module._apply(torch.clone)
@@ -137,6 +142,28 @@ def test_five_steps_equal_those_of_one_process(groups_of: Any, batches: list[Any
     assert_same_weights(one, several)
     initial = weights(groups_of(1))
     assert max(np.abs(tensor - initial[name]).max() for name, tensor in weights(several).items()) > 1e-3
+
+
+def test_ranks_agree_where_rows_have_no_advantage(groups_of: Any, batches: list[Any]) -> None:
+    """Of each mini-batch some ranks have only rows without a gradient, and of one of them all ranks."""
+    one, several = groups_of(1), groups_of(4)
+    for groups in (one, several):
+        groups["actor"].set_coefficients(0.0, 0.0)
+    try:
+        results = []
+        for groups in (one, several):
+            batch = batches[0].slice()
+            batch.union(groups["actor"].compute_log_prob(batch))
+            advantages = torch.zeros(batch.batch["response_mask"].shape)
+            advantages[0] = 1.0
+            batch.batch["advantages"] = advantages * batch.batch["response_mask"]
+            results.append([groups["actor"].update(batch)[0] for _ in range(2)])
+        assert results[1] == [pytest.approx(expected, abs=1e-5, rel=1e-4) for expected in results[0]]
+        assert 0 < results[0][0]["actor/trained_rows_share"] < 0.2
+        assert_same_weights(one, several)
+    finally:
+        for groups in (one, several):
+            groups["actor"].set_coefficients(ALGORITHM["kl_coef"], ALGORITHM["entropy_coef"])
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 4), (4, 2), (2, 1), (1, 2), (2, 2)])
