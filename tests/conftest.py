@@ -352,7 +352,14 @@ class Started:
 def warm_processes() -> multiprocessing.context.BaseContext:
     """Forks from a process that has imported everything: a start takes a moment instead of many seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["agentrl_core.trainer", "agentrl_core.cli.train", "agentrl_trackers_basic.jsonl"])
+    context.set_forkserver_preload(
+        [
+            "agentrl_core.trainer",
+            "agentrl_core.cli.train",
+            "agentrl_dataset_prompts.prompts",
+            "agentrl_trackers_basic.jsonl",
+        ]
+    )
     return context
 
 

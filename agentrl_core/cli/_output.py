@@ -10,7 +10,6 @@ from rich.text import Text
 from agentrl_core.api.errors import ConfigError, PluginError
 
 _EXTRA_OF_MODULE = {
-    "datasets": "train",
     "psutil": "train",
     "ray": "ray",
     "safetensors": "train",

@@ -5,6 +5,7 @@ OFFICIAL: dict[tuple[str, str], str] = {
     ("advantage_estimator", "grpo"): "agentrl-algorithms",
     ("agent_loop", "single_turn"): "agentrl-loop-single-turn",
     ("agent_loop", "tool_agent"): "agentrl-loop-tool-agent",
+    ("dataset", "prompts"): "agentrl-dataset-prompts",
     ("engine", "hf"): "agentrl-engine-hf",
     ("engine", "sglang"): "agentrl-engine-sglang",
     ("engine", "vllm"): "agentrl-engine-vllm",

@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 from agentrl_core.api import ConfigError, DataError, DatasetContext, PromptDataset, TemplateError
 from agentrl_core.config.schema import ResolvedConfig
-from agentrl_core.data.prompts import fit_prompts
+from agentrl_core.data.overlong import fit_prompts
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import Row
 from agentrl_core.data.sampler import PromptSampler

@@ -14,6 +14,7 @@ __all__ = ["isolated_plugins"]
 OURS = (
     "agentrl-core",
     "agentrl-algorithms",
+    "agentrl-dataset-prompts",
     "agentrl-engine-hf",
     "agentrl-loop-single-turn",
     "agentrl-tool-parsers",

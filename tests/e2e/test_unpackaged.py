@@ -22,10 +22,10 @@ from agentrl_algorithms.config import GRPOConfig, PPOConfig
 from agentrl_algorithms.grpo import GRPO
 from agentrl_algorithms.ppo import PPO
 from agentrl_core.api import Interaction, InteractionTurn, RewardManager, Tracker, hookimpl
-from agentrl_core.data.config import PromptsConfig
-from agentrl_core.data.prompts import PromptsFromFiles
 from agentrl_core.testing.scripted_config import ScriptedConfig
 from agentrl_core.testing.scripted_engine import ScriptedEngine
+from agentrl_dataset_prompts.config import PromptsConfig
+from agentrl_dataset_prompts.prompts import PromptsFromFiles
 from agentrl_loop_tool_agent.config import ToolAgentConfig
 from agentrl_loop_tool_agent.loop import ToolAgentLoop
 from agentrl_tool_parsers.config import HermesConfig

@@ -24,6 +24,7 @@ OURS = [
     ROOT / "plugins" / path
     for path in (
         "algorithms/agentrl-algorithms",
+        "datasets/agentrl-dataset-prompts",
         "rewards/agentrl-rewards-basic",
         "tools/agentrl-tool-parsers",
         "trackers/agentrl-trackers-basic",

@@ -1,11 +1,9 @@
-"""What the core brings itself keeps the contracts that it asks of others."""
-
 import json
 
 import pytest
 
-from agentrl_core.data.plugin import PROMPTS
 from agentrl_core.testing.contracts import DatasetCase, DatasetContract
+from agentrl_dataset_prompts.plugin import PROMPTS
 
 
 class TestPrompts(DatasetContract):

@@ -1,8 +1,8 @@
-"""Options of the built-in dataset."""
+"""Options of the dataset."""
 
 from dataclasses import dataclass
 
-from agentrl_core.api.config import option
+from agentrl_core.api import option
 
 
 @dataclass

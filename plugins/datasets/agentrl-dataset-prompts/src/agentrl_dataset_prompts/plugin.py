@@ -1,7 +1,7 @@
-"""The dataset that agentrl brings."""
+"""What the entry point names."""
 
-from agentrl_core.api.plugin import PluginSpec
-from agentrl_core.data.config import PromptsConfig
+from agentrl_core.api import PluginSpec
+from agentrl_dataset_prompts.config import PromptsConfig
 
 PROMPTS = PluginSpec(
     kind="dataset",
@@ -9,6 +9,6 @@ PROMPTS = PluginSpec(
     api_version=1,
     summary="parquet or JSON lines with chat prompts, ground truth and per-row tool arguments",
     config=PromptsConfig,
-    factory="agentrl_core.data.prompts:PromptsFromFiles",
+    factory="agentrl_dataset_prompts.prompts:PromptsFromFiles",
     requires=("datasets>=4.0",),
 )

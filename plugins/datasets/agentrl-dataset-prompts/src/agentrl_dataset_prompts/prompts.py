@@ -1,0 +1,101 @@
+"""Prompts from parquet or JSON-lines files, through Hugging Face ``datasets``.
+
+Columns: ``prompt`` (messages), ``data_source``, ``agent_name``, ``reward_model.ground_truth``, ``extra_info`` with
+``index``, ``tools_kwargs``, ``interaction_kwargs``; others are passed on as they are.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import datasets
+
+from agentrl_core.api import DataError, DatasetContext, PromptDataset
+from agentrl_dataset_prompts.config import PromptsConfig
+
+Row = dict[str, Any]
+
+_READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
+
+
+class PromptsFromFiles(PromptDataset):
+    """Random access to the rows of several files, in their order.
+
+    Raises:
+        DataError: a file that cannot be read, lacks the prompt column, or holds a row that cannot be used; the
+            message names file and row.
+    """
+
+    def __init__(self, config: PromptsConfig, context: DatasetContext) -> None:
+        self._rows: list[Row] = []
+        for file in context.files:
+            rows = _read(file)
+            if config.prompt_key not in rows.column_names:
+                raise DataError(
+                    f"{file}: no column {config.prompt_key!r}; it has {', '.join(rows.column_names)}. "
+                    "Set data.dataset.config.prompt_key to the column that holds the messages"
+                )
+            self._rows += [_normalise(dict(row), config, f"{file}, row {number}") for number, row in enumerate(rows)]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Row:
+        return dict(self._rows[index])
+
+
+def _read(file: str) -> datasets.Dataset:
+    reader = _READERS.get(Path(file).suffix)
+    if reader is None:
+        raise DataError(f"{file}: unknown file type; allowed are {', '.join(_READERS)}")
+    if not Path(file).is_file():
+        raise DataError(f"{file}: no such file")
+    if not Path(file).stat().st_size:
+        raise DataError(f"{file}: the file is empty; expected one row per line, with a prompt")
+    try:
+        with _no_progress_bars():
+            return datasets.load_dataset(reader, data_files=file, split="train")
+    except Exception as failure:  # noqa: BLE001 - what a reader raises depends on the file and on the library behind it
+        raise DataError(f"{file}: cannot be read as {reader}: {type(failure).__name__}: {failure}") from failure
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    disabled = datasets.are_progress_bars_disabled()
+    datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not disabled:
+            datasets.enable_progress_bars()
+
+
+def _normalise(row: Row, config: PromptsConfig, where: str) -> Row:
+    prompt = row.pop(config.prompt_key)
+    if isinstance(prompt, str):
+        prompt = [{"role": "user", "content": prompt}]
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(m, dict) and "role" in m for m in prompt):
+        raise DataError(
+            f"{where}: {config.prompt_key!r} must be a text or a list of messages with role and content, "
+            f"found {json.dumps(prompt, default=str)[:80]}"
+        )
+    row = {key: drop_none(value) for key, value in row.items() if value is not None}
+    reward_model = row.get("reward_model")
+    if config.require_ground_truth and (not isinstance(reward_model, dict) or "ground_truth" not in reward_model):
+        raise DataError(
+            f"{where}: no reward_model.ground_truth; add it, or set data.dataset.config.require_ground_truth=false "
+            "if the reward does not need it"
+        )
+    row["raw_prompt"] = [drop_none(message) for message in prompt]
+    return row
+
+
+def drop_none(value: Any) -> Any:
+    """The value without None entries of dicts: parquet gives every row the union of all rows' keys."""
+    if isinstance(value, dict):
+        return {key: drop_none(item) for key, item in value.items() if item is not None}
+    if isinstance(value, list):
+        return [drop_none(item) for item in value]
+    return value

@@ -1,0 +1,123 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from agentrl_core.api import DataError, DatasetContext
+from agentrl_core.testing.loops import WordRenderer
+from agentrl_dataset_prompts.config import PromptsConfig
+from agentrl_dataset_prompts.prompts import PromptsFromFiles
+
+ROWS: list[dict[str, Any]] = [
+    {
+        "data_source": "a",
+        "prompt": [{"role": "system", "content": "s"}, {"role": "user", "content": "one"}],
+        "reward_model": {"ground_truth": "1", "style": "rule"},
+        "extra_info": {"index": 0, "tools_kwargs": {"calc": {"create_kwargs": {"x": 1}}}},
+        "agent_name": "tool_agent",
+    },
+    {
+        "data_source": "b",
+        "prompt": [{"role": "user", "content": "two"}],
+        "reward_model": {"ground_truth": "2", "style": None},
+        "extra_info": {"index": 1, "difficulty": 0.5, "tags": ["x", None]},
+        "agent_name": None,
+    },
+]
+
+
+def write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    if path.suffix == ".parquet":
+        datasets.Dataset.from_list(rows).to_parquet(str(path))
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+
+
+def load(*files: Path, **config: Any) -> PromptsFromFiles:
+    context = DatasetContext([str(file) for file in files], "train", WordRenderer(), lambda row: (), 1000)
+    return PromptsFromFiles(PromptsConfig(**config), context)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl", "json"])
+def test_rows_of_both_formats_are_the_same(tmp_path: Path, kind: str) -> None:
+    dataset = load(write(tmp_path / f"rows.{kind}", ROWS))
+    assert len(dataset) == 2
+    assert dataset[0] == {
+        "raw_prompt": ROWS[0]["prompt"],
+        **{key: ROWS[0][key] for key in ("data_source", "reward_model", "extra_info", "agent_name")},
+    }
+
+
+@pytest.mark.parametrize("kind", ["parquet", "jsonl"])
+def test_none_that_the_file_format_adds_is_stripped(tmp_path: Path, kind: str) -> None:
+    """Parquet gives every row the union of all rows' keys; a tool must not meet x=None because another row has x."""
+    row = load(write(tmp_path / f"rows.{kind}", ROWS))[1]
+    assert row["extra_info"] == {"index": 1, "difficulty": 0.5, "tags": ["x", None]}
+    assert row["reward_model"] == {"ground_truth": "2"} and "agent_name" not in row
+
+
+def test_an_empty_file_is_called_empty(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").touch()
+    with pytest.raises(DataError, match="rows.jsonl: the file is empty; expected one row per line"):
+        load(tmp_path / "rows.jsonl")
+
+
+def test_several_files_follow_each_other(tmp_path: Path) -> None:
+    files = [write(tmp_path / "a.jsonl", ROWS[:1]), write(tmp_path / "b.parquet", ROWS[1:])]
+    dataset = load(*files)
+    assert [dataset[index]["data_source"] for index in range(len(dataset))] == ["a", "b"]
+
+
+def test_a_text_is_a_user_message(tmp_path: Path) -> None:
+    rows = [{"question": "one?", "reward_model": {"ground_truth": "1"}}]
+    dataset = load(write(tmp_path / "rows.jsonl", rows), prompt_key="question")
+    assert dataset[0]["raw_prompt"] == [{"role": "user", "content": "one?"}] and "question" not in dataset[0]
+
+
+def test_a_row_may_be_changed_by_its_reader(tmp_path: Path) -> None:
+    dataset = load(write(tmp_path / "rows.jsonl", ROWS))
+    dataset[0]["uid"] = "x"
+    assert "uid" not in dataset[0]
+
+
+def test_parquet_without_the_prompt_column(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.parquet", [{"question": "one?", "answer": "1"}])
+    with pytest.raises(DataError) as caught:
+        load(file)
+    assert f"{file}: no column 'prompt'; it has question, answer" in str(caught.value)
+    assert "data.dataset.config.prompt_key" in str(caught.value)
+
+
+@pytest.mark.parametrize("reward_model", [None, {}, {"ground_truth": None}, {"style": "rule"}])
+def test_a_row_without_ground_truth(tmp_path: Path, reward_model: Any) -> None:
+    file = write(tmp_path / "rows.jsonl", [ROWS[0], {**ROWS[1], "reward_model": reward_model}])
+    with pytest.raises(DataError, match="row 1: no reward_model.ground_truth.*require_ground_truth=false"):
+        load(file)
+    assert len(load(file, require_ground_truth=False)) == 2
+
+
+@pytest.mark.parametrize("prompt", [[], [{"content": "no role"}], ["text"], None])
+def test_a_prompt_that_is_not_messages(tmp_path: Path, prompt: Any) -> None:
+    file = write(tmp_path / "rows.jsonl", [{"prompt": prompt, "reward_model": {"ground_truth": "1"}}])
+    with pytest.raises(DataError, match="row 0: 'prompt' must be a text or a list of messages"):
+        load(file)
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    broken = tmp_path / "broken.parquet"
+    broken.write_bytes(b"not parquet")
+    for file, message in (
+        (tmp_path / "missing.jsonl", "no such file"),
+        (tmp_path / "rows.csv", "unknown file type; allowed are .parquet, .jsonl, .json"),
+        (broken, "cannot be read as parquet"),
+    ):
+        with pytest.raises(DataError, match=message):
+            load(file)
