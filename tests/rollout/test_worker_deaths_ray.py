@@ -33,10 +33,12 @@ class Byte(InferenceEngine):
         return TokenOutput([65, 260], [-1.0, -1.0], "stop", [PolicySpan(0, 0, 2)])
 
 def once(what):
-    mark = Path(MARKS, what)
-    if mark.exists():
-        mark.unlink()
-        os.kill(os.getpid(), signal.SIGSTOP if "freeze" in what else signal.SIGKILL)
+    # Two workers may be here at the same time: only the one that takes the mark ends.
+    try:
+        Path(MARKS, what).unlink()
+    except FileNotFoundError:
+        return
+    os.kill(os.getpid(), signal.SIGSTOP if "freeze" in what else signal.SIGKILL)
 
 class Once(AgentLoopBase):
     async def run(self, sampling_params, *, session, raw_prompt, **row):
