@@ -173,17 +173,6 @@ def unique_names(config: ResolvedConfig) -> Problems:
                 )
 
 
-def default_loop(config: ResolvedConfig) -> Problems:
-    agent = config.rollout.agent
-    names = [slot.registered_name for slot in agent.loops]
-    if agent.default_loop is not None and agent.default_loop not in names:
-        allowed = ", ".join(names)
-        yield (
-            "rollout.agent.default_loop",
-            f"'{agent.default_loop}' is not in rollout.agent.loops; allowed: {allowed}",
-        )
-
-
 def something_rewards(config: ResolvedConfig) -> Problems:
     scores_itself = any(config.reward.manager.has(capability) for capability in ("tool_rewards", "turn_scores"))
     if not config.reward.functions and not scores_itself:
@@ -256,7 +245,6 @@ CHECKS: tuple[Check, ...] = (
     critic_is_used,
     optimizer_betas,
     unique_names,
-    default_loop,
     something_rewards,
     validation_files,
 )

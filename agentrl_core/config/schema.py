@@ -289,8 +289,7 @@ class SamplingConfig:
 
 @dataclass
 class AgentConfig:
-    loops: list[AgentLoopSlot] = option(help="agent loops that rows can select with agent_name")
-    default_loop: str | None = option(None, help="loop for rows without agent_name; null: the first one")
+    loops: list[AgentLoopSlot] = option(help="agent loops that rows select with agent_name; the first is the default")
     num_workers: int = option(1, ge=1, help="number of agent-loop workers")
     max_concurrent: int = option(1024, ge=1, help="maximum concurrent trajectories per worker")
 
@@ -324,7 +323,6 @@ class RolloutConfig:
         gt=0,
         help="stop the run if the mean gap between the engine's and the actor's log-probs is larger; null: never",
     )
-    watchdog_interval: float = option(60.0, gt=0, unit="seconds", help="interval between reports of slow trajectories")
 
 
 @dataclass
@@ -360,7 +358,6 @@ class AlgorithmConfig:
 class OptimizerConfig:
     lr: float = option(1e-6, gt=0, help="peak learning rate")
     betas: list[float] = option(default_factory=lambda: [0.9, 0.999], ge=0, lt=1, help="beta1 and beta2 of AdamW")
-    eps: float = option(1e-8, gt=0, help="epsilon of AdamW")
     weight_decay: float = option(0.0, ge=0, help="weight decay of AdamW")
     schedule: Literal["constant", "linear", "cosine"] = option(
         "constant", help="learning rate schedule after the warm-up"
@@ -411,7 +408,6 @@ class ReferenceConfig:
 class ValidationConfig:
     interval: int = option(0, ge=0, unit="steps", help="steps between validations; 0: only before and after training")
     before: bool = option(True, help="validate before the first step")
-    after: bool = option(True, help="validate after the last step")
     greedy: bool = option(True, help="also validate with one greedy answer per prompt")
     n: int = option(1, ge=0, help="sampled answers per prompt; 0: none")
     sampling: SamplingConfig = option(default_factory=SamplingConfig)
@@ -454,7 +450,6 @@ class TrainerConfig:
 class ClusterConfig:
     runtime: Literal["local", "ray"] = option("local", help="local: everything in this process; ray: a Ray cluster")
     address: str | None = option(None, help="address of a running Ray cluster; null: start one on this machine")
-    num_cpus: int | None = option(None, ge=1, help="CPUs of a Ray cluster started here; null: as many as the run needs")
     nodes: int = option(1, ge=1, unit="nodes", help="number of nodes for training (cluster.runtime=ray only)")
     processes_per_node: int = option(1, ge=1, help="training processes on each node, one per GPU")
     device: Literal["auto", "cpu", "cuda"] = option("auto", help="device of training workers and engines")

@@ -36,6 +36,9 @@ from agentrl_core.rollout.trajectory import TemplateBreakError, TrajectoryLimits
 from agentrl_core.rollout.watchdog import Watchdog
 from agentrl_core.serving.router import AsyncLLMServerManager
 
+WATCHDOG_SECONDS = 60.0
+"""Interval between reports of slow trajectories, and the age from which one is slow."""
+
 FATAL = (ConfigError, PluginError, TemplateBreakError)
 """What is wrong with these is wrong for every trajectory: the run stops."""
 
@@ -107,7 +110,7 @@ class AgentLoopWorker:
         self._loops: dict[str, AgentLoopBase] = {
             slot.registered_name: slot.build(context) for slot in rollout.agent.loops
         }
-        self._default_loop = rollout.agent.default_loop or next(iter(self._loops))
+        self._default_loop = next(iter(self._loops))
 
     async def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         """Run every row of ``prompts``; the results are in its order.
@@ -131,7 +134,7 @@ class AgentLoopWorker:
         most = self._config.rollout.agent.max_concurrent
         size = most if self._config.rollout.deterministic else max(len(rows), 1)
         results: list[TrajectoryResult] = []
-        async with Watchdog(self._live, self._config.rollout.watchdog_interval):
+        async with Watchdog(self._live, WATCHDOG_SECONDS):
             for start in range(0, len(rows), size):
                 wave = slice(start, start + size)
                 results += await self._wave(keys[wave], rows[wave], prompts.sampling, asyncio.Semaphore(most))

@@ -39,7 +39,7 @@ class PromptLoader:
         self._renderer = renderer
         self._schemas = tool_schemas(config.tools, config.trainer.seed)
         self._loops = {slot.registered_name: slot.plugin.spec.capabilities for slot in config.rollout.agent.loops}
-        self._default_loop = config.rollout.agent.default_loop or next(iter(self._loops))
+        self._default_loop = next(iter(self._loops))
         self._used_tools: set[str] = set()
         self._used_interactions: set[str] = set()
         self._longest = 0

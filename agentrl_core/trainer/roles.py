@@ -116,7 +116,7 @@ def start_runtime(config: ResolvedConfig) -> Runtime:
     cluster = config.cluster
     return make_runtime(
         cluster.runtime,
-        num_cpus=cluster.num_cpus or needed_cpus(config),
+        num_cpus=needed_cpus(config),
         address=cluster.address,
         cpu_threads=cluster.cpu_threads,
     )

@@ -247,8 +247,8 @@ class Trainer:
         records = make_records(step, "train", results, trajectory_advantages(batch) if len(batch) else {})
         self.run.write_records(step, "train", records)
         self._watch_tools(metrics)
-        validation = self.config.trainer.validation
-        if (last and validation.after) or (validation.interval and step % validation.interval == 0):
+        interval = self.config.trainer.validation.interval
+        if last or (interval and step % interval == 0):
             metrics |= self.validate(step)
         if last and not self._updates:
             logger.warning(

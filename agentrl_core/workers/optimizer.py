@@ -48,7 +48,7 @@ class ScheduledAdamW:
         self._steps = 0
         first, second = config.betas
         self._adamw = torch.optim.AdamW(
-            self._parameters, lr=config.lr, betas=(first, second), eps=config.eps, weight_decay=config.weight_decay
+            self._parameters, lr=config.lr, betas=(first, second), weight_decay=config.weight_decay
         )
 
     @property

@@ -114,7 +114,10 @@ def test_the_schema_rejects(validator: jsonschema.Draft202012Validator, text: st
 def test_the_schema_carries_help_units_bounds_and_choices() -> None:
     rollout = schema_of({})["properties"]["rollout"]["anyOf"][0]["properties"]
     length = rollout["max_response_length"]
-    assert (length["description"], length["x-unit"]) == ("everything after the prompt, all turns", "tokens")
+    assert (length["description"], length["x-unit"]) == (
+        "maximum length of everything after the prompt, over all turns",
+        "tokens",
+    )
     assert length["anyOf"][0] == {"type": "integer", "minimum": 1}
     assert rollout["template_break"]["anyOf"][0] == {"enum": ["fork", "mask", "error"]}
 

@@ -96,11 +96,6 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
             "stands twice, first as rollout.agent.loops.0; rows choose by name, so each name may stand once",
         ),
         (
-            ["rollout.agent.default_loop=tool_agent"],
-            "rollout.agent.default_loop (override 'rollout.agent.default_loop=tool_agent'): 'tool_agent' is not in "
-            "rollout.agent.loops; allowed: single_turn",
-        ),
-        (
             ["tools=[calculator]"],
             "rollout.agent.loops (config.yaml:7): agent loop 'single_turn' lacks the capability 'tools', which "
             "tools=[calculator] needs; installed with it: tool_agent",
@@ -158,7 +153,6 @@ def test_message(problems, valid, overrides, message):
         ["rollout.max_logprob_gap=0.1", "rollout.engine=fussy"],
         ["reference.path=/m", "algorithm.kl_coef=0.1"],
         [TOOL_AGENT, "tools=[calculator]", "interactions=[tutor]"],
-        ["rollout.agent.loops=[single_turn, tool_agent]", "rollout.agent.default_loop=tool_agent"],
         ["reward.functions=[]", "reward.manager=tools_only"],
         ["data.validation_files=[/v]", "trainer.checkpoint.best_metric=x"],
         ["trainer.validation.n=0"],

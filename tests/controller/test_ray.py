@@ -365,7 +365,7 @@ def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_needed(runtime
         manager.check_resource_available(timeout=0)
     with pytest.raises(WorkerError, match="could not place the pool 'big'"):
         manager.get_resource_pool("actor").bundles(timeout=0)
-    with pytest.raises(WorkerError, match="set cluster.num_cpus to 101 or more"):
+    with pytest.raises(WorkerError, match="--num-cpus=101` or more"):
         runtime.actor(actor_class(), name="too much", num_cpus=101)
     ResourcePoolManager({"small": [1]}, {"actor": "small"}).check_resource_available(timeout=20)
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import ConfigError, EngineError, PluginError, RolloutError, Termination, WorkerError
+from agentrl_core.rollout import worker
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 
@@ -305,8 +306,8 @@ def test_tool_and_turn_rewards_reach_the_reward_manager(make_rollout, make_row) 
     assert result.outputs[0].tool_rewards == [0.25, 0.5]
 
 
-def test_agent_names_are_mixed_in_one_batch_and_the_default_serves_the_rest(make_rollout, make_row) -> None:
-    rollout = make_rollout(loops("Once", "Branches", **{"rollout.agent.default_loop": "Branches"}), FILES)
+def test_agent_names_are_mixed_in_one_batch_and_the_first_loop_serves_the_rest(make_rollout, make_row) -> None:
+    rollout = make_rollout(loops("Branches", "Once"), FILES)
     results = rollout([make_row(agent_name="Once"), make_row(), make_row(agent_name="Branches"), make_row("x")])
     assert [len(result.outputs) for result in results] == [1, 2, 2, 2]
     assert all(result.reward is not None for result in results)
@@ -494,10 +495,10 @@ class Watched(logging.Handler):
         logging.getLogger("agentrl_core.rollout.watchdog").removeHandler(self)
 
 
-def test_the_watchdog_says_which_trajectory_waits_where(make_rollout, make_row) -> None:
+def test_the_watchdog_says_which_trajectory_waits_where(make_rollout, make_row, monkeypatch) -> None:
     """The tool goes on as soon as the watchdog has spoken: nothing here waits for a time."""
-    changes = {"rollout.watchdog_interval": 0.02, "tools": ["./parts.py:Holding"]}
-    rollout = make_rollout(loops("Calls", **changes), FILES)
+    monkeypatch.setattr(worker, "WATCHDOG_SECONDS", 0.02)
+    rollout = make_rollout(loops("Calls", tools=["./parts.py:Holding"]), FILES)
     tool = rollout.tool("holding")
     tool.hold = "execute"
     with Watched("calling tool", tool.go_on.set) as watched:
@@ -507,9 +508,9 @@ def test_the_watchdog_says_which_trajectory_waits_where(make_rollout, make_row) 
     assert "train-000001-00000-000: calling tool 'holding'" in watched.said
 
 
-def test_the_watchdog_shows_code_that_blocks_the_event_loop(make_rollout, make_row) -> None:
-    changes = {"rollout.watchdog_interval": 0.02, "tools": ["./parts.py:Holding"]}
-    rollout = make_rollout(loops("Calls", **changes), FILES)
+def test_the_watchdog_shows_code_that_blocks_the_event_loop(make_rollout, make_row, monkeypatch) -> None:
+    monkeypatch.setattr(worker, "WATCHDOG_SECONDS", 0.02)
+    rollout = make_rollout(loops("Calls", tools=["./parts.py:Holding"]), FILES)
     go_on = threading.Event()
 
     async def execute_that_blocks(*args: Any, **kwargs: Any) -> Any:
