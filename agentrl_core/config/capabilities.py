@@ -5,6 +5,8 @@ A plugin declares its capabilities in its spec, so nothing here imports an imple
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from typing import Any
 
 from agentrl_core.api.plugin import KINDS
 from agentrl_core.config.schema import ResolvedConfig, Slot
@@ -42,47 +44,29 @@ def _listed(key: str, slots: Callable[[ResolvedConfig], Sequence[Slot]]) -> Feat
     return feature
 
 
-def _logprob_gap(config: ResolvedConfig) -> str | None:
-    gap = config.rollout.max_logprob_gap
-    return None if gap is None else f"rollout.max_logprob_gap={gap:g}"
+def _set(key: str, *unused: object) -> Feature:
+    """A key below ``rollout`` that has another value than these."""
 
+    def feature(config: ResolvedConfig) -> str | None:
+        value: Any = reduce(getattr, key.split("."), config.rollout)
+        return None if value in unused else f"rollout.{key}={'true' if value is True else value}"
 
-def _sleep(config: ResolvedConfig) -> str | None:
-    level = config.rollout.engine.sleep
-    return f"rollout.engine.sleep={level}" if level else None
+    return feature
 
 
 def _parallel(config: ResolvedConfig) -> str | None:
-    slot = config.rollout.engine
     axes = ("tensor_parallel", "pipeline_parallel", "data_parallel")
-    chosen = [f"rollout.engine.{axis}={getattr(slot, axis)}" for axis in axes if getattr(slot, axis) > 1]
-    return " and ".join(chosen) or None
-
-
-def _multi_node(config: ResolvedConfig) -> str | None:
-    nodes = config.rollout.engine.nodes
-    return f"rollout.engine.nodes={nodes}" if nodes > 1 else None
+    return " and ".join(filter(None, (_set(f"engine.{axis}", 1)(config) for axis in axes))) or None
 
 
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "weight_update", lambda config: "training", training=True),
-    Requirement(
-        "rollout.engine",
-        "deterministic",
-        lambda config: "rollout.deterministic=true" if config.rollout.deterministic else None,
-    ),
-    Requirement("rollout.engine", "logprobs", _logprob_gap),
-    Requirement("rollout.engine", "sleep", _sleep, training=True),
-    Requirement(
-        "rollout.engine",
-        "broadcast",
-        lambda config: (
-            "rollout.engine.weight_transfer=broadcast" if config.rollout.engine.weight_transfer == "broadcast" else None
-        ),
-        training=True,
-    ),
+    Requirement("rollout.engine", "deterministic", _set("deterministic", False)),
+    Requirement("rollout.engine", "logprobs", _set("max_logprob_gap", None)),
+    Requirement("rollout.engine", "sleep", _set("engine.sleep", 0), training=True),
+    Requirement("rollout.engine", "broadcast", _set("engine.weight_transfer", "auto", "host_memory"), training=True),
     Requirement("rollout.engine", "parallel", _parallel),
-    Requirement("rollout.engine", "multi_node", _multi_node),
+    Requirement("rollout.engine", "multi_node", _set("engine.nodes", 1)),
     Requirement("rollout.agent.loops", "tools", _listed("tools", lambda config: config.tools)),
     Requirement("rollout.agent.loops", "interactions", _listed("interactions", lambda config: config.interactions)),
 )

@@ -4,105 +4,74 @@ Each check is a generator of ``(key path, message)``. They run only on a tree th
 """
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from agentrl_core.config.capabilities import Alternatives, installed_with, missing_capabilities
-from agentrl_core.config.schema import ResolvedConfig, Slot
+from agentrl_core.config.schema import ResolvedConfig
 
 _MOST_PARENTS = 3
-
+_PARALLEL = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 Problems = Iterator[tuple[str, str]]
 Check = Callable[[ResolvedConfig], Problems]
 
 
-def nothing_empty(config: ResolvedConfig) -> Problems:
-    if not config.rollout.agent.loops:
-        yield "rollout.agent.loops", "expected at least one agent loop, found none; see `agentrl plugins list`"
+def data(config: ResolvedConfig) -> Problems:
     if not config.data.train_files:
         yield "data.train_files", "expected at least one file, found none"
-
-
-def group_size(config: ResolvedConfig) -> Problems:
-    n = config.rollout.n
-    if n < 2 and config.algorithm.advantage.has("groups"):
-        name = config.algorithm.advantage.name
+    best, validation = config.trainer.checkpoint.best_metric, config.trainer.validation
+    if best is not None and not config.data.validation_files:
+        yield "trainer.checkpoint.best_metric", f"'{best}' is never measured without data.validation_files"
+    if config.data.validation_files and not validation.greedy and validation.n == 0:
         yield (
-            "rollout.n",
-            f"group size {n} with advantage estimator '{name}', which compares the samples of one prompt: every "
-            "advantage would be 0; expected rollout.n >= 2, or an estimator without groups in algorithm.advantage",
+            "trainer.validation.n",
+            "validation would measure nothing: set trainer.validation.greedy=true or trainer.validation.n >= 1",
         )
 
 
-def engine_environment(config: ResolvedConfig) -> Problems:
-    if config.rollout.engine.python is not None and config.cluster.runtime == "local":
+def local_runtime(config: ResolvedConfig) -> Problems:
+    """What needs a Ray cluster."""
+    if config.cluster.runtime != "local":
+        return
+    engine = config.rollout.engine
+    if engine.python is not None:
         yield (
             "rollout.engine.python",
             "an engine in its own environment needs cluster.runtime=ray, found local; set cluster.runtime=ray or "
             "rollout.engine.python=null",
         )
+    one_process = "the local runtime is one process"
+    same_process = "in the local runtime engines are in the trainer's process"
+    found: list[tuple[str, object, object, str]] = [
+        *((f"cluster.{key}", getattr(config.cluster, key), 1, one_process) for key in ("nodes", "processes_per_node")),
+        *((f"rollout.engine.{key}", getattr(engine, key), 1, one_process) for key in (*_PARALLEL, "nodes")),
+        (
+            "rollout.engine.weight_transfer",
+            engine.weight_transfer.replace("auto", "host_memory"),
+            "host_memory",
+            same_process,
+        ),
+        ("rollout.engine.placement", engine.placement, "colocated", same_process),
+    ]
+    for key, value, local, reason in found:
+        if value != local:
+            yield key, f"found {value}, but {reason}; set cluster.runtime=ray or {key}={local}"
+    if config.actor.offload_parameters and engine.has("shared_module"):
+        yield (
+            "actor.offload_parameters",
+            f"engine '{engine.name}' generates with the actor's own weights in the local runtime, and they must stay "
+            "on the device; set cluster.runtime=ray or actor.offload_parameters=false",
+        )
 
 
-def training_processes(config: ResolvedConfig) -> Problems:
-    cluster = config.cluster
-    if cluster.runtime != "local":
-        return
-    for key, count in (("nodes", cluster.nodes), ("processes_per_node", cluster.processes_per_node)):
-        if count > 1:
-            yield (
-                f"cluster.{key}",
-                f"found {count}, but the local runtime is one process; set cluster.runtime=ray or cluster.{key}=1",
-            )
-
-
-def engine_parallelism(config: ResolvedConfig) -> Problems:
+def replicas(config: ResolvedConfig) -> Problems:
     engine = config.rollout.engine
     if engine.devices % engine.nodes:
         yield (
             "rollout.engine.nodes",
-            f"{engine.devices} device(s) of a replica (tensor_parallel x pipeline_parallel x data_parallel) cannot be "
-            f"spread evenly over {engine.nodes} nodes",
-        )
-    if config.cluster.runtime != "local":
-        return
-    parallel = {
-        "tensor_parallel": engine.tensor_parallel,
-        "pipeline_parallel": engine.pipeline_parallel,
-        "data_parallel": engine.data_parallel,
-        "nodes": engine.nodes,
-    }
-    for key, count in parallel.items():
-        if count > 1:
-            yield (
-                f"rollout.engine.{key}",
-                f"found {count}, but the local runtime is one process; set cluster.runtime=ray or "
-                f"rollout.engine.{key}=1",
-            )
-    if engine.weight_transfer == "broadcast":
-        yield (
-            "rollout.engine.weight_transfer",
-            "found broadcast, but in the local runtime engines are in the trainer's process; set cluster.runtime=ray "
-            "or rollout.engine.weight_transfer=host_memory",
-        )
-    if engine.placement == "standalone":
-        yield (
-            "rollout.engine.placement",
-            "found standalone, but in the local runtime engines are in the trainer's process; set cluster.runtime=ray "
-            "or rollout.engine.placement=colocated",
-        )
-
-
-def offload_leaves_the_engine_its_weights(config: ResolvedConfig) -> Problems:
-    if (
-        config.actor.offload_parameters
-        and config.cluster.runtime == "local"
-        and config.rollout.engine.has("shared_module")
-    ):
-        yield (
-            "actor.offload_parameters",
-            f"engine '{config.rollout.engine.name}' generates with the actor's own weights in the local runtime, "
-            "and they must stay on the device; set cluster.runtime=ray or actor.offload_parameters=false",
+            f"{engine.devices} device(s) of a replica ({' x '.join(_PARALLEL)}) cannot be spread evenly over "
+            f"{engine.nodes} nodes",
         )
 
 
@@ -110,111 +79,87 @@ def deterministic_rollouts(config: ResolvedConfig) -> Problems:
     rollout = config.rollout
     if not rollout.deterministic:
         return
-    replicas = config.engine_replicas
-    if replicas != 1:
-        yield "rollout.engine.replicas", f"rollout.deterministic needs 1 replica, found {replicas}"
-    if rollout.engine.max_in_flight is not None:
-        yield (
-            "rollout.engine.max_in_flight",
-            f"rollout.deterministic needs all requests of a step in the engine, found {rollout.engine.max_in_flight}; "
-            "set rollout.engine.max_in_flight=null",
-        )
-    if rollout.agent.num_workers != 1:
-        yield "rollout.agent.num_workers", f"rollout.deterministic needs 1 worker, found {rollout.agent.num_workers}"
     trajectories = config.data.batch_size * rollout.n
-    if rollout.agent.max_concurrent < trajectories:
+    found = [
+        ("engine.replicas", config.engine_replicas, config.engine_replicas == 1, "1 replica"),
+        (
+            "engine.max_in_flight",
+            rollout.engine.max_in_flight,
+            rollout.engine.max_in_flight is None,
+            "all requests of a step in the engine (rollout.engine.max_in_flight=null)",
+        ),
+        ("agent.num_workers", rollout.agent.num_workers, rollout.agent.num_workers == 1, "1 worker"),
+        (
+            "agent.max_concurrent",
+            rollout.agent.max_concurrent,
+            rollout.agent.max_concurrent >= trajectories,
+            f"a whole step at once, data.batch_size x rollout.n = {trajectories}",
+        ),
+    ]
+    for key, value, fits, needed in found:
+        if not fits:
+            yield f"rollout.{key}", f"rollout.deterministic needs {needed}, found {value}"
+
+
+def algorithm(config: ResolvedConfig) -> Problems:
+    n, advantage, critic = config.rollout.n, config.algorithm.advantage, config.critic
+    if n < 2 and advantage.has("groups"):
         yield (
-            "rollout.agent.max_concurrent",
-            f"rollout.deterministic needs a whole step at once, data.batch_size x rollout.n = {trajectories}, "
-            f"found {rollout.agent.max_concurrent}",
+            "rollout.n",
+            f"group size {n} with advantage estimator '{advantage.name}', which compares the samples of one prompt: "
+            "every advantage would be 0; expected rollout.n >= 2, or an estimator without groups in "
+            "algorithm.advantage",
         )
-
-
-def reference_is_used(config: ResolvedConfig) -> Problems:
     if config.reference.path is not None and config.algorithm.kl_coef == 0:
         yield (
             "reference.path",
             "no reference is used because algorithm.kl_coef is 0; set algorithm.kl_coef > 0 or reference.path=null",
         )
+    for key, value, unused in (("path", critic.path, None), ("warmup_steps", critic.warmup_steps, 0)):
+        if value != unused and not advantage.has("values"):
+            yield (
+                f"critic.{key}",
+                f"no critic is used because advantage estimator '{advantage.name}' needs no values; choose another "
+                f"algorithm.advantage or set critic.{key}={'null' if unused is None else unused}",
+            )
+    for role, betas in (("actor", config.actor.optimizer.betas), ("critic", critic.optimizer.betas)):
+        if len(betas) != 2:
+            yield f"{role}.optimizer.betas", f"expected two numbers, found {len(betas)}"
 
 
-def critic_is_used(config: ResolvedConfig) -> Problems:
-    if config.algorithm.advantage.has("values"):
-        return
-    critic, name = config.critic, config.algorithm.advantage.name
-    reason = f"no critic is used because advantage estimator '{name}' needs no values"
-    if critic.path is not None:
-        yield "critic.path", f"{reason}; choose another algorithm.advantage or set critic.path=null"
-    if critic.warmup_steps > 0:
-        yield "critic.warmup_steps", f"{reason}; choose another algorithm.advantage or set critic.warmup_steps=0"
-
-
-def optimizer_betas(config: ResolvedConfig) -> Problems:
-    for role, section in (("actor", config.actor), ("critic", config.critic)):
-        if len(section.optimizer.betas) != 2:
-            yield f"{role}.optimizer.betas", f"expected two numbers, found {len(section.optimizer.betas)}"
-
-
-def unique_names(config: ResolvedConfig) -> Problems:
-    lists: dict[str, Sequence[Slot]] = {
-        "rollout.agent.loops": config.rollout.agent.loops,
-        "tools": config.tools,
-        "interactions": config.interactions,
-    }
-    for path, slots in lists.items():
-        first: dict[str, int] = {}
-        for index, slot in enumerate(slots):
-            name = slot.registered_name
-            if first.setdefault(name, index) != index:
+def plugins(config: ResolvedConfig) -> Problems:
+    loops, manager = config.rollout.agent.loops, config.reward.manager
+    if not loops:
+        yield "rollout.agent.loops", "expected at least one agent loop, found none; see `agentrl plugins list`"
+    lists = (("rollout.agent.loops", loops), ("tools", config.tools), ("interactions", config.interactions))
+    for path, slots in lists:
+        names = [slot.registered_name for slot in slots]
+        for index, name in enumerate(names):
+            if (first := names.index(name)) != index:
                 yield (
                     f"{path}.{index}.name",
-                    f"'{name}' stands twice, first as {path}.{first[name]}; rows choose by name, so each name may "
-                    "stand once",
+                    f"duplicate name '{name}', first used in {path}.{first}; rows choose by name, so remove or rename "
+                    "one",
                 )
-
-
-def something_rewards(config: ResolvedConfig) -> Problems:
-    scores_itself = any(config.reward.manager.has(capability) for capability in ("tool_rewards", "turn_scores"))
-    if not config.reward.functions and not scores_itself:
+    if not config.reward.functions and not manager.has("tool_rewards") and not manager.has("turn_scores"):
         yield (
             "reward.functions",
-            "nothing gives a reward: no function is configured, and reward manager "
-            f"'{config.reward.manager.name}' uses neither the rewards of tools nor the scores of interactions; "
-            "add a function (see `agentrl plugins list`, or ./file.py:function)",
+            f"nothing gives a reward: no function is configured, and reward manager '{manager.name}' uses neither the "
+            "rewards of tools nor the scores of interactions; add a function (see `agentrl plugins list`, or "
+            "./file.py:function)",
         )
 
 
-def validation_files(config: ResolvedConfig) -> Problems:
-    trainer = config.trainer
-    if not config.data.validation_files:
-        if trainer.checkpoint.best_metric is not None:
-            yield (
-                "trainer.checkpoint.best_metric",
-                f"'{trainer.checkpoint.best_metric}' is never measured without data.validation_files",
-            )
-    elif not trainer.validation.greedy and trainer.validation.n == 0:
-        yield (
-            "trainer.validation.n",
-            "validation would measure nothing: set trainer.validation.greedy=true or trainer.validation.n >= 1",
-        )
-
-
-def models_exist(config: ResolvedConfig) -> Problems:
-    paths = {
+def files(config: ResolvedConfig) -> Problems:
+    models = {
         "model.path": config.model.path,
         "critic.path": config.critic.path,
         "reference.path": config.reference.path,
     }
-    for key, path in paths.items():
-        if path is None:
-            continue
-        if not os.path.isdir(path):
-            yield key, f"no such directory: {path}; expected a model that transformers can load{_remedy(path)}"
-        elif not os.path.isfile(os.path.join(path, "config.json")):
-            yield key, f"{path} has no config.json; expected a model that transformers can load{_remedy(path)}"
-
-
-def files_exist(config: ResolvedConfig) -> Problems:
+    for key, path in models.items():
+        if path is not None and not os.path.isfile(os.path.join(path, "config.json")):
+            what = f"{path} has no config.json" if os.path.isdir(path) else f"no such directory: {path}"
+            yield key, f"{what}; expected a model that transformers can load{_remedy(path)}"
     paths = {f"data.train_files.{i}": path for i, path in enumerate(config.data.train_files)}
     paths |= {f"data.validation_files.{i}": path for i, path in enumerate(config.data.validation_files)}
     if config.model.chat_template is not None:
@@ -233,26 +178,11 @@ def _remedy(path: str) -> str:
     return ""
 
 
-CHECKS: tuple[Check, ...] = (
-    nothing_empty,
-    group_size,
-    engine_environment,
-    training_processes,
-    engine_parallelism,
-    offload_leaves_the_engine_its_weights,
-    deterministic_rollouts,
-    reference_is_used,
-    critic_is_used,
-    optimizer_betas,
-    unique_names,
-    something_rewards,
-    validation_files,
-)
-FILE_CHECKS: tuple[Check, ...] = (models_exist, files_exist)
+CHECKS: tuple[Check, ...] = (data, plugins, algorithm, replicas, local_runtime, deterministic_rollouts)
 
 
 def check(config: ResolvedConfig, check_files: bool, alternatives: Alternatives = installed_with) -> Problems:
     """Every problem of every check; those of the file system only on request."""
     yield from missing_capabilities(config, training=False, alternatives=alternatives)
-    for each in (*CHECKS, *(FILE_CHECKS if check_files else ())):
+    for each in (*CHECKS, *((files,) if check_files else ())):
         yield from each(config)

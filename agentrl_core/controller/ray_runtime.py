@@ -175,8 +175,8 @@ class RayRuntime:
         if taken + wanted > seen:
             raise WorkerError(
                 f"{name!r} needs {wanted:g} logical CPUs, but {taken:g} of the {seen:g} that the Ray cluster has are "
-                f"taken by this run. Start Ray with `ray start --head --num-cpus={taken + wanted:g}` or more (logical CPUs "
-                "may exceed cores) and set cluster.address=auto"
+                f"taken by this run. Start Ray with `ray start --head --num-cpus={taken + wanted:g}` or more "
+                "(logical CPUs may exceed cores) and set cluster.address=auto"
             )
 
     def _check_gpus(self, name: str, wanted: float) -> None:

@@ -87,13 +87,13 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
         ),
         (
             [TOOL_AGENT, "tools=[calculator, calculator]"],
-            "tools.1.name (override 'tools=[calculator, calculator]'): 'calculator' stands twice, first as tools.0; "
-            "rows choose by name, so each name may stand once",
+            "tools.1.name (override 'tools=[calculator, calculator]'): duplicate name 'calculator', first used in "
+            "tools.0; rows choose by name, so remove or rename one",
         ),
         (
             ["rollout.agent.loops=[single_turn, single_turn]"],
-            "rollout.agent.loops.1.name (override 'rollout.agent.loops=[single_turn, single_turn]'): 'single_turn' "
-            "stands twice, first as rollout.agent.loops.0; rows choose by name, so each name may stand once",
+            "rollout.agent.loops.1.name (override 'rollout.agent.loops=[single_turn, single_turn]'): duplicate "
+            "name 'single_turn', first used in rollout.agent.loops.0; rows choose by name, so remove or rename one",
         ),
         (
             ["tools=[calculator]"],

@@ -102,9 +102,11 @@ def test_an_escaped_interpolation_is_text(load, valid):
 
 
 def test_anchors_and_merge_keys(load, valid):
-    text = valid + "actor: {optimizer: &adam {lr: 0.5, eps: 0.1}}\ncritic: {optimizer: {<<: *adam, lr: 0.25}}\n"
+    text = (
+        valid + "actor: {optimizer: &adam {lr: 0.5, weight_decay: 0.1}}\ncritic: {optimizer: {<<: *adam, lr: 0.25}}\n"
+    )
     critic = load(text).critic.optimizer
-    assert (critic.lr, critic.eps) == (0.25, 0.1)
+    assert (critic.lr, critic.weight_decay) == (0.25, 0.1)
 
 
 class TestExtends:

@@ -236,9 +236,10 @@ def test_required_keys_of_an_empty_file(problems):
     assert problems("") == [
         "model.path (config.yaml): required key is missing (directory with weights, config and tokenizer, relative to "
         "the config file)",
-        "data.train_files (config.yaml): required key is missing (Parquet or JSON Lines files, relative to the config file)",
-        "rollout.agent.loops (config.yaml): required key is missing (agent loops that rows select with agent_name; the "
-        "first is the default)",
+        "data.train_files (config.yaml): required key is missing (Parquet or JSON Lines files, relative to the config "
+        "file)",
+        "rollout.agent.loops (config.yaml): required key is missing (agent loops that rows select with agent_name; "
+        "the first is the default)",
     ]
 
 

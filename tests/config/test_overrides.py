@@ -67,5 +67,5 @@ def test_options_of_a_slot_written_as_a_name(load, valid):
 
 
 def test_sections_are_merged(load, valid):
-    optimizer = load(valid, "actor.optimizer.lr=0.5", "actor.optimizer={eps: 0.25}").actor.optimizer
-    assert (optimizer.lr, optimizer.eps) == (0.5, 0.25)
+    optimizer = load(valid, "actor.optimizer.lr=0.5", "actor.optimizer={weight_decay: 0.25}").actor.optimizer
+    assert (optimizer.lr, optimizer.weight_decay) == (0.5, 0.25)
