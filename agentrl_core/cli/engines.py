@@ -24,7 +24,7 @@ def setup_engine(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only.")] = False,
 ) -> None:
     """Make the environment in which an engine runs beside the trainer's own, and print its interpreter."""
-    from agentrl_core.plugins import resolve
+    from agentrl_core.plugins.resolution import resolve
     from agentrl_core.serving.environment import setup_commands, setup_environment
 
     plugin = resolve("engine", name)

@@ -102,7 +102,7 @@ def bind_with(resolver: Resolver, config: Config, *, check_files: bool = True) -
 
 
 def _installed() -> Resolver:
-    from agentrl_core.plugins import resolve
+    from agentrl_core.plugins.resolution import resolve
 
     return resolve
 

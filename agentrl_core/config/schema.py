@@ -16,7 +16,7 @@ Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean",
 
 
 class Plugin(Protocol):
-    """What a resolver finds for a slot: see :class:`agentrl_core.plugins.ResolvedPlugin`."""
+    """What a resolver finds for a slot: see :class:`agentrl_core.plugins.resolution.ResolvedPlugin`."""
 
     @property
     def spec(self) -> PluginSpec: ...
@@ -49,7 +49,7 @@ class Slot:
 
         Raises:
             ConfigError: nobody has resolved this slot.
-            PluginError: the plugin differs in this process, see :func:`agentrl_core.plugins.resolve_ref`.
+            PluginError: the plugin differs in this process, see ``agentrl_core.plugins.resolution.resolve_ref``.
         """
         if self.resolved is None:
             raise ConfigError(
@@ -57,7 +57,7 @@ class Slot:
                 "make it with load_config(path), or pass it through bind()"
             )
         if isinstance(self.resolved, PluginRef):
-            from agentrl_core.plugins import resolve_ref
+            from agentrl_core.plugins.resolution import resolve_ref
 
             self.resolved = resolve_ref(self.resolved)
         return self.resolved
@@ -75,7 +75,7 @@ class Slot:
         """The object that the plugin's factory makes of this slot's options and the context of its kind."""
         config = self.config
         if self.code:
-            from agentrl_core.plugins import resolve_ref
+            from agentrl_core.plugins.resolution import resolve_ref
 
             config = replace(config, **{name: resolve_ref(ref).load() for name, ref in self.code.items()})
         return self.plugin.build(config, context)

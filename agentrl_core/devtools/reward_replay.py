@@ -16,7 +16,7 @@ from agentrl_core.api.errors import ConfigError, DataError, RewardError
 from agentrl_core.api.reward import RewardFunctionContext, RewardTrajectory
 from agentrl_core.config import RewardFunctionSlot, load_config
 from agentrl_core.hosting.rewards import check_score
-from agentrl_core.plugins import resolve
+from agentrl_core.plugins.resolution import resolve
 from agentrl_core.runs.records import RolloutRecord, read_rollouts, reward_trajectory_of
 
 _SAME = 1e-9

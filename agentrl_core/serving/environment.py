@@ -13,9 +13,9 @@ from urllib.parse import unquote, urlparse
 
 from agentrl_core.api import EngineError
 from agentrl_core.api.errors import PluginError, PluginRequirementError
-from agentrl_core.plugins import ResolvedPlugin
 from agentrl_core.plugins.discovery import is_external
 from agentrl_core.plugins.file_plugin import FILE_DIST
+from agentrl_core.plugins.resolution import ResolvedPlugin
 from agentrl_core.serving.interpreter import CORE, check_interpreter
 
 PINS = "environment.txt"

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.plugins import resolve_ref
+from agentrl_core.plugins.resolution import resolve_ref
 
 
 class IsolatedPlugins:

@@ -24,8 +24,8 @@ from agentrl_core.config.schema import AgentLoopSlot, HookSlot, RewardFunctionSl
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.hosting.rewards import build_reward_function
 from agentrl_core.hosting.tools import build_tool
-from agentrl_core.plugins import HookCaller
 from agentrl_core.plugins.boundary import boundary
+from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.workers.models import resolve_device
 
 

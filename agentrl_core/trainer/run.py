@@ -23,7 +23,8 @@ from agentrl_core.config import ResolvedConfig, to_dict, to_yaml
 from agentrl_core.config.nodes import dotted, read_file
 from agentrl_core.config.slots import all_slots
 from agentrl_core.config.writing import leaves, written
-from agentrl_core.plugins import HookCaller, diff_lock, lock_of, read_lock, write_lock
+from agentrl_core.plugins.hooks import HookCaller
+from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock, write_lock
 from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.records import RolloutRecord, RolloutWriter
 from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus, Split

@@ -213,7 +213,7 @@ def run_blocked(code: str) -> str:
 def test_import_agentrl_core_without_torch_or_ray() -> None:
     output = run_blocked("""
 import agentrl_core, agentrl_core.api, agentrl_core.plugins, agentrl_core.config, agentrl_core.cli.main
-from agentrl_core.plugins import discover
+from agentrl_core.plugins.discovery import discover
 rows = [row for row in discover() if row.dist.startswith("agentrl-")]
 print(len(rows) > 0, [row.error for row in rows if row.status in ("broken", "incompatible", "duplicate")])
 """)

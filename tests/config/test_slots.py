@@ -10,7 +10,7 @@ from agentrl_core.api import ConfigError
 from agentrl_core.api.algorithm import AlgorithmContext
 from agentrl_core.config import AdvantageSlot, ResolvedConfig, RewardFunctionSlot
 from agentrl_core.config.slots import all_slots
-from agentrl_core.plugins import resolve
+from agentrl_core.plugins.resolution import resolve
 
 
 def test_a_loaded_configuration_knows_the_plugin_of_each_slot(load) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from agentrl_core.api import PluginRef
 from agentrl_core.devtools.check import CheckResult, check_here, check_in_children
-from agentrl_core.plugins import PluginRow, discover
+from agentrl_core.plugins.discovery import PluginRow, discover
 from agentrl_core.testing.plugins import IsolatedPlugins
 
 SPEC = """

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import KINDS
-from agentrl_core.plugins import read_lock
+from agentrl_core.plugins.lock import read_lock
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
 

@@ -2,7 +2,7 @@ import sys
 
 import pytest
 
-from agentrl_core.plugins import PluginRow, discover
+from agentrl_core.plugins.discovery import PluginRow, discover
 from agentrl_core.testing.plugins import IsolatedPlugins
 
 TOOL = """

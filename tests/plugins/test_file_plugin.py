@@ -17,7 +17,7 @@ from agentrl_core.api import (
     PluginNotFoundError,
     ToolContext,
 )
-from agentrl_core.plugins import resolve, resolve_ref
+from agentrl_core.plugins.resolution import resolve, resolve_ref
 
 REWARD = '''
 from dataclasses import dataclass
@@ -110,7 +110,7 @@ def test_worker_without_the_file_runs_the_same_code_and_can_unpickle(tmp_path: P
     handed_over.write_bytes(pickle.dumps((plugin.ref, pickle.dumps(plugin.load()(None)))))
     worker = """
 import pickle, sys
-from agentrl_core.plugins import resolve_ref
+from agentrl_core.plugins.resolution import resolve_ref
 ref, pickled = pickle.load(open(sys.argv[1], "rb"))
 print(resolve_ref(ref).load()(None) == pickle.loads(pickled))
 """

@@ -6,7 +6,8 @@ import pytest
 
 from agentrl_core.api import HookSpecs, PluginBrokenError, hookimpl
 from agentrl_core.api.hooks import PROJECT
-from agentrl_core.plugins import HookCaller, resolve
+from agentrl_core.plugins.hooks import HookCaller
+from agentrl_core.plugins.resolution import resolve
 from agentrl_core.testing.plugins import IsolatedPlugins
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import agentrl_core
 from agentrl_core.api import KINDS, PluginError, PluginRef
-from agentrl_core.plugins import diff_lock, lock_of, read_lock, write_lock
+from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock, write_lock
 
 HERMES = PluginRef("tool_parser", "hermes", "agentrl-tool-parsers", "0.1.0")
 GRPO = PluginRef("advantage_estimator", "grpo", "agentrl-algorithms", "0.1.0")

@@ -13,8 +13,8 @@ from agentrl_core.api import (
     PluginRequirementError,
     TemplateError,
 )
-from agentrl_core.plugins import resolve, resolve_ref
 from agentrl_core.plugins.official import OFFICIAL
+from agentrl_core.plugins.resolution import resolve, resolve_ref
 from agentrl_core.testing.plugins import IsolatedPlugins
 
 SPEC = """
@@ -236,7 +236,7 @@ def test_worker_without_the_plugin(isolated_plugins: IsolatedPlugins) -> None:
 
 def test_official_table_agrees_with_what_is_installed() -> None:
     """Not isolated: whichever of our plugins are installed here are the ones that the table says."""
-    from agentrl_core.plugins import discover
+    from agentrl_core.plugins.discovery import discover
 
     installed = {(row.kind, row.name): row.dist for row in discover() if row.dist in OFFICIAL.values()}
     assert installed == {key: dist for key, dist in OFFICIAL.items() if key in installed}
