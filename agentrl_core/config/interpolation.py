@@ -1,7 +1,7 @@
 """Resolves ``${key.path}`` and ``${resolver:…}`` with OmegaConf, value by value, so that every problem is found."""
 
-from collections.abc import Mapping
 from dataclasses import replace
+from functools import reduce
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -10,7 +10,7 @@ from omegaconf.errors import OmegaConfBaseException
 from agentrl_core.config.introspect import element_type, is_section, members
 from agentrl_core.config.nodes import KeyPath, Node, from_plain, problem
 from agentrl_core.config.schema import Config
-from agentrl_core.config.writing import plain
+from agentrl_core.config.writing import leaves, plain
 
 _ENVIRONMENT = "oc.env"
 
@@ -23,38 +23,41 @@ UNRESOLVED = Unresolved()
 
 
 def interpolated(tree: Node) -> tuple[Node, list[str]]:
-    """The tree without interpolations, and the problems of those that failed (their value is ``UNRESOLVED``)."""
-    written = {path: leaf for path, leaf in tree.leaves() if isinstance(leaf.value, str) and "${" in leaf.value}
-    if not written:
-        return tree, []
+    """Resolve the interpolations of a tree, in place.
+
+    Returns:
+        The tree, and the problems of interpolations that failed (their value is ``UNRESOLVED``).
+    """
+    written = {path: leaf for path, leaf in leaves(tree) if isinstance(leaf.value, str) and "${" in leaf.value}
     problems: list[str] = []
     values: dict[KeyPath, Any] = {}
+
+    def fail(path: KeyPath, leaf: Node, error: BaseException) -> None:
+        reason = str(error).splitlines()[0].strip()
+        problems.append(problem(path, leaf.origin, f"interpolation {leaf.value!r}: {reason}"))
+        values[path] = UNRESOLVED
+
     for path, leaf in written.items():
         try:
             OmegaConf.create({"value": leaf.value})
         except OmegaConfBaseException as error:
-            problems.append(problem(path, leaf.origin, f"interpolation {leaf.value!r}: {_first_line(error)}"))
-            values[path] = UNRESOLVED
-    root = OmegaConf.create(_with_defaults(Config, _substituted(tree, dict.fromkeys(values), {})))
+            fail(path, leaf, error)
+            _put(tree, path, replace(leaf, value=None))
+    root = OmegaConf.create(_with_defaults(Config, tree)) if written else None
     for path, leaf in written.items():
-        if path in values:
-            continue
         try:
-            values[path] = _lookup(root, path)
+            values[path] = values[path] if path in values else _lookup(root, path)
         except (OmegaConfBaseException, RecursionError) as error:
-            problems.append(problem(path, leaf.origin, f"interpolation {leaf.value!r}: {_first_line(error)}"))
-            values[path] = UNRESOLVED
+            fail(path, leaf, error)
     secrets = [str(values[path]) for path, leaf in written.items() if _ENVIRONMENT in leaf.value and values[path]]
-    references = {
-        path: leaf.value
-        for path, leaf in written.items()
-        if _ENVIRONMENT in leaf.value or any(secret in str(values[path]) for secret in secrets)
-    }
-    return _substituted(tree, values, references), problems
+    for path, leaf in written.items():
+        is_secret = _ENVIRONMENT in leaf.value or any(secret in str(values[path]) for secret in secrets)
+        _put(tree, path, replace(from_plain(values[path], leaf.origin), reference=leaf.value if is_secret else ""))
+    return tree, problems
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).splitlines()[0].strip()
+def _put(tree: Node, path: KeyPath, node: Node) -> None:
+    reduce(lambda parent, key: parent.value[key], path[:-1], tree).value[path[-1]] = node
 
 
 def _lookup(root: Any, path: KeyPath) -> Any:
@@ -62,18 +65,6 @@ def _lookup(root: Any, path: KeyPath) -> Any:
     for key in path:
         value = value[key]
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-def _substituted(node: Node, values: dict[KeyPath, Any], references: Mapping[KeyPath, str], path: KeyPath = ()) -> Node:
-    if path in values:
-        return replace(from_plain(values[path], node.origin), reference=references.get(path, ""))
-    if isinstance(node.value, dict):
-        children = {key: _substituted(child, values, references, (*path, key)) for key, child in node.value.items()}
-        return replace(node, value=children)
-    if isinstance(node.value, list):
-        items = [_substituted(child, values, references, (*path, index)) for index, child in enumerate(node.value)]
-        return replace(node, value=items)
-    return node
 
 
 def _with_defaults(tp: Any, node: Node) -> Any:

@@ -20,25 +20,34 @@ from agentrl_core.config.writing import leaves, plain, to_dict
 _EXTENDS = "extends"
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = (), *, check_files: bool = True) -> ResolvedConfig:
+def load_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    check_files: bool = True,
+    resolver: Resolver | None = None,
+    alternatives: Alternatives = installed_with,
+) -> ResolvedConfig:
     """Reads, resolves and checks a configuration.
 
     Args:
         path: a YAML file. ``extends: other.yaml`` at its top lays it over another file.
         overrides: ``key.path=value`` with the value in YAML; list elements by index (``tools.0.config.x=1``).
         check_files: also require that the model and the data files exist.
+        resolver: finds the plugins; None: those that are installed.
+        alternatives: names the plugins that an error proposes.
 
     Returns:
-        The whole tree. The ``config`` of each slot is an instance of the plugin's own dataclass;
-        paths in the file are absolute, seen from the file, those in overrides seen from the working directory.
+        The whole tree. The ``config`` of each slot is an instance of the plugin's own dataclass. Relative paths are
+        seen from the file that names them, those in overrides from the working directory; all become absolute.
 
     Raises:
         ConfigError: with every problem that was found.
     """
-    return load_with(_installed(), path, overrides, check_files=check_files)
+    return _loaded(resolver, path, overrides, check_files, alternatives)[0]
 
 
-def bind(config: Config, *, check_files: bool = True) -> ResolvedConfig:
+def bind(config: Config, *, check_files: bool = True, resolver: Resolver | None = None) -> ResolvedConfig:
     """A checked copy of a tree that was built in Python, as :func:`load_config` returns it.
 
     The ``config`` of a slot may be an instance of the plugin's dataclass or a dict. Relative paths are seen from the
@@ -47,19 +56,10 @@ def bind(config: Config, *, check_files: bool = True) -> ResolvedConfig:
     Raises:
         ConfigError: with every problem that was found.
     """
-    return bind_with(_installed(), config, check_files=check_files)
-
-
-def load_with(
-    resolver: Resolver,
-    path: str | Path,
-    overrides: Sequence[str] = (),
-    *,
-    check_files: bool = True,
-    alternatives: Alternatives = installed_with,
-) -> ResolvedConfig:
-    """:func:`load_config` with another source of plugins."""
-    return _loaded(resolver, path, overrides, check_files, alternatives)[0]
+    tree = normalised(Config, from_plain(plain(config), Origin("", Path.cwd())))
+    bound = _checked(resolver, tree, [], "", check_files)[0]
+    bound.references = dict(config.references)
+    return bound
 
 
 def load_with_origins(
@@ -74,13 +74,13 @@ def load_with_origins(
     Raises:
         ConfigError: with every problem that was found.
     """
-    config, origins = _loaded(resolver or _installed(), path, overrides, check_files=False)
+    config, origins = _loaded(resolver, path, overrides, check_files=False)
     values = leaves(to_dict(config))
     return config, {dotted(key): origins[dotted(key)].label if dotted(key) in origins else DEFAULT for key, _ in values}
 
 
 def _loaded(
-    resolver: Resolver,
+    resolver: Resolver | None,
     path: str | Path,
     overrides: Sequence[str],
     check_files: bool,
@@ -91,20 +91,6 @@ def _loaded(
     tree, problems = with_overrides(tree, overrides, Path.cwd())
     tree, failed = interpolated(tree)
     return _checked(resolver, normalised(Config, tree), [*problems, *failed], str(path), check_files, alternatives)
-
-
-def bind_with(resolver: Resolver, config: Config, *, check_files: bool = True) -> ResolvedConfig:
-    """:func:`bind` with another source of plugins."""
-    tree = normalised(Config, from_plain(plain(config), Origin("", Path.cwd())))
-    bound = _checked(resolver, tree, [], "", check_files)[0]
-    bound.references = dict(config.references)
-    return bound
-
-
-def _installed() -> Resolver:
-    from agentrl_core.plugins.resolution import resolve
-
-    return resolve
 
 
 def _read(file: Path, home: Path, below: tuple[str, ...]) -> Node:
@@ -129,14 +115,16 @@ def _read(file: Path, home: Path, below: tuple[str, ...]) -> Node:
 
 
 def _checked(
-    resolver: Resolver,
+    resolver: Resolver | None,
     tree: Node,
     problems: list[str],
     source: str,
     check_files: bool,
     alternatives: Alternatives = installed_with,
 ) -> tuple[ResolvedConfig, dict[str, Origin]]:
-    walker = Walker(resolver, _blocked(tree))
+    from agentrl_core.plugins.resolution import resolve
+
+    walker = Walker(resolver or resolve, _blocked(tree))
     config = walker.section(ResolvedConfig, tree, ())
     problems = [*problems, *walker.problems]
     if not problems:

@@ -2,7 +2,6 @@
 
 import os
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,8 @@ from agentrl_core.api.errors import ConfigError
 
 _EXPONENT = re.compile(r"^[-+]?(?:[0-9][0-9_]*\.?[0-9_]*|\.[0-9][0-9_]*)[eE][-+]?[0-9]+$")
 _FLOAT_TAG = "tag:yaml.org,2002:float"
-_OTHER_BREAKS = frozenset("\x85\u2028\u2029")
-"""Line breaks to YAML 1.1, which only double quotes keep."""
+_BREAKS = frozenset("\n\x85\u2028\u2029")
+"""Line breaks to YAML 1.1: double quotes keep them, and keep the text on one line."""
 _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
 
 _MOST_VALUES = 100_000
@@ -50,17 +49,6 @@ class Node:
         if isinstance(self.value, list):
             return [child.plain() for child in self.value]
         return self.value
-
-    def leaves(self, path: KeyPath = ()) -> Iterator[tuple[KeyPath, "Node"]]:
-        if isinstance(self.value, dict):
-            children: Any = self.value.items()
-        elif isinstance(self.value, list):
-            children = enumerate(self.value)
-        else:
-            yield path, self
-            return
-        for key, child in children:
-            yield from child.leaves((*path, key))
 
 
 def from_plain(value: Any, origin: Origin) -> Node:
@@ -101,7 +89,7 @@ for _class in (_Loader, Dumper):
 
 
 def _represent_text(dumper: Dumper, text: str) -> yaml.ScalarNode:
-    style = '"' if _OTHER_BREAKS & set(text) else None
+    style = '"' if _BREAKS & set(text) else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
@@ -121,13 +109,17 @@ def read_file(path: Path, label: str) -> Node:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{label}: cannot be read as UTF-8 text: {error}", source=str(path)) from error
     origin = Origin(label, Path(os.path.abspath(path)).parent)
-    reader = _Reader(text, origin, with_lines=True)
-    root = reader.read(source=str(path))
+    root = _Reader(text, origin, with_lines=True).read(source=str(path))
     if root.value is None:
         return Node({}, origin)
     if not isinstance(root.value, dict):
         raise ConfigError(f"{label}: expected a mapping of sections, found {type(root.value).__name__}", str(path))
     return replace(root, origin=origin)
+
+
+def read_text(text: str) -> Node:
+    """Any YAML document; the labels of its origins are ``:1`` and so on, the numbers of lines."""
+    return _Reader(text, Origin("", Path()), with_lines=True).read(source="")
 
 
 def read_value(text: str, origin: Origin) -> Node:

@@ -27,7 +27,7 @@ from agentrl_core.config.introspect import (
 from agentrl_core.config.merging import absolute
 from agentrl_core.config.nodes import DEFAULT, KeyPath, Node, Origin, dotted, from_plain, problem
 from agentrl_core.config.schema import Config, Plugin, Slot
-from agentrl_core.config.writing import plain
+from agentrl_core.config.writing import leaves, plain
 
 _UNPACKAGED = "file"
 _NEAR_CHOICE = 0.7
@@ -70,7 +70,7 @@ class Walker:
         if node.reference and not info.path:
             self.references[path] = (node.reference, node.plain())
         if tp is Any:
-            self.origins |= {dotted((*path, *below)): leaf.origin for below, leaf in node.leaves()}
+            self.origins |= {dotted((*path, *below)): leaf.origin for below, leaf in leaves(node)}
             return node.plain()
         if node.value is None:
             return None if allows_none(tp) else self._mismatch(tp, node, path, info)

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from agentrl_core.config.nodes import Dumper, KeyPath, dotted
+from agentrl_core.config.nodes import Dumper, KeyPath, Node, dotted, read_text
 from agentrl_core.config.schema import Config
 
 _MOST_COMMENT_COLUMN = 80
@@ -57,14 +57,19 @@ def _with_references(tree: dict[str, Any], config: Config) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """YAML that :func:`load_config` reads back to an equal :class:`Config`; every default is written out."""
-    text: str = yaml.dump(written(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=120)
+    return _dumped(config, 120)
+
+
+def _dumped(config: Config, width: int) -> str:
+    text: str = yaml.dump(written(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=width)
     return text
 
 
 def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
-    """Every value below plain containers, with its path; an empty container is a value."""
-    if isinstance(value, dict | list) and value:
-        for key, child in value.items() if isinstance(value, dict) else enumerate(value):
+    """Every value below plain containers or nodes, with its path; an empty container is a value."""
+    inner = value.value if isinstance(value, Node) else value
+    if isinstance(inner, dict | list) and inner:
+        for key, child in inner.items() if isinstance(inner, dict) else enumerate(inner):
             yield from leaves(child, (*path, key))
     else:
         yield path, value
@@ -72,38 +77,13 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 def to_commented_yaml(config: Config, comments: Mapping[str, str]) -> str:
     """:func:`to_yaml` with one value a line, and behind it, in one column, the comment of its key path."""
-    lines = list(_lines(written(config), (), 0))
-    column = min(_MOST_COMMENT_COLUMN, max(len(text) for text, path in lines if path) + 2)
-    return "".join(
-        f"{text:<{column - 2}}  # {comments[dotted(path)]}\n" if path else f"{text}\n" for text, path in lines
-    )
-
-
-def _lines(value: Any, path: KeyPath, depth: int) -> Iterator[tuple[str, KeyPath]]:
-    """Lines of a non-empty container, each with the path of its value; an empty path where it opens a container."""
-    indent = "  " * depth
-    if isinstance(value, dict):
-        for key, child in value.items():
-            if isinstance(child, dict | list) and child:
-                yield f"{indent}{_flow(key)}:", ()
-                yield from _lines(child, (*path, key), depth + 1)
-            else:
-                yield f"{indent}{_flow(key)}: {_flow(child)}", (*path, key)
-        return
-    for index, child in enumerate(value):
-        if isinstance(child, dict | list) and child:
-            (first, first_path), *rest = _lines(child, (*path, index), depth + 1)
-            yield f"{indent}- {first.lstrip()}", first_path
-            yield from rest
-        else:
-            yield f"{indent}- {_flow(child)}", (*path, index)
-
-
-def _flow(value: Any) -> str:
-    """A scalar or empty container on one line, whatever is in it."""
-    style = '"' if isinstance(value, str) and len(value.splitlines()) > 1 else None
-    text: str = yaml.dump(value, Dumper=Dumper, allow_unicode=True, width=sys.maxsize, default_style=style)
-    return text.removesuffix("...\n").rstrip("\n")
+    text = _dumped(config, sys.maxsize)
+    paths = {int(leaf.origin.label.removeprefix(":")) - 1: path for path, leaf in leaves(read_text(text))}
+    lines = text.splitlines()
+    column = min(_MOST_COMMENT_COLUMN, max(len(lines[index]) for index in paths) + 2)
+    for index, path in paths.items():
+        lines[index] = f"{lines[index]:<{column - 2}}  # {comments[dotted(path)]}"
+    return "\n".join(lines) + "\n"
 
 
 def escaped(value: Any) -> Any:

@@ -12,7 +12,8 @@ from agentrl_core.api import PluginNotFoundError, PluginRef, PluginSpec, option
 from agentrl_core.api.config import NoConfig
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config import Config
-from agentrl_core.config.loading import bind_with, load_with
+from agentrl_core.config.loading import bind as bind_tree
+from agentrl_core.config.loading import load_config
 
 VALID = """\
 model:
@@ -131,7 +132,9 @@ def load(write: Callable[..., Path]) -> Callable[..., Config]:
     """``load(text, *overrides)``: the configuration of a file with this text."""
 
     def load_text(text: str = VALID, *overrides: str, check_files: bool = False) -> Config:
-        return load_with(resolve, write(text), overrides, check_files=check_files, alternatives=installed_with)
+        return load_config(
+            write(text), overrides, check_files=check_files, resolver=resolve, alternatives=installed_with
+        )
 
     return load_text
 
@@ -153,7 +156,7 @@ def problems(load: Callable[..., Config]) -> Callable[..., list[str]]:
 @pytest.fixture
 def bind() -> Callable[..., Config]:
     def bind_config(config: Config) -> Config:
-        return bind_with(resolve, config, check_files=False)
+        return bind_tree(config, check_files=False, resolver=resolve)
 
     return bind_config
 

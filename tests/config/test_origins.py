@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_core.config import to_commented_yaml, to_dict
-from agentrl_core.config.loading import load_with, load_with_origins
+from agentrl_core.config import load_config, load_with_origins, to_commented_yaml, to_dict
 from agentrl_core.config.nodes import dotted
 from agentrl_core.config.writing import leaves
 from tests.config.conftest import VALID, resolve
@@ -80,4 +79,4 @@ def test_commented_yaml_loads_back(tmp_path_factory, tree):
     config.model.chat_template_kwargs = tree
     comments = {dotted(path): found.get(dotted(path), "here") for path, _ in leaves(to_dict(config))}
     (folder / "again.yaml").write_text(to_commented_yaml(config, comments), encoding="utf-8")
-    assert load_with(resolve, folder / "again.yaml", check_files=False) == config
+    assert load_config(folder / "again.yaml", check_files=False, resolver=resolve) == config
