@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,10 @@ from agentrl_core.config.introspect import found as shown
 from agentrl_core.config.merging import absolute, merged, normalised, with_overrides
 from agentrl_core.config.nodes import DEFAULT, Node, Origin, dotted, from_plain, problem, read_file
 from agentrl_core.config.schema import Config, ResolvedConfig
+from agentrl_core.config.slots import all_slots
 from agentrl_core.config.validation import Resolver, Walker
 from agentrl_core.config.writing import leaves, plain, to_dict
+from agentrl_core.plugins.resolution import resolve
 
 _EXTENDS = "extends"
 
@@ -44,7 +47,7 @@ def load_config(
     Raises:
         ConfigError: with every problem that was found.
     """
-    return _loaded(resolver, path, overrides, check_files, alternatives)[0]
+    return _loaded(resolver or resolve, path, overrides, check_files, alternatives)[0]
 
 
 def bind(config: Config, *, check_files: bool = True, resolver: Resolver | None = None) -> ResolvedConfig:
@@ -57,7 +60,7 @@ def bind(config: Config, *, check_files: bool = True, resolver: Resolver | None 
         ConfigError: with every problem that was found.
     """
     tree = normalised(Config, from_plain(plain(config), Origin("", Path.cwd())))
-    bound = _checked(resolver, tree, [], "", check_files)[0]
+    bound = _checked(resolver or resolve, tree, [], "", check_files)[0]
     bound.references = dict(config.references)
     return bound
 
@@ -67,6 +70,8 @@ def load_with_origins(
 ) -> tuple[ResolvedConfig, dict[str, str]]:
     """:func:`load_config` without a look at model and data, and where each value comes from.
 
+    A file that a slot names is not run, so its options are unchecked, and keys are not checked against each other.
+
     Returns:
         The tree, and by key path of every value ``"default"``, ``"file:line"`` or ``"override 'key=value'"``. Files are
         named as seen from the directory of ``path``.
@@ -74,13 +79,13 @@ def load_with_origins(
     Raises:
         ConfigError: with every problem that was found.
     """
-    config, origins = _loaded(resolver, path, overrides, check_files=False)
+    config, origins = _loaded(resolver or partial(resolve, run_files=False), path, overrides, check_files=False)
     values = leaves(to_dict(config))
     return config, {dotted(key): origins[dotted(key)].label if dotted(key) in origins else DEFAULT for key, _ in values}
 
 
 def _loaded(
-    resolver: Resolver | None,
+    resolver: Resolver,
     path: str | Path,
     overrides: Sequence[str],
     check_files: bool,
@@ -115,19 +120,17 @@ def _read(file: Path, home: Path, below: tuple[str, ...]) -> Node:
 
 
 def _checked(
-    resolver: Resolver | None,
+    resolver: Resolver,
     tree: Node,
     problems: list[str],
     source: str,
     check_files: bool,
     alternatives: Alternatives = installed_with,
 ) -> tuple[ResolvedConfig, dict[str, Origin]]:
-    from agentrl_core.plugins.resolution import resolve
-
-    walker = Walker(resolver or resolve, _blocked(tree))
+    walker = Walker(resolver, _blocked(tree))
     config = walker.section(ResolvedConfig, tree, ())
     problems = [*problems, *walker.problems]
-    if not problems:
+    if not problems and not any(slot.plugin.spec.config is dict for slot in all_slots(config)):
         found = check(config, check_files, alternatives)
         problems = [problem(key, walker.origins.get(key), message) for key, message in found]
     if problems:

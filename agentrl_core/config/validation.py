@@ -150,7 +150,7 @@ class Walker:
         written = node.value["config"].value if "config" in node.value else {}
         names: dict[str, str] = {}
         refs: dict[str, PluginRef] = {}
-        for option, member in members(type(config)).items():
+        for option, member in members(type(config)).items() if is_dataclass(config) else ():
             name = getattr(config, option)
             file, _, attribute = str(name).rpartition(":")
             if member.info.code and file.endswith(".py"):
@@ -181,6 +181,8 @@ class Walker:
         if not isinstance(config.value, dict):
             message = f"expected a mapping with the options of {spec.kind} '{spec.name}', found {found(config.value)}"
             return self._add(path, config.origin, message)
+        if spec.config is dict:
+            return self.value(dict[str, Any], config, path)
         if not is_dataclass(spec.config):
             return self._add(path, config.origin, f"{spec.kind} '{spec.name}' declares no dataclass as its options")
         try:

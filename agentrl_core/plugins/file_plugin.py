@@ -32,8 +32,8 @@ def is_file_name(name: str) -> bool:
     return _FILE_NAME.fullmatch(name) is not None
 
 
-def file_ref(kind: str, name: str, base_dir: Path) -> PluginRef:
-    """Read ``path.py:object``, relative to ``base_dir``, run the file and make the reference.
+def file_ref(kind: str, name: str, base_dir: Path, run: bool = True) -> PluginRef:
+    """Read ``path.py:object``, relative to ``base_dir``, run the file if ``run``, and make the reference.
 
     Raises:
         PluginNotFoundError: the file does not exist.
@@ -52,7 +52,8 @@ def file_ref(kind: str, name: str, base_dir: Path) -> PluginRef:
         raise PluginBrokenError(f"{title}: cannot read {path}: {error}") from error
     digest = hashlib.sha256(source.encode()).hexdigest()
     ref = PluginRef(kind, f"{path.name}:{match['object']}", FILE_DIST, digest, source)
-    _module_of(ref, str(path))
+    if run:
+        _module_of(ref, str(path))
     return ref
 
 
@@ -98,6 +99,12 @@ def file_spec(ref: PluginRef) -> PluginSpec:
         config=config,
         capabilities=frozenset(capabilities),
     )
+
+
+def unread_spec(ref: PluginRef) -> PluginSpec:
+    """The spec of a file's object that is not run: ``config`` is ``dict``, as its options are unknown."""
+    factory = f"{_module_name(ref)}:{ref.name.rpartition(':')[2]}"
+    return PluginSpec(ref.kind, ref.name, KINDS[ref.kind].api_version, f"from {ref.name}", factory, config=dict)
 
 
 def is_plain_function(ref: PluginRef, found: Any) -> bool:

@@ -35,6 +35,7 @@ from agentrl_core.plugins.file_plugin import (
     is_plain_function,
     load_file_object,
     top_level_names,
+    unread_spec,
 )
 from agentrl_core.plugins.official import OFFICIAL, official_names
 from agentrl_core.plugins.registration import (
@@ -106,7 +107,9 @@ class ResolvedPlugin:
             )
 
 
-def resolve(kind: str, name: str, *, base_dir: Path | None = None, block: Sequence[str] = ()) -> ResolvedPlugin:
+def resolve(
+    kind: str, name: str, *, base_dir: Path | None = None, block: Sequence[str] = (), run_files: bool = True
+) -> ResolvedPlugin:
     """The one plugin that a slot names.
 
     Args:
@@ -114,6 +117,7 @@ def resolve(kind: str, name: str, *, base_dir: Path | None = None, block: Sequen
         name: a registered name, ``package:name``, or ``path/to/file.py:object``.
         base_dir: what a relative file is relative to (the directory of the config file); default: the working one.
         block: names, packages or ``package:name`` that must not be used, besides those of ``AGENTRL_PLUGINS_BLOCK``.
+        run_files: run the file that a slot names; without, its options and capabilities are unknown.
 
     Raises:
         PluginNotFoundError: nothing usable has this name; the nearest name and the `pip install` line are given.
@@ -124,8 +128,8 @@ def resolve(kind: str, name: str, *, base_dir: Path | None = None, block: Sequen
     if kind not in KINDS:
         raise PluginNotFoundError(f"there is no plugin kind {kind!r}; allowed are {', '.join(KINDS)}")
     if is_file_name(name):
-        ref = file_ref(kind, name, base_dir or Path.cwd())
-        return ResolvedPlugin(file_spec(ref), ref)
+        ref = file_ref(kind, name, base_dir or Path.cwd(), run_files)
+        return ResolvedPlugin(file_spec(ref) if run_files else unread_spec(ref), ref)
     return _resolved(_select(kind, name, block, base_dir or Path.cwd()))
 
 

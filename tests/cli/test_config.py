@@ -51,6 +51,15 @@ def test_a_configuration_with_problems_lists_them() -> None:
     assert "2 problems" in shown.stderr and "rollout.m" in shown.stderr and "trainer.seed" in shown.stderr
 
 
+def test_a_file_that_a_slot_names_is_shown_and_not_run(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("import pathlib\npathlib.Path(__file__).with_name('ran').touch()\n")
+    slot = f"reward.functions=[{{name: {tmp_path / 'reward.py'}:score, config: {{scale: [2, {{}}]}}}}]"
+    shown = show(str(CALCULATOR), slot)
+    assert shown.exit_code == 0, shown.output
+    assert not (tmp_path / "ran").exists()
+    assert yaml.safe_load(shown.stdout)["reward"]["functions"][0]["config"] == {"scale": [2, {}]}
+
+
 def test_neither_file_nor_schema() -> None:
     shown = show()
     assert shown.exit_code == 2

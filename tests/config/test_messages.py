@@ -11,7 +11,7 @@ from agentrl_core.api.errors import ConfigError
         (
             "cluster:\n  runtim: ray",
             "cluster.runtim (config.yaml:11): unknown key; did you mean 'runtime'? allowed: runtime, address, "
-            "num_cpus, nodes, processes_per_node, device, cpu_threads",
+            "nodes, processes_per_node, device, cpu_threads",
         ),
         (
             "plugins:\n  lr: 1",
