@@ -8,9 +8,13 @@ length. An exception is a bug of the parser and fails the trajectory.
     class MyParser(ToolParser):
         def parse(self, text):
             return ParsedText(content=text, calls=[], errors=[])
+
+The rollout calls ``parse_turn``. A format without its own types (XML, where every argument is a text) overrides it to
+convert the arguments by the tools' schemas.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +54,12 @@ class ToolParser(ABC):
     @abstractmethod
     def parse(self, text: str) -> ParsedText:
         """Parse one assistant turn, decoded without its stop token."""
+
+    def parse_turn(self, text: str, tools: Sequence[dict[str, Any]]) -> ParsedText:
+        """Parse one assistant turn of a trajectory that shows the model ``tools``: function schemas, as chat templates
+        take them. The default ignores them and calls :meth:`parse`.
+        """
+        return self.parse(text)
 
 
 @dataclass(frozen=True)

@@ -189,7 +189,7 @@ class TrajectoryBuilder(Trajectory):
         self._texts.append(text)
         content, calls, errors = text, [], []
         if self._parser is not None:
-            parsed = self._parser.parse(text)
+            parsed = self._parser.parse_turn(text, self._tools)
             calls = [self._number(call) for call in parsed.calls if not is_too_deep(call.arguments)]
             errors = parsed.errors
             if len(calls) < len(parsed.calls):

@@ -77,6 +77,7 @@ class FakeTrajectory(Trajectory):
     def __init__(self, session: "FakeSession", messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> None:
         self.session = session
         self.messages = list(messages)
+        self.tools = tools
         self.added: list[list[Message]] = []
         self.sampling_params: list[Mapping[str, Any]] = []
         self.prompt_ids = session.renderer.encode(
@@ -97,7 +98,7 @@ class FakeTrajectory(Trajectory):
         self.sampling_params.append(sampling_params)
         if self.remaining <= 0:
             return Turn((), "", "length", "")
-        turn = self.session.next_turn(self.remaining)
+        turn = self.session.next_turn(self.remaining, self.tools)
         self._append(turn.token_ids, 1)
         message: Message = {"role": "assistant", "content": turn.content}
         if turn.tool_calls:
@@ -201,7 +202,7 @@ class FakeSession(TrajectorySession):
             self.turn_scores.append(turn.reward)
         return turn
 
-    def next_turn(self, budget: int) -> Turn:
+    def next_turn(self, budget: int, tools: Sequence[dict[str, Any]] = ()) -> Turn:
         """The next scripted turn, cut where the budget ends."""
         if self._spoken == len(self._turns):
             raise RuntimeError(f"the loop asked for turn {self._spoken + 1}, but {len(self._turns)} were scripted")
@@ -211,7 +212,7 @@ class FakeSession(TrajectorySession):
             return turn
         ids = self.renderer.encode(turn)
         text = self.renderer.decode(ids[:budget])
-        parsed = self.parser.parse(text) if self.parser else None
+        parsed = self.parser.parse_turn(text, tools) if self.parser else None
         return Turn(
             token_ids=ids[:budget],
             text=text,

@@ -146,6 +146,15 @@ def test_tool_calls_are_kept_in_the_history(conversation) -> None:
     assert len(set(ids)) == 2 and all(len(each) == 9 and each.isalnum() for each in ids)
 
 
+def test_a_parser_of_a_format_without_types_sees_the_schemas_of_the_tools(conversation) -> None:
+    talk = conversation([f"so: {CALL}{STOP}"])
+    seen = []
+    parser = talk.builder._parser
+    parser.parse_turn = lambda text, tools: (seen.extend(tools), parser.parse(text))[1]
+    assert generate(talk.builder).tool_calls
+    assert [tool["function"]["parameters"]["properties"] for tool in seen] == [{"x": {"type": "string"}}]
+
+
 def test_a_call_that_cannot_be_read_stays_in_the_history_as_text(conversation) -> None:
     talk = conversation(["<tool_call>{oops</tool_call>" + STOP])
     turn = generate(talk.builder)

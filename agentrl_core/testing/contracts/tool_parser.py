@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentrl_core.api import ParsedText, ToolCall, ToolParser, ToolParserContext
+from agentrl_core.api import ParsedText, ToolCall, ToolParser, ToolParserContext, function_schema
 from agentrl_core.testing.contracts.case import PluginCase, PluginContract
 
 JSON = st.recursive(
@@ -35,10 +35,14 @@ class ToolParserCase(PluginCase):
 
     Args:
         write: the text of one call, ``(name, arguments) -> text``, as a model would write it.
+        arguments: what the format can carry; None: every JSON object.
+        quotes_itself: whether a text argument can hold the format's own markers. Formats without an escape cannot.
         chat_templates: Jinja by name; what such a template writes for an assistant's ``tool_calls`` must come back.
     """
 
     write: Callable[[str, dict[str, Any]], str]
+    arguments: st.SearchStrategy[dict[str, Any]] | None = None
+    quotes_itself: bool = True
     chat_templates: Mapping[str, str] = field(default_factory=dict)
 
     def make(self) -> ToolParser:
@@ -46,9 +50,12 @@ class ToolParserCase(PluginCase):
         parser: ToolParser = self.build(ToolParserContext())
         return parser
 
-    def parse(self, text: str) -> ParsedText:
-        """Parse, and see that what came back is what it should be."""
-        parsed = self.make().parse(text)
+    def parse(self, text: str, **tools: dict[str, Any]) -> ParsedText:
+        """Parse as the rollout does, and check the types of the result.
+
+        ``tools`` maps the names of the tools to arguments, whose types their schemas have.
+        """
+        parsed = self.make().parse_turn(text, [_schema_of(name, arguments) for name, arguments in tools.items()])
         assert isinstance(parsed, ParsedText), f"parse returned a {type(parsed).__name__}, not a ParsedText"
         assert isinstance(parsed.content, str), "content is not a text"
         for call in parsed.calls:
@@ -56,6 +63,13 @@ class ToolParserCase(PluginCase):
             assert isinstance(call.arguments, dict), f"the arguments of {call.name!r} are not a dict"
         assert all(isinstance(error, str) and error for error in parsed.errors), "an error is not a text"
         return parsed
+
+
+def _schema_of(name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema of a tool that takes these arguments."""
+    kinds = {str: "string", bool: "boolean", int: "integer", float: "number", list: "array", dict: "object"}
+    properties = {key: {"type": kinds.get(type(value), "null")} for key, value in arguments.items()}
+    return function_schema(name, "A tool.", properties)
 
 
 def pairs(parsed: ParsedText) -> list[tuple[str, dict[str, Any]]]:
@@ -75,10 +89,11 @@ class ToolParserContract(PluginContract):
         assert plugin.parse("") == ParsedText(""), "the empty text is not empty content"
 
     @_settings
-    @given(arguments=ARGUMENTS)
-    def test_arguments_come_back_as_written(self, plugin: ToolParserCase, arguments: dict[str, Any]) -> None:
-        """Nested, empty, with quotes, newlines and other scripts."""
-        parsed = plugin.parse(plugin.write("look_up", arguments))
+    @given(data=st.data())
+    def test_arguments_come_back_as_written(self, plugin: ToolParserCase, data: st.DataObject) -> None:
+        """Nested, empty, with quotes, newlines and other scripts, as far as the format can carry them."""
+        arguments = data.draw(ARGUMENTS if plugin.arguments is None else plugin.arguments)
+        parsed = plugin.parse(plugin.write("look_up", arguments), look_up=arguments)
         assert pairs(parsed) == [("look_up", arguments)], f"{arguments} came back as {parsed}"
         assert not parsed.errors, f"a well-formed call has the errors {parsed.errors}"
 
@@ -86,14 +101,14 @@ class ToolParserContract(PluginContract):
         """A call may quote its own syntax."""
         written = plugin.write("look_up", {"x": 1})
         arguments = {"text": written, "tail": "</tool_call> ``` } ] \" ' \\"}
-        parsed = plugin.parse(plugin.write("say", arguments))
-        whole = pairs(parsed) == [("say", arguments)]
-        assert whole or parsed.errors, f"a call that quotes a call became {parsed} without an error"
+        parsed = plugin.parse(plugin.write("say", arguments), say=arguments, look_up={"x": 1})
+        visible = pairs(parsed) == [("say", arguments)] or parsed.errors
+        assert visible or not plugin.quotes_itself, f"a call that quotes a call became {parsed} without an error"
 
     def test_calls_keep_their_order_and_the_text_around_them(self, plugin: ToolParserCase) -> None:
         """Several calls in one turn, with content before them."""
         first, second = plugin.write("first", {"a": 1}), plugin.write("second", {"b": [2]})
-        parsed = plugin.parse(f"Let me see.\n{first}\n{second}")
+        parsed = plugin.parse(f"Let me see.\n{first}\n{second}", first={"a": 1}, second={"b": [2]})
         assert pairs(parsed) == [("first", {"a": 1}), ("second", {"b": [2]})], f"two calls became {parsed}"
         assert "Let me see." in parsed.content, f"the text beside the calls is lost: {parsed.content!r}"
         assert "first" not in parsed.content, "a parsed call is content too"
@@ -103,7 +118,7 @@ class ToolParserContract(PluginContract):
         arguments = {"query": "weather in Oslo", "days": 3}
         written = plugin.write("look_up", arguments)
         for end in range(1, len(written)):
-            parsed = plugin.parse("Wait. " + written[:end])
+            parsed = plugin.parse("Wait. " + written[:end], look_up=arguments)
             for call in parsed.calls:
                 assert (call.name, call.arguments) == ("look_up", arguments), (
                     f"cut off after {end} characters, the call became {call}: half a call must not run"
@@ -114,7 +129,7 @@ class ToolParserContract(PluginContract):
     def test_a_good_call_before_a_bad_one_survives(self, plugin: ToolParserCase) -> None:
         """The second call is cut off; the first one runs."""
         good, bad = plugin.write("first", {"a": 1}), plugin.write("second", {"b": 2})
-        parsed = plugin.parse(f"{good}\n{bad[: len(bad) * 2 // 3]}")
+        parsed = plugin.parse(f"{good}\n{bad[: len(bad) * 2 // 3]}", first={"a": 1}, second={"b": 2})
         assert ("first", {"a": 1}) in pairs(parsed), f"the complete call is lost: {parsed}"
         assert "second" not in {call.name for call in parsed.calls}, "half a call must not run"
         assert parsed.errors or "second" in parsed.content, "the cut-off call vanished"
@@ -142,7 +157,7 @@ class ToolParserContract(PluginContract):
             text = renderer.render([*question, answer]).removeprefix(before)
             for stop in renderer.stop_token_ids:
                 text = text.partition(renderer.decode([stop]))[0]
-            parsed = plugin.parse(text)
+            parsed = plugin.parse(text, forecast=arguments)
             assert pairs(parsed) == [("forecast", arguments)], (
                 f"template {name}: {json.dumps(text)} was read as {parsed}"
             )

@@ -1,6 +1,9 @@
 import json
 import re
 
+import pytest
+from hypothesis import strategies as st
+
 from agentrl_core.api import ParsedText, ToolCall, ToolParser
 from agentrl_core.testing.contracts import ToolParserCase, ToolParserContract
 from agentrl_core.testing.tiny_model import CHATML_TEMPLATE
@@ -48,6 +51,42 @@ class Raises(ToolParser):
     def parse(self, text):
         calls = [json.loads(part.partition("</tool_call>")[0]) for part in text.split("<tool_call>")[1:]]
         return ParsedText(text, [ToolCall(c["name"], c["arguments"]) for c in calls])
+
+
+def write_xml(name, arguments):
+    texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
+    return f"<call={name}>" + "".join(f"<arg={key}>{text}</arg>" for key, text in texts.items()) + "</call>"
+
+
+class Xml(ToolParser):
+    """Every argument is a text; the schema of its tool says what it stands for."""
+
+    def parse(self, text):
+        return self.parse_turn(text, [])
+
+    def parse_turn(self, text, tools):
+        schemas = {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in tools}
+        calls = []
+        for name, body in re.findall(r"<call=(\w+)>(.*?)</call>", text, re.DOTALL):
+            arguments = dict(re.findall(r"<arg=(\w+)>(.*?)</arg>", body, re.DOTALL))
+            known = schemas.get(name, {})
+            is_text = {key: known.get(key, {}).get("type", "string") == "string" for key in arguments}
+            calls.append(ToolCall(name, {k: v if is_text[k] else json.loads(v) for k, v in arguments.items()}))
+        rest = re.sub(r"<call=(\w+)>(.*?)</call>", "", text, flags=re.DOTALL)
+        return ParsedText(rest.strip() if calls else rest, calls)
+
+
+class TestXml(ToolParserContract):
+    """A format without JSON, types and escapes fulfils the contract."""
+
+    @pytest.fixture
+    def plugin(self, spec):
+        words = st.text("abc äß\n", max_size=8)
+        numbers = st.integers() | st.booleans() | st.lists(st.integers(), max_size=3)
+        arguments = st.dictionaries(st.text("xyz", min_size=1), words | numbers, max_size=4)
+        return ToolParserCase(
+            spec("tool_parser", Xml), write=write_xml, arguments=arguments, quotes_itself=False, chat_templates={}
+        )
 
 
 def test_every_check_catches_a_broken_parser(spec, catches) -> None:
