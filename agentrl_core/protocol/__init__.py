@@ -2,9 +2,8 @@
 
 from agentrl_core.protocol.combine import merge_meta_info
 from agentrl_core.protocol.dataproto import DataProto, DataProtoItem
-from agentrl_core.protocol.distributed import all_gather_data_proto
+from agentrl_core.protocol.functions import all_gather_data_proto, pad_dataproto_to_divisor, unpad_dataproto
 from agentrl_core.protocol.futures import DataProtoFuture, GroupFuture
-from agentrl_core.protocol.padding import pad_dataproto_to_divisor, unpad_dataproto
 
 __all__ = [
     "DataProto",

@@ -23,10 +23,11 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     conflicts = []
     for key in dict.fromkeys(key for part in parts for key in part):
         values = [part[key] for part in parts if key in part]
-        if key == "metrics":
-            merged[key] = merge_metrics(values)
-        elif key == "timing":
-            merged[key] = merge_timing(values)
+        if key in ("metrics", "timing"):
+            lists: dict[str, list[Any]] = {}
+            for name, value in _entries(key, values):
+                lists.setdefault(name, []).extend(value if isinstance(value, list | tuple) else [value])
+            merged[key] = lists if key == "metrics" else {name: max(seconds) for name, seconds in lists.items()}
         elif all(equal(values[0], value) for value in values[1:]):
             merged[key] = copy_containers(values[0])
         else:
@@ -37,24 +38,6 @@ def merge_meta_info(parts: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             f"meta_info differs between the batches in {', '.join(conflicts)}: "
             "make the values equal, remove them, or put numbers into meta_info['metrics']"
         )
-    return merged
-
-
-def merge_metrics(parts: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """For every name the list of all values, in the order of the parts."""
-    merged: dict[str, list[Any]] = {}
-    for part in parts:
-        for name, value in _entries("metrics", part):
-            merged.setdefault(name, []).extend(value if isinstance(value, list | tuple) else [value])
-    return merged
-
-
-def merge_timing(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """For every name the seconds of the slowest part."""
-    merged: dict[str, float] = {}
-    for part in parts:
-        for name, seconds in _entries("timing", part):
-            merged[name] = max(seconds, merged.get(name, seconds))
     return merged
 
 

@@ -47,11 +47,8 @@ def copy_containers(value: Any) -> Any:
         return tuple(copy_containers(item) for item in value)
     if isinstance(value, np.ndarray):
         return copy_array(value) if value.dtype == object else value.copy()
-    if isinstance(value, dict | list | tuple | set | bytearray):
-        return copy.deepcopy(value)
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return copy.deepcopy(value)
-    return value
+    is_container = isinstance(value, dict | list | tuple | set | bytearray) or dataclasses.is_dataclass(value)
+    return copy.deepcopy(value) if is_container and not isinstance(value, type) else value
 
 
 def copy_array(array: ObjectArray) -> ObjectArray:
@@ -94,11 +91,9 @@ def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.shape != right.shape or left.dtype != right.dtype:
         return False
     right = right.to(left.device)
-    if torch.equal(left, right):
-        return True
-    if not (left.is_floating_point() or left.is_complex()):
-        return False
-    return bool(((left == right) | (left.isnan() & right.isnan())).all())
+    if left.is_floating_point() or left.is_complex():
+        return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
+    return torch.equal(left, right)
 
 
 def _equal_arrays(left: ObjectArray, right: ObjectArray) -> bool:

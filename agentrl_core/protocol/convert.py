@@ -1,5 +1,6 @@
-"""TensorDicts made for and from batches: construction, column selection, reshaping, conversion."""
+"""Makes the TensorDicts of batches: of tensors, of other TensorDicts, with other columns, with another shape."""
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +10,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from agentrl_core.api.errors import ProtocolError
 from agentrl_core.protocol.containers import ObjectArray, copy_containers, object_array
-from agentrl_core.protocol.rows import take_rows
 
 Parts = tuple[Any, dict[str, ObjectArray]]
 
@@ -30,12 +30,6 @@ def select_columns(td: Any, keys: set[str] | None) -> Any:
         for key, value in td.items()
         if keys is None or key in keys
     }
-    return TensorDict(columns, batch_size=td.batch_size, device=td.device)
-
-
-def rename_columns(td: Any, names: Mapping[str, str]) -> Any:
-    """A new TensorDict whose columns have their new names; the order of the columns is kept."""
-    columns = {names.get(key, key): value for key, value in td.items()}
     return TensorDict(columns, batch_size=td.batch_size, device=td.device)
 
 
@@ -90,39 +84,6 @@ def joined_tensordict(td: Any, columns: Mapping[str, ObjectArray], meta: Mapping
     return joined
 
 
-def unfold_columns(td: Any, columns: Mapping[str, ObjectArray], n_split: int, split_keys: set[str]) -> Parts:
-    """Every row as ``n_split`` rows: ``split_keys`` cut along dimension 1, all other columns repeated."""
-    size = len(next(iter(columns.values()), ())) if td is None else td.batch_size[0]
-    index = torch.arange(size).repeat_interleave(n_split)
-    present = {*columns, *(td.keys() if td is not None else ())}
-    if n_split < 1 or not split_keys <= present:
-        raise ProtocolError(
-            f"unfold_column_chunks: n_split is {n_split} (at least 1), unknown keys: {sorted(split_keys - present)}"
-        )
-    parts = {**columns, **({} if td is None else dict(td.items()))}
-    for key in sorted(split_keys):
-        if td is not None and key in td.keys() and td[key].is_nested:
-            raise ProtocolError(f"unfold_column_chunks: {key!r} is a nested tensor, it has no common dimension 1")
-        shape = list(parts[key].shape)
-        if len(shape) < 2 or shape[1] % n_split:
-            raise ProtocolError(
-                f"unfold_column_chunks: {key!r} of shape {shape} cannot be cut into {n_split} along dim 1"
-            )
-
-    def cut(value: Any) -> Any:
-        return value.reshape(size * n_split, value.shape[1] // n_split, *value.shape[2:])
-
-    objects = {
-        key: cut(column).copy() if key in split_keys else column.repeat(n_split, axis=0)
-        for key, column in columns.items()
-    }
-    if td is None:
-        return None, objects
-    unfolded = take_rows(select_columns(td, set(td.keys()) - split_keys), index)
-    unfolded.update({key: cut(td[key]) for key in split_keys if key in td.keys()})
-    return select_columns(unfolded, None), objects
-
-
 def reshape_rows(td: Any, columns: Mapping[str, ObjectArray], dims: int, shape: tuple[int, ...] | None) -> Parts:
     """The first ``dims`` dimensions of every column reshaped to ``shape`` (None: to one dimension)."""
     if td is not None and len(td.batch_size) < dims:
@@ -132,20 +93,12 @@ def reshape_rows(td: Any, columns: Mapping[str, ObjectArray], dims: int, shape: 
             raise ProtocolError(
                 f"non_tensor_batch[{key!r}] has shape {list(column.shape)}, fewer than {dims} dimensions"
             )
+    if td is not None and any(isinstance(value, torch.Tensor) and value.is_nested for value in td.values(True)):
+        raise ProtocolError("nested tensors have one batch dimension only: pad them before folding")
     old = list(td.batch_size[:dims]) if td is not None else list(next(iter(columns.values()), np.empty(0)).shape[:dims])
-    new = list(shape) if shape is not None else [int(np.prod(old))]
+    new = list(shape) if shape is not None else [math.prod(old)]
     objects = {key: column.reshape(*new, *column.shape[dims:]).copy() for key, column in columns.items()}
-    return None if td is None else _reshape(td, dims, new), objects
-
-
-def _reshape(td: Any, dims: int, new: list[int]) -> Any:
-    def reshape(column: torch.Tensor) -> torch.Tensor:
-        if column.is_nested:
-            raise ProtocolError("nested tensors have one batch dimension only: pad them before folding")
-        return column.reshape(*new, *column.shape[dims:])
-
-    columns = {key: _reshape(v, dims, new) if _is_tensordict(v) else reshape(v) for key, v in td.items()}
-    return TensorDict(columns, batch_size=[*new, *td.batch_size[dims:]], device=td.device)
+    return None if td is None else select_columns(td.reshape(*new, *td.batch_size[dims:]), None), objects
 
 
 def _is_tensordict(value: Any) -> bool:

@@ -9,21 +9,21 @@ from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_non_tensor
+from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from agentrl_core.api.errors import ProtocolError
 from agentrl_core.protocol import combine, convert, rows, serialization, storage
 from agentrl_core.protocol.containers import ObjectArray, copy_array, copy_containers, object_array
-from agentrl_core.protocol.indexing import row_index
 
 logger = logging.getLogger(__name__)
 
 AUTO_PADDING_KEY = "_auto_padding"
 P = ParamSpec("P")
 R = TypeVar("R")
+Batch = TypeVar("Batch")
 
 
-def checked(method: Callable[P, R]) -> Callable[P, R]:
+def _checked(method: Callable[P, R]) -> Callable[P, R]:
     """Arguments of a wrong type, and values that contain themselves, raise ProtocolError as any other misuse does."""
 
     @functools.wraps(method)
@@ -40,6 +40,18 @@ def checked(method: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
+def _checked_methods(cls: type[Batch]) -> type[Batch]:
+    """The class with `_checked` around its public methods, its constructor and its indexing."""
+    for name, member in list(vars(cls).items()):
+        if name.startswith("_") and name not in ("__init__", "__getitem__"):
+            continue
+        if isinstance(member, classmethod):
+            setattr(cls, name, classmethod(_checked(member.__func__)))
+        elif callable(member):
+            setattr(cls, name, _checked(member))
+    return cls
+
+
 @dataclass
 class DataProtoItem:
     """One row: tensors without the row dimension, the row's objects, and a copy of the batch's meta_info."""
@@ -49,6 +61,7 @@ class DataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
+@_checked_methods
 class DataProto:
     """A batch of rows.
 
@@ -63,7 +76,6 @@ class DataProto:
     removed). Batches without tensors, without rows, or with nothing but meta_info work everywhere.
     """
 
-    @checked
     def __init__(
         self,
         batch: Any = None,
@@ -79,7 +91,6 @@ class DataProto:
     # Construction
 
     @classmethod
-    @checked
     def from_dict(
         cls,
         tensors: Mapping[str, Any] | None = None,
@@ -98,7 +109,6 @@ class DataProto:
         return cls(batch=batch, non_tensor_batch=non_tensors, meta_info=meta)
 
     @classmethod
-    @checked
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
     ) -> Self:
@@ -108,7 +118,6 @@ class DataProto:
         return cls.from_dict(tensors, others, meta_info, auto_padding=auto_padding)
 
     @classmethod
-    @checked
     def from_tensordict(
         cls, td: Any, meta_info: Mapping[str, Any] | None = None, num_batch_dims: int | None = None
     ) -> Self:
@@ -142,7 +151,6 @@ class DataProto:
             return int(self.batch.batch_size[0])
         return len(next(iter(self.non_tensor_batch.values()), ()))
 
-    @checked
     def check_consistency(self) -> None:
         """Raises ProtocolError that names the column and both sizes where a column does not fit the batch."""
         if self.batch is not None and not self.batch.batch_size:
@@ -173,7 +181,7 @@ class DataProto:
 
     def nbytes(self) -> int:
         """The bytes of all tensors (of views: what they show, not what they keep alive)."""
-        return 0 if self.batch is None else sum(part.nbytes for part in serialization.dense_parts(self.batch))
+        return 0 if self.batch is None else serialization.nbytes(self.batch)
 
     def print_size(self, prefix: str = "") -> None:
         """Logs the number of rows and the size of the tensors."""
@@ -187,12 +195,11 @@ class DataProto:
     def __iter__(self) -> Iterator[DataProtoItem]:
         return (self._item(row) for row in range(len(self)))
 
-    @checked
     def __getitem__(self, index: Any) -> Any:
         """An int gives a `DataProtoItem`; a slice, list, array or tensor of ints or booleans gives a batch."""
         if isinstance(index, int | np.integer) and not isinstance(index, bool):
             return self._item(int(index))
-        return self._take(row_index(index, len(self)))
+        return self._take(rows.row_index(index, len(self)))
 
     def _item(self, row: int) -> DataProtoItem:
         size = len(self)
@@ -211,20 +218,17 @@ class DataProto:
             {key: _own_rows(column[selector]) for key, column in self.non_tensor_batch.items()},
         )
 
-    @checked
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """Rows ``start`` to ``end``; tensors are views where ``step`` is positive."""
         return self._take(slice(start, end, step))
 
-    @checked
     def select_idxs(self, idxs: Any) -> Self:
         """The rows of a list, array or tensor of ints (repeats allowed, negative from the end) or booleans."""
-        return self._take(row_index(idxs, len(self)))
+        return self._take(rows.row_index(idxs, len(self)))
 
-    @checked
     def reorder(self, indices: Any) -> Self:
         """Brings the rows into this order. Modifies self and returns it. Raises unless it is a permutation."""
-        index = row_index(indices, len(self))
+        index = rows.row_index(indices, len(self))
         order = range(len(self))[index] if isinstance(index, slice) else index.tolist()
         if sorted(order) != list(range(len(self))):
             raise ProtocolError(
@@ -232,7 +236,6 @@ class DataProto:
             )
         return self._become(self._take(index))
 
-    @checked
     def repeat(self, repeat_times: int = 2, interleave: bool = True) -> Self:
         """Every row ``repeat_times`` times: a a b b with ``interleave``, a b a b without."""
         if repeat_times < 0:
@@ -244,7 +247,6 @@ class DataProto:
             {key: column[index.numpy()] for key, column in self.non_tensor_batch.items()},
         )
 
-    @checked
     def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray[Any, Any]) -> Self:
         """Row i ``repeat_times[i]`` times, in order."""
         times = torch.as_tensor(repeat_times, dtype=torch.int64).reshape(-1)
@@ -254,7 +256,6 @@ class DataProto:
             )
         return self._take(torch.arange(len(self)).repeat_interleave(times))
 
-    @checked
     def chunk(self, chunks: int) -> list[Self]:
         """Exactly ``chunks`` batches of consecutive rows.
 
@@ -266,14 +267,12 @@ class DataProto:
         ends = [number * base + min(number, longer) for number in range(chunks + 1)]
         return [self.slice(start, end) for start, end in zip(ends, ends[1:], strict=False)]
 
-    @checked
     def split(self, split_size: int) -> list[Self]:
         """Batches of ``split_size`` consecutive rows, the last one perhaps shorter. No rows: one empty batch."""
         if split_size < 1:
             raise ProtocolError(f"split: split_size is {split_size}, it must be at least 1")
         return [self.slice(start, start + split_size) for start in range(0, max(len(self), 1), split_size)]
 
-    @checked
     def make_iterator(
         self,
         mini_batch_size: int,
@@ -302,7 +301,6 @@ class DataProto:
             for start in range(0, end, size):
                 yield self.slice(start, start + size) if order is None else self._take(order[start : start + size])
 
-    @checked
     def padding(self, padding_size: int, padding_candidate: str = "last") -> Self:
         """Adds ``padding_size`` copies of the ``first`` or ``last`` row at the end. Modifies self and returns it."""
         if padding_candidate not in ("first", "last"):
@@ -318,7 +316,6 @@ class DataProto:
 
     # Columns
 
-    @checked
     def select(
         self,
         batch_keys: Sequence[str] | None = None,
@@ -342,7 +339,6 @@ class DataProto:
         )
         return selected.writable() if deepcopy else selected
 
-    @checked
     def pop(
         self,
         batch_keys: Sequence[str] | None = None,
@@ -360,7 +356,6 @@ class DataProto:
             del self.meta_info[key]
         return popped
 
-    @checked
     def rename(self, old_keys: str | Sequence[str], new_keys: str | Sequence[str]) -> Self:
         """Renames columns of either kind. Modifies self and returns it."""
         old = [old_keys] if isinstance(old_keys, str) else list(old_keys)
@@ -374,7 +369,8 @@ class DataProto:
             raise ProtocolError(f"rename: {taken} already in the batch: drop those columns first")
         names = dict(zip(old, new, strict=True))
         if self.batch is not None:
-            self.batch = convert.rename_columns(self.batch, names)
+            columns = {names.get(key, key): value for key, value in self.batch.items()}
+            self.batch = TensorDict(columns, batch_size=self.batch.batch_size, device=self.batch.device)
         self.non_tensor_batch = {names.get(key, key): column for key, column in self.non_tensor_batch.items()}
         return self
 
@@ -390,7 +386,6 @@ class DataProto:
 
     # Combination
 
-    @checked
     def union(self, other: "DataProto") -> Self:
         """Takes over the columns and meta_info of ``other``. Modifies self and returns it.
 
@@ -415,7 +410,6 @@ class DataProto:
         return self
 
     @classmethod
-    @checked
     def concat(cls, data: Sequence["DataProto"]) -> Self:
         """The rows of all batches in order.
 
@@ -435,12 +429,32 @@ class DataProto:
             combine.merge_meta_info([part.meta_info for part in data]),
         )
 
-    @checked
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
         """Every row becomes ``n_split`` rows: ``split_keys`` [rows, n·k, …] are cut along dim 1, others repeat."""
-        return self._new(*convert.unfold_columns(self.batch, self.non_tensor_batch, n_split, set(split_keys or ())))
+        tensors = {} if self.batch is None else dict(self.batch.items())
+        columns, keys = {**self.non_tensor_batch, **tensors}, set(split_keys or ())
+        unknown = sorted(keys - columns.keys())
+        if n_split < 1 or unknown:
+            raise ProtocolError(f"unfold_column_chunks: n_split is {n_split} (at least 1), unknown keys: {unknown}")
+        for key in sorted(keys):
+            if isinstance(columns[key], torch.Tensor) and columns[key].is_nested:
+                raise ProtocolError(f"unfold_column_chunks: {key!r} is a nested tensor, it has no common dimension 1")
+            shape = list(columns[key].shape)
+            if len(shape) < 2 or shape[1] % n_split:
+                raise ProtocolError(
+                    f"unfold_column_chunks: {key!r} of shape {shape} cannot be cut into {n_split} along dim 1"
+                )
+        others = [key for key in tensors if key not in keys], [key for key in self.non_tensor_batch if key not in keys]
+        unfolded = self.select(*others).repeat(n_split)
+        for key in sorted(keys):
+            _, width, *rest = columns[key].shape
+            column = columns[key].reshape(len(self) * n_split, width // n_split, *rest)
+            if key in tensors:
+                unfolded.batch[key] = column
+            else:
+                unfolded.non_tensor_batch[key] = column.copy()
+        return unfolded
 
-    @checked
     def fold_batch_dim(self, new_batch_size: int) -> Self:
         """From [rows, …] to [new_batch_size, rows / new_batch_size, …]."""
         if new_batch_size < 1 or len(self) % new_batch_size:
@@ -448,7 +462,6 @@ class DataProto:
         shape = (new_batch_size, len(self) // new_batch_size)
         return self._new(*convert.reshape_rows(self.batch, self.non_tensor_batch, 1, shape))
 
-    @checked
     def unfold_batch_dim(self, batch_dims: int = 2) -> Self:
         """From [a, b, …] back to [a · b, …]: the inverse of `fold_batch_dim`."""
         return self._new(*convert.reshape_rows(self.batch, self.non_tensor_batch, batch_dims, None))
@@ -467,11 +480,10 @@ class DataProto:
     def writable(self) -> Self:
         """A private copy: neither tensors nor containers inside the rows are shared with this batch."""
         return self._new(
-            None if self.batch is None else rows.clone_rows(self.batch),
+            None if self.batch is None else self.batch.clone(),
             {key: copy_array(column) for key, column in self.non_tensor_batch.items()},
         )
 
-    @checked
     def save_to_disk(self, path: str | Path) -> None:
         """Writes one safetensors file, atomically. Raises ProtocolError on an object that JSON cannot hold."""
         storage.save(Path(path), self.batch, self.non_tensor_batch, self.meta_info)
@@ -505,4 +517,4 @@ def _own_rows(column: ObjectArray) -> ObjectArray:
 def _described(value: Any) -> str:
     if isinstance(value, TensorDictBase):
         return f"TensorDict of {', '.join(map(str, value.keys()))}"
-    return f"{str(value.dtype).removeprefix('torch.')} {'jagged' if value.is_nested else list(value.shape)}"
+    return f"{serialization.dtype_name(value)} {'jagged' if value.is_nested else list(value.shape)}"

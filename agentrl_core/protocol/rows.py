@@ -1,6 +1,7 @@
-"""Row operations on the columns of a TensorDict: dense, jagged and nested tensors, and TensorDicts inside.
+"""Rows of a TensorDict: choosing, repeating and concatenating them.
 
-Jagged columns that share their offsets (and so can be added or multiplied) still share them afterwards.
+tensordict indexes and concatenates jagged columns: those that share their offsets (and so can be added or multiplied)
+still share them afterwards. Ours are dense columns, where its ways are slower, strided nested ones, and the errors.
 """
 
 import math
@@ -18,18 +19,30 @@ LARGE_BYTES = 4 * 2**20
 RowIndex = slice | torch.Tensor
 
 
-class _SharedOffsets:
-    """New offsets by the old ones that they come from."""
+def row_index(index: Any, size: int) -> RowIndex:
+    """A slice, or an int64 tensor of row numbers in 0 … size - 1.
 
-    def __init__(self) -> None:
-        # The old tensors are kept too: a freed one could pass its id on.
-        self._known: dict[tuple[int, ...], tuple[list[torch.Tensor], torch.Tensor]] = {}
-
-    def get(self, old: list[torch.Tensor], make: Callable[[], torch.Tensor]) -> torch.Tensor:
-        key = tuple(map(id, old))
-        if key not in self._known:
-            self._known[key] = (old, make())
-        return self._known[key][1]
+    Takes a slice, or a one-dimensional list, range, array or tensor of ints (negative: from the end) or of ``size``
+    booleans. Raises ProtocolError on anything else.
+    """
+    if isinstance(index, slice):
+        return index
+    if not isinstance(index, torch.Tensor | np.ndarray | list | tuple | range):
+        raise ProtocolError(f"cannot index a batch with a {type(index).__name__}: use an int, slice, list or array")
+    array = index.detach().cpu().numpy() if isinstance(index, torch.Tensor) else np.asarray(index)
+    if array.ndim != 1:
+        raise ProtocolError(f"a row index has one dimension, this one has shape {list(array.shape)}")
+    if array.dtype == np.bool_:
+        if len(array) != size:
+            raise ProtocolError(f"the boolean row index has {len(array)} entries, the batch has {size} rows")
+        return torch.from_numpy(np.flatnonzero(array))
+    if array.size and array.dtype.kind not in "iu":
+        raise ProtocolError(f"row indices are ints or booleans, not {array.dtype}")
+    wrong = array[(array < -size) | (array >= size)]
+    if wrong.size:
+        raise ProtocolError(f"row {int(wrong[0])} is out of range: the batch has {size} rows")
+    rows = array.astype(np.int64)
+    return torch.from_numpy(np.where(rows < 0, rows + size, rows))
 
 
 def map_columns(td: Any, function: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Any:
@@ -42,47 +55,44 @@ def map_columns(td: Any, function: Callable[[torch.Tensor], torch.Tensor], rows:
 
 
 def take_rows(td: Any, index: RowIndex) -> Any:
-    """The rows that ``index`` names (a slice: dense columns are views; an int64 tensor [rows]: copies)."""
-    total = td.batch_size[0]
-    rows = len(range(*index.indices(total))) if isinstance(index, slice) else index.numel()
-    cache = _SharedOffsets()
-    return map_columns(td, lambda column: _take(column, index, cache), rows)
+    """The rows that ``index`` names: of a slice views (strided nested columns: copies), of an int64 tensor copies."""
+    if isinstance(index, slice):
+        numbers = range(*index.indices(td.batch_size[0]))
+        rows, index = len(numbers), index if numbers.step > 0 else torch.tensor(numbers, dtype=torch.int64)
+    else:
+        rows = index.numel()
+    return map_columns(td, lambda column: _take(column, index), rows)
+
+
+def _take(column: torch.Tensor, index: RowIndex) -> torch.Tensor:
+    if column.layout == torch.jagged:
+        taken: torch.Tensor = _alone(column)[index]["column"]
+        return taken
+    if column.is_nested:
+        parts = column.unbind()
+        chosen = parts[index] if isinstance(index, slice) else [parts[row] for row in index.tolist()]
+        return torch.nested.nested_tensor(list(chosen), dtype=column.dtype)
+    return column[index] if isinstance(index, slice) else column.index_select(0, index.to(column.device))
+
+
+def _alone(column: torch.Tensor) -> Any:
+    """A TensorDict with this column only: torch itself neither indexes nor concatenates jagged tensors."""
+    return TensorDict({"column": column}, batch_size=[column.size(0)])
 
 
 def repeat_rows(td: Any, index: torch.Tensor, times: int, interleave: bool) -> Any:
     """What `take_rows` gives for ``index``, which repeats every row ``times`` times; faster for dense columns."""
-    cache = _SharedOffsets()
 
     def repeat(column: torch.Tensor) -> torch.Tensor:
         # With one repetition flatten would give a view, which repeated rows must not be: they are for writing.
         if column.is_nested or times < 2:
-            return _take(column, index, cache)
+            return _take(column, index)
         dim = 1 if interleave else 0
         shape = [-1] * (column.dim() + 1)
         shape[dim] = times
         return column.unsqueeze(dim).expand(shape).flatten(0, 1)
 
     return map_columns(td, repeat, index.numel())
-
-
-def _take(column: torch.Tensor, index: RowIndex, cache: _SharedOffsets) -> torch.Tensor:
-    if not column.is_nested:
-        if isinstance(index, slice):
-            return column[index] if (index.step or 1) > 0 else _take(column, _as_tensor(index, len(column)), cache)
-        return column.index_select(0, index.to(column.device))
-    index = _as_tensor(index, column.size(0)).to(column.device)
-    if column.layout != torch.jagged:
-        rows = column.unbind()
-        return torch.nested.nested_tensor([rows[row] for row in index.tolist()], dtype=column.dtype)
-    values, offsets, dim = jagged_parts(column)
-    lengths = offsets.diff()[index]
-    new_offsets = cache.get([offsets], lambda: offsets_of(lengths))
-    shift = torch.repeat_interleave(offsets[:-1][index] - new_offsets[:-1], lengths)
-    return jagged(values[shift + torch.arange(shift.numel(), device=shift.device)], new_offsets, dim)
-
-
-def _as_tensor(index: RowIndex, rows: int) -> torch.Tensor:
-    return torch.tensor(range(*index.indices(rows)), dtype=torch.int64) if isinstance(index, slice) else index
 
 
 def cat_rows(parts: Sequence[Any], where: str = "") -> Any:
@@ -93,19 +103,16 @@ def cat_rows(parts: Sequence[Any], where: str = "") -> Any:
         if missing:
             names = ", ".join(repr(where + key) for key in sorted(missing))
             raise ProtocolError(f"concat: part {number} and part 0 do not have the same tensors: {names} in one only")
-    cache = _SharedOffsets()
     columns = {}
     for key, value in first.items():
         pieces = [part[key] for part in parts]
-        if isinstance(value, TensorDictBase):
-            columns[key] = cat_rows(pieces, f"{where}{key}.")
-        else:
-            columns[key] = _cat(where + key, pieces, cache)
+        is_tensor = not isinstance(value, TensorDictBase)
+        columns[key] = _cat(where + key, pieces) if is_tensor else cat_rows(pieces, f"{where}{key}.")
     rows = sum(part.batch_size[0] for part in parts)
     return TensorDict(columns, batch_size=[rows, *first.batch_size[1:]], device=first.device)
 
 
-def _cat(key: str, pieces: list[torch.Tensor], cache: _SharedOffsets) -> torch.Tensor:
+def _cat(key: str, pieces: list[Any]) -> torch.Tensor:
     first = pieces[0]
     for number, piece in enumerate(pieces[1:], start=1):
         if piece.dtype != first.dtype or piece.layout != first.layout or piece.is_nested != first.is_nested:
@@ -118,17 +125,18 @@ def _cat(key: str, pieces: list[torch.Tensor], cache: _SharedOffsets) -> torch.T
                 f"concat: {key!r} has shape {list(first.shape)} in part 0 and {list(piece.shape)} in part {number}: "
                 "all but the first dimension must be equal (pad to one length first)"
             )
-    if not first.is_nested:
-        needs_grad = any(piece.requires_grad for piece in pieces)
-        out = None if needs_grad else _large(first, [sum(len(piece) for piece in pieces), *first.shape[1:]])
-        return torch.cat(pieces) if out is None else torch.cat(pieces, out=out)
-    if first.layout != torch.jagged:
+    if first.layout == torch.jagged:
+        dims = [piece._ragged_idx for piece in pieces]
+        if len(set(dims)) > 1:
+            raise ProtocolError(f"concat: {key!r} is jagged in the dimensions {dims}: transpose them to the same one")
+        together: Any = torch.cat([_alone(piece) for piece in pieces])
+        whole: torch.Tensor = together["column"]
+        return whole
+    if first.is_nested:
         return torch.nested.nested_tensor([row for piece in pieces for row in piece.unbind()], dtype=first.dtype)
-    values, old, dims = zip(*map(jagged_parts, pieces), strict=True)
-    if len(set(dims)) > 1:
-        raise ProtocolError(f"concat: {key!r} is jagged in the dimensions {list(dims)}: transpose them to the same one")
-    offsets = cache.get(list(old), lambda: offsets_of(torch.cat([each.diff() for each in old])))
-    return jagged(torch.cat(values), offsets, dims[0])
+    needs_grad = any(piece.requires_grad for piece in pieces)
+    out = None if needs_grad else _large(first, [sum(map(len, pieces)), *first.shape[1:]])
+    return torch.cat(pieces) if out is None else torch.cat(pieces, out=out)
 
 
 def _large(like: torch.Tensor, shape: list[int]) -> torch.Tensor | None:
@@ -140,34 +148,3 @@ def _large(like: torch.Tensor, shape: list[int]) -> torch.Tensor | None:
     if like.device.type != "cpu" or size < LARGE_BYTES:
         return None
     return torch.from_numpy(np.empty(size, dtype=np.uint8)).view(like.dtype).view(shape)
-
-
-def clone_rows(td: Any) -> Any:
-    """A TensorDict that shares no storage with ``td``."""
-    cache = _SharedOffsets()
-
-    def clone(column: torch.Tensor) -> torch.Tensor:
-        if column.layout != torch.jagged:
-            return column.clone(memory_format=torch.preserve_format)
-        values, offsets, dim = jagged_parts(column)
-        return jagged(values.clone(), cache.get([offsets], offsets.clone), dim)
-
-    return map_columns(td, clone, td.batch_size[0])
-
-
-def jagged_parts(column: Any) -> tuple[torch.Tensor, torch.Tensor, int]:
-    """Values [total, …] and offsets [rows + 1] of a jagged tensor without holes, and its jagged dimension."""
-    if column.lengths() is not None:
-        column = column.contiguous()
-    dim: int = column._ragged_idx
-    return column.values().movedim(dim - 1, 0), column.offsets(), dim
-
-
-def jagged(values: torch.Tensor, offsets: torch.Tensor, dim: int = 1) -> torch.Tensor:
-    """The tensor of these parts; ``dim`` is where the first dimension of ``values`` stands in it."""
-    return torch.nested.nested_tensor_from_jagged(values.movedim(0, dim - 1), offsets=offsets, jagged_dim=dim)
-
-
-def offsets_of(lengths: torch.Tensor) -> torch.Tensor:
-    """Offsets [rows + 1] of rows with these lengths."""
-    return torch.nn.functional.pad(lengths.cumsum(0), (1, 0))

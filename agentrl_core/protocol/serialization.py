@@ -1,18 +1,18 @@
-"""Pickling: tensors travel as buffers, which pickle protocol 5 keeps out of band.
+"""Tensors on their way: a TensorDict as a document of dicts, lists and dense tensors, and how pickle holds those.
 
-Ray's object store then holds a batch without an extra copy, and readers map it without one. What a reader maps is
-shared memory: it is read-only by contract, `DataProto.writable` gives a private copy.
+    TensorDict   {"batch_size": [rows], "columns": {name: document}}
+    dense        {"tensor": dense}
+    jagged       {"values": dense, "offsets": dense, "dim": jagged dimension}
+    nested       {"rows": [dense, …], "dtype": name}
 
-The encoded form is made of tuples and buffers only, since every object of a class of its own costs Ray's pickler more
-than a small tensor does:
-
-    tensor       ("dense", buffer, dtype's name, shape)
-    nested       ("jagged", values, offsets, jagged dimension) or ("nested", rows, dtype's name)
-    TensorDict   ("td", {key: encoded}, batch size)
+Files (`storage`) keep each dense tensor under a name, pickles as ``(buffer, dtype's name, shape)``. Pickle protocol 5
+keeps buffers out of band: Ray's object store then holds a batch without an extra copy, and readers map it without one.
+What a reader maps is shared memory: it is read-only by contract, `DataProto.writable` gives a private copy. No object
+has a class of its own: each costs Ray's pickler more than a small tensor does.
 """
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,92 +20,95 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from agentrl_core.api.errors import ProtocolError
-from agentrl_core.protocol.rows import jagged, jagged_parts
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
-Encoded = tuple[Any, ...]
+Document = dict[str, Any]
 
 # Up to this size a copy inside the pickle is cheaper than a buffer beside it.
 SMALL_BYTES = 1024
 OUT_OF_BAND_PROTOCOL = 5
 
 
-def encode(td: Any, protocol: int = OUT_OF_BAND_PROTOCOL) -> Encoded | None:
-    """A picklable form of a TensorDict; device tensors are copied to the CPU. Raises ProtocolError on non-tensors."""
-    # Columns that share their offsets share the encoded ones too: pickle keeps that identity.
-    return None if td is None else _Encoder(protocol).tensordict(td)
+def to_document(td: Any, dense: Callable[[torch.Tensor], Any]) -> Document:
+    """The document of a TensorDict with ``dense`` of every dense tensor. Raises ProtocolError on non-tensors.
 
+    Columns that share their offsets share those of the document. The tensors are kept until the end: a freed one could
+    pass its id on.
+    """
+    offsets_seen: dict[int, tuple[torch.Tensor, Any]] = {}
 
-def decode(encoded: Encoded | None) -> Any:
-    """The TensorDict of `encode`, on the CPU; its tensors use the buffers as they are."""
-    return None if encoded is None else _decode_tensordict(encoded, {})
-
-
-def dense_parts(td: Any) -> Iterator[torch.Tensor]:
-    """The dense tensors that hold the data of all columns."""
-    for value in td.values():
+    def column(key: str, value: Any) -> Document:
+        if is_non_tensor(value):
+            raise ProtocolError(f"batch[{key!r}] is not a tensor: put it into non_tensor_batch or meta_info")
         if isinstance(value, TensorDictBase):
-            yield from dense_parts(value)
-        elif value.is_nested:
-            yield from jagged_parts(value)[:2] if value.layout == torch.jagged else value.unbind()
-        else:
-            yield value
+            return tensordict(value)
+        if not value.is_nested:
+            return {"tensor": dense(value)}
+        if value.layout != torch.jagged:
+            return {"rows": list(map(dense, value.unbind())), "dtype": dtype_name(value)}
+        if value.lengths() is not None:
+            value = value.contiguous()  # without holes between the rows
+        values, offsets, dim = value.values().movedim(value._ragged_idx - 1, 0), value.offsets(), value._ragged_idx
+        if id(offsets) not in offsets_seen:
+            offsets_seen[id(offsets)] = (offsets, dense(offsets))
+        return {"values": dense(values), "offsets": offsets_seen[id(offsets)][1], "dim": dim}
+
+    def tensordict(td: Any) -> Document:
+        return {"batch_size": list(td.batch_size), "columns": {key: column(key, value) for key, value in td.items()}}
+
+    return tensordict(td)
 
 
-class _Encoder:
-    def __init__(self, protocol: int) -> None:
-        self._out_of_band = protocol >= OUT_OF_BAND_PROTOCOL
-        self._offsets: dict[int, tuple[torch.Tensor, Encoded]] = {}
+def from_document(document: Document, dense: Callable[[Any], torch.Tensor]) -> Any:
+    """The TensorDict of a document of `to_document`; ``dense`` makes the tensors again."""
+    offsets_seen: dict[int, torch.Tensor] = {}
 
-    def tensordict(self, td: Any) -> Encoded:
-        columns = {}
-        for key, value in td.items():
-            if is_non_tensor(value):
-                raise ProtocolError(f"batch[{key!r}] is not a tensor: put it into non_tensor_batch or meta_info")
-            columns[key] = self.tensordict(value) if isinstance(value, TensorDictBase) else self.column(value)
-        return ("td", columns, tuple(td.batch_size))
+    def column(document: Document) -> Any:
+        match document:
+            case {"columns": columns, "batch_size": size}:
+                return TensorDict({key: column(value) for key, value in columns.items()}, batch_size=size)
+            case {"tensor": tensor}:
+                return dense(tensor)
+            case {"values": values, "offsets": offsets, "dim": dim}:
+                if id(offsets) not in offsets_seen:
+                    offsets_seen[id(offsets)] = dense(offsets)
+                moved = dense(values).movedim(0, dim - 1)
+                return torch.nested.nested_tensor_from_jagged(moved, offsets=offsets_seen[id(offsets)], jagged_dim=dim)
+        rows = list(map(dense, document["rows"]))
+        return torch.nested.nested_tensor(rows, dtype=getattr(torch, document["dtype"]))
 
-    def column(self, column: Any) -> Encoded:
-        if not column.is_nested:
-            return self.dense(column)
-        if column.layout != torch.jagged:
-            return ("nested", tuple(map(self.dense, column.unbind())), _name(column.dtype))
-        values, offsets, dim = jagged_parts(column)
-        if id(offsets) not in self._offsets:
-            # The tensor is kept too: a freed one could pass its id on.
-            self._offsets[id(offsets)] = (offsets, self.dense(offsets))
-        return ("jagged", self.dense(values), self._offsets[id(offsets)][1], dim)
+    return column(document)
 
-    def dense(self, tensor: torch.Tensor) -> Encoded:
+
+def nbytes(td: Any) -> int:
+    """The bytes of all dense tensors of a TensorDict."""
+    sizes: list[int] = []
+    to_document(td, lambda tensor: sizes.append(tensor.nbytes))
+    return sum(sizes)
+
+
+def encode(td: Any, protocol: int = OUT_OF_BAND_PROTOCOL) -> Document | None:
+    """A picklable form of a TensorDict; device tensors are copied to the CPU. Raises ProtocolError on non-tensors."""
+    out_of_band = protocol >= OUT_OF_BAND_PROTOCOL
+
+    def dense(tensor: torch.Tensor) -> tuple[Any, ...]:
         whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         # A single entry counts as contiguous whatever its stride; view needs a stride of 1.
-        flat = whole.as_strided((whole.numel(),), (1,))
-        data: Any = flat.view(torch.uint8).numpy()
-        in_band = data.nbytes <= SMALL_BYTES or not self._out_of_band
-        buffer = bytearray(data) if in_band else pickle.PickleBuffer(data)
-        return ("dense", buffer, _name(tensor.dtype), tuple(tensor.shape))
+        data: Any = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
+        in_band = data.nbytes <= SMALL_BYTES or not out_of_band
+        return bytearray(data) if in_band else pickle.PickleBuffer(data), dtype_name(tensor), tuple(tensor.shape)
+
+    return None if td is None else to_document(td, dense)
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+def decode(encoded: Document | None) -> Any:
+    """The TensorDict of `encode`, on the CPU; its tensors use the buffers as they are."""
+    return None if encoded is None else from_document(encoded, _from_buffer)
 
 
-def _decode_tensordict(encoded: Encoded, seen: dict[int, torch.Tensor]) -> Any:
-    _, columns, batch_size = encoded
-    return TensorDict({key: _decode(value, seen) for key, value in columns.items()}, batch_size=batch_size)
-
-
-def _decode(encoded: Encoded, seen: dict[int, torch.Tensor]) -> Any:
-    match encoded:
-        case ("td", *_):
-            return _decode_tensordict(encoded, seen)
-        case ("jagged", values, offsets, dim):
-            if id(offsets) not in seen:
-                seen[id(offsets)] = _decode_dense(offsets)
-            return jagged(_decode_dense(values), seen[id(offsets)], dim)
-        case ("nested", rows, dtype):
-            return torch.nested.nested_tensor(list(map(_decode_dense, rows)), dtype=getattr(torch, dtype))
-    return _decode_dense(encoded)
+def dtype_name(tensor: torch.Tensor) -> str:
+    """The name of a tensor's dtype in torch, such as ``float32``."""
+    return str(tensor.dtype).removeprefix("torch.")
 
 
 class _Mapped:
@@ -120,8 +123,8 @@ class _Mapped:
         self.__array_interface__ = {**data.__array_interface__, "data": (data.ctypes.data, False)}
 
 
-def _decode_dense(encoded: Encoded) -> torch.Tensor:
-    _, buffer, name, shape = encoded
+def _from_buffer(encoded: tuple[Any, str, tuple[int, ...]]) -> torch.Tensor:
+    buffer, name, shape = encoded
     dtype: torch.dtype = getattr(torch, name)
     if type(buffer) is bytearray:
         return torch.frombuffer(buffer, dtype=dtype).reshape(shape) if buffer else torch.empty(shape, dtype=dtype)

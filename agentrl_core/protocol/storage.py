@@ -6,6 +6,7 @@ written as one-entry objects with a tag (``{"$tuple": […]}``) and come back as
 
 import json
 import os
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,10 @@ import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from tensordict import TensorDict, TensorDictBase
 
 from agentrl_core.api.errors import ProtocolError
 from agentrl_core.protocol.containers import ObjectArray, object_array
-from agentrl_core.protocol.rows import jagged, jagged_parts
+from agentrl_core.protocol.serialization import from_document, to_document
 
 FORMAT = "agentrl.dataproto/1"
 # The JSON is a tensor of bytes, since the header of a safetensors file is limited to 100 MB.
@@ -29,7 +29,7 @@ def save(path: Path, td: Any, columns: dict[str, ObjectArray], meta: dict[str, A
     """Writes the file beside its place and moves it there when it is complete."""
     writer = _Writer()
     document = {
-        "batch": None if td is None else writer.tensordict(td),
+        "batch": None if td is None else to_document(td, writer.add),
         "non_tensor_batch": {
             key: {
                 "shape": column.shape,
@@ -58,13 +58,13 @@ def load(path: Path) -> tuple[Any, dict[str, ObjectArray], dict[str, Any]]:
                 raise ProtocolError(f"{path} has the format {found!r}, not {FORMAT!r}: save_to_disk did not write it")
             tensors = {name: file.get_tensor(name) for name in file.keys()}
         document = json.loads(tensors.pop(DOCUMENT).numpy().tobytes())
-        reader = _Reader(tensors)
+        read = _reader(tensors)
         columns = {
-            key: object_array(key, map(reader.value, column["rows"])).reshape(column["shape"])
+            key: object_array(key, map(read, column["rows"])).reshape(column["shape"])
             for key, column in document["non_tensor_batch"].items()
         }
-        td = None if document["batch"] is None else reader.tensordict(document["batch"])
-        return td, columns, reader.value(document["meta_info"])
+        td = None if document["batch"] is None else from_document(document["batch"], tensors.__getitem__)
+        return td, columns, read(document["meta_info"])
     except FileNotFoundError as error:
         raise ProtocolError(f"{path}: there is no such file") from error
     except (SafetensorError, KeyError, TypeError, ValueError) as error:
@@ -79,26 +79,6 @@ class _Writer:
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._storages: set[int] = set()
-        # Columns that share their offsets share them in the file; the tensor is kept so that its id stays its own.
-        self._offsets: dict[int, tuple[torch.Tensor, str]] = {}
-
-    def tensordict(self, td: Any) -> dict[str, Any]:
-        columns = {
-            key: self.tensordict(value) if isinstance(value, TensorDictBase) else self.column(value)
-            for key, value in td.items()
-        }
-        return {"batch_size": list(td.batch_size), "columns": columns}
-
-    def column(self, column: torch.Tensor) -> dict[str, Any]:
-        if not column.is_nested:
-            return {"tensor": self._add(column)}
-        if column.layout == torch.jagged:
-            values, offsets, dim = jagged_parts(column)
-            if id(offsets) not in self._offsets:
-                self._offsets[id(offsets)] = (offsets, self._add(offsets))
-            return {"values": self._add(values), "offsets": self._offsets[id(offsets)][1], "dim": dim}
-        dtype = str(column.dtype).removeprefix("torch.")
-        return {"rows": [self._add(row) for row in column.unbind()], "dtype": dtype}
 
     def value(self, where: str, value: Any) -> Any:
         if value is None or type(value) in (bool, int, float, str):
@@ -109,12 +89,12 @@ class _Writer:
         if type(value) is dict:
             return self._dict(where, value)
         if isinstance(value, torch.Tensor) and not value.is_nested:
-            return {"$tensor": self._add(value)}
+            return {"$tensor": self.add(value)}
         if isinstance(value, np.ndarray) and value.dtype == object:
             return {"$objects": [value.shape, self.value(where, list(value.flat))]}
         if isinstance(value, np.ndarray | np.generic) and value.dtype in NUMERIC:
             tag = "$array" if isinstance(value, np.ndarray) else "$scalar"
-            return {tag: self._add(torch.from_numpy(np.array(value)))}
+            return {tag: self.add(torch.from_numpy(np.array(value)))}
         if isinstance(value, np.str_):
             return str(value)
         raise ProtocolError(
@@ -128,7 +108,8 @@ class _Writer:
         pairs = [[self.value(f"a key of {where}", key), self.value(f"{where}[{key!r}]", v)] for key, v in value.items()]
         return {"$dict": pairs}
 
-    def _add(self, tensor: torch.Tensor) -> str:
+    def add(self, tensor: torch.Tensor) -> str:
+        """The name under which the file has a tensor."""
         name = str(len(self.tensors))
         tensor = tensor.detach().cpu().contiguous()
         storage = tensor.untyped_storage().data_ptr()
@@ -138,46 +119,27 @@ class _Writer:
         return name
 
 
-class _Reader:
-    """The inverse of `_Writer`."""
+def _reader(tensors: Mapping[str, torch.Tensor]) -> Callable[[Any], Any]:
+    """The inverse of `_Writer.value`."""
 
-    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
-        self._tensors = tensors
+    def read(value: Any) -> Any:
+        match value:
+            case list():
+                return list(map(read, value))
+            case {"$tuple": items}:
+                return tuple(map(read, items))
+            case {"$dict": pairs}:
+                return {read(key): read(item) for key, item in pairs}
+            case {"$tensor": name}:
+                return tensors[name]
+            case {"$array": name}:
+                return tensors[name].numpy()
+            case {"$scalar": name}:
+                return tensors[name].numpy()[()]
+            case {"$objects": [shape, items]}:
+                return object_array("", map(read, items)).reshape(shape)
+            case dict():
+                return {key: read(item) for key, item in value.items()}
+        return value
 
-    def tensordict(self, document: dict[str, Any]) -> Any:
-        columns = {
-            key: self.tensordict(value) if "columns" in value else self.column(value)
-            for key, value in document["columns"].items()
-        }
-        return TensorDict(columns, batch_size=document["batch_size"])
-
-    def column(self, document: dict[str, Any]) -> torch.Tensor:
-        if "tensor" in document:
-            return self._tensors[document["tensor"]]
-        if "offsets" in document:
-            values, offsets = (self._tensors[document[name]] for name in ("values", "offsets"))
-            return jagged(values, offsets, document.get("dim", 1))
-        rows = [self._tensors[name] for name in document["rows"]]
-        return torch.nested.nested_tensor(rows, dtype=getattr(torch, document["dtype"]))
-
-    def value(self, value: Any) -> Any:
-        content: Any
-        if isinstance(value, list):
-            return [self.value(item) for item in value]
-        if not isinstance(value, dict):
-            return value
-        tag, content = next(iter(value.items())) if len(value) == 1 else ("", None)
-        match tag:
-            case "$tuple":
-                return tuple(map(self.value, content))
-            case "$dict":
-                return {self.value(key): self.value(item) for key, item in content}
-            case "$tensor":
-                return self._tensors[content]
-            case "$array":
-                return self._tensors[content].numpy()
-            case "$scalar":
-                return self._tensors[content].numpy()[()]
-            case "$objects":
-                return object_array("", map(self.value, content[1])).reshape(content[0])
-        return {key: self.value(item) for key, item in value.items()}
+    return read
