@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -74,6 +75,15 @@ def test_engines_that_sleep_while_the_trainer_computes_change_nothing(fit: Fit, 
     assert "timing/sleep" in asleep and "timing/sleep" not in awake
     measured = [name for name in awake if name.startswith(("actor/", "reward/", "response_length/"))]
     assert {name: asleep[name] for name in measured} == {name: awake[name] for name in measured}
+
+
+def test_bfloat16_compute_in_one_process_trains_and_the_engine_that_shares_the_module_agrees(fit: Fit) -> None:
+    changes = {"model.compute_dtype": "bfloat16", "trainer.steps": 3, "rollout.max_response_length": 6}
+    steps = fit(changes).read_metrics()
+    for step in steps:
+        assert math.isfinite(step["actor/loss"]) and step["actor/skipped_steps"] == 0
+        assert 0 < step["rollout/logprob_gap_mean"] < 0.05
+    assert any(step["actor/grad_norm"] > 0 for step in steps)
 
 
 def test_requests_of_the_validation_are_not_counted_in_the_steps_engine_metrics(fit: Fit) -> None:

@@ -41,8 +41,8 @@ class WindowCache(Cache):  # type: ignore[misc]  # transformers has no complete 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object,
                **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[self._rows_B, :, self._positions_B] = key_states.squeeze(2)
-        values[self._rows_B, :, self._positions_B] = value_states.squeeze(2)
+        keys[self._rows_B, :, self._positions_B] = key_states.squeeze(2).to(keys.dtype)
+        values[self._rows_B, :, self._positions_B] = value_states.squeeze(2).to(values.dtype)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:

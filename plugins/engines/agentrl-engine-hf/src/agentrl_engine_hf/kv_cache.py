@@ -102,8 +102,9 @@ class KVCache:
 
     def write(self, layer: int, rows_N: torch.Tensor, positions_N: torch.Tensor, keys_NHD: torch.Tensor,
               values_NHD: torch.Tensor) -> None:  # fmt: skip
-        self._keys[layer][rows_N, :, positions_N] = keys_NHD
-        self._values[layer][rows_N, :, positions_N] = values_NHD
+        # Under autocast a model can give float32 keys, from their norm, and bfloat16 values.
+        self._keys[layer][rows_N, :, positions_N] = keys_NHD.to(self._dtype)
+        self._values[layer][rows_N, :, positions_N] = values_NHD.to(self._dtype)
 
     def read(self, layer: int, first_row: int, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views ``[rows, H, length, D]``."""
