@@ -18,7 +18,8 @@ class OptionInfo:
     ``ge``/``gt``/``le``/``lt`` bound numbers, ``choices`` lists the allowed values, ``unit`` is printed beside the
     type, ``path`` says that a relative value is relative to the config file ("file", or "" for no path). ``code``: a
     plugin's option names an object, as ``package.module:object`` or ``path/to/file.py:object`` relative to the config
-    file. The factory gets the object of a file itself instead of its name, and the file is in the lock.
+    file. The factory gets the object of a file itself instead of its name, and the file is in the lock. ``hub``: a path
+    that is no directory may also name a model of the Hugging Face hub.
     """
 
     help: str = ""
@@ -30,6 +31,7 @@ class OptionInfo:
     choices: tuple[Any, ...] = ()
     path: bool = False
     code: bool = False
+    hub: bool = False
 
 
 def option(
@@ -45,9 +47,10 @@ def option(
     choices: tuple[Any, ...] = (),
     path: bool = False,
     code: bool = False,
+    hub: bool = False,
 ) -> Any:
     """A dataclass field with an :class:`OptionInfo`. Without a default the option is required."""
-    info = OptionInfo(help=help, unit=unit, ge=ge, gt=gt, le=le, lt=lt, choices=choices, path=path, code=code)
+    info = OptionInfo(help=help, unit=unit, ge=ge, gt=gt, le=le, lt=lt, choices=choices, path=path, code=code, hub=hub)
     metadata = {"agentrl": info}
     if default_factory is not MISSING:
         return field(default_factory=default_factory, metadata=metadata)

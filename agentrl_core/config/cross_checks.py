@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from agentrl_core.config.capabilities import Alternatives, installed_with, missing_capabilities
+from agentrl_core.config.hub import is_hub_name
 from agentrl_core.config.schema import ResolvedConfig
 
 _MOST_PARENTS = 3
@@ -157,7 +158,7 @@ def files(config: ResolvedConfig) -> Problems:
         "reference.path": config.reference.path,
     }
     for key, path in models.items():
-        if path is not None and not os.path.isfile(os.path.join(path, "config.json")):
+        if path is not None and not is_hub_name(path) and not os.path.isfile(os.path.join(path, "config.json")):
             what = f"{path} has no config.json" if os.path.isdir(path) else f"no such directory: {path}"
             yield key, f"{what}; expected a model that transformers can load{_remedy(path)}"
     paths = {f"data.train_files.{i}": path for i, path in enumerate(config.data.train_files)}

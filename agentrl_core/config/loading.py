@@ -9,7 +9,8 @@ from typing import Any
 
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config.capabilities import Alternatives, installed_with
-from agentrl_core.config.cross_checks import check
+from agentrl_core.config.cross_checks import Problems, check
+from agentrl_core.config.hub import hub_directory, is_hub_name
 from agentrl_core.config.interpolation import interpolated
 from agentrl_core.config.introspect import found as shown
 from agentrl_core.config.merging import absolute, merged, normalised, with_overrides
@@ -98,6 +99,17 @@ def _loaded(
     return _checked(resolver, normalised(Config, tree), [*problems, *failed], str(path), check_files, alternatives)
 
 
+def _fetched(config: ResolvedConfig) -> Problems:
+    """Put the directory of the cache in place of each model of the hub, last of all: it may be large."""
+    for name in ("model", "critic", "reference"):
+        section: Any = getattr(config, name)
+        if section.path is not None and is_hub_name(section.path):
+            try:
+                section.path = hub_directory(section.path)
+            except ConfigError as error:
+                yield from ((f"{name}.path", each) for each in error.problems)
+
+
 def _read(file: Path, home: Path, below: tuple[str, ...]) -> Node:
     """The tree of a file over that of the file it extends. ``home``: files are named as seen from there."""
     full = os.path.abspath(file)
@@ -131,7 +143,7 @@ def _checked(
     config = walker.section(ResolvedConfig, tree, ())
     problems = [*problems, *walker.problems]
     if not problems and not any(slot.plugin.spec.config is dict for slot in all_slots(config)):
-        found = check(config, check_files, alternatives)
+        found = list(check(config, check_files, alternatives)) or list(_fetched(config) if check_files else ())
         problems = [problem(key, walker.origins.get(key), message) for key, message in found]
     if problems:
         raise ConfigError(problems, source)

@@ -12,6 +12,7 @@ from typing import Any
 
 from agentrl_core.api.config import OptionInfo
 from agentrl_core.api.errors import ConfigError
+from agentrl_core.config.hub import is_hub_name
 from agentrl_core.config.introspect import (
     NO_INFO,
     element_type,
@@ -35,7 +36,7 @@ def normalised(tp: Any, node: Node, info: OptionInfo = NO_INFO) -> Node:
     if isinstance(node.value, str):
         if is_slot(arm):
             return Node({"name": node}, node.origin)
-        return replace(node, value=absolute(node.value, node.origin)) if info.path else node
+        return replace(node, value=located(node.value, node.origin, info)) if info.path else node
     if isinstance(node.value, list):
         return replace(node, value=[normalised(element_type(arm), child, info) for child in node.value])
     if isinstance(node.value, dict) and is_section(arm):
@@ -49,6 +50,12 @@ def absolute(path: str, origin: Origin) -> str:
     if not path or "${" in path or "://" in path:
         return path
     return os.path.abspath(origin.base_dir / Path(path).expanduser())
+
+
+def located(path: str, origin: Origin, info: OptionInfo) -> str:
+    """The :func:`absolute` path of an option; a model of the hub stays as it is where there is no such directory."""
+    full = absolute(path, origin)
+    return path if info.hub and is_hub_name(path) and not os.path.isdir(full) else full
 
 
 def merged(tp: Any, base: Node | None, own: Node) -> Node:

@@ -244,7 +244,12 @@ class HookSlot(Slot):
 
 @dataclass
 class ModelConfig:
-    path: str = option(path=True, help="directory with weights, config and tokenizer, relative to the config file")
+    path: str = option(
+        path=True,
+        hub=True,
+        help="directory with weights, config and tokenizer, relative to the config file; or a model of the "
+        "Hugging Face hub: org/name, org/name@revision",
+    )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", help="data type of the stored weights")
     compute_dtype: Literal["float32", "bfloat16"] | None = option(
         None, help="data type of the forward and backward passes; null: bfloat16 on CUDA, else model.dtype"
@@ -387,7 +392,7 @@ class ActorConfig(UpdateConfig):
 @dataclass
 class CriticConfig(UpdateConfig):
     path: str | None = option(
-        None, path=True, help="initial model of the critic; null: model.path with a new value head"
+        None, path=True, hub=True, help="initial model of the critic; null: model.path with a new value head"
     )
     value_clip: float | None = option(
         0.2, gt=0, help="clip range of the value loss; null: squared error without clipping"
@@ -397,7 +402,7 @@ class CriticConfig(UpdateConfig):
 
 @dataclass
 class ReferenceConfig:
-    path: str | None = option(None, path=True, help="reference model; null: model.path")
+    path: str | None = option(None, path=True, hub=True, help="reference model; null: model.path")
     micro_batch_tokens: int = option(
         32768, ge=1, unit="tokens", help="maximum tokens, padding included, per forward pass"
     )

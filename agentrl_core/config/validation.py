@@ -24,7 +24,7 @@ from agentrl_core.config.introspect import (
     union_arms,
     within,
 )
-from agentrl_core.config.merging import absolute
+from agentrl_core.config.merging import absolute, located
 from agentrl_core.config.nodes import DEFAULT, KeyPath, Node, Origin, dotted, from_plain, problem
 from agentrl_core.config.schema import Config, Plugin, Slot
 from agentrl_core.config.writing import leaves, plain
@@ -233,7 +233,7 @@ class Walker:
             return self._mismatch(tp, node, path, info)
         if arm is float:
             return float(value)
-        return absolute(value, node.origin) if arm is str and info.path else value
+        return located(value, node.origin, info) if arm is str and info.path else value
 
     def _mismatch(self, tp: Any, node: Node, path: KeyPath, info: OptionInfo) -> Invalid:
         text = f"expected {expected(tp, info)}, found {found(node.value)}"
