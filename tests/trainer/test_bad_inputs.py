@@ -191,7 +191,7 @@ def test_tool_that_raises(fit: Fit, tiny_run: Any) -> None:
 def test_tool_that_returns_megabytes(fit: Fit, tiny_run: Any) -> None:
     run = run_with_tool(fit, tiny_run, "floods", isolation="inline")
     for record in records(run):
-        assert record.messages[-2]["content"] == "ab" * 128
+        assert record.messages[-2]["content"] == "ab" * 128 + "\n[the rest was cut]"
         assert record.messages[-1]["content"] == "well"
     assert run.rollout_file(1, "train").stat().st_size < 200_000
 
