@@ -1,4 +1,4 @@
-"""The seam of agent loops: how one trajectory runs.
+"""The interface of agent loops: how one trajectory runs.
 
 A loop's class is built once per worker with its :class:`AgentLoopContext`; ``run`` is one coroutine per trajectory.
 It never fills token lists by hand: it drives a :class:`Trajectory`, which keeps ids, mask and log-probs equal in
@@ -117,13 +117,13 @@ class AgentLoopOutput:
 
 @dataclass(frozen=True)
 class Turn:
-    """What the policy said in one turn.
+    """One turn of the policy.
 
     Args:
         token_ids: the sampled ids; empty where the budget was spent and nothing was requested.
         text: their decoded text without the stop token.
         finish_reason: ``stop`` | ``length`` | ``abort``.
-        content: the text beside tool calls.
+        content: the text outside tool calls.
         tool_calls: calls that could be parsed, in order.
         parse_errors: one message for each call that could not, for the model to read.
     """
@@ -205,7 +205,7 @@ class TrajectorySession(ABC):
     def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> Trajectory:
         """Start the token record with these messages and tool schemas.
 
-        Called again, it starts another branch of the same trajectory, with a record of its own.
+        Called again, it starts another branch of the same trajectory, with its own record.
         """
 
     @abstractmethod
@@ -230,7 +230,7 @@ class TrajectorySession(ABC):
 
 
 class ChatRenderer(ABC):
-    """The model's tokenizer and chat template, the only road from messages to tokens."""
+    """The model's tokenizer and chat template, the only way from messages to tokens."""
 
     @abstractmethod
     def render(

@@ -1,9 +1,9 @@
-"""The seams of advantage estimators and policy losses: pure functions over padded tensors.
+"""The interfaces of advantage estimators and policy losses: pure functions over padded tensors.
 
 Shapes: B rows, R response tokens, both padded; ``response_mask`` is 1 where the policy sampled. Nothing under mask 0
 may change a result. An estimator is called once a step, in the trainer's process, with float32 tensors on the CPU and
 without gradients; a loss for every micro batch, in each actor worker's process and on its device, with gradients
-through ``log_probs`` only. Neither is ever called from two threads at once, nor is a coroutine. An exception ends the
+through ``log_probs`` only. Neither is a coroutine, nor called from two threads concurrently. An exception ends the
 run.
 
     class Reinforce(PolicyLoss):

@@ -13,9 +13,9 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OptionInfo:
-    """What is known about one option besides its type and default.
+    """What is known about one option in addition to its type and default.
 
-    ``ge``/``gt``/``le``/``lt`` bound numbers, ``choices`` lists the allowed values, ``unit`` is printed beside the
+    ``ge``/``gt``/``le``/``lt`` bound numbers, ``choices`` lists the allowed values, ``unit`` is printed next to the
     type, ``path`` says that a relative value is relative to the config file ("file", or "" for no path). ``code``: a
     plugin's option names an object, as ``package.module:object`` or ``path/to/file.py:object`` relative to the config
     file. The factory gets the object of a file itself instead of its name, and the file is in the lock. ``hub``: a path

@@ -1,4 +1,4 @@
-"""The seam of prompt datasets: random access to rows.
+"""The interface of prompt datasets: random access to rows.
 
 The factory ``(config, DatasetContext) -> PromptDataset`` is called once for each split that has files, in the trainer's
 process, before any worker starts; all rows are read there, from one thread, and checked against the run. Methods are

@@ -11,7 +11,7 @@
     │   └── PluginDriftError         a worker or checkpoint has another version
     ├── DataError                a data set, file or row
     ├── TemplateError            a tokenizer or chat template that cannot serve
-    ├── EngineError              the inference engine or the road to it
+    ├── EngineError              the inference engine or the connection to it
     ├── ToolError                a tool call that failed (the model sees an observation)
     ├── InteractionError         an interaction (environment) that failed
     ├── RewardError              a reward function or manager
@@ -90,7 +90,7 @@ class EngineError(AgentRLError):
 
 
 class ToolError(AgentRLError):
-    """A tool call failed. The model sees an observation and goes on."""
+    """A tool call failed. The model sees an observation and continues."""
 
 
 class InteractionError(AgentRLError):

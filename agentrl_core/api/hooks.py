@@ -2,14 +2,14 @@
 
 **Contract.** A hook plugin's factory ``(config, HookContext) -> object`` returns an object with any of the methods of
 :class:`HookSpecs`, each marked with :data:`hookimpl` and taking any of the arguments that the hook names. A method
-``on_…`` that is no hook is refused with a suggestion. Only hooks that the config lists are imported.
+``on_…`` that is no hook is rejected with a suggestion. Only hooks that the config lists are imported.
 
 **Lifecycle.** Built once, after the run's directory is there; called in the order of the config; ``on_run_end`` is the
 last call, however the run ends.
 
 **Threads.** Everything runs in the trainer's process, in the thread that called ``Trainer.fit()``, between the phases
-of a step: no two hooks run at once, none needs a lock, and a slow one makes the step slower. Hooks are plain methods,
-never coroutines.
+of a step: hooks never run concurrently, none needs a lock, and a slow one makes the step slower. Hooks are plain
+methods, never coroutines.
 
 **Errors.** An exception becomes a ``PluginBrokenError`` that names plugin and hook, and ends the run.
 
@@ -44,7 +44,7 @@ class HookContext:
 
 @dataclass(frozen=True)
 class EndedTrajectory:
-    """A trajectory that has ended, in whatever way.
+    """A trajectory that has ended, completed or failed.
 
     Args:
         trajectory_id: unique within the run.

@@ -1,4 +1,4 @@
-"""The seam of interactions: who answers the policy when it is not calling a tool (a user, a tutor, an environment).
+"""The interface of interactions, which answer a policy that calls no tool: a user, a tutor, an environment.
 
 Per trajectory: ``start_interaction`` once, ``generate_response`` after each assistant turn without a tool call,
 ``calculate_score`` once at the end, ``finalize_interaction`` always. One object serves many trajectories and tells them
@@ -56,5 +56,5 @@ class Interaction(ABC):
         return None
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """The trajectory has ended, in whatever way."""
+        """The trajectory has ended, completed or failed."""
         return None

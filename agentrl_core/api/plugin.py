@@ -30,7 +30,7 @@ class PluginKind:
     ``capabilities`` are the names that a plugin of this kind may declare, each with its meaning.
 
     ``api_version`` is the version of the kind's contract, one whole number. A plugin states the one that it was
-    written for; another one is refused before anything of it is imported but its spec.
+    written for; a plugin with another number is rejected, and only its spec is imported.
 
     Compatible, the number stays: a new method with a default implementation; a new field with a default in a dataclass
     that the core makes (contexts, inputs) or that a plugin makes (outputs); a new capability; a new key in a row or in
@@ -38,7 +38,7 @@ class PluginKind:
 
     Not compatible, the number rises: a method, field, argument or capability that is removed, renamed or gets another
     type or meaning; a new abstract method; a new required argument; a call that comes from another thread, process or
-    event loop, or at another point of the lifecycle; refusing what was accepted; other shapes, dtypes or units.
+    event loop, or at another point of the lifecycle; rejecting what was accepted; other shapes, dtypes or units.
     """
 
     kind: str
@@ -54,7 +54,7 @@ KINDS: dict[str, PluginKind] = {
         PluginKind("agent_loop", "agentrl.agent_loops", 1, "agent loop", {
             "tools": "drives the configured tools",
             "interactions": "drives the configured interactions",
-            "chat_endpoint": "serves the policy to clients that bring tools of their own",
+            "chat_endpoint": "serves the policy to clients that bring their own tools",
         }),
         PluginKind("engine", "agentrl.engines", 1, "inference engine", {
             "logprobs": "returns the log-probability of every sampled token",
@@ -64,13 +64,13 @@ KINDS: dict[str, PluginKind] = {
             "sleep": "memory can be released and taken back",
             "weight_update": "takes new weights without a restart",
             "broadcast": "takes weights that the actor sends from device to device (torch.distributed)",
-            "ipc": "takes weights that are broadcast on a GPU that it shares with the actor, too (CUDA IPC)",
+            "ipc": "takes broadcast weights also on a GPU that it shares with the actor (CUDA IPC)",
             "lora": "takes LoRA adapters as weight updates, and generates with weights and adapter",
             "parallel": "a replica computes on several devices: tensor, pipeline and data parallelism",
-            "multi_node": "and these may be of several hosts",
+            "multi_node": "a replica can span several hosts",
             "shared_module": "can generate with the actor's own torch module, in the actor's process",
             "deterministic": "can repeat a rollout exactly (rollout.deterministic)",
-            "sessions": "keeps something between the turns of a trajectory: open_session and close_session are called",
+            "sessions": "keeps state between the turns of a trajectory: open_session and close_session are called",
         }),
         PluginKind("tool", "agentrl.tools", 1, "tool"),
         PluginKind("tool_parser", "agentrl.tool_parsers", 1, "tool-call parser"),
@@ -127,7 +127,7 @@ class PluginSpec:
 class PluginRef:
     """Names one resolved plugin across processes.
 
-    The driver resolves a name once; workers get the reference, resolve it again and refuse a difference. For an
+    The driver resolves a name once; workers get the reference, resolve it again and reject a difference. For an
     unpackaged plugin ``dist`` is ``"file"``, ``version`` the sha256 of the file, ``source`` its text and ``name``
     ``"<file name>:<object>"``.
     """

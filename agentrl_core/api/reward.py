@@ -1,17 +1,18 @@
-"""The seams of reward functions and reward managers.
+"""The interfaces of reward functions and reward managers.
 
 A reward function scores one trajectory; a reward manager combines functions, tool rewards and turn scores into the
 one number that is trained. Both see the typed :class:`RewardTrajectory`. An exception, a deadline or a value that is
 not a finite number is a ``reward_error`` of that trajectory, never a silent zero.
 
-Both are built once per reward worker and called as each trajectory ends, many at once on one event loop: a function
-that is a coroutine must not block it; a plain one runs inline, or where it declares ``isolation = "process"`` (a
-function from a file by default) in a process of its own, one call at a time, killed when the deadline passes.
+Both are built once per reward worker and called as each trajectory ends, many concurrently on one event loop: a
+function that is a coroutine must not block it; a plain one runs inline, or where it declares
+``isolation = "process"`` (a function from a file by default) in its own process, one call at a time, killed when the
+deadline passes.
 
     def exact(trajectory: RewardTrajectory) -> float:
         return float(trajectory.model_text.strip() == trajectory.ground_truth)
 
-A plain function like this one is a reward function as it stands (``name: ./reward.py:exact``); a packaged one has a
+A plain function like this one is a reward function as it is (``name: ./reward.py:exact``); a packaged one has a
 factory ``(config, RewardFunctionContext) -> RewardFunction``.
 """
 

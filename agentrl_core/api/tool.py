@@ -1,4 +1,4 @@
-"""The seam of tools.
+"""The interface of tools.
 
 Lifecycle, per trajectory: ``create`` once, ``execute`` for every call, ``calc_reward`` once at the end, ``release``
 always, even after a cancellation. A tool object serves many trajectories at once and tells them apart by
@@ -91,7 +91,7 @@ class Tool(ABC):
         return None
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """The trajectory has ended, in whatever way."""
+        """The trajectory has ended, completed or failed."""
         return None
 
 
@@ -144,7 +144,7 @@ def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
     for parameter in inspect.signature(function).parameters.values():
         where = f"tool function {function.__name__}: parameter {parameter}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):
-            raise TypeError(f"{where} cannot be passed by name; give each parameter a name of its own")
+            raise TypeError(f"{where} cannot be passed by name; make it an ordinary parameter")
         if parameter.name not in hints:
             raise TypeError(f"{where} needs a type annotation")
         try:
@@ -168,7 +168,7 @@ def _parameter_type(hint: Any) -> dict[str, Any]:
 
 
 def _described(docstring: str, parameter: str) -> str:
-    """What a docstring in Google's or Sphinx's style says of a parameter, on one line."""
+    """The description of a parameter in a docstring of Google's or Sphinx's style, on one line."""
     google = rf"^(?P<indent>[ ]+){parameter}[ ]*(\([^)]*\))?:[ ]*(?P<text>.*(\n(?P=indent)[ ]+\S.*)*)"
     sphinx = rf"^:param ([^:]+ )?{parameter}:[ ]*(?P<text>.*(\n[ ]+\S.*)*)"
     _, _, arguments = docstring.partition("Args:\n")

@@ -1,4 +1,4 @@
-"""The seam of tool parsers: from the model's text to tool calls.
+"""The interface of tool parsers: from the model's text to tool calls.
 
 A parser is pure: no state, no I/O. It never raises on what a model wrote: a call that is cut off or malformed becomes
 an entry of ``errors``, which the model reads as an observation. Nothing is dropped in silence. One object serves all

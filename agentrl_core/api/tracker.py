@@ -1,4 +1,4 @@
-"""The seam of trackers: where metrics go.
+"""The interface of trackers: where metrics go.
 
 The factory ``(config, TrackerContext) -> Tracker`` is called once, when the run's directory is there; then ``log`` once
 a step, steps ascending, and ``finish`` once, however the run ends. Everything runs in the trainer's process, in the

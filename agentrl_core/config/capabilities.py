@@ -109,7 +109,7 @@ def _message(
 
 
 def installed_with(kind: str, capability: str, block: Sequence[str]) -> list[str]:
-    """Names of the installed plugins that could be used here, or by an engine in an environment of its own."""
+    """Names of the installed plugins that could be used here, or by an engine in its own environment."""
     from agentrl_core.plugins.discovery import discover
 
     usable = [row for row in discover([kind], block) if row.status in ("ok", "external", "duplicate")]

@@ -94,7 +94,7 @@ def deterministic_rollouts(config: ResolvedConfig) -> Problems:
             "agent.max_concurrent",
             rollout.agent.max_concurrent,
             rollout.agent.max_concurrent >= trajectories,
-            f"a whole step at once, data.batch_size x rollout.n = {trajectories}",
+            f"all trajectories of a step to run concurrently, data.batch_size x rollout.n = {trajectories}",
         ),
     ]
     for key, value, fits, needed in found:
@@ -171,7 +171,7 @@ def files(config: ResolvedConfig) -> Problems:
 
 
 def _remedy(path: str) -> str:
-    """The command that makes what is missing, where a prepare.py stands close above it."""
+    """The command that makes what is missing, if a prepare.py is in a directory close above it."""
     for parent in list(Path(path).parents)[:_MOST_PARENTS]:
         script = parent / "prepare.py"
         if script.is_file():

@@ -22,7 +22,7 @@ _MOST_VALUES = 100_000
 KeyPath = tuple[str | int, ...]
 
 DEFAULT = "default"
-"""Label of the origin of what nobody wrote."""
+"""Label of the origin of defaults."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Node:
-    """A scalar, a ``dict[key, Node]`` or a ``list[Node]``, and where it stands."""
+    """A scalar, a ``dict[key, Node]`` or a ``list[Node]``, and where it was written."""
 
     value: Any
     origin: Origin
@@ -199,6 +199,6 @@ class _Reader:
                 self._problems.append(f"{self._at(key).label}: expected text as a key, found {key.tag}")
                 continue
             if key.value in lines:
-                message = f"the key stands twice in one section, first in line {lines[key.value]}"
+                message = f"duplicate key in one section, first used in line {lines[key.value]}"
                 self._problems.append(problem(key.value, self._at(key), message))
             lines.setdefault(key.value, key.start_mark.line + 1)

@@ -11,6 +11,7 @@ from agentrl_core.api.config import option
 from agentrl_core.api.engine import SamplingParams
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.plugin import PluginRef, PluginSpec
+from agentrl_core.api.tool import Isolation
 
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
@@ -48,7 +49,7 @@ class Slot:
         """The plugin of a resolved slot.
 
         Raises:
-            ConfigError: nobody has resolved this slot.
+            ConfigError: this slot is not resolved.
             PluginError: the plugin differs in this process, see ``agentrl_core.plugins.resolution.resolve_ref``.
         """
         if self.resolved is None:
@@ -117,18 +118,14 @@ def _unpickled(cls: type[Slot], ref: PluginRef | None, fields: dict[str, Any]) -
 class EngineSlot(Slot):
     kind: ClassVar[str] = "engine"
     name: str = option("hf", help="a registered name, 'package:name', or './file.py:object'")
-    python: str | None = option(
-        None, path=True, help="Python interpreter of the engine's environment (cluster.runtime=ray only)"
-    )
+    python: str | None = option(None, path=True, help="Python of the engine's environment (cluster.runtime=ray only)")
     replicas: int | None = option(
         None,
         ge=1,
         help="number of engine replicas; null: as many as fit on the training processes' devices, 1 if deterministic",
     )
     tensor_parallel: int = option(1, ge=1, unit="devices", help="number of devices that each layer is split across")
-    pipeline_parallel: int = option(
-        1, ge=1, unit="devices", help="number of devices that the layers are distributed over"
-    )
+    pipeline_parallel: int = option(1, ge=1, unit="devices", help="number of devices that the layers are split over")
     data_parallel: int = option(1, ge=1, unit="copies", help="data-parallel model copies per replica")
     nodes: int = option(1, ge=1, help="number of hosts per replica; its devices are split evenly")
     placement: Literal["colocated", "standalone"] = option(
@@ -158,13 +155,11 @@ class EngineSlot(Slot):
         600.0, gt=0, unit="seconds", help="time limit for starting a replica, for a weight update and for sleeping"
     )
     health_interval: float = option(5.0, gt=0, unit="seconds", help="interval between health checks during a rollout")
-    health_timeout: float = option(
-        60.0, gt=0, unit="seconds", help="a replica that does not answer within this time is restarted"
-    )
+    health_timeout: float = option(60.0, gt=0, unit="seconds", help="restart a replica that does not answer in time")
 
     @property
     def devices(self) -> int:
-        """Of one replica."""
+        """Number of devices of one replica."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
 
@@ -183,9 +178,7 @@ class ToolParserSlot(Slot):
 class ToolSlot(Slot):
     kind: ClassVar[str] = "tool"
     timeout: float = option(30.0, gt=0, unit="seconds", help="time limit of one call")
-    isolation: Literal["inline", "process"] | None = option(
-        None, help="run inline or in a child process; null: as the tool declares"
-    )
+    isolation: Isolation | None = option(None, help="run inline or in a child process; null: as the tool declares")
     processes: int = option(2, ge=1, help="child processes per agent-loop worker, for isolation=process")
     env: list[str] = option(default_factory=list, help="environment variables that these processes get, by name")
 
@@ -207,9 +200,7 @@ class RewardFunctionSlot(Slot):
     kind: ClassVar[str] = "reward_function"
     weight: float = option(1.0, help="weight of this function in the manager's sum")
     timeout: float = option(30.0, gt=0, unit="seconds", help="time limit of one call")
-    isolation: Literal["inline", "process"] | None = option(
-        None, help="run inline or in a child process; null: as the function declares"
-    )
+    isolation: Isolation | None = option(None, help="inline or in a child process; null: as the function declares")
     processes: int = option(1, ge=1, help="child processes per reward worker, for isolation=process")
     env: list[str] = option(default_factory=list, help="environment variables that these processes get, by name")
 
@@ -271,9 +262,7 @@ class DataConfig:
     train_files: list[str] = option(path=True, help="Parquet or JSON Lines files, relative to the config file")
     validation_files: list[str] = option(default_factory=list, path=True, help="Parquet or JSON Lines files")
     batch_size: int = option(32, ge=1, unit="prompts", help="prompts per step")
-    max_prompt_length: int = option(
-        512, ge=1, unit="tokens", help="maximum length of a rendered prompt, tool schemas included"
-    )
+    max_prompt_length: int = option(512, ge=1, unit="tokens", help="maximum length of a rendered prompt with tools")
     overlong_prompts: Literal["filter", "error", "left", "right", "middle"] = option(
         "filter",
         help="for prompts that are too long: drop the row, stop with an error, or cut the last user message on a side",
@@ -287,9 +276,7 @@ class SamplingConfig:
     temperature: float = option(SamplingParams.temperature, ge=0, help="sampling temperature; 0: greedy")
     top_p: float = option(SamplingParams.top_p, gt=0, le=1, help="nucleus sampling threshold; 1: off")
     top_k: int = option(SamplingParams.top_k, ge=0, help="sample from the k most likely tokens; 0: off")
-    max_tokens: int | None = option(
-        None, ge=1, unit="tokens", help="maximum length of one turn; null: the remaining response budget"
-    )
+    max_tokens: int | None = option(None, ge=1, unit="tokens", help="maximum per turn; null: the remaining budget")
 
 
 @dataclass
@@ -314,13 +301,9 @@ class RolloutConfig:
         help="what to do if the chat template rewrites history: start a new row, keep one row and train only its last "
         "turn, or stop with an error",
     )
-    deterministic: bool = option(
-        False, help="make rollouts exactly repeatable; needs one worker and one replica, and is slower"
-    )
+    deterministic: bool = option(False, help="exactly repeatable rollouts; needs one worker and one replica; slower")
     retries: int = option(2, ge=0, help="retries of a trajectory whose infrastructure failed")
-    max_failed_fraction: float = option(
-        0.1, ge=0, le=1, help="stop the run if a larger fraction of a step's trajectories fails"
-    )
+    max_failed_fraction: float = option(0.1, ge=0, le=1, help="stop if a larger share of a step's trajectories fails")
     turn_timeout: float = option(300.0, gt=0, unit="seconds", help="time limit of one generation")
     trajectory_timeout: float = option(1800.0, gt=0, unit="seconds", help="time limit of a trajectory")
     max_logprob_gap: float | None = option(
@@ -347,9 +330,7 @@ class AlgorithmConfig:
     advantage: AdvantageSlot = option(default_factory=AdvantageSlot)
     loss: PolicyLossSlot = option(default_factory=PolicyLossSlot)
     aggregation: Aggregation = option("token-mean", help="how per-token losses are averaged")
-    kl_coef: float = option(
-        0.0, ge=0, help="weight of the KL penalty to the reference in the loss; 0: no reference model is loaded"
-    )
+    kl_coef: float = option(0.0, ge=0, help="weight of the KL penalty in the loss; 0: no reference model is loaded")
     kl_estimator: Literal["k1", "k2", "k3"] = option("k3", help="KL estimator (Schulman 2020)")
     entropy_coef: float = option(0.0, ge=0, help="weight of the entropy bonus")
     drop_zero_advantage: bool = option(
@@ -364,9 +345,7 @@ class OptimizerConfig:
     lr: float = option(1e-6, gt=0, help="peak learning rate")
     betas: list[float] = option(default_factory=lambda: [0.9, 0.999], ge=0, lt=1, help="beta1 and beta2 of AdamW")
     weight_decay: float = option(0.0, ge=0, help="weight decay of AdamW")
-    schedule: Literal["constant", "linear", "cosine"] = option(
-        "constant", help="learning rate schedule after the warm-up"
-    )
+    schedule: Literal["constant", "linear", "cosine"] = option("constant", help="learning rate after the warm-up")
     warmup_steps: int = option(0, ge=0, unit="optimizer steps", help="length of the linear warm-up")
     min_lr_ratio: float = option(0.0, ge=0, le=1, help="final learning rate as a fraction of the peak")
 
@@ -391,21 +370,15 @@ class ActorConfig(UpdateConfig):
 
 @dataclass
 class CriticConfig(UpdateConfig):
-    path: str | None = option(
-        None, path=True, hub=True, help="initial model of the critic; null: model.path with a new value head"
-    )
-    value_clip: float | None = option(
-        0.2, gt=0, help="clip range of the value loss; null: squared error without clipping"
-    )
+    path: str | None = option(None, path=True, hub=True, help="initial critic; null: model.path with a new value head")
+    value_clip: float | None = option(0.2, gt=0, help="clip range of the value loss; null: squared error, unclipped")
     warmup_steps: int = option(0, ge=0, unit="steps", help="first steps in which only the critic is trained")
 
 
 @dataclass
 class ReferenceConfig:
     path: str | None = option(None, path=True, hub=True, help="reference model; null: model.path")
-    micro_batch_tokens: int = option(
-        32768, ge=1, unit="tokens", help="maximum tokens, padding included, per forward pass"
-    )
+    micro_batch_tokens: int = option(32768, ge=1, unit="tokens", help="maximum tokens per forward pass, with padding")
     offload_parameters: bool = option(False, help="keep weights in host memory between phases (CUDA only)")
 
 
@@ -424,9 +397,7 @@ class ValidationConfig:
 class CheckpointConfig:
     interval: int = option(10, ge=0, unit="steps", help="steps between checkpoints; 0: only at the end")
     keep: int = option(3, ge=1, help="number of newest checkpoints to keep, in addition to the best one")
-    best_metric: str | None = option(
-        None, help="validation metric that selects the best checkpoint, which is kept; null: none"
-    )
+    best_metric: str | None = option(None, help="validation metric that selects the best checkpoint; null: none")
 
 
 @dataclass
@@ -464,7 +435,7 @@ class ClusterConfig:
 
     @property
     def processes(self) -> int:
-        """Those that train together, each with a part of every model."""
+        """Number of training processes, each with one shard of every model."""
         return self.nodes * self.processes_per_node
 
 
@@ -476,7 +447,7 @@ class PluginsConfig:
 
 @dataclass
 class Config:
-    """The whole tree as somebody writes it; :func:`agentrl_core.config.bind` makes a :class:`ResolvedConfig` of it."""
+    """The whole tree as a user writes it; :func:`agentrl_core.config.bind` makes a :class:`ResolvedConfig` of it."""
 
     model: ModelConfig = option()
     data: DataConfig = option()
@@ -500,7 +471,7 @@ class Config:
 
     @property
     def engine_replicas(self) -> int:
-        """``rollout.engine.replicas``, or what it stands for."""
+        """``rollout.engine.replicas``, or the number that null stands for."""
         engine = self.rollout.engine
         if engine.replicas is None and self.rollout.deterministic:
             return 1

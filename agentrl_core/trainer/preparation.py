@@ -1,4 +1,4 @@
-"""Everything that can be known, and refused, before a worker or a GPU is touched. A dry run ends here."""
+"""Everything that can be checked and rejected before a worker or a GPU is touched. A dry run ends here."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +53,7 @@ class Preparation:
         if training:
             _check_capabilities(config)
         _check_engine_environment(config)
-        # Reward workers build these again; here a reward that cannot work is told before anything starts.
+        # Reward workers build these again. Here a reward that cannot work is reported before anything starts.
         RewardWorker(config.reward)
         facts = ModelFacts.read(config)
         renderer = HFChatRenderer.from_config(config.model)

@@ -112,7 +112,7 @@ def _check_hook(slot: HookSlot, folder: Path) -> None:
 
 
 def check_call(function: Callable[..., Any], what: str, shape: str, *arguments: Any) -> None:
-    """Refuse a function that cannot be called with these arguments.
+    """Reject a function that cannot be called with these arguments.
 
     Raises:
         ConfigError: with its signature.
@@ -129,7 +129,7 @@ def check_call(function: Callable[..., Any], what: str, shape: str, *arguments: 
 
 
 def check_weights(model: Path) -> None:
-    """Refuse a model whose safetensors files are missing or cut.
+    """Reject a model whose safetensors files are missing or cut.
 
     Raises:
         ConfigError: naming the file.
@@ -143,7 +143,7 @@ def check_weights(model: Path) -> None:
 
 
 def check_best_metric(config: ResolvedConfig, rows: Sequence[Any]) -> None:
-    """Refuse a ``trainer.checkpoint.best_metric`` that the validation of these rows never measures.
+    """Reject a ``trainer.checkpoint.best_metric`` that the validation of these rows never measures.
 
     Raises:
         ConfigError: listing what it measures.

@@ -63,8 +63,8 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
         ),
         (
             ["rollout.deterministic=true", "rollout.agent.max_concurrent=255"],
-            "rollout.agent.max_concurrent (override 'rollout.agent.max_concurrent=255'): rollout.deterministic needs a "
-            "whole step at once, data.batch_size x rollout.n = 256, found 255",
+            "rollout.agent.max_concurrent (override 'rollout.agent.max_concurrent=255'): rollout.deterministic needs "
+            "all trajectories of a step to run concurrently, data.batch_size x rollout.n = 256, found 255",
         ),
         (
             ["reference.path=/m"],

@@ -262,7 +262,7 @@ def test_unreadable_plugin_options(problems, valid):
         ("- 1", "config.yaml: expected a mapping of sections, found list"),
         (
             "trainer:\n  seed: 1\n  seed: 2",
-            "seed (config.yaml:3): the key stands twice in one section, first in line 2",
+            "seed (config.yaml:3): duplicate key in one section, first used in line 2",
         ),
         ("? [a]\n: 1", "config.yaml:1: expected text as a key, found tag:yaml.org,2002:seq"),
         ("x: !!python/object:os.system 1", "config.yaml:1: not valid YAML: could not determine a constructor"),
