@@ -8,7 +8,7 @@ import importlib.metadata
 import logging
 import os
 import re
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
@@ -48,26 +48,30 @@ class Registration:
 
 def registrations() -> list[Registration]:
     """All entry points in groups of ours, ordered by kind (as in ``KINDS``), name and distribution."""
-    found = []
-    owner = cache(_name_and_version)
-    for entry_point in _entry_points():
-        if entry_point.group in _KIND_OF_GROUP or _is_stray(entry_point.group):
-            dist, version = owner(entry_point.dist)
-            kind = _KIND_OF_GROUP.get(entry_point.group, entry_point.group)
-            found.append(Registration(kind, entry_point.name, dist, version, entry_point))
-    order = {kind: index for index, kind in enumerate(KINDS)}
-    return sorted(found, key=lambda each: (order.get(each.kind, len(order)), each.kind, each.name, each.dist))
+    return _registered(lambda group: group in _KIND_OF_GROUP or _is_stray(group))
 
 
 def cli_registrations(block: Sequence[str] = ()) -> list[Registration]:
     """Subcommands that distributions add to ``agentrl``, blocked ones left out."""
-    found = [
-        Registration(CLI_GROUP, entry_point.name, *_name_and_version(entry_point.dist), entry_point)
-        for entry_point in _entry_points()
-        if entry_point.group == CLI_GROUP
-    ]
     blocked = block_list(block)
-    return sorted((each for each in found if not is_blocked(each, blocked)), key=lambda each: (each.name, each.dist))
+    return [each for each in _registered(lambda group: group == CLI_GROUP) if not is_blocked(each, blocked)]
+
+
+def named(name: str, installed: Iterable[Registration]) -> list[Registration]:
+    """Those that are registered as NAME or package:name."""
+    package, _, plain = name.rpartition(":")
+    return [each for each in installed if each.name == plain and (not package or same_package(each.dist, package))]
+
+
+def _registered(wanted: Callable[[str], bool]) -> list[Registration]:
+    owner = cache(_name_and_version)
+    order = {kind: index for index, kind in enumerate(KINDS)}
+    found = [
+        Registration(_KIND_OF_GROUP.get(each.group, each.group), each.name, *owner(each.dist), each)
+        for each in _entry_points()
+        if wanted(each.group)
+    ]
+    return sorted(found, key=lambda each: (order.get(each.kind, len(order)), each.kind, each.name, each.dist))
 
 
 def block_list(block: Sequence[str] = ()) -> frozenset[str]:
@@ -144,11 +148,10 @@ def registrations_named(name: str, kinds: Collection[str] | None = None) -> list
     Raises:
         PluginNotFoundError: nothing is; the nearest name is given.
     """
-    package, _, plain = name.rpartition(":")
     installed = [each for each in registrations() if kinds is None or each.kind in kinds]
-    found = [each for each in installed if each.name == plain and (not package or same_package(each.dist, package))]
+    found = named(name, installed)
     if not found:
-        close = difflib.get_close_matches(plain, sorted({each.name for each in installed}), 1)
+        close = difflib.get_close_matches(name.rpartition(":")[2], sorted({each.name for each in installed}), 1)
         hint = f"; did you mean {close[0]!r}? " if close else ". "
         raise PluginNotFoundError(f"no installed plugin is named {name!r}{hint}See: agentrl plugins list")
     return found

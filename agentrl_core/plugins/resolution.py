@@ -43,6 +43,7 @@ from agentrl_core.plugins.registration import (
     Registration,
     block_list,
     is_blocked,
+    named,
     registrations,
     same_package,
 )
@@ -185,13 +186,8 @@ def _resolved(registration: Registration) -> ResolvedPlugin:
 
 
 def _select(kind: str, name: str, block: Sequence[str], base_dir: Path) -> Registration:
-    package, _, plain = name.rpartition(":")
     installed = registrations()
-    matching = [
-        each
-        for each in installed
-        if (each.kind, each.name) == (kind, plain) and (not package or same_package(each.dist, package))
-    ]
+    matching = [each for each in named(name, installed) if each.kind == kind]
     if not matching:
         raise PluginNotFoundError(_not_found(kind, name, installed, base_dir))
     blocked = block_list(block)

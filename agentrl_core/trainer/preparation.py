@@ -50,9 +50,12 @@ class Preparation:
         Raises:
             ConfigError, TemplateError, DataError, PluginError: with what to do.
         """
-        if training:
-            _check_capabilities(config)
-        _check_engine_environment(config)
+        problems = missing_capabilities(config, training=True, alternatives=installed_with) if training else ()
+        if found := [f"{key}: {message}" for key, message in problems]:
+            raise ConfigError(found)
+        engine = config.rollout.engine
+        if engine.python is not None:
+            check_interpreter(engine.python, engine.ref, engine.plugin.spec)
         # Reward workers build these again. Here a reward that cannot work is reported before anything starts.
         RewardWorker(config.reward)
         facts = ModelFacts.read(config)
@@ -80,15 +83,3 @@ class Preparation:
             ]
         policy = config.rollout.template_break
         return [*lines, *(f"template    rewrites history ({policy}): {found}" for found in self.template.breaks)]
-
-
-def _check_capabilities(config: ResolvedConfig) -> None:
-    problems = missing_capabilities(config, training=True, alternatives=installed_with)
-    if found := [f"{key}: {message}" for key, message in problems]:
-        raise ConfigError(found)
-
-
-def _check_engine_environment(config: ResolvedConfig) -> None:
-    engine = config.rollout.engine
-    if engine.python is not None:
-        check_interpreter(engine.python, engine.ref, engine.plugin.spec)
