@@ -16,12 +16,10 @@ is all zero the result is 0.
 Shapes: B rows, R response tokens.
 """
 
-from typing import Literal
-
 import torch
 from torch import Tensor
 
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+from agentrl_core.config.schema import Aggregation
 
 
 def denominator(mask_BR: Tensor, mode: Aggregation, max_response_length: int) -> float:

@@ -16,11 +16,9 @@ differ from the values:
 After the first optimizer step of a batch the tokens are no longer the policy's own; no importance weight is applied.
 """
 
-from typing import Literal
-
 from torch import Tensor
 
-KLEstimator = Literal["k1", "k2", "k3"]
+from agentrl_core.config.schema import KLEstimator
 
 MAX_LOG_RATIO = 20.0
 """k3's exponent is cut here, because exp(89) overflows float32."""

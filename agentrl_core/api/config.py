@@ -52,11 +52,7 @@ def option(
     """A dataclass field with an :class:`OptionInfo`. Without a default the option is required."""
     info = OptionInfo(help=help, unit=unit, ge=ge, gt=gt, le=le, lt=lt, choices=choices, path=path, code=code, hub=hub)
     metadata = {"agentrl": info}
-    if default_factory is not MISSING:
-        return field(default_factory=default_factory, metadata=metadata)
-    if default is not MISSING:
-        return field(default=default, metadata=metadata)
-    return field(metadata=metadata)
+    return field(default=default, default_factory=default_factory, metadata=metadata)
 
 
 @dataclass

@@ -23,6 +23,8 @@ from typing import Any, Literal
 
 from agentrl_core.api.agent_loop import ChatRenderer
 
+Split = Literal["train", "validation"]
+
 
 @dataclass(frozen=True)
 class DatasetContext:
@@ -37,7 +39,7 @@ class DatasetContext:
     """
 
     files: Sequence[str]
-    split: Literal["train", "validation"]
+    split: Split
     renderer: ChatRenderer
     tool_schemas: Callable[[dict[str, Any]], Sequence[dict[str, Any]]]
     max_prompt_length: int

@@ -80,15 +80,12 @@ class EndedTrajectory:
 class HookSpecs:
     """All hooks. Every one runs in the trainer's process, in the thread of ``Trainer.fit()``."""
 
-    @hookspec
     def on_run_start(self, config: Mapping[str, Any], run_dir: Path) -> None:
         """Everything is set up; no step has run."""
 
-    @hookspec
     def on_rollout_start(self, step: int) -> None:
         """Before the prompts of a step go out."""
 
-    @hookspec
     def on_trajectory_end(self, step: int, trajectory: EndedTrajectory) -> None:
         """Once for each trajectory, failed ones too, in the order of the prompts.
 
@@ -96,29 +93,27 @@ class HookSpecs:
         in training before ``on_rollout_end``, in validation before ``on_validation_end``.
         """
 
-    @hookspec
     def on_rollout_end(self, step: int, batch: Any) -> None:
         """The step's trajectories as a ``DataProto``, scored, before advantages."""
 
-    @hookspec
     def on_batch_ready(self, step: int, batch: Any) -> Any:
         """The batch with advantages, before the update. Return a batch to replace it, None to keep it.
 
         Values are threaded: each hook sees what the one before it in the config returned.
         """
 
-    @hookspec
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """All metrics of the step; step 0 is the validation before training."""
 
-    @hookspec
     def on_validation_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """All metrics of a validation."""
 
-    @hookspec
     def on_checkpoint_saved(self, step: int, path: Path) -> None:
         """A checkpoint is complete on disk."""
 
-    @hookspec
     def on_run_end(self, status: str) -> None:
         """``completed``, ``stopped`` or ``failed``."""
+
+
+for _name in [name for name in vars(HookSpecs) if name.startswith("on_")]:
+    hookspec(getattr(HookSpecs, _name))

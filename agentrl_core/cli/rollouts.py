@@ -6,9 +6,10 @@ from pathlib import Path
 
 from rich.console import Console
 
+from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
 from agentrl_core.runs.records import read_rollouts
-from agentrl_core.runs.run_dir import RunDir, Split
+from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.runs.trajectory_view import legend, show_trajectory
 
 

@@ -4,6 +4,7 @@ import types
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
+from operator import ge, gt, le, lt
 from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_type_hints
 
 from agentrl_core.api.config import OptionInfo
@@ -103,17 +104,16 @@ def member_of(tp: Any, key: Any) -> Member:
 
 def bounds(info: OptionInfo) -> str:
     """``"> 0 and <= 1"``; empty without bounds."""
-    signs = ((">=", info.ge), (">", info.gt), ("<=", info.le), ("<", info.lt))
-    return " and ".join(f"{sign} {bound:g}" for sign, bound in signs if bound is not None)
+    return " and ".join(f"{sign} {bound:g}" for sign, _, bound in _bounds(info))
 
 
 def within(value: float, info: OptionInfo) -> bool:
-    return (
-        (info.ge is None or value >= info.ge)
-        and (info.gt is None or value > info.gt)
-        and (info.le is None or value <= info.le)
-        and (info.lt is None or value < info.lt)
-    )
+    return all(compare(value, bound) for _, compare, bound in _bounds(info))
+
+
+def _bounds(info: OptionInfo) -> list[tuple[str, Callable[[float, float], bool], float]]:
+    found = ((">=", ge, info.ge), (">", gt, info.gt), ("<=", le, info.le), ("<", lt, info.lt))
+    return [(sign, compare, bound) for sign, compare, bound in found if bound is not None]
 
 
 def expected(tp: Any, info: OptionInfo, plural: bool = False) -> str:

@@ -13,6 +13,10 @@ from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.plugin import PluginRef, PluginSpec
 from agentrl_core.api.tool import Isolation
 
+DeviceName = Literal["auto", "cpu", "cuda"]
+KLEstimator = Literal["k1", "k2", "k3"]
+Retry = Literal["continue", "restart"]
+TemplateBreak = Literal["fork", "mask", "error"]
 Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -147,7 +151,7 @@ class EngineSlot(Slot):
     max_in_flight: int | None = option(
         None, ge=1, unit="requests", help="maximum concurrent requests per replica; null: no limit"
     )
-    retry: Literal["continue", "restart"] = option(
+    retry: Retry = option(
         "continue", help="how to retry an interrupted request: continue after its tokens, or restart from the prompt"
     )
     restarts: int = option(3, ge=0, help="maximum restarts per replica during a run")
@@ -296,7 +300,7 @@ class RolloutConfig:
     max_response_length: int = option(
         512, ge=1, unit="tokens", help="maximum length of everything after the prompt, over all turns"
     )
-    template_break: Literal["fork", "mask", "error"] = option(
+    template_break: TemplateBreak = option(
         "fork",
         help="what to do if the chat template rewrites history: start a new row, keep one row and train only its last "
         "turn, or stop with an error",
@@ -331,7 +335,7 @@ class AlgorithmConfig:
     loss: PolicyLossSlot = option(default_factory=PolicyLossSlot)
     aggregation: Aggregation = option("token-mean", help="how per-token losses are averaged")
     kl_coef: float = option(0.0, ge=0, help="weight of the KL penalty in the loss; 0: no reference model is loaded")
-    kl_estimator: Literal["k1", "k2", "k3"] = option("k3", help="KL estimator (Schulman 2020)")
+    kl_estimator: KLEstimator = option("k3", help="KL estimator (Schulman 2020)")
     entropy_coef: float = option(0.0, ge=0, help="weight of the entropy bonus")
     drop_zero_advantage: bool = option(
         True,
@@ -409,12 +413,7 @@ class TrainerConfig:
     seed: int = option(0, ge=0, help="random seed of the whole run")
     resume: str = option("never", help="never, auto (newest checkpoint), intact (newest undamaged one), or a path")
     trackers: list[TrackerSlot] = option(
-        default_factory=lambda: [
-            TrackerSlot("console"),
-            TrackerSlot("jsonl"),
-            TrackerSlot("tensorboard"),
-            TrackerSlot("curve"),
-        ],
+        default_factory=lambda: [TrackerSlot(name) for name in ("console", "jsonl", "tensorboard", "curve")],
         help="trackers that receive the metrics",
     )
     validation: ValidationConfig = option(default_factory=ValidationConfig)
@@ -428,7 +427,7 @@ class ClusterConfig:
     address: str | None = option(None, help="address of a running Ray cluster; null: start one on this machine")
     nodes: int = option(1, ge=1, unit="nodes", help="number of nodes for training (cluster.runtime=ray only)")
     processes_per_node: int = option(1, ge=1, help="training processes on each node, one per GPU")
-    device: Literal["auto", "cpu", "cuda"] = option("auto", help="device of training workers and engines")
+    device: DeviceName = option("auto", help="device of training workers and engines")
     cpu_threads: int | None = option(
         None, ge=1, help="torch threads per process; null: torch decides. 1 is best for tiny models and busy machines"
     )

@@ -45,10 +45,6 @@ class HookCaller(HookSpecs):
                 raise PluginBrokenError(f"hook {name!r}: {error}") from error
             self._names[registered] = name
 
-    def _implementations(self, hook: str) -> list[pluggy.HookImpl]:
-        caller: pluggy.HookCaller = getattr(self._manager.hook, hook)
-        return caller.get_hookimpls()
-
     def _call(self, implementation: pluggy.HookImpl, hook: str, arguments: Mapping[str, Any]) -> Any:
         name = self._names[implementation.plugin_name]
         with boundary(PluginBrokenError, f"hook {name!r} raised in {hook}:", describe=describe_exception):
@@ -78,7 +74,7 @@ class HookCaller(HookSpecs):
 def _caller(hook: str) -> Callable[..., Any]:
     def call(self: HookCaller, **arguments: Any) -> Any:
         value = _REPLACED.get(hook)
-        for implementation in self._implementations(hook):
+        for implementation in getattr(self._manager.hook, hook).get_hookimpls():
             returned = self._call(implementation, hook, arguments)
             if value is not None and returned is not None:
                 arguments[value] = returned

@@ -8,7 +8,7 @@ is encoded. Where the chat template rewrites history, ``rollout.template_break``
 import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from agentrl_core.api import (
     AgentLoopOutput,
@@ -24,6 +24,7 @@ from agentrl_core.api import (
     Trajectory,
     Turn,
 )
+from agentrl_core.config.schema import TemplateBreak
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.hosting.wire import MAX_DEPTH, is_too_deep
 from agentrl_core.rollout.identity import TrajectoryKey
@@ -42,7 +43,7 @@ class TrajectoryLimits:
 
     max_response_length: int
     max_model_len: int
-    template_break: Literal["fork", "mask", "error"] = "fork"
+    template_break: TemplateBreak = "fork"
 
 
 @dataclass

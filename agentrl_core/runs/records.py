@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any, TextIO, cast
 
 from agentrl_core.api.agent_loop import AgentLoopOutput, Termination
+from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
 from agentrl_core.api.reward import RewardTrajectory
 from agentrl_core.runs.atomic import replace_file
-from agentrl_core.runs.run_dir import Split, rollout_file_name
+from agentrl_core.runs.run_dir import rollout_file_name
 
 SCHEMA_VERSION = 1
 PLAIN_STEPS = 10

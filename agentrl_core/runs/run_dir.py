@@ -25,12 +25,12 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import ConfigError, DataError
 from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.metrics import parse_metrics_line, read_metrics
 
 RunStatus = Literal["running", "completed", "stopped", "failed"]
-Split = Literal["train", "validation"]
 
 _ROLLOUT_FILE = re.compile(r"^(?P<validation>validation-)?step-(?P<step>\d{6,})\.jsonl(\.gz)?$")
 _CHECKPOINT = re.compile(r"^step-(?P<step>\d{6,})$")

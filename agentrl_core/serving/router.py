@@ -6,17 +6,16 @@ import logging
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 from agentrl_core.api import DeadlineError, EngineError, PolicySpan, SamplingParams, TokenOutput, WorkerError
+from agentrl_core.config.schema import Retry
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.plugins.boundary import deadline
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 3
 """Replicas that one request may lose, or give it up, before it is taken to be the cause."""
-
-Retry = Literal["continue", "restart"]
 
 
 @dataclass

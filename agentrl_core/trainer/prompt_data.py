@@ -2,9 +2,10 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 from agentrl_core.api import ConfigError, DataError, DatasetContext, PromptDataset, TemplateError
+from agentrl_core.api.dataset import Split
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.data.overlong import fit_prompts
 from agentrl_core.data.renderer import HFChatRenderer
@@ -58,7 +59,7 @@ class PromptLoader:
         sampler = PromptSampler(len(train), data.batch_size, self._config.trainer.seed, data.shuffle)
         return PromptData(train, validation, sampler, self._longest)
 
-    def _split(self, split: Literal["train", "validation"], files: Sequence[str]) -> list[Row]:
+    def _split(self, split: Split, files: Sequence[str]) -> list[Row]:
         slot = self._config.data.dataset
         context = DatasetContext(files, split, self._renderer, self._row_schemas, self._config.data.max_prompt_length)
         dataset: PromptDataset = slot.build(context)

@@ -4,10 +4,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import fields
 
 from agentrl_core.api import AgentLoopOutput, EndedTrajectory
+from agentrl_core.api.dataset import Split
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.runs.records import RolloutRecord, reward_input
-from agentrl_core.runs.run_dir import Split
 
 
 def make_records(

@@ -19,6 +19,7 @@ from agentrl_core.api import (
     PluginRef,
     TrackerContext,
 )
+from agentrl_core.api.dataset import Split
 from agentrl_core.config import ResolvedConfig, to_dict, to_yaml
 from agentrl_core.config.nodes import dotted, read_file
 from agentrl_core.config.slots import all_slots
@@ -27,7 +28,7 @@ from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock, write_lock
 from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.records import RolloutRecord, RolloutWriter
-from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus, Split
+from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus
 from agentrl_core.runs.trajectory_view import show_trajectory
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, read_state
 from agentrl_core.trainer.plan import RunPlan

@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl_core.algorithms.outcome import advantage_input
 from agentrl_core.api import AdvantageEstimator, AgentRLError, AlgorithmContext
+from agentrl_core.api.dataset import Split
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.data.rows import PromptBatch
@@ -21,7 +22,6 @@ from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
-from agentrl_core.runs.run_dir import Split
 from agentrl_core.trainer.logprob_gap import check_gap, compare_with_engines, logprob_gap
 from agentrl_core.trainer.metrics import (
     PhaseTimer,

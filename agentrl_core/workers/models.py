@@ -4,7 +4,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -13,14 +13,12 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.config.schema import ModelConfig
+from agentrl_core.config.schema import DeviceName, ModelConfig
 
 logger = logging.getLogger(__name__)
 
 NOT_IN_SDPA = ("attn_logit_softcapping", "alibi")
 """Settings of models that transformers ignores, or gets wrong, with torch's scaled_dot_product_attention."""
-
-DeviceName = Literal["auto", "cpu", "cuda"]
 
 
 def resolve_device(device: DeviceName) -> torch.device:

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from agentrl_core.algorithms.aggregation import Aggregation, denominator
+from agentrl_core.algorithms.aggregation import denominator
 from agentrl_core.api.errors import ProtocolError, WorkerError
-from agentrl_core.config.schema import UpdateConfig
+from agentrl_core.config.schema import Aggregation, UpdateConfig
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.data_parallel import DataParallel
 from agentrl_core.workers.micro_batching import (

@@ -184,7 +184,7 @@ def test_syntax_error(tmp_path: Path) -> None:
 def test_import_of_a_file_beside_it(tmp_path: Path) -> None:
     write(tmp_path, "import agentrl_no_such_helper\n")
     assert error_of(PluginBrokenError, tmp_path, "./reward.py:score").endswith(
-        "A plugin in a file may import installed packages only, no files beside it: make it a package"
+        "A plugin in a file may import installed packages only, no files next to it. Make it a package"
     )
 
 
