@@ -235,7 +235,7 @@ def test_all_problems_at_once_with_their_source(load, valid):
 def test_required_keys_of_an_empty_file(problems):
     assert problems("") == [
         "model.path (config.yaml): required key is missing (directory with weights, config and tokenizer, relative to "
-        "the config file)",
+        "the config file; or a model of the Hugging Face hub: org/name, org/name@revision)",
         "data.train_files (config.yaml): required key is missing (Parquet or JSON Lines files, relative to the config "
         "file)",
         "rollout.agent.loops (config.yaml): required key is missing (agent loops that rows select with agent_name; "
