@@ -12,11 +12,12 @@ PROJECTS := $(shell git ls-files '*pyproject.toml')
 CALCULATOR := examples/calculator
 TEST_PROCESSES ?= 2
 DEMO_ARGS ?=
+GPU_ARGS ?=
 
 SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
-.PHONY: help env demo demo-ray demo-ppo test check lint format bench clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
+.PHONY: help env demo demo-ray demo-ppo test check lint format bench gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
 	test-engines test-engine-sglang test-engine-vllm test-engines-learn
 
 help:
@@ -25,6 +26,7 @@ help:
 	@echo "make check   install, lint, types, import rules, example configurations"
 	@echo "make env     install only: .venv with everything editable"
 	@echo "make bench   the benchmarks"
+	@echo "make gpu     what only a GPU can show, to docs/results/gpu.md; without one a rehearsal on the CPU"
 	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
 	@echo "make test-engines-learn   train the calculator example with both, for ten minutes"
@@ -107,6 +109,10 @@ lint: check
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+# Everything that only a GPU can show; without one on a tiny model on the CPU. GPU_ARGS="--parts local --output FILE"
+gpu: $(VENV)/.installed
+	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/orchestration.py

@@ -1,9 +1,10 @@
 """Trains a random Qwen3 of half a billion parameters on one GPU and says where time and memory go.
 
-    python benchmarks/gpu_step.py [--runtimes local ray] [--output docs/results/gpu.md]
+    python benchmarks/gpu_step.py [--runtimes local ray] [--output FILE] [--set KEY=VALUE ...]
 
-Rows have about 2,048 tokens; weights are bfloat16, and the engine is the embedded one. Without a CUDA device the script
-says so and exits with 0; ``--device cpu --tiny`` shows that it runs, on a model whose figures mean nothing.
+Rows have about 2,048 tokens; weights are bfloat16, and the engine is the embedded one unless --set says otherwise.
+Without a CUDA device the script says so and exits with 0; ``--device cpu --tiny`` shows that it runs, on a model whose
+figures mean nothing.
 """
 
 import argparse
@@ -76,7 +77,9 @@ def update_flops(model: dict[str, Any], rows: float, prompt: float, response: fl
     return 6 * rows * per_row
 
 
-def train(runtime: str, shape: Shape, device: str, steps: int, folder: Path) -> list[dict[str, float]]:
+def train(
+    runtime: str, shape: Shape, device: str, steps: int, folder: Path, overrides: list[str]
+) -> list[dict[str, float]]:
     """Metrics of all steps but the first, which warms up."""
     (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
     row = {"prompt": [{"role": "user", "content": "?" * (PROMPT_TOKENS // 2)}], "reward_model": {"ground_truth": ""}}
@@ -99,7 +102,7 @@ def train(runtime: str, shape: Shape, device: str, steps: int, folder: Path) -> 
         "cluster": {"runtime": runtime, "device": device},
     }  # fmt: skip
     (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    run = Trainer(load_config(folder / "config.yaml")).fit()
+    run = Trainer(load_config(folder / "config.yaml", overrides)).fit()
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if json.loads(line)["step"] > 1]
 
@@ -149,14 +152,15 @@ def device_name(device: str) -> str:
     )
 
 
-def markdown(results: dict[str, list[tuple[str, str]]], parameters: int, device: str) -> str:
+def markdown(results: dict[str, list[tuple[str, str]]], parameters: int, device: str, overrides: list[str]) -> str:
     """The page: what it was measured on, and one column for each runtime."""
     lines = [
         "# One training step on one GPU",
         "",
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {device_name(device)}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}. A random Qwen3 of "
-        f"{parameters:,} parameters in bfloat16, engine `hf`; medians over the steps after the first.",
+        f"{parameters:,} parameters in bfloat16, medians over the steps after the first."
+        + "".join(f" `{override}`" for override in overrides),
         "",
         "Made by `python benchmarks/gpu_step.py`.",
         "",
@@ -174,6 +178,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2, help="measured steps; one more warms up")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of kilobytes")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of the configuration")
     parser.add_argument("--output", type=Path, help="a page of Markdown")
     arguments = parser.parse_args()
     console = Console(width=110)
@@ -188,7 +193,7 @@ def main() -> None:
         model = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
         parameters = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors")) // 4
         for runtime in arguments.runtimes:
-            metrics = train(runtime, shape, arguments.device, arguments.steps, folder)
+            metrics = train(runtime, shape, arguments.device, arguments.steps, folder, arguments.set)
             results[runtime] = figures(metrics, model, arguments.device)
     table = Table(title=f"One step on {device_name(arguments.device)}", title_justify="left")
     table.add_column("figure")
@@ -199,7 +204,7 @@ def main() -> None:
     console.print(table)
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(markdown(results, parameters, arguments.device), encoding="utf-8")
+        arguments.output.write_text(markdown(results, parameters, arguments.device, arguments.set), encoding="utf-8")
 
 
 if __name__ == "__main__":
