@@ -20,7 +20,7 @@ from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.trainer.checkpoint import checkpoint_path, read_state
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.records import make_records
-from agentrl_core.trainer.roles import engine_context, engine_seats, start_runtime
+from agentrl_core.trainer.roles import assign_engines, engine_context, start_runtime
 from agentrl_core.trainer.validation import Validator
 
 
@@ -41,7 +41,7 @@ def run(config: Path, overrides: list[str], checkpoint: Path | None, output: Pat
     with Progress(*columns, console=rich.get_console(), transient=True) as progress, start_runtime(loaded) as runtime:
         task = progress.add_task("starting the engine", total=None)
         engine = engine_context(loaded, preparation.plan, preparation.facts)
-        engines = EngineReplicas(runtime, loaded, engine, engine_seats(loaded, None))
+        engines = EngineReplicas(runtime, loaded, engine, assign_engines(loaded, None))
         manager = AgentLoopManager(loaded, runtime, engines)
         try:
             engines.start()

@@ -27,6 +27,9 @@ class EventLoop:
         run = self._run_on_helper if elsewhere else self._runner.run
         try:
             return run(coroutine)
+        except asyncio.CancelledError:
+            # Only `interrupt` cancels the outermost task.
+            raise KeyboardInterrupt from None
         except KeyboardInterrupt:
             # It left the coroutine where it stood; what that holds is released while all that it uses still lives.
             run(_cancel_all())
@@ -52,6 +55,23 @@ class EventLoop:
             self._thread = threading.Thread(target=self._helper.run_forever, name="agentrl-event-loop", daemon=True)
             self._thread.start()
         return self._helper
+
+
+def interrupt() -> None:
+    """Stop what this thread does, for a signal handler: cancel all tasks of its event loop, or raise KeyboardInterrupt.
+
+    KeyboardInterrupt would reach only the task that runs now, and the next one could block the event loop again.
+    """
+    try:
+        loop = asyncio.get_running_loop()
+    except RuntimeError:
+        raise KeyboardInterrupt from None
+    current = asyncio.current_task()
+    for task in asyncio.all_tasks() - {current}:
+        task.cancel()
+    loop.call_soon_threadsafe(lambda: None)  # wakes a loop that waits for input
+    if current is not None:
+        raise asyncio.CancelledError
 
 
 async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:

@@ -1,4 +1,4 @@
-"""Calls on Ray that failed, told by role, rank and method."""
+"""Errors of failed calls on Ray, with role, rank and method."""
 
 import re
 from collections.abc import Sequence

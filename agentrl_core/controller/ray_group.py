@@ -173,8 +173,8 @@ class RayWorkerGroup(WorkerGroup):
 
     def places(self) -> list[Place]:
         """See :meth:`WorkerGroup.places`."""
-        seats = self._fetcher("seat", range(self.world_size))([actor.seat.remote() for actor in self._actors])
-        return [Place(node, devices) for node, devices in seats]
+        found = self._fetcher("gpus", range(self.world_size))([actor.gpus.remote() for actor in self._actors])
+        return [Place(node, devices) for node, devices in found]
 
     @property
     def num_cpus(self) -> float:

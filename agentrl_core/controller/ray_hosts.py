@@ -58,7 +58,7 @@ class _Host:
             probe.bind(("", 0))
             return ray.util.get_node_ip_address(), probe.getsockname()[1]
 
-    def seat(self) -> tuple[str, tuple[str, ...]]:
+    def gpus(self) -> tuple[str, tuple[str, ...]]:
         """Ray's name of this node, and the GPUs that this process was given."""
         context = ray.get_runtime_context()
         return context.get_node_id(), tuple(context.get_accelerator_ids().get("GPU", ()))

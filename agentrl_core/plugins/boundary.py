@@ -1,12 +1,18 @@
 """The boundary to code that is not ours: how long it may take, and which of our errors its failures become."""
 
 import asyncio
+import logging
+import sys
+import threading
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 
 from agentrl_core.api.errors import AgentRLError, DeadlineError
 
+logger = logging.getLogger(__name__)
+HANG_SECONDS = 60.0
+"""A call that takes longer is reported, and again each time that this time has passed."""
 Message = str | Callable[[], str]
 """A message, or a function that composes it when it is needed."""
 
@@ -63,6 +69,25 @@ def boundary(
             raise error(str(failure)) from failure
         cause = None if describe is with_traceback else failure
         raise error(f"{_text(message)} {describe(failure)}".lstrip()) from cause
+
+
+@contextmanager
+def hang_reported(what: str) -> Iterator[None]:
+    """Log where the block stands while it hangs. Foreign code in this thread can be reported, but not stopped."""
+    thread, done = threading.get_ident(), threading.Event()
+
+    def report() -> None:
+        seconds = 0.0
+        while not done.wait(HANG_SECONDS):
+            seconds += HANG_SECONDS
+            stack = "".join(traceback.format_stack(sys._current_frames().get(thread))[-3:])
+            logger.warning("%s has not returned for %.0f s, and the run waits for it:\n%s", what, seconds, stack)
+
+    threading.Thread(target=report, name="agentrl-hang-report", daemon=True).start()
+    try:
+        yield
+    finally:
+        done.set()
 
 
 def _text(message: Message) -> str:

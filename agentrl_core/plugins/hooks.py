@@ -13,7 +13,7 @@ import pluggy
 
 from agentrl_core.api.errors import PluginBrokenError
 from agentrl_core.api.hooks import PROJECT, HookSpecs
-from agentrl_core.plugins.boundary import boundary
+from agentrl_core.plugins.boundary import boundary, hang_reported
 from agentrl_core.plugins.spec import describe_exception
 
 _HOOKS = tuple(name for name in vars(HookSpecs) if name.startswith("on_"))
@@ -47,7 +47,8 @@ class HookCaller(HookSpecs):
 
     def _call(self, implementation: pluggy.HookImpl, hook: str, arguments: Mapping[str, Any]) -> Any:
         name = self._names[implementation.plugin_name]
-        with boundary(PluginBrokenError, f"hook {name!r} raised in {hook}:", describe=describe_exception):
+        raised = boundary(PluginBrokenError, f"hook {name!r} raised in {hook}:", describe=describe_exception)
+        with raised, hang_reported(f"hook {name!r} in {hook}"):
             return implementation.function(*(arguments[name] for name in implementation.argnames))
 
     def _check(self, name: str, hooks: object) -> None:

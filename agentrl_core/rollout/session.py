@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 
 
 class Servers(Protocol):
-    """The road to the engines, as a session sees it."""
+    """The part of the router that a session calls."""
 
     async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput: ...
 

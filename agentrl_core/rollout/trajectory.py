@@ -97,7 +97,7 @@ class TrajectoryBuilder(Trajectory):
         renderer: tokenizer and template.
         parser: finds tool calls; None where the row has no tools.
         limits: budgets.
-        sample: the road to the engine.
+        sample: sends a request to an engine.
         sibling: another branch of the same trajectory.
     """
 
@@ -129,7 +129,7 @@ class TrajectoryBuilder(Trajectory):
         self._full_text = ""
         self._stop_text = ""
         self._text = renderer.render(self.messages, tools, generation_prompt=True)
-        # The template's own words up to the last context; the text differs where it words the policy's turns anew.
+        # The template's own text up to the last context; the text differs where it rewords the policy's turns.
         self._rendered = self._text
         self._rows = [TokenRow(renderer.encode_prompt(self._text), renderer.shown(self._text))]
 

@@ -282,13 +282,16 @@ class AgentLoopWorker:
 
 
 async def uninterrupted(cleanup: Coroutine[Any, Any, None]) -> None:
-    """Run a clean-up to its end even if the caller is cancelled under way; the cancellation follows it."""
-    task = asyncio.ensure_future(cleanup)
-    try:
-        await asyncio.shield(task)
-    except asyncio.CancelledError:
-        await asyncio.wait([task])
-        raise
+    """Run a clean-up to its end even if the caller is cancelled meanwhile, several times even, and raise that then."""
+    task, cancelled = asyncio.ensure_future(cleanup), None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
+    task.result()
 
 
 def classify(error: Exception) -> Termination:

@@ -1,4 +1,4 @@
-"""Builds the environment of its own in which an engine's servers run: ``rollout.engine.python``."""
+"""Builds the separate environment in which an engine's servers run: ``rollout.engine.python``."""
 
 import importlib.metadata
 import json
@@ -50,8 +50,8 @@ def setup_environment(
         done = subprocess.run(command, stdout=sys.stderr, check=False)
         if done.returncode:
             raise EngineError(
-                f"{shlex.join(command)} ended with {done.returncode}; what it says is above. Run this again when that "
-                "is mended: what is installed already stays"
+                f"{shlex.join(command)} failed with exit code {done.returncode} (its output is above). Fix the cause "
+                "and run this command again; installed packages stay"
             )
     check_interpreter(str(python), plugin.ref, plugin.spec)
     return python

@@ -54,7 +54,7 @@ def check_interpreter(python: str, ref: PluginRef, spec: PluginSpec, packages: S
     distribution, and what the plugin requires.
 
     Raises:
-        ConfigError: with everything that is wrong, and the commands that mend it.
+        ConfigError: with everything that is wrong, and the commands that fix it.
     """
     wanted = [*packages, CORE, *([] if ref.dist in (CORE, FILE_DIST) else [ref.dist])]
     problems = list(_problems(python, _ask(python, wanted, spec.requires), wanted))
@@ -68,14 +68,14 @@ def _problems(python: str, answer: Answer, wanted: Sequence[str]) -> Iterator[st
         version = ".".join(map(str, answer.python))
         yield (
             f"{KEY}: {python} is Python {version}, the driver runs {here[0]}.{here[1]}, and Ray needs the same minor "
-            f"version everywhere; make the environment anew: python{here[0]}.{here[1]} -m venv {_folder(python)}"
+            f"version everywhere; create the environment again: python{here[0]}.{here[1]} -m venv {_folder(python)}"
         )
         return
     wrong = [(name, answer.versions[name]) for name in wanted if answer.versions[name] != _installed(name)]
     for name, found in wrong:
         state = f"has {name} {found}" if found else f"has no {name}"
-        mend = f"{shlex.quote(python)} -m pip install '{name}=={_installed(name)}'"
-        yield f"{KEY}: {python} {state}, the driver has {_installed(name)}; install the same there: {mend}"
+        fix = f"{shlex.quote(python)} -m pip install '{name}=={_installed(name)}'"
+        yield f"{KEY}: {python} {state}, the driver has {_installed(name)}; install the same there: {fix}"
     for requirement, found in answer.missing:
         yield (
             f"{KEY}: the engine needs {requirement} in {python}, found {found or 'nothing'}; "
@@ -103,7 +103,7 @@ def _ask(python: str, names: Sequence[str], requires: Sequence[str]) -> Answer:
         reason = f"it ended with {error.returncode}: {error.stderr.strip()[-500:]}"
     except (OSError, StopIteration, ValueError) as error:
         reason = f"it is no Python interpreter ({error or 'it said nothing'})"
-    raise ConfigError(f"{KEY}: {python} cannot be asked for its packages: {reason}; make it anew: {make}")
+    raise ConfigError(f"{KEY}: {python} cannot be asked for its packages: {reason}; create it again: {make}")
 
 
 def _folder(python: str) -> str:

@@ -10,13 +10,13 @@ from agentrl_core.controller.worker_group import Place
 
 
 @dataclass(frozen=True)
-class Seat:
-    """Where one server of a replica goes. A replica has one for each of its hosts.
+class GpuAssignment:
+    """The GPUs of one server of a replica. A replica has one server on each of its hosts.
 
     Args:
-        num_gpus: that the runtime sets aside for it.
-        node: a host by its name in the runtime; empty for any.
-        devices: of that host, as ``CUDA_VISIBLE_DEVICES`` names them; None for those that the runtime set aside.
+        num_gpus: number of GPUs that the runtime reserves for it.
+        node: name of its host in the runtime; empty: any host.
+        devices: the host's devices, as ``CUDA_VISIBLE_DEVICES`` names them; None: those that the runtime reserved.
     """
 
     num_gpus: float = 0.0
@@ -24,42 +24,42 @@ class Seat:
     devices: tuple[str, ...] | None = None
 
 
-Seats = Sequence[Sequence[Seat]]
-"""Of each replica, that of the server which takes requests first."""
+GpuAssignments = Sequence[Sequence[GpuAssignment]]
+"""The assignments of each replica's servers. The first server takes requests."""
 
 
-def seats_anywhere(config: ResolvedConfig) -> Seats:
-    """On any host, with the devices that it has: on the CPU, or in this process."""
-    return [[Seat()] * config.rollout.engine.nodes] * config.engine_replicas
+def assign_anywhere(config: ResolvedConfig) -> GpuAssignments:
+    """Assign each server to any host and all its devices: on the CPU, or in this process."""
+    return [[GpuAssignment()] * config.rollout.engine.nodes] * config.engine_replicas
 
 
-def seats_of_their_own(config: ResolvedConfig) -> Seats:
-    """GPUs that no training process has."""
+def assign_own_gpus(config: ResolvedConfig) -> GpuAssignments:
+    """Assign GPUs that no training process has."""
     slot = config.rollout.engine
-    return [[Seat(slot.devices // slot.nodes)] * slot.nodes] * config.engine_replicas
+    return [[GpuAssignment(slot.devices // slot.nodes)] * slot.nodes] * config.engine_replicas
 
 
-def seats_without_training(config: ResolvedConfig) -> Seats:
-    """The GPUs that the training processes would have; small replicas share them if there are more of them."""
+def assign_without_training(config: ResolvedConfig) -> GpuAssignments:
+    """Assign the GPUs that training processes would have. Small replicas share a GPU if there are more replicas."""
     per_gpu = math.ceil(config.engine_replicas / config.cluster.processes)
     if config.rollout.engine.devices > 1 or per_gpu == 1:
-        return seats_of_their_own(config)
-    return [[Seat(math.floor(100 / per_gpu) / 100)]] * config.engine_replicas
+        return assign_own_gpus(config)
+    return [[GpuAssignment(math.floor(100 / per_gpu) / 100)]] * config.engine_replicas
 
 
-def seats_beside(config: ResolvedConfig, places: Sequence[Place]) -> Seats:
-    """The GPUs of the training processes, in the order of their ranks.
+def assign_shared_gpus(config: ResolvedConfig, places: Sequence[Place]) -> GpuAssignments:
+    """Assign the GPUs of the training processes, in the order of their ranks.
 
     Several replicas of one device each may share a GPU; a replica of several devices has them to itself.
 
     Args:
-        places: of each rank; where they have no GPUs a replica may be anywhere.
+        places: node and devices of each rank; without GPUs a replica may be anywhere.
 
     Raises:
         ConfigError: the replicas do not fit.
     """
     if not all(place.devices for place in places):
-        return seats_anywhere(config)
+        return assign_anywhere(config)
     slot, replicas = config.rollout.engine, config.engine_replicas
     if slot.devices > 1 and replicas * slot.devices > len(places):
         raise ConfigError(
@@ -67,10 +67,10 @@ def seats_beside(config: ResolvedConfig, places: Sequence[Place]) -> Seats:
             f"training processes have {len(places)} (cluster.nodes x cluster.processes_per_node); lower replicas or "
             "their devices, or give engines GPUs of their own with rollout.engine.placement=standalone"
         )
-    return [_beside(slot, replica, places) for replica in range(replicas)]
+    return [_shared_gpus(slot, replica, places) for replica in range(replicas)]
 
 
-def _beside(slot: EngineSlot, replica: int, places: Sequence[Place]) -> list[Seat]:
+def _shared_gpus(slot: EngineSlot, replica: int, places: Sequence[Place]) -> list[GpuAssignment]:
     first = replica * slot.devices % len(places)
     ranks = range(first, first + slot.devices)
     by_node: dict[str, list[str]] = {}
@@ -85,7 +85,7 @@ def _beside(slot: EngineSlot, replica: int, places: Sequence[Place]) -> list[Sea
             f"{slot.nodes} node(s); choose rollout.engine.nodes and the devices of a replica to fit "
             "cluster.processes_per_node"
         )
-    return [Seat(0.0, node, tuple(devices)) for node, devices in by_node.items()]
+    return [GpuAssignment(0.0, node, tuple(devices)) for node, devices in by_node.items()]
 
 
 def _shape(slot: EngineSlot) -> str:

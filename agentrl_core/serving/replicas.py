@@ -20,9 +20,9 @@ from agentrl_core.api import (
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle, Runtime
 from agentrl_core.plugins.boundary import deadline
-from agentrl_core.serving.placement import Seats, seats_anywhere
+from agentrl_core.serving.placement import GpuAssignments, assign_anywhere
 from agentrl_core.serving.server import EngineServer, tail_of
-from agentrl_core.serving.weight_transport import Member, WeightDelivery, Weights
+from agentrl_core.serving.weight_transport import ReplicaState, WeightDelivery, Weights
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -59,7 +59,7 @@ def close_actors(runtime: Runtime, actors: Sequence[ActorHandle]) -> None:
 class EngineReplicas:
     """Owns the engine servers.
 
-    A replica that dies is started anew and gets the current weights before it serves again. That happens while
+    A replica that dies is restarted and gets the current weights before it serves again. That happens while
     trajectories run; weights are read only then and in :meth:`update_weights`, so that the files of an update may be
     overwritten between the two.
 
@@ -67,20 +67,24 @@ class EngineReplicas:
         runtime: where they live.
         config: resolved.
         context: of replica 0; ``shared_module`` set only if the engine may use the actor's module.
-        seats: of each replica; default: anywhere, on the CPU.
+        assignments: of each replica; default: any host, on the CPU.
     """
 
     def __init__(
-        self, runtime: Runtime, config: ResolvedConfig, context: EngineContext, seats: Seats | None = None
+        self,
+        runtime: Runtime,
+        config: ResolvedConfig,
+        context: EngineContext,
+        assignments: GpuAssignments | None = None,
     ) -> None:
         slot = self._slot = config.rollout.engine
         self.runtime = runtime
         self.context = context
         self.has_sessions = slot.has("sessions")
-        self._seats = seats_anywhere(config) if seats is None else seats
+        self._assignments = assign_anywhere(config) if assignments is None else assignments
         # In addition to the requests there must be room for health checks and for updates.
         self._concurrency = config.rollout.agent.num_workers * config.rollout.agent.max_concurrent + 100
-        self._members = [Member(self._make(replica), slot.restarts) for replica in range(len(self._seats))]
+        self._members = [ReplicaState(self._make(replica), slot.restarts) for replica in range(len(self._assignments))]
         self._routers: Sequence[ActorHandle] = ()
         self._delivery = WeightDelivery(slot.devices, runtime.share)
         self._is_asleep = False
@@ -103,11 +107,10 @@ class EngineReplicas:
         return [
             self.runtime.actor(
                 EngineServer, slot, replace(self.context, replica=replica, node_rank=host),
-                seat.devices,
-                name=f"engine-{replica}" + (f".{host}" if host else ""), num_gpus=seat.num_gpus, node=seat.node,
-                python=slot.python, max_concurrency=self._concurrency,
+                assigned.devices, name=f"engine-{replica}" + (f".{host}" if host else ""),
+                num_gpus=assigned.num_gpus, node=assigned.node, python=slot.python, max_concurrency=self._concurrency,
             )
-            for host, seat in enumerate(self._seats[replica])
+            for host, assigned in enumerate(self._assignments[replica])
         ]  # fmt: skip
 
     # Start ------------------------------------------------------------------------------------------------------
@@ -117,12 +120,12 @@ class EngineReplicas:
         """Start every replica. Raises EngineError where one does not."""
         await asyncio.gather(*(self._boot(member) for member in self._members))
 
-    async def _boot(self, member: Member) -> None:
+    async def _boot(self, member: ReplicaState) -> None:
         # Hosts wait for each other as they start.
         rendezvous = await self._rendezvous(member) if len(member.servers) > 1 else ""
         await asyncio.gather(*(self._boot_server(server, rendezvous) for server in member.servers))
 
-    async def _rendezvous(self, member: Member) -> str:
+    async def _rendezvous(self, member: ReplicaState) -> str:
         try:
             return str(await member.server.call("rendezvous"))
         except WorkerError as error:
@@ -221,7 +224,7 @@ class EngineReplicas:
         while member.restarts_left > 0:
             member.restarts_left -= 1
             logger.error(
-                "engine replica %d is dead (%s); it is started anew, %d more times at most",
+                "engine replica %d died (%s); restarting it, %d restarts left",
                 index, reason, member.restarts_left,
             )  # fmt: skip
             try:
@@ -242,7 +245,7 @@ class EngineReplicas:
             await self._tell("put_engine", index, member.server)
             logger.warning("engine replica %d is back with weights %s", index, member.version)
             return
-        logger.error("engine replica %d is dead for good (%s)", index, reason)
+        logger.error("engine replica %d failed permanently (%s)", index, reason)
         if not any(each.is_alive or each.restarts_left for each in self._members):
             await self._tell("give_up_engines", f"no engine replica is alive and none can be started: {reason}")
 
@@ -357,7 +360,7 @@ class EngineReplicas:
 
     @blocking
     async def memory(self) -> int | None:
-        """Bytes of host memory of all replicas and the processes that they started; None where it cannot be told."""
+        """Bytes of host memory of all replicas and the processes that they started; None where it is unknown."""
         found = await self._ask("memory", every_host=True)
         return None if None in found else sum(found)
 
@@ -386,7 +389,7 @@ class EngineReplicas:
     async def _ask(self, method: str, *args: Any, every_host: bool = False) -> list[Any]:
         """The answers of all replicas, or of all their hosts; None of those that are dead."""
 
-        async def one(member: Member, server: ActorHandle) -> Any:
+        async def one(member: ReplicaState, server: ActorHandle) -> Any:
             if not member.is_alive:
                 return None
             try:

@@ -41,7 +41,7 @@ class AsyncLLMServerManager:
         vocab_size: ids at or above it are refused.
         sessions: the engine wants to know when trajectories begin and end.
         restarts: dead replicas come back.
-        retry: a request that its replica ended early goes on after what was sampled, or is sampled anew.
+        retry: ``continue`` a request that was cut off after its sampled tokens, or ``restart`` it from its prompt.
         max_sticky: remembered request ids; the oldest are forgotten.
     """
 
@@ -68,7 +68,7 @@ class AsyncLLMServerManager:
         self._max_sticky = max_sticky
         self._came_back = asyncio.Event()
 
-    # Replicas that go and come back -----------------------------------------------------------------------------
+    # Lost and restarted replicas -----------------------------------------------------------------------------
 
     def lost_servers(self) -> list[int]:
         """Numbers of the replicas that are left out."""
@@ -91,7 +91,7 @@ class AsyncLLMServerManager:
         # A late failure of the process before says nothing about the one that took its place.
         if replica.server is server and replica.is_alive:
             replica.is_alive = False
-            logger.error("engine replica %d is gone, its requests move to the others: %s", index, error)
+            logger.error("lost engine replica %d, moving its requests to the others: %s", index, error)
         if self._hopeless and not any(each.is_alive for each in self._replicas):
             raise EngineError(f"{self._hopeless}; the last one: {error}") from error
 

@@ -69,7 +69,7 @@ class EngineServer:
         self._made: InferenceEngine | None = None
         self._start_timeout = slot.start_timeout
         self._health_timeout = slot.health_timeout
-        self._load = Load(slot.max_in_flight)
+        self._requests = RequestStats(slot.max_in_flight)
 
     def rendezvous(self) -> str:
         """``address:port`` of this host, where the servers of a replica on several hosts can find each other."""
@@ -116,7 +116,7 @@ class EngineServer:
             EngineError: the request failed.
             WorkerError: it failed, and the engine is not healthy either: this replica is of no use any more.
         """
-        async with self._load.request():
+        async with self._requests.request():
             try:
                 output: TokenOutput = await self._ask("generate", prompt_ids, params, request_id)
             except EngineError as error:
@@ -125,7 +125,7 @@ class EngineServer:
                     async with deadline(self._health_timeout, late):
                         await self._engine.health()
                 raise
-            self._load.tokens += len(output.token_ids)
+            self._requests.tokens += len(output.token_ids)
             return output
 
     health = _delegated("health")
@@ -154,7 +154,7 @@ class EngineServer:
 
     def metrics(self) -> dict[str, float]:
         """Counters of engine and server since the last call."""
-        return {**self._load.take(), **self._engine.metrics()}
+        return {**self._requests.take(), **self._engine.metrics()}
 
     async def close(self) -> None:
         """Close the engine."""
@@ -173,8 +173,8 @@ class EngineServer:
                 return await getattr(self._engine, method)(*args)
 
 
-class Load:
-    """Requests that wait for the engine and that it works on, and what came of them."""
+class RequestStats:
+    """Counts the requests that wait for the engine, those that it serves, and the tokens that they get."""
 
     def __init__(self, max_in_flight: int | None) -> None:
         self._slots = None if max_in_flight is None else asyncio.Semaphore(max_in_flight)

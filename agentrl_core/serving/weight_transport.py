@@ -142,7 +142,7 @@ class ActorSender:
 
 
 @dataclass
-class Member:
+class ReplicaState:
     """One replica.
 
     Args:
@@ -196,7 +196,7 @@ class WeightDelivery:
         if weights.update.adapter is None:
             self._whole = weights
 
-    async def load(self, member: Member) -> None:
+    async def load(self, member: ReplicaState) -> None:
         """Give a replica the newest weights, and before an adapter those that it belongs to.
 
         Raises:
@@ -212,7 +212,7 @@ class WeightDelivery:
                 await member.server.call("update_weights", await self._update_for(member, weights), weights.version)
                 _took(member, weights)
 
-    async def _update_for(self, member: Member, weights: Weights) -> Any:
+    async def _update_for(self, member: ReplicaState, weights: Weights) -> Any:
         files = weights.update.files
         if weights.elsewhere is None or await member.server.call("can_read", files):
             return weights.update
@@ -221,7 +221,7 @@ class WeightDelivery:
                 self._elsewhere = weights, self._share(await asyncio.to_thread(weights.elsewhere))
             return self._elsewhere[1]
 
-    async def broadcast(self, weights: Weights, members: Sequence[Member]) -> None:
+    async def broadcast(self, weights: Weights, members: Sequence[ReplicaState]) -> None:
         """Let the sender of these weights send them to these replicas, all at the same time.
 
         Raises:
@@ -241,13 +241,13 @@ class WeightDelivery:
                 *(self._receive(member, number, broadcast, weights) for number, member in enumerate(members)),
             )
 
-    async def _receive(self, member: Member, number: int, broadcast: Broadcast, weights: Weights) -> None:
+    async def _receive(self, member: ReplicaState, number: int, broadcast: Broadcast, weights: Weights) -> None:
         broadcast = replace(broadcast, first_rank=broadcast.first_rank + number * self._devices)
         await member.server.call("update_weights", WeightUpdate(broadcast=broadcast), weights.version)
         _took(member, weights)
 
 
-def _took(member: Member, weights: Weights) -> None:
+def _took(member: ReplicaState, weights: Weights) -> None:
     member.newest = weights
     if weights.update.adapter is None:
         member.whole = weights

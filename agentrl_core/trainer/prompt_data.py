@@ -12,6 +12,7 @@ from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import Row
 from agentrl_core.data.sampler import PromptSampler
 from agentrl_core.hosting.tools import select_tools, tool_schemas
+from agentrl_core.plugins.boundary import hang_reported
 
 _RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}
 _TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
@@ -62,9 +63,10 @@ class PromptLoader:
     def _split(self, split: Split, files: Sequence[str]) -> list[Row]:
         slot = self._config.data.dataset
         context = DatasetContext(files, split, self._renderer, self._row_schemas, self._config.data.max_prompt_length)
-        dataset: PromptDataset = slot.build(context)
-        for index in range(len(dataset)):
-            self._check_row(dataset[index], f"data: {split} row {index}")
+        with hang_reported(f"dataset {slot.name!r}, loading {split} rows,"):
+            dataset: PromptDataset = slot.build(context)
+            for index in range(len(dataset)):
+                self._check_row(dataset[index], f"data: {split} row {index}")
 
         def lengths(rows: Sequence[Row]) -> list[int]:
             return self._renderer.lengths(self._rendered(rows, f"data: {split} row"))

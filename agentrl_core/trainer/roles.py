@@ -15,11 +15,11 @@ from agentrl_core.controller.worker_group import WorkerGroup
 from agentrl_core.plugins.boundary import boundary
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.serving.placement import (
-    Seats,
-    seats_anywhere,
-    seats_beside,
-    seats_of_their_own,
-    seats_without_training,
+    GpuAssignments,
+    assign_anywhere,
+    assign_own_gpus,
+    assign_shared_gpus,
+    assign_without_training,
 )
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.serving.weight_transport import ActorWeights, choose_transport
@@ -88,7 +88,7 @@ def training_gpus(config: ResolvedConfig) -> float:
     return 1.0 if _on_gpus(config) else 0.0
 
 
-def engine_seats(config: ResolvedConfig, training: WorkerGroup | None) -> Seats:
+def assign_engines(config: ResolvedConfig, training: WorkerGroup | None) -> GpuAssignments:
     """Where the engine replicas go.
 
     Args:
@@ -98,13 +98,13 @@ def engine_seats(config: ResolvedConfig, training: WorkerGroup | None) -> Seats:
         ConfigError: they do not fit there.
     """
     if not _on_gpus(config):
-        return seats_anywhere(config)
+        return assign_anywhere(config)
     engine = config.rollout.engine
     if engine.placement == "standalone":
-        return seats_of_their_own(config)
+        return assign_own_gpus(config)
     if training is None:
-        return seats_without_training(config)
-    return seats_beside(config, training.places())
+        return assign_without_training(config)
+    return assign_shared_gpus(config, training.places())
 
 
 def _on_gpus(config: ResolvedConfig) -> bool:
@@ -156,7 +156,7 @@ def start_engines(
     can_share = config.rollout.engine.has("shared_module")
     workers = getattr(actor, "workers", None)
     context = engine_context(config, plan, facts, workers[0].module if can_share and workers else None)
-    engines = EngineReplicas(runtime, config, context, engine_seats(config, actor))
+    engines = EngineReplicas(runtime, config, context, assign_engines(config, actor))
     engines.start()
     return engines
 

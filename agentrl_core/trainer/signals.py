@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
+from agentrl_core.controller.event_loop import interrupt
+
 logger = logging.getLogger(__name__)
 
 
@@ -45,12 +47,13 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._interrupted:
-            # KeyboardInterrupt did not end it: foreign code blocks the event loop that has to close what runs.
+            # The interrupt did not end it: foreign code blocks the event loop that has to close what runs.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if self.requested or not self.may_finish_step:
             self._interrupted = True
-            raise KeyboardInterrupt
+            interrupt()
+            return
         self.requested = True
         self.number = number
         message = "%s: the run stops after this step and saves a checkpoint; repeat to stop immediately"

@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 
 from agentrl_core.api import Tracker
+from agentrl_core.plugins.boundary import hang_reported
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,8 @@ class Trackers:
     def _each(self, when: str, call: Callable[[Tracker], None]) -> None:
         for name, tracker in list(self._trackers):
             try:
-                call(tracker)
+                with hang_reported(f"tracker {name!r}, called {when},"):
+                    call(tracker)
             except Exception as error:  # noqa: BLE001 - a tracker is foreign code, and no reason to lose a step
                 self._trackers.remove((name, tracker))
                 logger.error(

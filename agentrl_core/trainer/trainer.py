@@ -18,6 +18,7 @@ from agentrl_core.api.dataset import Split
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.data.rows import PromptBatch
+from agentrl_core.hosting.shared_memory import remove_orphans, shared_memory_recorded
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
@@ -105,12 +106,14 @@ class Trainer:
     @contextmanager
     def _started(self, runtime: Runtime) -> Iterator[None]:
         """Workers, closed however the run ends; weights, and the validation before training."""
+        remove_orphans()
         logger.info("starting workers and engines")
         self._roles = build_roles(self.config, runtime, self.plan, self.preparation.facts)
         try:
             self._begin()
             self.stop.may_finish_step = True
-            yield
+            with shared_memory_recorded():
+                yield
         finally:
             self.roles.rollout.close()
             self.roles.engines.close()

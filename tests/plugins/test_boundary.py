@@ -1,11 +1,14 @@
 """Deadlines and failures of code that is not ours."""
 
 import asyncio
+import logging
+import threading
 
 import pytest
 
 from agentrl_core.api.errors import DeadlineError, EngineError, RewardError, ToolError
-from agentrl_core.plugins.boundary import boundary, deadline, with_traceback
+from agentrl_core.plugins import boundary as boundary_module
+from agentrl_core.plugins.boundary import boundary, deadline, hang_reported, with_traceback
 
 
 def test_a_deadline_raises_its_error_and_leaves_a_timeout_of_the_block_alone() -> None:
@@ -46,3 +49,17 @@ def test_an_error_for_another_process_has_its_traceback_as_text() -> None:
     ):
         raise ValueError("no")
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_a_tracker_that_hangs_is_in_the_log_with_the_line_where_it_stands(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(boundary_module, "HANG_SECONDS", 0.01)
+    reported = threading.Event()
+    monkeypatch.setattr(logging.getLogger("agentrl_core.plugins.boundary"), "filter", lambda _: reported.set() or True)
+    with hang_reported("tracker 'board', called at step 3,"):
+        assert reported.wait(60)
+    for thread in [thread for thread in threading.enumerate() if thread.name == "agentrl-hang-report"]:
+        thread.join()
+    assert "tracker 'board', called at step 3, has not returned for 0 s, and the run waits for it" in caplog.text
+    assert "assert reported.wait(60)" in caplog.text

@@ -81,7 +81,7 @@ def test_engines_of_the_trainers_own_environment_need_none() -> None:
 def test_a_command_that_fails_is_named(acme: ResolvedPlugin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     commands: list[list[str]] = []
     monkeypatch.setattr(environment, "setup_commands", lambda *_: [["true"], ["false", "-x"], ["true"]])
-    with pytest.raises(EngineError, match="^false -x ended with 1; what it says is above"):
+    with pytest.raises(EngineError, match=r"^false -x failed with exit code 1 \(its output is above\)\. Fix the cause"):
         setup_environment(acme, tmp_path, report=commands.append)
     assert commands == [["true"], ["false", "-x"]]
 

@@ -13,11 +13,11 @@ from agentrl_core.controller.runtime import make_runtime
 from agentrl_core.controller.worker import Worker
 from agentrl_core.controller.worker_group import Place
 from agentrl_core.serving.placement import (
-    Seat,
-    seats_anywhere,
-    seats_beside,
-    seats_of_their_own,
-    seats_without_training,
+    GpuAssignment,
+    assign_anywhere,
+    assign_own_gpus,
+    assign_shared_gpus,
+    assign_without_training,
 )
 
 ENGINE = """
@@ -50,8 +50,8 @@ def places(nodes: int, each: int) -> list[Place]:
     return [Place(f"node{node}", (str(gpu),)) for node in range(nodes) for gpu in range(each)]
 
 
-def devices(seats: Any) -> list[list[tuple[str, str]]]:
-    return [[(seat.node, ",".join(seat.devices)) for seat in replica] for replica in seats]
+def devices(assignments: Any) -> list[list[tuple[str, str]]]:
+    return [[(assignment.node, ",".join(assignment.devices)) for assignment in replica] for replica in assignments]
 
 
 def test_replicas_fill_the_training_processes_unless_they_are_counted(make_config: Any) -> None:
@@ -65,19 +65,19 @@ def test_replicas_fill_the_training_processes_unless_they_are_counted(make_confi
 
 
 def test_replicas_get_the_gpus_of_consecutive_ranks(make_config: Any) -> None:
-    assert devices(seats_beside(make_config(), places(1, 4))) == [[("node0", str(gpu))] for gpu in range(4)]
-    assert devices(seats_beside(make_config((2, 4), tensor_parallel=2), places(2, 4))) == [
+    assert devices(assign_shared_gpus(make_config(), places(1, 4))) == [[("node0", str(gpu))] for gpu in range(4)]
+    assert devices(assign_shared_gpus(make_config((2, 4), tensor_parallel=2), places(2, 4))) == [
         [("node0", "0,1")], [("node0", "2,3")], [("node1", "0,1")], [("node1", "2,3")]
     ]  # fmt: skip
     assert devices(
-        seats_beside(make_config((2, 2), tensor_parallel=2, pipeline_parallel=2, nodes=2), places(2, 2))
+        assign_shared_gpus(make_config((2, 2), tensor_parallel=2, pipeline_parallel=2, nodes=2), places(2, 2))
     ) == [[("node0", "0,1"), ("node1", "0,1")]]
 
 
 def test_small_replicas_may_share_gpus_and_leave_some_out(make_config: Any) -> None:
-    seats = seats_beside(make_config((1, 2), replicas=5), places(1, 2))
-    assert devices(seats) == [[("node0", str(gpu))] for gpu in (0, 1, 0, 1, 0)]
-    assert devices(seats_beside(make_config(replicas=1, tensor_parallel=2), places(1, 4))) == [[("node0", "0,1")]]
+    assignments = assign_shared_gpus(make_config((1, 2), replicas=5), places(1, 2))
+    assert devices(assignments) == [[("node0", str(gpu))] for gpu in (0, 1, 0, 1, 0)]
+    assert devices(assign_shared_gpus(make_config(replicas=1, tensor_parallel=2), places(1, 4))) == [[("node0", "0,1")]]
 
 
 @pytest.mark.parametrize(
@@ -97,20 +97,20 @@ def test_replicas_that_do_not_fit_are_refused(
     make_config: Any, cluster: tuple[int, int], engine: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        seats_beside(make_config(cluster, **engine), places(*cluster))
+        assign_shared_gpus(make_config(cluster, **engine), places(*cluster))
 
 
-def test_a_replica_of_several_hosts_has_a_seat_on_each(make_config: Any) -> None:
+def test_a_replica_of_several_hosts_has_an_assignment_on_each(make_config: Any) -> None:
     config = make_config(tensor_parallel=4, replicas=2, nodes=2)
-    assert seats_of_their_own(config) == [[Seat(2.0)] * 2] * 2
-    assert seats_anywhere(config) == [[Seat()] * 2] * 2
-    assert seats_beside(config, [Place()] * 4) == [[Seat()] * 2] * 2
+    assert assign_own_gpus(config) == [[GpuAssignment(2.0)] * 2] * 2
+    assert assign_anywhere(config) == [[GpuAssignment()] * 2] * 2
+    assert assign_shared_gpus(config, [Place()] * 4) == [[GpuAssignment()] * 2] * 2
 
 
 def test_without_training_small_replicas_share_what_training_would_have(make_config: Any) -> None:
-    assert seats_without_training(make_config((1, 2))) == [[Seat(1)]] * 2
-    assert seats_without_training(make_config((1, 1), replicas=3)) == [[Seat(0.33)]] * 3
-    assert seats_without_training(make_config((1, 4), tensor_parallel=2)) == [[Seat(2)]] * 2
+    assert assign_without_training(make_config((1, 2))) == [[GpuAssignment(1)]] * 2
+    assert assign_without_training(make_config((1, 1), replicas=3)) == [[GpuAssignment(0.33)]] * 3
+    assert assign_without_training(make_config((1, 4), tensor_parallel=2)) == [[GpuAssignment(2)]] * 2
 
 
 @pytest.mark.parametrize(

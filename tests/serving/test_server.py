@@ -115,7 +115,7 @@ def test_hosts_of_a_replica_are_told_where_they_meet(make_server) -> None:
         asyncio.run(make_server({"health": RuntimeError("ill")}, nodes=2, node_rank=1).start(place))
 
 
-def test_an_engine_sees_the_devices_of_its_seat(make_slot, monkeypatch) -> None:
+def test_an_engine_sees_the_devices_of_its_assignment(make_slot, monkeypatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     slot = make_slot(EngineSlot, ENGINE, "Engine")
     EngineServer(slot, EngineContext("model"))

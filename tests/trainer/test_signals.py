@@ -108,6 +108,34 @@ def test_a_process_that_waits_for_the_engine_stops_at_the_second_signal(
     assert state_of(RunDir(tiny_run.folder / "runs" / "tiny")) == ("stopped", 0)
 
 
+BLOCKING_LOOP = """
+import time
+from agentrl_core.api import AgentLoopBase
+
+class Blocking(AgentLoopBase):
+    async def run(self, sampling_params, *, session, raw_prompt, **row):
+        print("blocked", flush=True)
+        time.sleep(600)
+"""
+
+
+def test_a_run_that_inline_code_blocks_stops_at_the_second_signal(
+    tiny_run: Any, start_agentrl: Callable[..., Any]
+) -> None:
+    changes = {"hooks": ["./hooks.py:Pause"], "rollout.agent.loops": [{"name": "./loop.py:Blocking"}]}
+    tiny_run({**RUN, **changes})
+    (tiny_run.folder / "loop.py").write_text(BLOCKING_LOOP, encoding="utf-8")
+    started = start_agentrl("train", "config.yaml", TINY_PAUSE_AT="1")
+    started.read_until("paused at step 1")
+    os.kill(started.process.pid, signal.SIGINT)
+    started.read_until("blocked")
+    os.kill(started.process.pid, signal.SIGINT)
+    code, output = started.wait()
+    assert code == 130, output
+    assert "blocked" not in output and "Traceback" not in output, output
+    assert state_of(RunDir(tiny_run.folder / "runs" / "tiny")) == ("stopped", 0)
+
+
 def test_a_stopped_command_says_how_to_go_on(tiny_run: Any, start_agentrl: Callable[..., Any]) -> None:
     tiny_run({**RUN, "hooks": ["./hooks.py:Pause"]})
     started = start_agentrl("train", "config.yaml", TINY_PAUSE_AT="2")
