@@ -20,7 +20,8 @@ NAMESPACE = "agentrl"
 
 def start_hosts(pool: RayResourcePool, classes: Mapping[str, ClassWithInitArgs], detached_name: str) -> list[Any]:
     """One actor per rank of the pool, without workers yet; with a ``detached_name`` they outlive this driver."""
-    host = ray.remote(_host_class({role: item.cls for role, item in classes.items()}))
+    host_class = _host_class({role: item.cls for role, item in classes.items()})
+    host = ray.remote(concurrency_groups={"watch": 1})(host_class)
     options: dict[str, Any] = {}
     for item in classes.values():
         options.update(getattr(item, "options", {}))
@@ -44,8 +45,9 @@ class _Host:
         self._context = WorkerContext(rank, world_size, local_rank, local_world_size, use_gpu=use_gpu)
         self._workers: dict[str, Any] = {}
 
+    @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]  # Ray has no type for it
     def ping(self) -> None:
-        """Answers when the calls before it are done."""
+        """Answer while this process moves, also in the middle of a long call: pings have a thread of their own."""
 
     def describe(self) -> tuple[int, str, list[str], Any]:
         """World size, this node's address, the roles, and the placement group."""

@@ -1,7 +1,8 @@
-"""Watching over the actors of a worker group: a death surfaces although no call waits for the one who died."""
+"""Watches the actors of a worker group: a dead or frozen rank is reported, whatever the driver waits for."""
 
 import logging
 import threading
+import time
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -14,13 +15,15 @@ from agentrl_core.api.errors import WorkerError
 logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 1.0
+FROZEN_SECONDS = 120.0
+"""A process that gives no sign of life for so long is frozen. Computing does not count: a thread of its own answers."""
 
 
 class Watch:
-    """Keeps one small call in flight to every actor; it fails when the actor dies, busy or not.
+    """Keeps one small call in flight to every actor. It fails when the actor dies, and stays open when it freezes.
 
-    After a death the other actors are killed: their calls may wait in a collective for the one who is gone. The calls
-    then fail, and the next ones too, with what `death` says. ``last_calls`` is kept by the groups over the actors.
+    Then the watch kills all actors: the calls of the other ranks may wait for the lost one in a collective. Calls
+    under way and later calls raise `death`. The groups over the actors keep ``last_calls``.
     """
 
     def __init__(self, role: str, actors: Sequence[Any], nodes: Sequence[str]) -> None:
@@ -30,6 +33,7 @@ class Watch:
         self._nodes = nodes
         self._actors = list(actors)
         self._pings = [actor.ping.remote() for actor in actors]
+        self._asked = [time.monotonic()] * len(actors)
         self._stopped = threading.Event()
         # The thread must not keep the watch, and with it the actors of a forgotten group, alive.
         threading.Thread(
@@ -37,48 +41,52 @@ class Watch:
         ).start()
 
     def stop(self) -> None:
-        """Ends the watch; deaths are no news any more."""
+        """End the watch; deaths are not reported any more."""
         self._stopped.set()
 
     def raise_if_dead(self) -> None:
-        """Raises the death that was seen."""
+        """Raise the death that the watch has seen."""
         if self.death is not None:
             raise WorkerError(str(self.death)) from self.death.__cause__
 
     def look(self) -> bool:
-        """Looks once at every actor. False when there is nothing to watch any more."""
+        """Look once at every actor. False when there is nothing to watch any more."""
         done, _ = ray.wait(self._pings, num_returns=len(self._pings), timeout=0, fetch_local=False)
-        answered = set(done)
+        answered, now = set(done), time.monotonic()
         for rank, ping in enumerate(self._pings):
             if ping not in answered:
-                continue
+                if now - self._asked[rank] < FROZEN_SECONDS:
+                    continue
+                found = f"the worker process is frozen: it has given no sign of life for {FROZEN_SECONDS:g} s"
+                self._report(self.describe(rank, found))
+                return False
             try:
                 ray.get(ping)
             except RayActorError as error:
-                if not self._stopped.is_set():
-                    self._report(rank, error)
+                self._report(self.describe(rank, "the worker process died or cannot be reached", error))
                 return False
-            self._pings[rank] = self._actors[rank].ping.remote()
+            self._pings[rank], self._asked[rank] = self._actors[rank].ping.remote(), now
         return True
 
-    def describe(self, rank: int, error: RayActorError) -> WorkerError:
-        """What is known of the death of a rank."""
+    def describe(self, rank: int, found: str, cause: RayActorError | None = None) -> WorkerError:
+        """The error about a lost rank."""
         death = WorkerError(
-            f"rank {rank} of {len(self._actors)} of {self._role!r} on node {self._nodes[rank]}: the worker process "
-            f"died or cannot be reached; the last method called on it was {self.last_calls[rank]}. {str(error).strip()}"
+            f"rank {rank} of {len(self._actors)} of {self._role!r} on node {self._nodes[rank]}: {found}; "
+            f"the last method called on it was {self.last_calls[rank]}. {str(cause or '').strip()}".rstrip()
         )
-        death.__cause__ = error
+        death.__cause__ = cause
         return death
 
-    def _report(self, rank: int, error: RayActorError) -> None:
-        self.death = self.describe(rank, error)
-        logger.error("%s\nThe other ranks of %r are ended: they may wait for it.", self.death, self._role)
-        for other, actor in enumerate(self._actors):
-            if other != rank:
-                ray.kill(actor)
+    def _report(self, death: WorkerError) -> None:
+        if self._stopped.is_set():
+            return
+        self.death = death
+        logger.error("%s\nKilling all ranks of %r: the others may be waiting for this one.", death, self._role)
+        for actor in self._actors:
+            ray.kill(actor)
 
     def __reduce__(self) -> Any:
-        # Futures carry the watch of their group; it means nothing in another process.
+        # Futures carry the watch of their group, which cannot work in another process.
         return _no_watch, ()
 
     def __del__(self) -> None:

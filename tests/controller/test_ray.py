@@ -30,6 +30,7 @@ from agentrl_core.controller import (
     make_nd_compute_dataproto_dispatch_fn,
     make_runtime,
     merge_resource_pool,
+    ray_watch,
     register,
     split_resource_pool,
 )
@@ -237,6 +238,23 @@ def test_a_rank_that_dies_idle_surfaces_and_ends_a_call_of_others_that_hangs(run
             hanging.get()
         with pytest.raises(WorkerError, match=died):
             group.pid()
+
+
+def test_a_frozen_rank_is_named_instead_of_hanging_the_run(
+    runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ray_watch, "FROZEN_SECONDS", 5.0)
+    with runtime.worker_group(ClassWithInitArgs(worker_class()), "frozen", world_size=2) as group:
+        pids = group.pid()
+        hanging = group.wait_for_ever()
+        os.kill(pids[1], signal.SIGSTOP)
+        frozen = (
+            r"rank 1 of 2 of 'frozen' on node .* is frozen: it has given no sign of life for 5 s; the last method "
+            r"called on it was frozen\.wait_for_ever"
+        )
+        for call in (hanging.get, group.pid):
+            with pytest.raises(WorkerError, match=frozen):
+                call()
 
 
 def test_an_error_in_the_constructor_names_the_rank(runtime: RayRuntime) -> None:
