@@ -42,7 +42,7 @@ class TrackerContext:
 
 
 class Tracker(ABC):
-    """Takes one flat dict of floats per step. A tracker that raises is reported and gets nothing more."""
+    """Takes one flat dict of floats per step. A tracker that raises is reported once and disabled."""
 
     def __init__(self, config: Any, context: TrackerContext) -> None:
         self.config = config

@@ -1,7 +1,7 @@
 """JSON Schema (draft 2020-12) of a plugin's options, and of a whole configuration file with all plugins' options.
 
-A configuration file may stand on another one (``extends``) and be completed on the command line, so nothing in it is
-required but the name in a list of plugins. Every value of it may be an interpolation.
+A configuration file may extend another one (``extends``) and be completed on the command line, so its only required key
+is the name in a list of plugins. Every value may be an interpolation.
 """
 
 from collections.abc import Iterable, Mapping
@@ -22,7 +22,7 @@ _REFERENCE = {"$ref": "#/$defs/interpolation"}
 
 
 def json_schema(config: type) -> dict[str, Any]:
-    """The schema of a plugin's options. Units stand under ``x-unit``."""
+    """The schema of a plugin's options, with units under ``x-unit``."""
     return {"$schema": _DRAFT, **_options(config)}
 
 
@@ -35,7 +35,7 @@ def _options(config: type) -> dict[str, Any]:
 
 
 def _type(member: Member) -> dict[str, Any]:
-    """Type, choices and bounds; those of a list hold for its elements."""
+    """Type, choices and bounds; a list's choices and bounds apply to its elements."""
     try:
         schema = json_type(member.type, _options)
     except TypeError:
@@ -59,7 +59,7 @@ def _words(member: Member) -> dict[str, Any]:
 
 
 def config_schema() -> dict[str, Any]:
-    """The schema of a configuration file. Plugins that are broken or blocked have no options in it."""
+    """The schema of a configuration file, without the options of broken or blocked plugins."""
     from agentrl_core.plugins.registration import block_list, is_blocked, registrations
     from agentrl_core.plugins.spec import load_spec
 
@@ -80,7 +80,7 @@ def schema_of(specs: Mapping[str, Mapping[str, PluginSpec]]) -> dict[str, Any]:
     """The schema of a configuration file with these plugins: by kind, then by ``package:name``."""
     root = _section(Config)
     root["properties"] = {
-        "extends": {"type": "string", "description": "another file that this one is laid over"},
+        "extends": {"type": "string", "description": "another file that this one extends and overrides"},
         **root["properties"],
     }
     definitions = {f"{kind}.options": _options_by_name(named) for kind, named in specs.items()}
@@ -124,7 +124,7 @@ def _slot(slot: type[Slot], in_list: bool) -> dict[str, Any]:
 
 
 def _options_by_name(named: Mapping[str, PluginSpec]) -> dict[str, Any]:
-    """The options of the plugin that ``name`` names; a name that two packages have allows those of both."""
+    """The options of each plugin by its name; a name that two packages use allows the options of both."""
     plain_names: dict[str, list[PluginSpec]] = {}
     for full, spec in named.items():
         plain_names.setdefault(spec.name, []).append(spec)

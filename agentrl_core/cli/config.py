@@ -6,23 +6,17 @@ from typing import Annotated
 
 import typer
 
+from agentrl_core.cli._shared import Overrides, command_group
+
 SCHEMA_VERSION = 1
 
-app = typer.Typer(help="Look at configurations.", no_args_is_help=True)
-
-
-@app.callback()
-def group() -> None:
-    """A callback keeps `show` a subcommand although it is the only one."""
+app = command_group()
 
 
 @app.command()
 def show(
     config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file.", show_default=False)] = None,
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.", show_default=False),
-    ] = None,
+    overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: key, value and origin of each value.")] = False,
     schema: Annotated[
         bool, typer.Option("--schema", help="Print the JSON Schema of all configurations, for editors.")

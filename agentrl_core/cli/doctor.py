@@ -3,13 +3,13 @@
 import platform
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
-import rich
+import typer
 from packaging.version import Version
-from rich.markup import escape
-from rich.table import Table
 
-from agentrl_core.api import ConfigError
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.cli._shared import console_of_stdout, new_table, say
 
 TESTED = {"torch": "2.13.0", "transformers": "5.19.0", "tensordict": "0.15.3", "ray": "2.60.0"}
 """The versions of constraints.txt."""
@@ -17,37 +17,41 @@ OLDEST = {"torch": "2.11", "transformers": "5.16", "tensordict": "0.12", "ray": 
 EXTRA = {"ray": "ray"}
 
 
-def run(model: Path | None) -> None:
-    """Print both reports.
+def run(
+    model: Annotated[
+        Path | None, typer.Option(help="Directory of a model: also check its chat template and memory.")
+    ] = None,
+) -> None:
+    """Compare installed packages with the tested versions, and check whether a model can serve.
 
     Raises:
         ConfigError: ``model`` is no directory with a model.
     """
-    _versions()
+    _print_versions()
     if model is not None:
         if not (model / "config.json").is_file():
             raise ConfigError(f"--model {model}: expected a directory with config.json, weights and tokenizer")
-        _model(model)
+        _print_model(model)
 
 
-def _versions() -> None:
-    table = Table(box=None)
-    for column in ("PACKAGE", "FOUND", "TESTED", "VERDICT"):
-        table.add_column(column)
+def _print_versions() -> None:
+    from rich.text import Text
+
+    table = new_table("PACKAGE", "FOUND", "TESTED", "VERDICT")
     python = platform.python_version()
     supported = (3, 11) <= tuple(map(int, python.split(".")[:2])) <= (3, 13)
     table.add_row("python", python, "3.11", "ok" if supported else "use Python 3.11, 3.12 or 3.13")
     for package, tested in TESTED.items():
         found, verdict = _verdict(package, tested)
-        table.add_row(package, found, tested, escape(verdict))
-    rich.print(table)
+        table.add_row(package, found, tested, Text(verdict))
+    console_of_stdout().print(table)
     try:
         import torch
     except ModuleNotFoundError:
         return
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, models run on the CPU"
     threads = torch.get_num_threads()
-    rich.print(f"GPU: {device}. CPU threads of torch: {threads} (1 suits tiny models: cluster.cpu_threads)")
+    say(f"GPU: {device}. CPU threads of torch: {threads} (1 suits tiny models: cluster.cpu_threads)")
 
 
 def _verdict(package: str, tested: str) -> tuple[str, str]:
@@ -62,19 +66,19 @@ def _verdict(package: str, tested: str) -> tuple[str, str]:
     return found, "not tested, should work"
 
 
-def _model(model: Path) -> None:
+def _print_model(model: Path) -> None:
     from agentrl_core.config import ModelConfig
     from agentrl_core.data.renderer import HFChatRenderer
     from agentrl_core.data.template_check import check_template
     from agentrl_core.trainer.plan import weight_lines
 
     report = check_template(HFChatRenderer.from_config(ModelConfig(path=str(model))))
-    rich.print(f"\n[bold]{model}[/bold]")
-    rich.print(f"  system message  {'yes' if report.system else 'no'}")
-    rich.print(f"  tool schemas    {'yes' if report.tools else 'no: the template does not show them to the model'}")
-    rich.print(f"  tool role       {'yes' if report.tool_role else 'no: runs with tools are refused'}")
-    rich.print(f"  append-only     {'yes' if report.append_only else 'no: rollout.template_break decides'}")
+    say(f"\n{model}")
+    say(f"  system message  {'yes' if report.system else 'no'}")
+    say(f"  tool schemas    {'yes' if report.tools else 'no: the template does not show them to the model'}")
+    say(f"  tool role       {'yes' if report.tool_role else 'no: runs with tools are rejected'}")
+    say(f"  append-only     {'yes' if report.append_only else 'no: rollout.template_break decides'}")
     for line in (*report.breaks, *report.errors):
-        rich.get_console().print(f"    {line}", markup=False)
+        say(f"    {line}")
     for line in weight_lines(model):
-        rich.print(f"  {line}")
+        say(f"  {line}")

@@ -1,29 +1,41 @@
 """``agentrl engines setup`` and ``agentrl engines bench``."""
 
+import json
 import shlex
-from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl_core.api.errors import AgentRLError
+from agentrl_core.cli._shared import (
+    ConfigFile,
+    Json,
+    Overrides,
+    command_group,
+    console_of_stdout,
+    new_table,
+    say,
+    set_up_logging,
+)
+
 if TYPE_CHECKING:
-    from agentrl_core.api.errors import AgentRLError
     from agentrl_core.devtools.engine_bench import EngineFigures
 
-app = typer.Typer(help="Engines: their environments, and how fast and exact they are.", no_args_is_help=True)
+app = command_group()
 
 
 @app.command("setup")
 def setup_engine(
-    name: Annotated[str, typer.Argument(help="Of the engine, such as vllm.", show_default=False)],
+    name: Annotated[str, typer.Argument(help="Name of the engine, such as vllm.", show_default=False)],
     path: Annotated[Path | None, typer.Option(help="Folder of the environment.", show_default=".engines/NAME")] = None,
     requirements: Annotated[
         list[str] | None, typer.Option("--with", help="Install this too, such as 'vllm==0.32.1'; may be repeated.")
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the commands only.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the commands.")] = False,
 ) -> None:
-    """Make the environment in which an engine runs beside the trainer's own, and print its interpreter."""
+    """Create a separate Python environment for an engine, and print its interpreter."""
     from agentrl_core.plugins.resolution import resolve
     from agentrl_core.serving.environment import setup_commands, setup_environment
 
@@ -41,52 +53,35 @@ def setup_engine(
 
 @app.command("bench")
 def bench_engines(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.", show_default=False)],
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.", show_default=False),
-    ] = None,
+    config: ConfigFile,
+    overrides: Overrides = None,
     engines: Annotated[
         list[str] | None,
-        typer.Option("--engine", help="NAME or NAME=INTERPRETER; may be repeated. Without it: that of the file."),
+        typer.Option("--engine", help="NAME or NAME=INTERPRETER; may be repeated. By default: the file's engine."),
     ] = None,
-    requests: Annotated[int, typer.Option(min=1, help="How many answers.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, help="Requests on their way at a time.")] = 32,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    requests: Annotated[int, typer.Option(min=1, help="Number of answers to sample.")] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Maximum concurrent requests.")] = 32,
+    as_json: Json = False,
 ) -> None:
     """Start each engine on the model, and print start-up time, speed, log-prob gap and memory.
 
-    Ends with code 1 if one does not start.
+    Exits with code 1 if an engine doesn't start.
     """
-    from agentrl_core.cli import _logging
-
-    _logging.setup(stderr=as_json)
-    failed = _bench(config, overrides or [], engines or [], requests, concurrency, as_json)
-    if failed:
-        raise typer.Exit(1)
-
-
-def _bench(
-    config: Path, overrides: Sequence[str], engines: Sequence[str], requests: int, concurrency: int, as_json: bool
-) -> bool:
-    import json
-    from dataclasses import asdict
-
-    from agentrl_core.api.errors import AgentRLError
     from agentrl_core.config import load_config
-    from agentrl_core.devtools.engine_bench import EngineFigures, measure_engine
+    from agentrl_core.devtools.engine_bench import measure_engine
 
+    set_up_logging(stderr=as_json)
     found: dict[str, EngineFigures | AgentRLError] = {}
     for engine in engines or [""]:
-        changes = [*overrides, *_engine_overrides(engine)]
         try:
-            loaded = load_config(config, changes)
+            loaded = load_config(config, [*(overrides or []), *_engine_overrides(engine)])
             engine = engine or loaded.rollout.engine.name
             found[engine] = measure_engine(loaded, requests, concurrency)
         except AgentRLError as error:
-            if len(engines) < 2:
+            if len(engines or []) < 2:
                 raise
             found[engine] = error
+    failed = {name: each for name, each in found.items() if isinstance(each, AgentRLError)}
     if as_json:
         rows = {
             name: {"error": str(each)}
@@ -97,29 +92,26 @@ def _bench(
         typer.echo(json.dumps(rows, indent=2))
     else:
         _print(found)
-    return any(isinstance(each, AgentRLError) for each in found.values())
+        for name, failure in failed.items():
+            say(f"\n{name}: {failure}")
+    if failed:
+        raise typer.Exit(1)
 
 
 def _engine_overrides(engine: str) -> list[str]:
     name, _, python = engine.partition("=")
     if not name:
         return []
-    # An interpreter of the file's own engine is not that of another one; engines outside of this process need Ray.
+    # Another engine can't run in the interpreter of the file's own engine. Engines outside this process need Ray.
     where = [f"rollout.engine.python={python}", "cluster.runtime=ray"] if python else ["rollout.engine.python=null"]
     return [f"rollout.engine.name={name}", *where]
 
 
 def _print(found: "dict[str, EngineFigures | AgentRLError]") -> None:
-    from rich.table import Table
     from rich.text import Text
 
-    from agentrl_core.api.errors import AgentRLError
-    from agentrl_core.cli._output import console_of_stdout
-
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in ("ENGINE", "START", "TOKENS/S", "GAP MEAN", "GAP MAX", "MEMORY"):
-        table.add_column(column, justify="left" if column == "ENGINE" else "right")
-    console = console_of_stdout()
+    numbers = "START", "TOKENS/S", "GAP MEAN", "GAP MAX", "MEMORY"
+    table = new_table("ENGINE", *numbers, right=numbers)
     for name, each in found.items():
         if isinstance(each, AgentRLError):
             table.add_row(name, Text("failed", style="bold red"))
@@ -127,7 +119,4 @@ def _print(found: "dict[str, EngineFigures | AgentRLError]") -> None:
         gaps = ["-" if gap is None else f"{gap:.1e}" for gap in (each.gap_mean, each.gap_max)]
         memory = "-" if each.memory_bytes is None else f"{each.memory_bytes / 2**30:.2f} GiB"
         table.add_row(name, f"{each.start_seconds:.1f} s", f"{each.tokens_per_second:,.0f}", *gaps, memory)
-    console.print(table)
-    for name, each in found.items():
-        if isinstance(each, AgentRLError):
-            console.print(Text(f"\n{name}: {each}"), soft_wrap=True)
+    console_of_stdout().print(table)

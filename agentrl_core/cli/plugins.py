@@ -1,43 +1,44 @@
 """``agentrl plugins``: list, show, check, new."""
 
 import json
-import sys
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from agentrl_core.api.errors import PluginConflictError, PluginError
+from agentrl_core.api.plugin import KINDS, PluginSpec
+from agentrl_core.cli._shared import Json, command_group, console_of_stdout, new_table
+from agentrl_core.plugins.child import stdout_to_stderr
+from agentrl_core.plugins.discovery import PluginRow, discover, rows_of
+from agentrl_core.plugins.registration import Registration, registrations, registrations_named
+from agentrl_core.plugins.requirements import requirement_states
+from agentrl_core.plugins.spec import load_spec
 
+if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentrl_core.api.plugin import PluginSpec
     from agentrl_core.config.describe import OptionDoc
     from agentrl_core.config.schema import Slot
-    from agentrl_core.plugins.discovery import PluginRow
-    from agentrl_core.plugins.registration import Registration
 
 SCHEMA_VERSION = 1
 _STYLES = {"ok": "green", "external": "cyan", "missing-extra": "yellow", "blocked": "yellow"}
-_WIDTH_OF_A_PIPE = 250
 _LEAST_WIDTH_OF_ALL_COLUMNS = 130
 
-app = typer.Typer(help="What is installed.", no_args_is_help=True)
+app = command_group()
 
 Kind = Annotated[str | None, typer.Option("--kind", help="Only this kind, such as tool or engine.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 
 @app.command("list")
 def list_plugins(
     kind: Kind = None,
     as_json: Json = False,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Also requirements, capabilities, location.")] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show requirements, capabilities, location.")] = False,
 ) -> None:
-    """List the installed plugins. Imports no implementation."""
-    from agentrl_core.plugins.discovery import discover
-
+    """List the installed plugins, without importing their implementations."""
     rows = discover(_kinds(kind))
     if as_json:
         _print_json({"schema_version": SCHEMA_VERSION, "plugins": [_row_as_json(row) for row in rows]})
@@ -65,13 +66,15 @@ def show_plugin(
 def check_plugins(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="[NAME]...", help="Names, or package:name; without: all.", show_default=False),
+        typer.Argument(
+            metavar="[NAME]...", help="Names, package:name, or packages. By default: all.", show_default=False
+        ),
     ] = None,
     kind: Kind = None,
-    no_ray: Annotated[bool, typer.Option("--no-ray", help="Not in a Ray worker.")] = False,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Seconds for each plugin.")] = 60.0,
+    no_ray: Annotated[bool, typer.Option("--no-ray", help="Do not check in a Ray worker.")] = False,
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Maximum seconds per plugin.")] = 60.0,
 ) -> None:
-    """Import plugins and look at what they make, each in a process of its own and in a Ray worker."""
+    """Import plugins and check what they build, each in its own process and in a Ray worker."""
     from agentrl_core.devtools.check_command import run
 
     raise typer.Exit(run(names or [], kinds=_kinds(kind), on_ray=not no_ray, time_limit=timeout))
@@ -80,10 +83,10 @@ def check_plugins(
 @app.command("new")
 def new_plugin(
     kind: Annotated[str, typer.Argument(help="A kind, such as tool or agent_loop.", show_default=False)],
-    name: Annotated[str, typer.Argument(help="Of the plugin, its package and its folder.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", help="Folder in which the package's folder is made.")] = Path("."),
+    name: Annotated[str, typer.Argument(help="Name of the plugin, its package and its folder.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", help="Folder to create the package's folder in.")] = Path("."),
 ) -> None:
-    """Make the package of a new plugin, which installs and passes its own tests."""
+    """Create the package of a new plugin, which installs and passes its own tests."""
     from agentrl_core.devtools.scaffold import scaffold
 
     folder = scaffold(kind, name, output)
@@ -92,17 +95,12 @@ def new_plugin(
 
 
 def _kinds(kind: str | None) -> list[str] | None:
-    from agentrl_core.api.plugin import KINDS
-
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"{kind!r}; allowed are {', '.join(KINDS)}", param_hint="--kind")
     return None if kind is None else [kind]
 
 
-def _find(name: str, kinds: list[str] | None) -> "Registration":
-    from agentrl_core.api.errors import PluginConflictError
-    from agentrl_core.plugins.registration import registrations_named
-
+def _find(name: str, kinds: list[str] | None) -> Registration:
     found = registrations_named(name, kinds)
     if len({each.kind for each in found}) > 1:
         choices = " or ".join(f"--kind {each.kind}" for each in found)
@@ -113,55 +111,32 @@ def _find(name: str, kinds: list[str] | None) -> "Registration":
     return found[0]
 
 
-def _row_of(registration: "Registration") -> "PluginRow":
-    from agentrl_core.plugins.discovery import rows_of
-    from agentrl_core.plugins.registration import registrations
-
-    # Those of the same name too: they make it a duplicate.
+def _row_of(registration: Registration) -> PluginRow:
+    # Registrations with the same name are included, because they make this one a duplicate.
     same = [each for each in registrations() if (each.kind, each.name) == (registration.kind, registration.name)]
     return next(row for row, each in zip(rows_of(same), same, strict=True) if each == registration)
 
 
-def _spec_of(registration: "Registration") -> "PluginSpec | None":
-    from agentrl_core.api.errors import PluginError
-    from agentrl_core.plugins.child import stdout_to_stderr
-    from agentrl_core.plugins.spec import load_spec
-
+def _spec_of(registration: Registration) -> PluginSpec | None:
     try:
         with stdout_to_stderr():
             return load_spec(registration)
     except PluginError:
-        # The row carries the reason.
+        # The row has the reason.
         return None
 
 
-def _row_as_json(row: "PluginRow") -> dict[str, Any]:
-    return {
-        "kind": row.kind,
-        "name": row.name,
-        "package": row.dist,
-        "version": row.version,
-        "api_version": row.api_version,
-        "status": row.status,
-        "summary": row.summary,
-        "error": row.error,
-        "requires": list(row.requires),
-        "capabilities": list(row.capabilities),
-        "factory": row.factory,
-        "location": row.location,
-    }
+def _row_as_json(row: PluginRow) -> dict[str, Any]:
+    """The fields of the row, with the distribution's name as ``package``."""
+    return {"package" if name == "dist" else name: value for name, value in asdict(row).items()}
 
 
-def _shown_as_json(row: "PluginRow", spec: "PluginSpec | None") -> dict[str, Any]:
+def _shown_as_json(row: PluginRow, spec: PluginSpec | None) -> dict[str, Any]:
     from agentrl_core.cli._json_schema import json_schema
-    from agentrl_core.plugins.requirements import requirement_states
 
     shown: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "plugin": _row_as_json(row)}
     if spec is not None:
-        shown["requirements"] = [
-            {"requirement": state.requirement, "found": state.found, "met": state.met}
-            for state in requirement_states(spec.requires)
-        ]
+        shown["requirements"] = [asdict(state) for state in requirement_states(spec.requires)]
         shown["config"] = json_schema(spec.config)
         shown["yaml"] = _yaml_fragment(row, spec)
     return shown
@@ -171,13 +146,12 @@ def _print_json(content: dict[str, Any]) -> None:
     typer.echo(json.dumps(content, indent=2))
 
 
-def _print_table(rows: list["PluginRow"], verbose: bool) -> None:
-    from rich.table import Table
+def _print_table(rows: list[PluginRow], verbose: bool) -> None:
     from rich.text import Text
 
-    console = _console()
+    console = console_of_stdout()
     is_narrow = console.width < _LEAST_WIDTH_OF_ALL_COLUMNS
-    table = Table(box=None, pad_edge=False, header_style="bold")
+    table = new_table()
     for column in ("KIND", "NAME") if is_narrow else ("KIND", "NAME", "PACKAGE", "VERSION", "API", "STATUS"):
         table.add_column(column, no_wrap=True)
     table.add_column("SUMMARY", overflow="fold")
@@ -193,7 +167,7 @@ def _print_table(rows: list["PluginRow"], verbose: bool) -> None:
     console.print(table)
 
 
-def _summary(row: "PluginRow", verbose: bool) -> list[str]:
+def _summary(row: PluginRow, verbose: bool) -> list[str]:
     lines = [row.error or row.summary]
     if verbose:
         lines += [row.summary] if row.error and row.summary else []
@@ -207,48 +181,36 @@ def _summary(row: "PluginRow", verbose: bool) -> list[str]:
     return lines
 
 
-def _print_plugin(row: "PluginRow", spec: "PluginSpec | None") -> None:
+def _print_plugin(row: PluginRow, spec: PluginSpec | None) -> None:
+    from rich.table import Table
     from rich.text import Text
 
-    from agentrl_core.api.plugin import KINDS
-
-    console = _console()
+    console = console_of_stdout()
     title = KINDS[row.kind].title if row.kind in KINDS else row.kind
     console.print(Text.assemble((f"{title} {row.name}", "bold"), f"  {row.summary}"))
     status = Text.assemble((row.status, _STYLES.get(row.status, "bold red")), f"  {row.error}" if row.error else "")
-    _print_pairs(console, {"package": Text(f"{row.dist} {row.version}"), "status": status})
+    pairs = {"package": Text(f"{row.dist} {row.version}"), "status": status}
+    if spec is not None:
+        meanings = KINDS[row.kind].capabilities
+        states = requirement_states(spec.requires)
+        capabilities = "\n".join(f"{name}: {meanings.get(name, '')}" for name in row.capabilities)
+        requires = "\n".join(f"{each}: {'ok' if each.met else 'not met here'}" for each in states)
+        pairs |= {"factory": Text(row.factory), "location": Text(row.location)}
+        pairs |= {"capabilities": Text(capabilities or "none"), "requires": Text(requires or "nothing")}
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(width=12)
+    table.add_column(overflow="fold")
+    for pair in pairs.items():
+        table.add_row(*pair)
+    console.print(table)
     if spec is None:
         return
-    pairs = {"factory": row.factory, "location": row.location}
-    meanings = KINDS[row.kind].capabilities
-    pairs["capabilities"] = "\n".join(f"{name}: {meanings.get(name, '')}" for name in row.capabilities) or "none"
-    pairs["requires"] = _requirements(spec) or "nothing"
-    _print_pairs(console, {key: Text(value) for key, value in pairs.items()})
     _print_options(console, spec)
     console.print(Text("\nin a configuration", style="bold"))
     console.print(Text(_yaml_fragment(row, spec)), soft_wrap=True)
 
 
-def _requirements(spec: "PluginSpec") -> str:
-    from agentrl_core.plugins.requirements import requirement_states
-
-    states = requirement_states(spec.requires)
-    return "\n".join(f"{state}: {'ok' if state.met else 'not met here'}" for state in states)
-
-
-def _print_pairs(console: "Console", pairs: dict[str, Any]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(width=12)
-    table.add_column(overflow="fold")
-    for key, value in pairs.items():
-        table.add_row(key, value)
-    console.print(table)
-
-
-def _print_options(console: "Console", spec: "PluginSpec") -> None:
-    from rich.table import Table
+def _print_options(console: "Console", spec: PluginSpec) -> None:
     from rich.text import Text
 
     from agentrl_core.config.describe import describe
@@ -258,16 +220,14 @@ def _print_options(console: "Console", spec: "PluginSpec") -> None:
         console.print(Text("\nno options", style="bold"))
         return
     console.print(Text("\noptions", style="bold"))
-    table = Table(box=None, pad_edge=False)
-    for column in ("OPTION", "TYPE", "DEFAULT", "HELP"):
-        table.add_column(column, overflow="fold")
+    table = new_table("OPTION", "TYPE", "DEFAULT", "HELP")
     for option in options:
         limits = " ".join(part for part in (option.type, option.bounds, option.unit) if part)
         table.add_row(Text(option.path), Text(limits), Text(option.default), Text(option.help))
     console.print(table)
 
 
-def _yaml_fragment(row: "PluginRow", spec: "PluginSpec") -> str:
+def _yaml_fragment(row: PluginRow, spec: PluginSpec) -> str:
     from agentrl_core.config.describe import describe
 
     name = f"{row.dist}:{row.name}" if row.status == "duplicate" else row.name
@@ -281,7 +241,7 @@ def _yaml_fragment(row: "PluginRow", spec: "PluginSpec") -> str:
 
 
 def _option_lines(options: list["OptionDoc"]) -> list[str]:
-    """The options as nested YAML; those inside of lists have no place of their own."""
+    """The options as nested YAML, without the options of a list's elements."""
     lines: list[str] = []
     above: list[str] = []
     for option in options:
@@ -301,13 +261,10 @@ def _slot_path(kind: str) -> tuple[str, bool]:
     """Where a configuration names a plugin of this kind, and whether it is a list."""
     from agentrl_core.config.schema import Config
 
-    for path, slot, is_list in _slots(Config, ""):
-        if slot.kind == kind:
-            return path, is_list
-    raise LookupError(f"the configuration has no slot for {kind}")
+    return next((path, is_list) for path, slot, is_list in _slots(Config, "") if slot.kind == kind)
 
 
-def _slots(section: type, prefix: str) -> "Iterator[tuple[str, type[Slot], bool]]":
+def _slots(section: type, prefix: str) -> Iterator[tuple[str, "type[Slot]", bool]]:
     from agentrl_core.config.introspect import element_type, is_section, is_slot, members
 
     for member in members(section).values():
@@ -317,9 +274,3 @@ def _slots(section: type, prefix: str) -> "Iterator[tuple[str, type[Slot], bool]
             yield path, member.type if is_slot(member.type) else element, is_slot(element)
         elif is_section(member.type):
             yield from _slots(member.type, f"{path}.")
-
-
-def _console() -> "Console":
-    from rich.console import Console
-
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)

@@ -1,38 +1,45 @@
-"""``agentrl rollouts show``: trajectories that a run wrote, decoded, without its model or tokenizer."""
+"""``agentrl rollouts show``, ``runs list`` and ``reward replay``: what runs wrote, without model or tokenizer."""
 
 from collections import Counter
 from itertools import islice
 from pathlib import Path
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
+from agentrl_core.cli._shared import command_group, console_of_stdout, new_table
 from agentrl_core.runs.records import read_rollouts
-from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.runs.run_dir import RunDir, is_number
 from agentrl_core.runs.trajectory_view import legend, show_trajectory
 
+app = command_group()
+runs_app = command_group()
+reward_app = command_group()
 
-def show(run_dir: Path, step: int | None, count: int, validation: bool, color: bool | None) -> None:
-    """Print the first ``count`` trajectories of a step on standard output.
 
-    Args:
-        run_dir: ``runs/<name>``.
-        step: of the run; None: the newest that is on disk.
-        count: how many trajectories.
-        validation: those of the validation at that step rather than those of training.
-        color: None: where standard output is a terminal.
-
-    Raises:
-        DataError: no such directory, step or readable record; names what there is.
-    """
+@app.command()
+def show(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
+    step: Annotated[int | None, typer.Option(help="Step. By default: the newest.")] = None,
+    count: Annotated[int, typer.Option("-n", "--count", min=1, help="Number of trajectories.")] = 1,
+    validation: Annotated[bool, typer.Option("--validation", help="Show validation trajectories.")] = False,
+    color: Annotated[
+        bool | None, typer.Option("--color/--no-color", help="By default: color if the output is a terminal.")
+    ] = None,
+) -> None:
+    """Print decoded trajectories: mask in color, tool calls, reward."""
     split: Split = "validation" if validation else "train"
     run = RunDir(run_dir)
     path = run.rollout_file(_found_step(run, step, split), split)
     records = list(islice(read_rollouts(path), count))
     if not records:
         raise DataError(f"{path}: holds no trajectory")
-    console = _console(color)
+    console = Console(color_system=None) if color is False else Console()
+    if color:
+        console = Console(force_terminal=True, color_system="standard", no_color=False)
     console.print(legend(console))
     rows: Counter[str] = Counter()
     for record in records:
@@ -40,18 +47,10 @@ def show(run_dir: Path, step: int | None, count: int, validation: bool, color: b
         show_trajectory(record, console, branch=rows[record.trajectory_id])
 
 
-def _console(color: bool | None) -> Console:
-    if color is None:
-        return Console()
-    if not color:
-        return Console(color_system=None)
-    return Console(force_terminal=True, color_system="standard", no_color=False)
-
-
 def _found_step(run: RunDir, step: int | None, split: Split) -> int:
     if not run.path.is_dir():
-        runs = _runs_beside(run.path)
-        there = f"there are {', '.join(runs)}" if runs else "no run lies beside it"
+        runs = _runs_next_to(run.path)
+        there = f"there are {', '.join(runs)}" if runs else "no other run is there"
         raise DataError(f"{run.path}: no such run directory; in {run.path.parent} {there}")
     steps = run.rollout_steps(split)
     if not steps:
@@ -71,7 +70,7 @@ _OTHERS: dict[Split, str] = {
 }
 
 
-def _runs_beside(path: Path) -> list[str]:
+def _runs_next_to(path: Path) -> list[str]:
     if not path.parent.is_dir():
         return []
     return sorted(str(entry) for entry in path.parent.iterdir() if (entry / "rollouts").is_dir())
@@ -86,3 +85,52 @@ def _ranges(steps: list[int]) -> str:
         else:
             ranges.append((step, step))
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
+
+
+@runs_app.command("list")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Directory of runs: trainer.output_dir.")] = Path("runs"),
+) -> None:
+    """Print each run's status, step, reward and accuracy, the newest first."""
+    runs = [RunDir(entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
+    runs = [run for run in runs if run.state_file.is_file()]
+    if not runs:
+        raise DataError(f"{folder}: holds no run. Give a directory of runs, such as trainer.output_dir")
+    numbers = "STEP", "REWARD", "ACCURACY"
+    table = new_table("RUN", "STATUS", *numbers, "WRITTEN", right=numbers)
+    for run in sorted(runs, key=lambda run: run.state_file.stat().st_mtime, reverse=True):
+        state = run.read_state()
+        assert state is not None, "runs without a state were filtered out"
+        last: dict[str, Any] = {}
+        for row in run.read_metrics():
+            last |= row
+        rewards = [last["reward/mean"]] if is_number(last.get("reward/mean")) else []
+        accuracies = [value for name, value in last.items() if "/accuracy_" in name and is_number(value)]
+        table.add_row(
+            str(run.path), run.shown_status(), str(state.step), _mean(rewards), _mean(accuracies),
+            state.time[:16].replace("T", " "),
+        )  # fmt: skip
+    console_of_stdout().print(table)
+
+
+def _mean(values: list[float]) -> str:
+    return f"{sum(values) / len(values):.2f}" if values else "-"
+
+
+@reward_app.command()
+def replay(
+    rollouts: Annotated[Path, typer.Argument(help="A run's file rollouts/step-….jsonl.", show_default=False)],
+    reward: Annotated[
+        str, typer.Option(help="A reward function: its name, or ./file.py:function.", show_default=False)
+    ],
+    config: Annotated[
+        Path | None, typer.Option(help="Configuration that lists the function in reward.functions, with its options.")
+    ] = None,
+    show_all: Annotated[
+        bool, typer.Option("--all", help="Print every trajectory, not only the first 20 whose score changed.")
+    ] = False,
+) -> None:
+    """Score a run's trajectories again in this process, where breakpoint() works."""
+    from agentrl_core.devtools.reward_replay import replay as replay_in_this_process
+
+    replay_in_this_process(rollouts, reward, config, console_of_stdout(), show_all)

@@ -3,11 +3,12 @@
 import logging
 import shlex
 from pathlib import Path
+from typing import Annotated
 
-import rich
 import typer
 
-from agentrl_core.cli import _logging
+from agentrl_core.cli._shared import ConfigFile, Overrides, console_of_stdout, new_table, say, set_up_logging
+from agentrl_core.cli.main import VERBOSE
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.config.slots import all_slots
 from agentrl_core.runs.run_dir import RunDir
@@ -15,9 +16,30 @@ from agentrl_core.runs.run_dir import RunDir
 logger = logging.getLogger(__name__)
 
 
+def train(
+    ctx: typer.Context,
+    config: ConfigFile,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check everything, print plugins and batch arithmetic, start nothing.")
+    ] = False,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
+    ] = False,
+    allow_plugin_drift: Annotated[
+        bool, typer.Option("--allow-plugin-drift", help="Resume although plugin versions have changed.")
+    ] = False,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Log more; show the traceback of an error.")] = False,
+) -> None:
+    """The command: :func:`run` with what the options say."""
+    ctx.meta[VERBOSE] = verbose or ctx.meta[VERBOSE]
+    overrides = [*(overrides or []), *(["plugins.allow_drift=true"] if allow_plugin_drift else [])]
+    run(config=config, overrides=overrides, dry_run=dry_run, resume=resume, verbose=ctx.meta[VERBOSE])
+
+
 def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose: bool) -> None:
     """Train, or with ``dry_run`` check everything that can be known before a worker starts."""
-    _logging.setup(verbose)
+    set_up_logging(verbose)
     logger.info("reading %s", config)
     loaded = load_config(config, [*overrides, *(["trainer.resume=auto"] if resume else [])])
     if dry_run:
@@ -32,38 +54,27 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     held = [name for name in ("metrics.jsonl", "rollouts", "checkpoints", "curve.png") if (path / name).exists()]
     arguments = shlex.join([str(config), *overrides])
-    _say(f"\n{shown} holds {', '.join(held)}. Next:")
+    say(f"\n{shown} holds {', '.join(held)}. Next:")
     state = RunDir(path).read_state()
     if state is not None and not state.finished:
-        _say(f"  agentrl train {arguments} --resume")
+        say(f"  agentrl train {arguments} --resume")
     if "rollouts" in held:
-        _say(f"  agentrl rollouts show {shown} -n 3")
+        say(f"  agentrl rollouts show {shown} -n 3")
     if loaded.data.validation_files:
-        _say(f"  agentrl eval {arguments} --checkpoint {shown}/checkpoints/latest")
-    _say(f"  agentrl export {shown}/checkpoints/latest out/")
+        say(f"  agentrl eval {arguments} --checkpoint {shown}/checkpoints/latest")
+    say(f"  agentrl export {shown}/checkpoints/latest out/")
     if trainer.stop.number is not None:
-        # As shells report a process that a signal ended: what follows `agentrl train … &&` must not run.
+        # As shells report a process that a signal ended: commands after `agentrl train … &&` must not run.
         raise typer.Exit(128 + trainer.stop.number)
 
 
-def _say(line: str) -> None:
-    """A line that can be copied as it is: not wrapped, and without a meaning of its brackets."""
-    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
-
-
 def _dry_run(config: ResolvedConfig) -> None:
-    from rich.table import Table
-
     from agentrl_core.trainer.preparation import Preparation
 
     preparation = Preparation.of(config, listeners=True)
-    table = Table(title="Plugins", title_justify="left", box=None)
-    for column in ("KIND", "NAME", "PACKAGE", "VERSION"):
-        table.add_column(column)
+    table = new_table("KIND", "NAME", "PACKAGE", "VERSION", title="Plugins")
     for slot in all_slots(config):
         table.add_row(slot.kind, slot.registered_name, slot.ref.dist, slot.ref.version[:12])
-    rich.print(table)
-    rich.print()
-    for line in preparation.lines(config):
-        _say(line)
-    _say("\nEverything fits. Nothing was started.")
+    console_of_stdout().print(table)
+    for line in ("", *preparation.lines(config), "\nThe configuration is valid. Nothing was started."):
+        say(line)

@@ -1,5 +1,6 @@
-"""Checks installed plugins further than listing does: imports the factories and looks at what they make."""
+"""Checks installed plugins more thoroughly than listing does: imports the factories and checks what they build."""
 
+import faulthandler
 import os
 import pickle
 import subprocess
@@ -13,15 +14,15 @@ from typing import Literal
 from agentrl_core.api.errors import PluginError
 from agentrl_core.api.plugin import KINDS, PluginRef
 from agentrl_core.devtools.contract import factory_problems, option_problems, trial_build
-from agentrl_core.plugins.child import exit_text
+from agentrl_core.plugins.child import exit_text, stdout_to_stderr
 from agentrl_core.plugins.discovery import is_external
 from agentrl_core.plugins.requirements import unmet
 from agentrl_core.plugins.resolution import ResolvedPlugin, resolve_ref
 
 HEAVY_MODULES = ("torch", "ray", "transformers", "vllm", "sglang")
-"""What a spec's module must not import, because listing imports it."""
+"""Modules that a spec's module must not import, because listing plugins imports it."""
 
-# A child may be importing torch: many at once are no faster, and fill the memory.
+# Children may import torch: many of them in parallel are no faster, and fill the memory.
 _AT_ONCE = 4
 _GRACE_SECONDS = 10.0
 _TIMEOUT_MARK = "Timeout ("
@@ -29,14 +30,14 @@ _TIMEOUT_MARK = "Timeout ("
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What was found.
+    """The result of checking one plugin.
 
     Args:
-        status: ``external``: checked as far as the spec, because its requirements are not met here but may be in an
-            interpreter of its own.
-        problems: empty unless it failed.
+        status: ``external``: only the spec was checked, because the plugin's requirements are not met here, but may be
+            met in a separate interpreter.
+        problems: empty unless the check failed.
         notes: what could not be checked, and why.
-        traceback: of the plugin's exception, if there was one.
+        traceback: traceback of the plugin's exception, if it raised one.
     """
 
     ref: PluginRef
@@ -53,17 +54,17 @@ class CheckResult:
 
 
 def failed(ref: PluginRef, problem: str, trace: str = "") -> CheckResult:
-    """The result of a plugin with one problem."""
+    """Make the result of a plugin with one problem."""
     return CheckResult(ref, "failed", (problem,), traceback=trace)
 
 
 def check_here(ref: PluginRef) -> CheckResult:
-    """Check a plugin in this process, which then holds what it imported."""
+    """Check a plugin in this process, which keeps what the plugin imports."""
     try:
         plugin = resolve_ref(ref)
         missing = unmet(plugin.spec.requires)
         if missing and is_external(plugin.spec):
-            note = f"needs {', '.join(map(str, missing))}: checked as far as the spec, the factory belongs elsewhere"
+            note = f"needs {', '.join(map(str, missing))}: only the spec was checked, the factory runs elsewhere"
             problems = option_problems(plugin.spec.config)
             return CheckResult(ref, "failed" if problems else "external", tuple(problems), (note,))
         return _check_factory(plugin)
@@ -72,7 +73,7 @@ def check_here(ref: PluginRef) -> CheckResult:
 
 
 def check_alone(ref: PluginRef) -> CheckResult:
-    """:func:`check_here` for a process that has imported nothing yet: also sees what the spec's module imports."""
+    """As :func:`check_here`, in a process that has imported nothing yet: also check what the spec's module imports."""
     before = set(sys.modules)
     try:
         spec = resolve_ref(ref).spec
@@ -106,8 +107,8 @@ def _check_factory(plugin: ResolvedPlugin) -> CheckResult:
     if not problems:
         problems, note = trial_build(plugin.spec, plugin.build)
     package = f"package {plugin.ref.dist} {plugin.ref.version} is broken: "
-    told = tuple(package + problem for problem in problems)
-    return CheckResult(plugin.ref, "failed" if told else "ok", told, (note,) if note else ())
+    found = tuple(package + problem for problem in problems)
+    return CheckResult(plugin.ref, "failed" if found else "ok", found, (note,) if note else ())
 
 
 def _trace(error: BaseException) -> str:
@@ -115,23 +116,39 @@ def _trace(error: BaseException) -> str:
 
 
 def _check_in_child(ref: PluginRef, time_limit: float) -> CheckResult:
-    # -P: the working directory is no place to import from.
-    command = [sys.executable, "-P", "-m", "agentrl_core.devtools.check_process", ref.kind, ref.name, ref.dist]
+    # -P: nothing may be imported from the working directory.
+    command = [sys.executable, "-P", "-c", "from agentrl_core.devtools.check import main; main()"]
     package = f"package {ref.dist} {ref.version} is broken: checking {KINDS[ref.kind].title} {ref.name!r}"
     try:
-        done = subprocess.run(
-            [*command, ref.version, str(time_limit)], capture_output=True, timeout=time_limit + _GRACE_SECONDS
-        )
+        arguments = [ref.kind, ref.name, ref.dist, ref.version, str(time_limit)]
+        done = subprocess.run([*command, *arguments], capture_output=True, timeout=time_limit + _GRACE_SECONDS)
     except subprocess.TimeoutExpired as error:
         return failed(ref, f"{package} did not end within {time_limit:g} s", _text(error.stderr))
     if done.stdout:
         result: CheckResult = pickle.loads(done.stdout)
         return result
-    told = _text(done.stderr)
-    if _TIMEOUT_MARK in told:
-        return failed(ref, f"{package} did not end within {time_limit:g} s", told)
-    return failed(ref, f"{package} ended the process with {exit_text(done.returncode)}", told)
+    output = _text(done.stderr)
+    if _TIMEOUT_MARK in output:
+        return failed(ref, f"{package} did not end within {time_limit:g} s", output)
+    return failed(ref, f"{package} ended the process with {exit_text(done.returncode)}", output)
 
 
 def _text(stderr: bytes | None) -> str:
     return (stderr or b"").decode(errors="replace")
+
+
+def main() -> None:
+    """Check one plugin in this new process: KIND NAME DIST VERSION SECONDS.
+
+    The result goes to stdout, pickled; what the plugin prints goes to stderr.
+    """
+    *names, seconds = sys.argv[1:]
+    faulthandler.enable()
+    # Kills the process, and reports where it hung.
+    faulthandler.dump_traceback_later(float(seconds), exit=True)
+    with stdout_to_stderr():
+        result = pickle.dumps(check_alone(PluginRef(*names)))
+    with open(1, "wb", closefd=False) as stdout:
+        stdout.write(result)
+    # Not sys.exit(): threads that the plugin started would keep the process alive.
+    os._exit(0)

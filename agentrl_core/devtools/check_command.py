@@ -27,26 +27,26 @@ if TYPE_CHECKING:
     from agentrl_core.controller.runtime import ActorHandle, Runtime
 
 _STYLES = {"ok": "green", "external": "cyan", "failed": "bold red"}
-# A Ray worker imports what all workers import before it answers.
+# A Ray worker needs this long to start, because it imports what all workers import.
 _WORKER_SECONDS = 120.0
 
 
 class CheckActor:
-    """Checks plugins in a Ray worker, which resolves the driver's references as the workers of a run do."""
+    """Checks plugins in a Ray worker, which resolves references as the workers of a run do."""
 
     def ready(self) -> None:
-        """Answers when the process is up."""
+        """Answer once the process has started."""
 
     def check(self, ref: PluginRef) -> CheckResult:
         return check_here(ref)
 
 
 def run(names: Sequence[str], *, kinds: list[str] | None, on_ray: bool, time_limit: float) -> int:
-    """Check plugins and print what was found.
+    """Check plugins and print the results.
 
     Args:
-        names: names or ``package:name``; none: all that are installed.
-        kinds: only these.
+        names: names, ``package:name`` or packages; empty: all installed plugins.
+        kinds: check only plugins of these kinds.
         time_limit: seconds for each plugin, in its process and again in the Ray worker.
 
     Returns:
@@ -73,15 +73,13 @@ def run(names: Sequence[str], *, kinds: list[str] | None, on_ray: bool, time_lim
 
 
 def _chosen(names: Sequence[str], kinds: list[str] | None) -> list[Registration]:
-    if names:
-        return list(dict.fromkeys(each for name in names for each in _of_package(name, kinds)))
-    return [each for each in registrations() if kinds is None or each.kind in kinds]
-
-
-def _of_package(name: str, kinds: list[str] | None) -> list[Registration]:
-    """The plugins of a distribution of that name, else those that have the name."""
+    """The plugins of each name: those of the package of that name, else those that have the name; by default all."""
     of_kinds = [each for each in registrations() if kinds is None or each.kind in kinds]
-    return [each for each in of_kinds if same_package(each.dist, name)] or registrations_named(name, kinds)
+    if not names:
+        return of_kinds
+    by_name = ([each for each in of_kinds if same_package(each.dist, name)] or registrations_named(name, kinds)
+               for name in names)  # fmt: skip
+    return list(dict.fromkeys(each for found in by_name for each in found))
 
 
 def _ref(registration: Registration) -> PluginRef:
@@ -131,17 +129,13 @@ async def _check_with(
             found = failed(before.ref, f"package {each.package} is broken: checking {each.title} {lost}")
             worker.kill()
             worker = None
-        checked[each] = before if found.status == "ok" else _in_a_worker(found)
+        problems = tuple(f"in a Ray worker: {problem}" for problem in found.problems)
+        checked[each] = before if found.status == "ok" else replace(found, problems=problems)
     return checked
 
 
-def _in_a_worker(result: CheckResult) -> CheckResult:
-    return replace(result, problems=tuple(f"in a Ray worker: {problem}" for problem in result.problems))
-
-
 def _print(console: Console, result: CheckResult) -> None:
-    head = Text.assemble((f"{result.status:<9}", _STYLES[result.status]), f" {result.title}")
-    console.print(head)
+    console.print(Text.assemble((f"{result.status:<9}", _STYLES[result.status]), f" {result.title}"))
     for line in (*result.problems, *result.notes):
         console.print(Text(f"          {line}"))
     if result.traceback:

@@ -1,6 +1,6 @@
-"""The part of a kind's contract that needs no model, no data and no network: what `agentrl plugins check` looks at.
+"""The part of a kind's contract that `agentrl plugins check` checks: it needs no model, no data and no network.
 
-The suites of :mod:`agentrl_core.testing` test what a plugin does; this looks at what it is.
+The suites of :mod:`agentrl_core.testing` test what a plugin does. This module checks its types and signatures.
 """
 
 import dataclasses
@@ -44,7 +44,7 @@ _NOT_BUILT = {
 
 
 class _Bytes(ChatRenderer):
-    """Stands for a model's tokenizer where a loop is only built."""
+    """Replaces a model's tokenizer, because a loop is only built here."""
 
     def render(self, messages: Sequence[Any], tools: Sequence[Any] = (), *, generation_prompt: bool = False) -> str:
         return "".join(str(message["content"]) for message in messages)
@@ -60,7 +60,7 @@ class _Bytes(ChatRenderer):
 
 
 class _Zero:
-    """Stands for the configured reward function where a reward manager is only built."""
+    """Replaces the configured reward function, because a reward manager is only built here."""
 
     name = "zero"
     weight = 1.0
@@ -111,7 +111,7 @@ def class_problems(kind: str, cls: type) -> list[str]:
 
 
 def trial_build(spec: PluginSpec, build: Callable[[Any, Any], Any]) -> tuple[list[str], str]:
-    """Build the plugin with its default options, where nothing stands against it.
+    """Build the plugin with its default options, if its kind and options allow that.
 
     Args:
         build: ``build(config, context)``, as :meth:`ResolvedPlugin.build`.

@@ -1,31 +1,29 @@
-"""Starts an engine as a run would, and measures what matters before one is chosen."""
+"""Starts an engine as a run would, and measures start-up time, speed, log-prob gap and memory."""
 
 import time
 from dataclasses import dataclass
 
 from agentrl_core.api import SamplingParams
 from agentrl_core.config.schema import ResolvedConfig
-from agentrl_core.controller import ClassWithInitArgs
 from agentrl_core.trainer.logprob_gap import GAP, gap_of_answers
 from agentrl_core.trainer.preparation import Preparation
-from agentrl_core.trainer.roles import start_engines, start_runtime, training_gpus
-from agentrl_core.workers.actor import ActorWorker
+from agentrl_core.trainer.roles import start_engines, start_runtime, start_workers
 
 WARM_UP = 4
-"""Requests before the clock starts: first ones compile, allocate and open connections."""
+"""Requests before the measurement: the first ones compile, allocate and open connections."""
 
 
 @dataclass(frozen=True)
 class EngineFigures:
-    """What was measured.
+    """The measurements of one engine.
 
     Args:
-        start_seconds: until the engine was healthy.
-        tokens: that were sampled.
-        seconds: that took.
+        start_seconds: seconds until the engine was healthy.
+        tokens: number of sampled tokens.
+        seconds: seconds to sample them.
         gap_mean, gap_max: |engine - actor| of the sampled tokens' log-probs; None without the capability ``logprobs``.
-        memory_bytes: of the host, all replicas and the processes that they started; with ``cluster.runtime=local``
-            the trainer itself is in it. None where the system does not tell.
+        memory_bytes: host memory of all replicas and the processes that they started. With ``cluster.runtime=local``
+            it includes the trainer itself. None if the system does not report it.
     """
 
     start_seconds: float
@@ -42,20 +40,19 @@ class EngineFigures:
 
 
 def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> EngineFigures:
-    """Sample answers of ``rollout.max_response_length`` tokens at most to the first training prompts.
+    """Sample answers of at most ``rollout.max_response_length`` tokens to the first training prompts.
 
     Args:
-        config: from ``load_config``; the model is that of ``model.path``, for the engine and for the actor.
-        requests: how many; the prompts are used again and again.
-        concurrency: requests on their way at a time.
+        config: from ``load_config``; engine and actor use the model in ``model.path``.
+        requests: number of answers; the prompts repeat.
+        concurrency: maximum concurrent requests.
 
     Raises:
         ConfigError, DataError, TemplateError, PluginError: before anything starts.
         EngineError: the engine did not start, or a request failed.
     """
     preparation = Preparation.of(config)
-    plan, renderer = preparation.plan, preparation.renderer
-    sampling, rows = config.rollout.sampling, preparation.data.train
+    renderer, rows, sampling = preparation.renderer, preparation.data.train, config.rollout.sampling
     prompts = [
         renderer.encode(renderer.render(rows[number % len(rows)]["raw_prompt"], generation_prompt=True))
         for number in range(requests)
@@ -64,15 +61,10 @@ def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> E
         config.rollout.max_response_length, sampling.temperature, sampling.top_p, sampling.top_k,
         stop_token_ids=renderer.stop_token_ids,
     )  # fmt: skip
-    cluster = config.cluster
     with start_runtime(config) as runtime:
-        classes = {"actor": ClassWithInitArgs(ActorWorker, config, plan.optimizer_steps)}
-        actor = runtime.colocated_worker_groups(
-            classes, cluster.nodes, cluster.processes_per_node, num_gpus=training_gpus(config)
-        )["actor"]
-        actor.init_model()
+        actor = start_workers(config, runtime, preparation.steps, critic=False, reference=False)["actor"]
         start = time.perf_counter()
-        engines = start_engines(config, runtime, plan, preparation.facts, actor)
+        engines = start_engines(config, runtime, preparation, actor)
         start_seconds = time.perf_counter() - start
         try:
             engines.answer(prompts[:WARM_UP], params, concurrency)

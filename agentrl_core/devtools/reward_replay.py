@@ -1,9 +1,9 @@
-"""``agentrl reward replay``: a reward function over the trajectories that a run wrote, in one process."""
+"""``agentrl reward replay``: scores the trajectories that a run wrote again, in one process."""
 
 import asyncio
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,9 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl_core.api.errors import ConfigError, DataError, RewardError
-from agentrl_core.api.reward import RewardFunctionContext, RewardTrajectory
+from agentrl_core.api.reward import RewardTrajectory
 from agentrl_core.config import RewardFunctionSlot, load_config
-from agentrl_core.hosting.rewards import check_score
+from agentrl_core.hosting.rewards import build_reward_function, check_score
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.runs.records import RolloutRecord, read_rollouts, reward_trajectory_of
 
@@ -39,19 +39,19 @@ class Replayed:
 def replay(rollouts: Path, reward: str, config: Path | None, console: Console, show_all: bool = False) -> None:
     """Score every trajectory of a rollouts file again and print old and new scores.
 
-    The old score is that of this function where the reward manager has kept it by name, else the whole reward.
+    The old score is this function's, if the reward manager kept it by name, else the whole reward.
 
     Args:
         rollouts: ``rollouts/step-….jsonl``.
         reward: a registered name, ``package:name``, or ``./file.py:function`` relative to the working directory.
-        console: where to print.
-        show_all: print every trajectory; else at most 20, and of many those whose score changed.
-        config: its entry of that name in ``reward.functions`` is used, options included.
+        config: a configuration with an entry of that name in ``reward.functions``, whose options are used.
+        console: the console to print on.
+        show_all: print every trajectory; else at most 20, and if there are more, only those whose score changed.
 
     Raises:
         ConfigError: ``config`` has no such function.
-        DataError: no such file, or nothing in it that can be scored.
-        RewardError: the function raised, or returned what is no finite number; names the trajectory.
+        DataError: no such file, or no trajectory in it can be scored.
+        RewardError: the function raised or returned no finite number; the message names the trajectory.
     """
     name, function = _function(reward, config)
     packed = rollouts.with_name(rollouts.name + ".gz")
@@ -83,14 +83,14 @@ def _function(reward: str, config: Path | None) -> tuple[str, Callable[[RewardTr
         except TypeError as error:
             raise ConfigError(f"reward function {reward!r} has required options ({error}): give --config") from error
         slot = RewardFunctionSlot(reward, options, resolved=plugin)
-        return slot.registered_name, slot.build(RewardFunctionContext(slot.registered_name))
+        return slot.registered_name, build_reward_function(slot)
     slots = load_config(config, check_files=False).reward.functions
     wanted = reward.rpartition(":")[2]
     found = [slot for slot in slots if slot.registered_name == wanted]
     if not found:
         listed = ", ".join(slot.registered_name for slot in slots) or "none"
         raise ConfigError(f"--reward: {reward!r} is not in reward.functions of {config}; listed: {listed}")
-    return wanted, found[0].build(RewardFunctionContext(wanted))
+    return wanted, build_reward_function(found[0])
 
 
 def _score(
@@ -99,7 +99,7 @@ def _score(
     try:
         value = function(trajectory)
         if inspect.isawaitable(value):
-            value = asyncio.run(_awaited(value))
+            value = asyncio.run(_result(value))
     except Exception as error:
         raise RewardError(
             f"reward function {name!r} raised {type(error).__name__} for trajectory {record.trajectory_id}: {error} "
@@ -108,7 +108,7 @@ def _score(
     return check_score(f"reward function {name!r} for trajectory {record.trajectory_id}", value).score
 
 
-async def _awaited(value: Any) -> Any:
+async def _result(value: Awaitable[Any]) -> Any:
     return await value
 
 

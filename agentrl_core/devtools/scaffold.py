@@ -22,15 +22,13 @@ from agentrl_core.plugins.registration import registrations, same_package
 
 _NAME = re.compile(r"[a-z][a-z0-9]*([_-][a-z0-9]+)*")
 _SUFFIX = ".tmpl"
+_TEMPLATES = files("agentrl_core") / "templates"
 _IN_README = {"steps": "steps.md.tmpl", "yaml": "slot.yaml.tmpl"}
 
 
 @dataclass(frozen=True)
 class _Recipe:
-    """What the templates of one kind do not say themselves.
-
-    ``noun`` ends the class's name, ``module`` holds the class.
-    """
+    """What one kind adds to its templates: ``noun`` ends the class's name, ``module`` holds the class."""
 
     noun: str
     module: str
@@ -47,7 +45,7 @@ _RECIPES = {
         "samples with transformers, one request at a time",
         ("logprobs", "seeds", "weight_update"),
         ("torch>=2.11", "transformers>=5.16"),
-    ),
+    ),  # fmt: skip
     "tool": _Recipe("Tool", "tool", "counts the words of a text"),
     "tool_parser": _Recipe("Parser", "parser", "reads calls written as JSON in tags"),
     "interaction": _Recipe("Interaction", "interaction", "asks again until the answer is right"),
@@ -67,22 +65,21 @@ def scaffold(kind: str, name: str, output: Path) -> Path:
     Args:
         kind: a key of :data:`~agentrl_core.api.KINDS`; ``-`` counts as ``_``.
         name: of plugin, distribution and folder; the import name has ``_`` in place of ``-``.
-        output: the folder above, made if it is missing.
+        output: the parent folder, created if it is missing.
 
     Returns:
         The new folder.
 
     Raises:
-        PluginError: an unknown kind, a name that cannot be used, or a folder that exists.
+        PluginError: unknown kind, invalid name, or the folder exists.
         PluginConflictError: another package has a plugin of this kind and name already.
     """
     kind = _known(kind)
     _check_name(kind, name)
     folder = output / name
     if folder.exists():
-        raise PluginError(f"{folder} exists already: choose another name, or another folder with --output")
-    rendered = render(kind, name)
-    for path, text in rendered.items():
+        raise PluginError(f"{folder} exists already. Choose another name, or another folder with --output")
+    for path, text in render(kind, name).items():
         target = folder / path
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text, encoding="utf-8")
@@ -90,14 +87,14 @@ def scaffold(kind: str, name: str, output: Path) -> Path:
 
 
 def render(kind: str, name: str) -> dict[str, str]:
-    """Path below the package's folder -> text, for a kind and a name that are known to be good."""
+    """Render the files of a package: text by path below its folder. ``kind`` and ``name`` were checked before."""
     values = _values(kind, name)
-    own = _templates() / kind
+    own = _TEMPLATES / kind
     for key, file in _IN_README.items():
         text = Template((own / file).read_text(encoding="utf-8")).substitute(values)
         values[key] = text.rstrip("\n")
     rendered = {}
-    for path, source in [*_walk(_templates() / "common", ""), *_walk(own, "")]:
+    for path, source in [*_walk(_TEMPLATES / "common", ""), *_walk(own, "")]:
         if path not in _IN_README.values():
             target = path.removesuffix(_SUFFIX).replace("__package__", values["package"])
             rendered[target] = Template(source.read_text(encoding="utf-8")).substitute(values)
@@ -110,7 +107,7 @@ def _values(kind: str, name: str) -> dict[str, str]:
     stem = camel.removesuffix(recipe.noun)
     cls = stem + recipe.noun
     if not stem or cls in agentrl_core.api.__all__:
-        # A class of the seam has this name, and the module imports it.
+        # A class of the API has this name, and the module imports it.
         stem, cls = f"My{stem}", f"My{cls}"
     dependencies = ("agentrl-core", *recipe.dependencies)
     names = ", ".join(f'"{name}"' for name in recipe.capabilities)
@@ -153,12 +150,8 @@ def _check_name(kind: str, name: str) -> None:
         if (each.kind, each.name) == (kind, name) and not same_package(each.dist, name):
             raise PluginConflictError(
                 f"{each.title} exists already, in package {each.package}: choose another name, because two packages "
-                "with one name must be told apart in every configuration"
+                "with the same name are ambiguous in every configuration"
             )
-
-
-def _templates() -> Traversable:
-    return files("agentrl_core") / "templates"
 
 
 def _walk(folder: Traversable, prefix: str) -> Iterator[tuple[str, Traversable]]:

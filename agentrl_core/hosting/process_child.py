@@ -1,8 +1,8 @@
 """The child side of :mod:`agentrl_core.hosting.process_host`: builds one plugin and answers calls to it.
 
-Questions are pickles on stdin, from a process that this one trusts. Answers are JSON on stdout (see
-:mod:`agentrl_core.hosting.wire`), because the process that reads them does not trust this one. Each has its length in
-eight bytes before it. What the plugin prints goes to stderr.
+Calls are pickles on stdin, from a process that this one trusts. Answers are JSON on stdout (see
+:mod:`agentrl_core.hosting.wire`), because the process that reads them does not trust this one. Eight bytes with the
+length precede each message. The plugin's own output goes to stderr.
 """
 
 import asyncio
@@ -21,13 +21,13 @@ from agentrl_core.hosting.wire import HEADER, encode
 
 
 def read_message(stream: BinaryIO) -> bytes | None:
-    """The next message; None when the other side has gone."""
+    """Read the next message; None when the other side has exited."""
     header = stream.read(HEADER.size)
     return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else None
 
 
 def read_questions(stream: BinaryIO, questions: "queue.SimpleQueue[bytes]") -> None:
-    """Hand on every question; when the parent has gone kill this process and those that it started, busy or not."""
+    """Queue every call. When the parent has exited, kill this process and those that it started, busy or not."""
     while (message := read_message(stream)) is not None:
         questions.put(message)
     os.killpg(0, signal.SIGKILL)
@@ -60,7 +60,7 @@ def main() -> None:
 
 
 def answer(handle: Callable[..., Any], question: bytes) -> bytes:
-    """What came of a question: its result, or the exception as texts, because its class may not exist over there."""
+    """Make a call. Return its result, or the exception as texts, because the parent may not have its class."""
     try:
         return encode(["ok", handle(*pickle.loads(question))])
     except BaseException as error:  # noqa: BLE001 - user code may raise anything; it belongs to the caller

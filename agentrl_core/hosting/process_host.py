@@ -1,7 +1,7 @@
 """User code in child processes that can be killed.
 
-A call that passes its deadline costs its own process and nothing else. A stateless object is served by a few
-interchangeable processes, one call at a time each; a stateful session owns its process.
+A call that passes its deadline loses its process and nothing else. A few interchangeable processes serve a stateless
+object, each with one call at a time. A stateful session has its own process.
 """
 
 import asyncio
@@ -9,7 +9,6 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import asynccontextmanager
 from typing import Any
 
 from agentrl_core.api import ToolError
@@ -41,8 +40,8 @@ class ProcessHost:
     """One child process around one object.
 
     Args:
-        build: picklable function that makes the object, called in the child with ``args``.
-        name: for messages.
+        build: picklable function that creates the object; called in the child with ``args``.
+        name: name of the object in messages.
         variables: names of environment variables that the child gets in addition to :data:`SAFE_VARIABLES`.
         start_timeout: seconds for the child to import and build.
     """
@@ -66,7 +65,7 @@ class ProcessHost:
 
     @property
     def alive(self) -> bool:
-        """The process runs, with all that earlier calls left in it."""
+        """Whether the process runs, with the state that earlier calls left in it."""
         return self._process is not None and self._process.returncode is None
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Any:
@@ -119,7 +118,7 @@ class ProcessHost:
         except (asyncio.IncompleteReadError, ConnectionError):
             raise ToolError(f"{self._name}: its process died with exit code {await _exit_code(process)}") from None
         finally:
-            # Also after a cancellation: an answer that nobody read must not meet the next question.
+            # Also after a cancellation: an unread answer must not be taken for the answer to the next call.
             if not done:
                 self.kill()
         if status == "error":
@@ -127,14 +126,14 @@ class ProcessHost:
         return reply[0]
 
     def kill(self) -> None:
-        """Kill the process and all that it has started; the next call starts a new one."""
+        """Kill the process and everything that it started. The next call starts a new one."""
         process, self._process = self._process, None
         if process is not None:
             self._dying.append(process)
             kill_family(process.pid)
 
     async def close(self) -> None:
-        """End the process and wait until it has gone, so that nothing of it outlives the event loop."""
+        """Kill the process and wait until it has exited, so that nothing of it outlives the event loop."""
         self.kill()
         while self._dying:
             await self._dying[-1].wait()
@@ -146,30 +145,29 @@ async def _exit_code(process: asyncio.subprocess.Process) -> int:
         async with asyncio.timeout(1.0):
             return await process.wait()
     except TimeoutError:
-        # It closed the pipe and lives on.
+        # It closed the pipe without exiting.
         process.kill()
         return await process.wait()
 
 
 class ProcessPool:
-    """A few interchangeable processes, one call at a time each, started when first needed."""
+    """A few interchangeable processes, each with one call at a time, started when they are first needed."""
 
     def __init__(self, make: Callable[[], ProcessHost], size: int) -> None:
         self._hosts = [make() for _ in range(size)]
         self._free = list(self._hosts)
         self._slots = asyncio.Semaphore(size)
 
-    @asynccontextmanager
-    async def borrow(self) -> Any:
-        """A free process; waits for one. Give the deadline to the call, so that waiting does not count."""
+    async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Any:
+        """As :meth:`ProcessHost.call`, in a free process. Waiting for one does not count towards ``timeout``."""
         async with self._slots:
             host = self._free.pop()
             try:
-                yield host
+                return await host.call(method, args, kwargs, timeout)
             finally:
                 self._free.append(host)
 
     async def close(self) -> None:
-        """End all processes."""
+        """Stop all processes."""
         for host in self._hosts:
             await host.close()

@@ -1,4 +1,4 @@
-"""Processes and what they have started, by Linux's /proc; elsewhere only a process's own group is known."""
+"""Finds and kills processes with their descendants, by Linux's /proc; elsewhere only a process's own group."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def family(pid: int, whole_session: bool = False) -> set[int]:
-    """Ids of a process and its descendants; on request also of the others in the session that it leads."""
+    """Ids of a process and its descendants, and with ``whole_session`` of all others in the session that it leads."""
     table: dict[int, tuple[int, int]] = {}
     for path in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -26,7 +26,7 @@ def family(pid: int, whole_session: bool = False) -> set[int]:
 def kill_family(pid: int) -> None:
     """Kill the session that a child of this process leads, and its descendants in other sessions.
 
-    Also what a leader that has exited left behind. Call it before the leader's id can belong to another process.
+    This includes processes that outlived their leader. Call it before another process can get the leader's id.
     """
     for each in family(pid, whole_session=True) - {pid}:
         with suppress(ProcessLookupError):

@@ -1,4 +1,4 @@
-"""Rewards: functions with their deadlines, the manager above them, and the worker that holds both."""
+"""Rewards: functions with their deadlines, and the worker that combines them with the reward manager."""
 
 import inspect
 from collections.abc import Sequence
@@ -24,10 +24,10 @@ def build_reward_function(slot: RewardFunctionSlot) -> Any:
 
 
 class HostedRewardFunction:
-    """One configured function: named, weighted, bounded in time, its result checked.
+    """One configured function with its name, weight and deadline; its results are checked.
 
-    A function from a file runs in a process of its own unless the slot says otherwise, because nothing is known
-    about it; a packaged one where it declares (``isolation``), inline by default.
+    Unless the slot says otherwise, a function from a file runs in a separate process, because nothing is known about
+    it, and a packaged one runs where its ``isolation`` says, by default inline.
     """
 
     def __init__(self, slot: RewardFunctionSlot) -> None:
@@ -52,8 +52,7 @@ class HostedRewardFunction:
 
     async def _call(self, trajectory: RewardTrajectory, who: str) -> Any:
         if self._pool is not None:
-            async with self._pool.borrow() as free:
-                return await free.call("", (trajectory,), {}, self._timeout)
+            return await self._pool.call("", (trajectory,), {}, self._timeout)
         value = self._function(trajectory)
         if not inspect.isawaitable(value):
             return value
@@ -61,34 +60,33 @@ class HostedRewardFunction:
             return await value
 
     async def close(self) -> None:
-        """End all child processes."""
+        """Stop all child processes."""
         if self._pool is not None:
             await self._pool.close()
 
 
 def check_score(who: str, value: Any) -> RewardResult:
-    """A finite score as a :class:`RewardResult`.
+    """Turn a score into a :class:`RewardResult` with a finite number.
 
     Raises:
         RewardError: ``value`` is something else; nothing is ever coerced to 0.
     """
-    result = value if isinstance(value, RewardResult) else None
-    score = result.score if result is not None else value
+    result = value if isinstance(value, RewardResult) else RewardResult(value)
+    score: Any = result.score
     try:
         if isinstance(score, (str, bytes)):
             raise TypeError
         number = float(score)
     except (TypeError, ValueError):
         raise RewardError(f"{who} returned {score!r}; allowed are a number, a bool or a RewardResult") from None
-    metrics = dict(result.metrics) if result is not None else {}
-    for name, value in {"score": number, **metrics}.items():
-        if not is_finite(value):
-            raise RewardError(f"{who} returned {name}={value!r}, which is not a finite number")
-    return RewardResult(number, metrics)
+    for name, found in {"score": number, **result.metrics}.items():
+        if not is_finite(found):
+            raise RewardError(f"{who} returned {name}={found!r}, which is not a finite number")
+    return RewardResult(number, dict(result.metrics))
 
 
 class RewardWorker:
-    """Scores trajectories one by one as they end; built once, in this process or as an actor.
+    """Scores trajectories one by one when they end. Built once, in this process or as an actor.
 
     Args:
         config: the section ``reward``, its slots resolved.
@@ -102,7 +100,7 @@ class RewardWorker:
         self._name = config.manager.name
 
     async def score(self, trajectory: RewardTrajectory) -> RewardResult:
-        """The reward of one trajectory.
+        """Return the reward of one trajectory.
 
         Raises:
             RewardError: a function or the manager failed, or ``reward.timeout`` passed.
@@ -113,10 +111,10 @@ class RewardWorker:
     async def score_group(
         self, trajectories: Sequence[RewardTrajectory], results: Sequence[RewardResult]
     ) -> list[RewardResult]:
-        """The revised rewards of all samples of one prompt.
+        """Return the revised rewards of all samples of one prompt.
 
         Raises:
-            RewardError: as :meth:`score`, or another number of results.
+            RewardError: as :meth:`score`, or the manager returned another number of results.
         """
         revised = await self._bounded(self._manager.score_group(trajectories, results))
         if not isinstance(revised, Sequence) or len(revised) != len(trajectories):
@@ -134,9 +132,9 @@ class RewardWorker:
                 return await call
 
     async def ping(self) -> None:
-        """Answer, if this process and its event loop move."""
+        """Answer, which shows that this process and its event loop respond."""
 
     async def close(self) -> None:
-        """End all child processes."""
+        """Stop all child processes."""
         for function in self._functions:
             await function.close()

@@ -1,17 +1,11 @@
-"""The tools of a worker: built once, opened per trajectory, inline or in processes of their own."""
+"""The tools of a worker: built once, opened per trajectory, inline or in separate processes."""
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from agentrl_core.api import (
-    PluginBrokenError,
-    Tool,
-    ToolContext,
-    ToolError,
-    ToolResponse,
-    ToolResult,
-)
+from agentrl_core.api import PluginBrokenError, Tool, ToolContext, ToolError, ToolResponse, ToolResult
 from agentrl_core.config.schema import ToolSlot
 from agentrl_core.hosting.process_host import ProcessHost, ProcessPool
 from agentrl_core.plugins.boundary import deadline
@@ -20,14 +14,14 @@ _OPTIONAL = ("create", "calc_reward", "release")
 
 
 def build_tool(slot: ToolSlot, context: ToolContext) -> Tool:
-    """The tool object of a resolved slot.
+    """Build the tool object of a resolved slot.
 
     Raises:
-        PluginBrokenError: the factory made something that is not a tool, or has no valid schema.
+        PluginBrokenError: the factory built no tool, or one without a valid schema.
     """
     tool = slot.build(context)
     if not isinstance(tool, Tool):
-        raise PluginBrokenError(f"tool {context.name!r}: its factory made a {type(tool).__name__}, not a Tool")
+        raise PluginBrokenError(f"tool {context.name!r}: its factory built a {type(tool).__name__}, not a Tool")
     schema = getattr(tool, "schema", None)
     if not isinstance(schema, Mapping) or not isinstance(schema.get("function"), Mapping):
         raise PluginBrokenError(f"tool {context.name!r}: its schema is not an OpenAI function schema: {schema!r}")
@@ -38,8 +32,8 @@ class HostedTool:
     """One configured tool with its deadline; ``inline`` calls go straight to the object.
 
     Args:
-        slot: from the configuration, resolved.
-        seed: of the run.
+        slot: a resolved slot of the configuration.
+        seed: seed of the run.
     """
 
     def __init__(self, slot: ToolSlot, seed: int) -> None:
@@ -48,27 +42,24 @@ class HostedTool:
         self.tool = build_tool(slot, context)
         self.schema: dict[str, Any] = self.tool.schema
         self.name: str = self.schema["function"]["name"]
-        self.properties: Mapping[str, Any] = self.schema["function"].get("parameters", {}).get("properties", {})
-        self.required: Sequence[str] = self.schema["function"].get("parameters", {}).get("required", ())
+        parameters = self.schema["function"].get("parameters", {})
+        self.properties: Mapping[str, Any] = parameters.get("properties", {})
+        self.required: Sequence[str] = parameters.get("required", ())
         self._inline = (slot.isolation or self.tool.isolation) == "inline"
-        # What a tool does not define needs no call, and no deadline.
+        # Methods that a tool does not define need no call and no deadline.
         self._absent = {
             name for name in _OPTIONAL if getattr(getattr(self.tool, name), "__func__", None) is getattr(Tool, name)
         }
-        self._build_args = (slot, context)
-        self._pool: ProcessPool | None = None
-        self._processes, self._variables = slot.processes, slot.env
+        self._make = partial(ProcessHost, build_tool, (slot, context), f"tool {self.name!r}", slot.env)
+        self._pool = ProcessPool(self._make, slot.processes)
         self._owned: dict[str, ProcessHost] = {}
-
-    def _make(self) -> ProcessHost:
-        return ProcessHost(build_tool, self._build_args, f"tool {self.name!r}", self._variables)
 
     async def call(self, method: str, instance_id: str, *args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Call a lifecycle method within the deadline.
 
         Raises:
-            DeadlineError: it passed. Whatever the tool raises comes through (from a process: as a ToolError).
-            ToolError: a stateful tool's process has ended, and with it what the trajectory had built up there.
+            DeadlineError: the deadline passed. Exceptions of the tool pass unchanged (from a process: as a ToolError).
+            ToolError: a stateful tool's process exited, and the trajectory's state there is lost.
         """
         if self._inline:
             if method in self._absent:
@@ -80,15 +71,12 @@ class HostedTool:
             if method == "create":
                 self._owned[instance_id] = self._make()
             elif instance_id not in self._owned or not self._owned[instance_id].alive:
-                raise ToolError(f"tool {self.name!r}: its process has ended, and its state is lost")
+                raise ToolError(f"tool {self.name!r}: its process exited, and its state is lost")
             return await self._owned[instance_id].call(*call)
-        if self._pool is None:
-            self._pool = ProcessPool(self._make, self._processes)
-        async with self._pool.borrow() as free:
-            return await free.call(*call)
+        return await self._pool.call(*call)
 
     async def release(self, instance_id: str, kwargs: Mapping[str, Any]) -> None:
-        """Release an instance, and end the process that it owned."""
+        """Release an instance, and stop the process that it owned."""
         try:
             owned = self._owned.get(instance_id)
             if owned is None or owned.alive:
@@ -99,18 +87,17 @@ class HostedTool:
                 await owned.close()
 
     async def close(self) -> None:
-        """End all processes."""
-        if self._pool is not None:
-            await self._pool.close()
+        """Stop all processes."""
+        await self._pool.close()
         for host in self._owned.values():
             await host.close()
 
 
 def check_result(name: str, result: Any) -> ToolResult:
-    """What ``execute`` returned, if it is what it should be.
+    """Return the result of ``execute`` if it is a valid one.
 
     Raises:
-        ToolError: saying what it is instead.
+        ToolError: says what was returned instead.
     """
     if not isinstance(result, ToolResult):
         raise ToolError(f"tool {name!r} returned {type(result).__name__}, not a ToolResult")
@@ -127,7 +114,7 @@ def check_result(name: str, result: Any) -> ToolResult:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether it is a number (also of numpy), and neither NaN nor infinite."""
+    """Whether a value is a number (of Python or numpy), and neither NaN nor infinite."""
     try:
         return not isinstance(value, (str, bytes)) and math.isfinite(value)
     except TypeError:
@@ -135,7 +122,7 @@ def is_finite(value: Any) -> bool:
 
 
 def select_tools(extra_info: Mapping[str, Any], names: Sequence[str]) -> list[str]:
-    """The tools of a row: all that are configured, or those named in ``tools_kwargs`` under ``need_tools_kwargs``."""
+    """The tools of a row: all configured ones, or with ``need_tools_kwargs`` those that ``tools_kwargs`` names."""
     if not extra_info.get("need_tools_kwargs"):
         return list(names)
     wanted = extra_info.get("tools_kwargs") or {}

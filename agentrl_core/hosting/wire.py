@@ -1,6 +1,6 @@
-"""What may come out of a child process: JSON, which cannot execute anything, within limits of size and depth.
+"""The answers of a child process: JSON, which cannot execute code, within limits of size and depth.
 
-Reading it back makes numbers, texts, lists, dicts and the result types of tools and rewards, and nothing else.
+Reading an answer creates numbers, texts, lists, dicts, the result types of tools and rewards, and nothing else.
 """
 
 import json
@@ -14,13 +14,13 @@ HEADER = struct.Struct("!Q")
 """The length in bytes of the message that follows."""
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
-"""Lists and dicts within each other; picklers, templates and JSON readers fail beyond some hundreds."""
+"""Maximum nesting of lists and dicts; picklers, templates and JSON readers fail beyond some hundreds."""
 
 _TYPES = {cls.__name__: cls for cls in (ToolResult, ToolResponse, RewardResult)}
 
 
 def encode(value: Any) -> bytes:
-    """The value as JSON.
+    """Write a value as JSON.
 
     Raises:
         TypeError: it holds something that JSON and the result types cannot express.
@@ -33,7 +33,7 @@ def encode(value: Any) -> bytes:
 
 
 def decode(data: bytes) -> Any:
-    """What :func:`encode` was given, with lists for tuples. Raises ValueError if it was not made by it."""
+    """Read what :func:`encode` wrote, with lists for tuples. Raises ValueError for anything else."""
     try:
         return _value(json.loads(data))
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
@@ -41,7 +41,7 @@ def decode(data: bytes) -> Any:
 
 
 def is_too_deep(value: Any, most: int = MAX_DEPTH) -> bool:
-    """Whether more than ``most`` lists and dicts are within each other."""
+    """Whether lists and dicts are nested more than ``most`` levels deep."""
     level = [value]
     for _ in range(most + 1):
         level = [item for each in level for item in _items(each)]

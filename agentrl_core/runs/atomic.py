@@ -1,4 +1,4 @@
-"""Writing whole files so that a reader, or a process killed in between, never meets half of one."""
+"""Writes whole files, so that no reader ever sees half of one, even after a kill."""
 
 import os
 from contextlib import suppress
@@ -6,10 +6,10 @@ from pathlib import Path
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Give ``path`` this content in one step. It is on disk when this returns; text is written as UTF-8.
+    """Replace the content of ``path`` atomically and flush it to disk. Text is written as UTF-8.
 
     Raises:
-        OSError: the file cannot be written; what was there before is untouched.
+        OSError: the file cannot be written; its earlier content is untouched.
     """
     data = content.encode() if isinstance(content, str) else content
     temporary = path.with_name(f".{path.name}.tmp")

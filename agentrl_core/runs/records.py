@@ -1,10 +1,10 @@
-"""One finished trajectory on disk: a line of ``rollouts/step-000010.jsonl``, complete enough to show and to replay."""
+"""Rollout files: one line per row of a trajectory, complete enough to show it and to score it again."""
 
 import gzip
 import json
 import math
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TextIO, cast
@@ -18,29 +18,29 @@ from agentrl_core.runs.run_dir import rollout_file_name
 
 SCHEMA_VERSION = 1
 PLAIN_STEPS = 10
-"""Newest steps whose files stay as they are; older ones are compressed to about a sixth."""
+"""The files of this many newest steps stay plain; older ones are compressed."""
 
 
 @dataclass(kw_only=True)
 class RolloutRecord(AgentLoopOutput):
-    """One row of a step: the row that the loop returned, and what became of it.
+    """One row of a step: the row that the loop returned, and its outcome.
 
     Args:
-        step: of the run; 0 is the validation before training.
+        step: step of the run; 0 is the validation before training.
         split: ``train`` or ``validation``.
-        uid: of the prompt: the samples of one prompt share it.
-        sample: which sample of the prompt, from 0.
+        uid: identifies the prompt; the samples of one prompt share it.
+        sample: number of the prompt's sample, from 0.
         data_source: of the dataset row.
         tool_schemas: OpenAI function schemas that the policy was shown.
         tool_calls: in order, each with ``name``, ``arguments``, ``response`` (what the policy saw) and ``failed``.
         reward: None where the trajectory has none.
-        reward_metrics: details of the reward. What was NaN here or elsewhere reads back as None.
+        reward_metrics: details of the reward. NaN, here or elsewhere, reads back as None.
         ground_truth: of the dataset row.
         timings: seconds by name.
-        advantage: of the outcome, where the estimator gives one number to the trajectory.
-        reward_input: what rewards saw that stands nowhere else here: ``model_text``, ``last_text``, ``full_text``,
-            ``extra_info``, ``row``, and ``termination`` before scoring; None where nothing was scored, and in all rows
-            of a trajectory but its last.
+        advantage: mean advantage of the trajectory's sampled tokens.
+        reward_input: what rewards saw and no other field has: ``model_text``, ``last_text``, ``full_text``,
+            ``extra_info``, ``row``, and ``termination`` before scoring. Only the last row of a scored trajectory has
+            it; None in the others.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -61,7 +61,7 @@ class RolloutRecord(AgentLoopOutput):
     reward_input: dict[str, Any] | None = None
 
     def to_json(self) -> str:
-        """One line. Arrays become lists, what JSON does not know its ``str``, NaN and infinities null."""
+        """Return one line: arrays as lists, NaN and infinities as null, other types without JSON as their ``str``."""
         # Not asdict, which copies every id.
         content = {name: getattr(self, name) for name in _FIELDS}
         try:
@@ -75,7 +75,7 @@ class RolloutRecord(AgentLoopOutput):
 
     @classmethod
     def from_json(cls, line: str) -> "RolloutRecord":
-        """Read what :meth:`to_json` wrote; keys that this version does not know are passed over.
+        """Read what :meth:`to_json` wrote; unknown keys are ignored.
 
         Raises:
             DataError: no JSON object, a required key is absent, or another schema version.
@@ -105,7 +105,7 @@ class RolloutRecord(AgentLoopOutput):
 
 _REWARD_INPUT = ("model_text", "last_text", "full_text", "extra_info", "row", "termination")
 _REQUIRED = ("step", "split", "uid", "trajectory_id", "prompt_ids", "response_ids", "response_mask")
-# The reward and what it saw stand in ``reward`` and ``reward_input``.
+# ``reward`` and ``reward_input`` hold these.
 _FIELDS = tuple(
     item.name for item in fields(RolloutRecord) if item.name not in ("reward_score", "turn_texts", "full_text")
 )
@@ -118,7 +118,7 @@ class RolloutWriter:
         self.rollouts_dir = rollouts_dir
 
     def write(self, step: int, split: Split, records: Iterable[RolloutRecord]) -> Path:
-        """Write or replace the file of a step, atomically; returns its path."""
+        """Write or replace the file of a step, atomically; return its path."""
         self.rollouts_dir.mkdir(parents=True, exist_ok=True)
         path = self.rollouts_dir / rollout_file_name(step, split)
         replace_file(path, "".join(record.to_json() + "\n" for record in records))
@@ -138,7 +138,7 @@ def _compress(file: Path) -> None:
 
 
 def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
-    """The records of one file, compressed or not, read as they are asked for.
+    """Read the records of one file, compressed or not, one by one.
 
     Raises:
         DataError: a line is no record; names file and line.
@@ -159,31 +159,12 @@ def reward_input(trajectory: RewardTrajectory) -> dict[str, Any]:
 
 
 def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:
-    """What rewards saw of a record's trajectory; None where it was never scored, or another row of it has it."""
+    """What rewards saw of a record's trajectory; None if it was never scored, or another of its rows has it."""
     if record.reward_input is None:
         return None
-    return RewardTrajectory(
-        messages=record.messages,
-        ground_truth=record.ground_truth,
-        data_source=record.data_source,
-        tool_rewards=record.tool_rewards,
-        tool_reward_names=record.tool_reward_names or (),
-        turn_scores=record.turn_scores,
-        num_turns=record.num_turns,
-        **{name: record.reward_input[name] for name in _REWARD_INPUT},
-    )
-
-
-def mask_segments(
-    response_ids: Sequence[int], response_mask: Sequence[int], decode: Callable[[list[int]], str]
-) -> list[tuple[int, str]]:
-    """Split a response into runs of equal mask and decode each, special tokens included if ``decode`` keeps them."""
-    segments: list[tuple[int, list[int]]] = []
-    for token, mask in zip(response_ids, response_mask, strict=True):
-        if not segments or segments[-1][0] != mask:
-            segments.append((mask, []))
-        segments[-1][1].append(token)
-    return [(mask, decode(ids)) for mask, ids in segments]
+    names = {item.name for item in fields(RewardTrajectory)}.difference(_REWARD_INPUT)
+    seen = {name: getattr(record, name) for name in names} | record.reward_input
+    return RewardTrajectory(**seen | {"tool_reward_names": record.tool_reward_names or ()})
 
 
 def _plain(value: Any) -> Any:

@@ -1,19 +1,21 @@
-"""The directory of one run: what lies where, and how an earlier run's records make room without being lost.
+"""The directory of one run: its files, and how an earlier run's files are moved without being lost.
 
 runs/<name>/
   config.yaml              resolved configuration
-  plugins.lock.json        the plugins that ran
+  plugins.lock.json        the plugins that the run uses
   state.json               status and step
   metrics.jsonl            one object a step
-  rollouts/                step-000001.jsonl, validation-step-000000.jsonl; with .gz those of older steps
+  rollouts/                step-000001.jsonl, validation-step-000000.jsonl; older steps as .jsonl.gz
   checkpoints/             step-000010/
   log.txt
-  superseded/<n>/          what a later run or a resume pushed aside, laid out in the same way
+  superseded/<n>/          files replaced by a later or resumed run, in the same layout
   .lock                    held by the process that runs here
 """
 
 import fcntl
 import json
+import logging
+import math
 import os
 import re
 import shutil
@@ -23,27 +25,27 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeGuard, get_args
 
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import ConfigError, DataError
 from agentrl_core.runs.atomic import replace_file
-from agentrl_core.runs.metrics import parse_metrics_line, read_metrics
 
 RunStatus = Literal["running", "completed", "stopped", "failed"]
+logger = logging.getLogger(__name__)
 
 _ROLLOUT_FILE = re.compile(r"^(?P<validation>validation-)?step-(?P<step>\d{6,})\.jsonl(\.gz)?$")
-_CHECKPOINT = re.compile(r"^step-(?P<step>\d{6,})$")
+CHECKPOINT = re.compile(r"^step-(?P<step>\d{6,})$")
 
 
 @dataclass(frozen=True)
 class RunState:
-    """How far a run came. ``running`` in a directory that nobody holds: the process was killed.
+    """How far a run got. ``running`` in a directory that no process holds: the process was killed.
 
     Args:
         status: ``running``, ``completed``, ``stopped`` or ``failed``.
         step: the last finished step.
-        time: when this was written, ISO 8601 with offset.
+        time: when the state was written, ISO 8601 with offset.
     """
 
     status: RunStatus
@@ -52,12 +54,12 @@ class RunState:
 
     @property
     def finished(self) -> bool:
-        """All steps ran."""
+        """Whether all steps ran."""
         return self.status == "completed"
 
 
 class RunDir:
-    """Paths and records of one run. Building one touches nothing on disk."""
+    """Paths and records of one run. Creating the object changes nothing on disk."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -73,7 +75,7 @@ class RunDir:
 
     @classmethod
     def create(cls, output_dir: Path, name: str) -> "RunDir":
-        """The directory ``output_dir/name``, made if absent. What it holds stays: see :meth:`archive`.
+        """Create the directory ``output_dir/name`` if it is absent. Its files stay: see :meth:`archive`.
 
         Raises:
             ConfigError: ``name`` is no single directory name, or a file is in the way.
@@ -89,18 +91,20 @@ class RunDir:
         except (FileExistsError, NotADirectoryError) as error:
             file = next(path for path in [run_dir.path, *run_dir.path.parents] if path.exists())
             raise ConfigError(
-                f"trainer.output_dir, trainer.name: {run_dir.path} cannot be made a directory, because {file} is a "
-                "file; choose another trainer.name or trainer.output_dir"
+                f"trainer.output_dir, trainer.name: cannot create the directory {run_dir.path}, because {file} is a "
+                "file. Choose another trainer.name or trainer.output_dir"
             ) from error
         except OSError as error:
             raise ConfigError(_unwritable(run_dir.path, error)) from error
         return run_dir
 
-    # The process that runs here
+    # The process that holds the directory
 
     @contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the directory; however the process ends, its lock ends with it.
+        """Hold the directory during the block. The lock ends with the process, however that exits.
+
+        A file system without locks, as some network ones are, gets a warning.
 
         Raises:
             ConfigError: another process holds it.
@@ -118,13 +122,18 @@ class RunDir:
                     f"trainer.name: {file.read().strip()} is training in {self.path}. Stop that process, or choose "
                     "another trainer.name"
                 ) from error
+            except OSError as error:
+                logger.warning(
+                    "the file system of %s has no locks (%s), so agentrl does not notice a second run in this "
+                    "directory: do not start one", self.path, error.strerror or error,
+                )  # fmt: skip
             file.truncate(0)
             file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
             file.flush()
             yield
 
     def is_in_use(self) -> bool:
-        """Whether a process holds the directory."""
+        """Whether a process holds the directory; False where the file system has no locks."""
         try:
             with self._lock.open("rb") as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -135,14 +144,14 @@ class RunDir:
         return False
 
     def shown_status(self) -> str:
-        """The status for a person: ``interrupted`` where ``running`` is what a killed process left; ``-``: no run."""
+        """The status for a person: ``interrupted`` if a killed process left ``running``, ``-`` without a run."""
         state = self.read_state()
         if state is None:
             return "-"
         return "interrupted" if state.status == "running" and not self.is_in_use() else state.status
 
     def remove_leftovers(self) -> None:
-        """Delete what a killed process had not finished writing or deleting."""
+        """Delete files that a killed process did not finish writing or deleting."""
         files = [*self.path.glob(".*.tmp"), *self.rollouts_dir.glob(".*.tmp"), *self.checkpoints_dir.glob(".*.link")]
         for file in files:
             file.unlink()
@@ -152,53 +161,57 @@ class RunDir:
     # State
 
     def read_state(self) -> RunState | None:
-        """What the last run in this directory left; None if none ever wrote its state.
+        """Read the state of the last run in this directory; None if no run wrote one.
 
         Raises:
-            DataError: ``state.json`` holds something else.
+            DataError: ``state.json`` is no state.
         """
         try:
             state = json.loads(self.state_file.read_bytes())
-            return RunState(_checked_status(state["status"]), int(state["step"]), str(state["time"]))
+            if state["status"] not in get_args(RunStatus):
+                raise ValueError(f"status {state['status']!r}")
+            return RunState(state["status"], int(state["step"]), str(state["time"]))
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f'{self.state_file}: found {error}; allowed is {{"status": …, "step": …, "time": …}} as agentrl '
-                f"writes it. Move {self.path} away to start afresh"
+                f"writes it. Move {self.path} away to start again"
             ) from error
 
     def write_state(self, status: RunStatus, step: int) -> None:
-        """Record how far the run came, atomically."""
-        replace_file(self.state_file, json.dumps(asdict(RunState(status, step, timestamp()))) + "\n")
+        """Record how far the run got, atomically."""
+        now = datetime.now().astimezone().isoformat(timespec="milliseconds")
+        replace_file(self.state_file, json.dumps(asdict(RunState(status, step, now))) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """What the tracker ``jsonl`` wrote, by step; empty if there is nothing. Torn lines are skipped."""
+        """Read what the tracker ``jsonl`` wrote: one dict per step, empty without a file."""
         return read_metrics(self.metrics_file) if self.metrics_file.exists() else []
 
     # Rollouts
 
     def rollout_file(self, step: int, split: Split) -> Path:
-        """Where the trajectories of a step lie; older files are compressed."""
+        """The file with the trajectories of a step; older files are compressed."""
         plain = self.rollouts_dir / rollout_file_name(step, split)
         packed = plain.with_name(plain.name + ".gz")
         return packed if packed.exists() and not plain.exists() else plain
 
     def rollout_steps(self, split: Split) -> list[int]:
         """The steps whose trajectories are on disk, ascending."""
-        return sorted({step for step, found, _ in self._rollout_files() if found == split})
+        matches = (match for match, _ in entries(self.rollouts_dir, _ROLLOUT_FILE))
+        return sorted({int(match["step"]) for match in matches if bool(match["validation"]) == (split != "train")})
 
     # Superseding
 
     def archive(self) -> Path | None:
-        """Move everything of an earlier run into ``superseded/<n>``; returns that directory, None if it was empty.
+        """Move an earlier run into ``superseded/<n>`` and return that directory; None if there was no run.
 
-        Nothing is deleted; hidden files and what was superseded before stay where they are.
+        Nothing is deleted. Hidden files and earlier superseded runs stay where they are.
 
         Raises:
-            ConfigError: the directory holds files but no run: moving them would surprise their owner.
+            ConfigError: the directory holds files but no run. Moving them would surprise their owner.
         """
-        # The entries that tell a run go last, so that an archive which was cut short is recognised and finished.
+        # The entries that mark a run are moved last, so that an interrupted move is recognised and finished.
         marks = [self.checkpoints_dir, self.rollouts_dir, self.log_file, self.metrics_file, self.lock_file]
         marks = [mark for mark in [*marks, self.config_file, self.state_file] if mark.exists()]
         visible = (entry for entry in sorted(self.path.iterdir()) if not entry.name.startswith("."))
@@ -207,8 +220,8 @@ class RunDir:
             return None
         if not marks:
             raise ConfigError(
-                f"trainer.output_dir, trainer.name: {self.path} holds {others[0].name!r} but no agentrl run; "
-                "allowed is a new or empty directory, or that of an earlier run. Choose another trainer.name"
+                f"trainer.output_dir, trainer.name: {self.path} holds {others[0].name!r} but no agentrl run. "
+                "Allowed is a new or empty directory, or that of an earlier run. Choose another trainer.name"
             )
         destination = self._next_superseded()
         for entry in [*others, *marks]:
@@ -218,14 +231,19 @@ class RunDir:
     def supersede_after(self, step: int) -> Path | None:
         """Move all records of steps after ``step`` into ``superseded/<n>``, for a run that resumes from there.
 
-        These are lines of ``metrics.jsonl``, rollout files of training and validation, and checkpoints. A metrics line
-        that a killed process left unfinished moves too. Returns the directory, None if nothing was later.
+        The records are lines of ``metrics.jsonl``, rollout files of training and validation, and checkpoints. A line
+        that a killed process left unfinished moves too. Returns the directory, None if no step was later.
 
-        Cut short and repeated, it loses nothing; lines can then stand in two superseded directories.
+        An interrupted call that is repeated loses nothing, but lines can then be in two superseded directories.
         """
-        kept, later = self._split_metrics(step)
-        moves = [file for file_step, _, file in self._rollout_files() if file_step > step]
-        moves += [path for path_step, path in self._checkpoints() if path_step > step]
+        kept: list[bytes] = []
+        later: list[bytes] = []
+        content = self.metrics_file.read_bytes() if self.metrics_file.exists() else b""
+        for line in filter(None, content.split(b"\n")):
+            row = parse_metrics_line(line)
+            (kept if row is not None and row["step"] <= step else later).append(line)
+        found = [*entries(self.rollouts_dir, _ROLLOUT_FILE), *entries(self.checkpoints_dir, CHECKPOINT)]
+        moves = [path for match, path in found if int(match["step"]) > step]
         if not later and not moves:
             return None
         destination = self._next_superseded()
@@ -238,55 +256,53 @@ class RunDir:
             path.rename(target)
         return destination
 
-    def _split_metrics(self, step: int) -> tuple[list[bytes], list[bytes]]:
-        kept: list[bytes] = []
-        later: list[bytes] = []
-        content = self.metrics_file.read_bytes() if self.metrics_file.exists() else b""
-        for line in content.split(b"\n"):
-            if line:
-                row = parse_metrics_line(line)
-                (kept if row is not None and row["step"] <= step else later).append(line)
-        return kept, later
-
-    def _rollout_files(self) -> list[tuple[int, Split, Path]]:
-        if not self.rollouts_dir.is_dir():
-            return []
-        matches = ((_ROLLOUT_FILE.match(file.name), file) for file in sorted(self.rollouts_dir.iterdir()))
-        return [(int(match["step"]), "validation" if match["validation"] else "train", file)
-                for match, file in matches if match]  # fmt: skip
-
-    def _checkpoints(self) -> list[tuple[int, Path]]:
-        if not self.checkpoints_dir.is_dir():
-            return []
-        matches = ((_CHECKPOINT.match(path.name), path) for path in sorted(self.checkpoints_dir.iterdir()))
-        return [(int(match["step"]), path) for match, path in matches if match]
-
     def _next_superseded(self) -> Path:
-        self.superseded_dir.mkdir(exist_ok=True)
-        numbers = [int(entry.name) for entry in self.superseded_dir.iterdir() if entry.name.isdecimal()]
-        destination = self.superseded_dir / str(max(numbers, default=0) + 1)
-        destination.mkdir()
+        destination = next_numbered(self.superseded_dir)
+        destination.mkdir(parents=True)
         return destination
 
 
+def next_numbered(folder: Path) -> Path:
+    """The next path of ``folder/1``, ``folder/2``, …"""
+    numbers = (int(entry.name) for entry in folder.glob("*") if entry.name.isdecimal())
+    return folder / str(max(numbers, default=0) + 1)
+
+
+def entries(folder: Path, pattern: re.Pattern[str]) -> list[tuple[re.Match[str], Path]]:
+    """The entries of a folder whose names match, in order; none if there is no folder."""
+    entries = sorted(folder.iterdir()) if folder.is_dir() else []
+    return [(match, entry) for entry in entries if (match := pattern.match(entry.name))]
+
+
 def rollout_file_name(step: int, split: Split) -> str:
-    """``step-000010.jsonl`` or ``validation-step-000010.jsonl``."""
+    """Return ``step-000010.jsonl`` or ``validation-step-000010.jsonl``."""
     return f"{'validation-' if split == 'validation' else ''}step-{step:06d}.jsonl"
 
 
-def timestamp() -> str:
-    """Now, as ISO 8601 with offset, to the millisecond."""
-    return datetime.now().astimezone().isoformat(timespec="milliseconds")
+def is_number(value: Any) -> TypeGuard[float]:
+    """Whether a metric's value is a finite int or float."""
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Read a ``metrics.jsonl``: one dict per step, in the order of the file, without lines cut by a killed process.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+    """
+    rows = (parse_metrics_line(line) for line in path.read_bytes().split(b"\n"))
+    return [row for row in rows if row is not None]
+
+
+def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
+    """One line of ``metrics.jsonl``, or None for what is no complete record."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
 
 def _unwritable(path: Path, error: OSError) -> str:
     reason = (error.strerror or str(error)).lower()
     return f"trainer.output_dir: {path} cannot be written: {reason}. Choose another trainer.output_dir"
-
-
-def _checked_status(value: Any) -> RunStatus:
-    for status in get_args(RunStatus):
-        if value == status:
-            found: RunStatus = status
-            return found
-    raise ValueError(f"status {value!r}")

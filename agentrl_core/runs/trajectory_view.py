@@ -1,4 +1,4 @@
-"""One decoded trajectory for a person: what was prompted, what the policy sampled, what came from elsewhere."""
+"""Shows one decoded trajectory: the prompt, what the policy sampled, and text of tools, users and template."""
 
 import json
 import re
@@ -10,8 +10,8 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from agentrl_core.runs.metrics import is_number
 from agentrl_core.runs.records import RolloutRecord
+from agentrl_core.runs.run_dir import is_number
 
 PROMPT_STYLE = "dim"
 SAMPLED_STYLE = "bold green"
@@ -24,14 +24,14 @@ _INVISIBLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\u202a-\u202e\
 def show_trajectory(record: RolloutRecord, console: Console, max_chars: int | None = None, branch: int = 1) -> None:
     """Print one trajectory: prompt, response by mask, tool calls, reward, termination and timings.
 
-    Where the console has no colour, ⟦ ⟧ enclose what the policy sampled. Control characters are made visible, so that
-    what a model wrote cannot drive the terminal.
+    Without colour, ⟦ ⟧ enclose what the policy sampled. Control characters are made visible, so that a model's text
+    cannot control the terminal.
 
     Args:
         record: the trajectory.
         console: where to print.
-        max_chars: longest text of one segment; its middle is left out beyond. None: all.
-        branch: which row of its trajectory this is; from the second on the title says so.
+        max_chars: maximum characters of one segment; the middle of a longer one is left out. None: no limit.
+        branch: number of this row in its trajectory, from 1; the title shows it from the second row on.
     """
     colour = console.color_system is not None and not console.no_color
     parts: list[RenderableType] = [_body(record, colour, max_chars), Text(), _facts(record)]
@@ -43,7 +43,7 @@ def show_trajectory(record: RolloutRecord, console: Console, max_chars: int | No
 
 
 def legend(console: Console) -> Text:
-    """What the colours, or without colour the brackets, of :func:`show_trajectory` mean."""
+    """Explain the colours, or without colour the brackets, of :func:`show_trajectory`."""
     colour = console.color_system is not None and not console.no_color
     sampled = "sampled by the policy (mask 1)"
     return Text.assemble(
@@ -89,15 +89,16 @@ def _reward(record: RolloutRecord) -> Text:
         text = Text("none", style="bold red")
     else:
         text = Text(_number(record.reward), style="bold green" if record.reward > 0 else "bold red")
-    for name, value in record.reward_metrics.items():
-        text.append(f"  {name} {_number(value)}", style="not bold default")
+    details = [(name, _number(value)) for name, value in record.reward_metrics.items()]
     for name, values in (("tool rewards", record.tool_rewards), ("turn scores", record.turn_scores)):
         if values:
-            text.append(f"  {name} {', '.join(map(_number, values))}", style="not bold default")
+            details.append((name, ", ".join(map(_number, values))))
     if record.advantage is not None:
-        text.append(f"  advantage {record.advantage:+.3g}", style="not bold default")
+        details.append(("advantage", f"{record.advantage:+.3g}"))
     if record.ground_truth is not None:
-        text.append(f"  ground truth {_visible(_clip(_json(record.ground_truth), 200))}", style="not bold default")
+        details.append(("ground truth", _visible(_clip(_json(record.ground_truth), 200))))
+    for name, shown in details:
+        text.append(f"  {name} {shown}", style="not bold default")
     return text
 
 

@@ -1,10 +1,10 @@
-"""Checkpoints: written aside and renamed, so that one on disk is always whole.
+"""Checkpoints: written to a temporary name and renamed, so that those on disk are always complete.
 
 checkpoints/step-000010/
   actor/            weights in Hugging Face layout, tokenizer
     training/       distributed checkpoint: weights, optimizer, schedule, random generators
   critic/           the same, where there is a critic
-  trainer.json      step, weights version, best value so far, fingerprint of the data
+  trainer.json      step, best value so far, fingerprint of the data, metrics of the step
   checksums.json    SHA-256 of these files
   config.yaml       resolved configuration
   plugins.lock.json the plugins that ran
@@ -16,33 +16,38 @@ import hashlib
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from agentrl_core.api import CheckpointError
+from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError, PluginError, PluginRef
+from agentrl_core.config import ResolvedConfig
+from agentrl_core.config.nodes import dotted, read_file
+from agentrl_core.config.slots import all_slots
+from agentrl_core.config.writing import leaves, written
+from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock
+from agentrl_core.runs.run_dir import CHECKPOINT, entries
 
-_NAME = re.compile(r"step-(\d{6,})")
 STATE_FILE = "trainer.json"
 CHECKSUM_FILE = "checksums.json"
+_ORDER_OF_DATA = ("trainer.seed", "data.batch_size", "data.shuffle")
 _UNSEALED = ("config.yaml", "plugins.lock.json")
-"""Text that its reader checks."""
+"""Files whose readers check them."""
 _REMEDY = "resume from another one (trainer.resume=PATH), or from the newest undamaged one (trainer.resume=intact)"
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class TrainerState:
-    """What the trainer itself must remember; prompts and seeds follow from the step.
+    """What the trainer itself must restore; prompts and seeds follow from the step.
 
     Args:
         step: finished steps.
         best: best value of ``trainer.checkpoint.best_metric`` so far, None before the first.
         best_step: where it was reached.
         data_fingerprint: of the training prompts in their order.
-        metrics: of that step, which a run that is killed now has not logged yet.
+        metrics: of that step; a run that is killed now has not logged them yet.
     """
 
     step: int
@@ -57,7 +62,7 @@ class CheckpointStore:
 
     Args:
         directory: ``checkpoints`` of the run directory.
-        keep: newest checkpoints kept; the best is kept besides.
+        keep: number of newest checkpoints to keep, in addition to the best.
     """
 
     def __init__(self, directory: Path, keep: int) -> None:
@@ -66,20 +71,17 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Steps that have a whole checkpoint, ascending."""
-        if not self.directory.is_dir():
-            return []
-        whole = (entry for entry in self.directory.iterdir() if (entry / STATE_FILE).is_file())
-        found = (_NAME.fullmatch(entry.name) for entry in whole)
-        return sorted(int(match[1]) for match in found if match)
+        found = entries(self.directory, CHECKPOINT)
+        return sorted(int(match["step"]) for match, entry in found if (entry / STATE_FILE).is_file())
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
 
     def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint with ``write(directory)`` and make it the latest; older ones go.
+        """Write a checkpoint with ``write(directory)`` and make it the latest; delete older ones.
 
         Raises:
-            CheckpointError: it could not be written, a full disk for example; nothing half-written is left.
+            CheckpointError: it could not be written, because of a full disk for example; nothing incomplete is left.
         """
         path = self.path(state.step)
         aside = path.with_name(f".{path.name}.writing")
@@ -99,7 +101,7 @@ class CheckpointStore:
             # A full disk is an OSError to Python, a RuntimeError to torch and a SafetensorError to safetensors.
             free = shutil.disk_usage(self.directory).free / 2**30 if self.directory.exists() else 0.0
             raise CheckpointError(
-                f"{path} cannot be written: {_reason(error)}; check space and rights there ({free:.1f} GiB are free)"
+                f"{path} cannot be written: {_reason(error)}. Check space and rights there ({free:.1f} GiB are free)"
             ) from error
         finally:
             shutil.rmtree(aside, ignore_errors=True)
@@ -127,7 +129,7 @@ class CheckpointStore:
                 _remove(self.path(step))
 
     def find(self, resume: str) -> Path | None:
-        """The checkpoint that ``trainer.resume`` asks for; None for a fresh start.
+        """Return the checkpoint that ``trainer.resume`` names; None to start at step 1.
 
         Raises:
             CheckpointError: a path that is no checkpoint, or a damaged one; with ``intact``, all are damaged.
@@ -148,7 +150,7 @@ class CheckpointStore:
 
 
 def checkpoint_path(path: Path) -> Path:
-    """A whole checkpoint's directory, links resolved; a run directory means its latest.
+    """Return the directory of a complete checkpoint, links resolved; of a run directory, the latest checkpoint's.
 
     Raises:
         CheckpointError: there is none, or a file of it is not as it was written.
@@ -179,7 +181,7 @@ def _verify(path: Path) -> None:
 
 
 def _sealed_files(directory: Path) -> list[Path]:
-    """All that a resumed run, an evaluation or an export reads without other checks."""
+    """All files that a resumed run, an evaluation or an export reads without other checks."""
     return [file for file in sorted(directory.rglob("*")) if file.is_file() and file.name not in _UNSEALED]
 
 
@@ -189,7 +191,7 @@ def _checksum(file: Path) -> str:
 
 
 def read_state(path: Path) -> TrainerState:
-    """The trainer's state of a checkpoint.
+    """Read the trainer's state of a checkpoint.
 
     Raises:
         CheckpointError: the file is damaged.
@@ -203,6 +205,55 @@ def read_state(path: Path) -> TrainerState:
         ) from error
 
 
+def plugin_refs(config: ResolvedConfig) -> list[PluginRef]:
+    """The plugins that a run uses, those that options name included."""
+    return [ref for slot in all_slots(config) for ref in (slot.ref, *slot.code.values())]
+
+
+def resumed_state(config: ResolvedConfig, checkpoint: Path, data_fingerprint: str) -> TrainerState:
+    """Read the state of a checkpoint that a run with this configuration and data continues.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+        PluginDriftError: it was made with other plugin versions.
+        ConfigError: the configuration gives another order of the data.
+    """
+    state = read_state(checkpoint)
+    try:
+        lock = read_lock(checkpoint / "plugins.lock.json")
+    except PluginError as error:
+        raise CheckpointError(f"{error}. Resume from another checkpoint: trainer.resume=PATH") from error
+    changes = diff_lock(lock, lock_of(plugin_refs(config)))
+    if changes and not config.plugins.allow_drift:
+        raise PluginDriftError(
+            f"{checkpoint} was made with other plugins:\n  " + "\n  ".join(changes) + "\n"
+            "Install those versions again, or accept the change with --allow-plugin-drift "
+            "(plugins.allow_drift=true)"
+        )
+    _compare_options(config, checkpoint)
+    if state.data_fingerprint != data_fingerprint:
+        logger.warning("the training data differs from that of %s, so the remaining prompts differ too", checkpoint)
+    return replace(state, data_fingerprint=data_fingerprint)
+
+
+def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
+    """Report options that changed; reject changes that give other prompts than the remaining ones."""
+    before = {dotted(key): value for key, value in leaves(read_file(checkpoint / "config.yaml", "").plain())}
+    now = {dotted(key): value for key, value in leaves(written(config))}
+    changed = {
+        key: f"{key}: {before.get(key)} -> {now.get(key)}"
+        for key in sorted(before.keys() | now.keys())
+        if before.get(key) != now.get(key) and key != "trainer.resume"
+    }
+    if order := [changed[key] for key in _ORDER_OF_DATA if key in changed]:
+        raise ConfigError(
+            f"{checkpoint} was made with another order of the data:\n  " + "\n  ".join(order) + "\n"
+            "Set the old values again, or start a new run with trainer.resume=never"
+        )
+    if changed:
+        logger.warning("changed since %s: %s", checkpoint, "; ".join(changed.values()))
+
+
 def _reason(error: BaseException) -> str:
     """One line: torch's exception holds one error for each rank, with its traceback."""
     failures = getattr(error, "failures", None) or {}
@@ -211,7 +262,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _remove(checkpoint: Path) -> None:
-    """Rename and delete: a process killed in between leaves no half checkpoint under a whole one's name."""
+    """Rename, then delete: a process killed in between leaves no incomplete checkpoint under a complete one's name."""
     if checkpoint.exists():
         aside = checkpoint.with_name(f".{checkpoint.name}.removing")
         shutil.rmtree(aside, ignore_errors=True)
@@ -220,7 +271,7 @@ def _remove(checkpoint: Path) -> None:
 
 
 def _flush(directory: Path) -> None:
-    """Bring files to the disk before the rename makes them the checkpoint."""
+    """Flush files to disk before the rename makes them the checkpoint."""
     for file in directory.rglob("*"):
         if file.is_file():
             with file.open("rb") as handle:

@@ -1,4 +1,4 @@
-"""How far the engine's log-probs are from the actor's: the one number that shows most faults of an engine.
+"""Difference between the engine's and the actor's log-probs: the number that reveals most engine faults.
 
 Legend: B rows, R response tokens.
 """
@@ -20,9 +20,9 @@ logger = logging.getLogger(__name__)
 GAP = "rollout/logprob_gap"
 PROBE_TOKENS = 64
 MOST_TURNS = 16
-"""Turns with a metric of their own."""
+"""Turns with their own metrics."""
 SUSPICIOUS_GAP = 0.5
-"""A mean above it is told even without a limit: half precision explains a tenth of it."""
+"""A larger mean is reported even without a limit: half precision explains a tenth of it."""
 CAUSES = (
     "the engine samples from other weights (an update that did not reach all of it, such as the output layer of tied "
     "embeddings)",
@@ -55,7 +55,7 @@ def logprob_gap(batch: DataProto, log_probs_BR: torch.Tensor) -> dict[str, float
 
 
 def check_gap(metrics: Mapping[str, float], limit: float | None, where: str) -> None:
-    """Stop over ``rollout.max_logprob_gap``.
+    """Stop the run if the mean gap exceeds ``rollout.max_logprob_gap``.
 
     Raises:
         EngineError: names the likely causes.
@@ -65,27 +65,19 @@ def check_gap(metrics: Mapping[str, float], limit: float | None, where: str) -> 
 
 
 def _explained(metrics: Mapping[str, float], where: str) -> str:
+    means = ((turn, metrics.get(f"{GAP}/turn_{turn}_mean")) for turn in range(1, MOST_TURNS + 1))
+    by_turn = ", ".join(f"{turn}: {mean:.3g}" for turn, mean in means if mean is not None)
     return (
         f"{where}: the engine's log-probs differ from the actor's by {metrics[f'{GAP}_mean']:.3g} on average, "
-        f"{metrics[f'{GAP}_max']:.3g} at most (mean by turn: {_by_turn(metrics)}). Likely causes:\n"
+        f"{metrics[f'{GAP}_max']:.3g} at most (mean by turn: {by_turn}). Likely causes:\n"
         + "\n".join(f"  - {cause}" for cause in CAUSES)
     )
-
-
-def _by_turn(metrics: Mapping[str, float]) -> str:
-    prefix, suffix = f"{GAP}/turn_", "_mean"
-    turns = {
-        int(name[len(prefix) : -len(suffix)]): value
-        for name, value in metrics.items()
-        if name.startswith(prefix) and name.endswith(suffix)
-    }
-    return ", ".join(f"{turn}: {value:.3g}" for turn, value in sorted(turns.items()))
 
 
 def gap_of_answers(
     answers: Sequence[tuple[Sequence[int], TokenOutput]], temperature: float, actor: Actor
 ) -> dict[str, float]:
-    """As :func:`logprob_gap`, for prompts with an engine's answers; empty where none has log-probs."""
+    """As :func:`logprob_gap`, for prompts with an engine's answers; empty if no answer has log-probs."""
     results = [
         TrajectoryResult(
             {"uid": "probe"}, f"answer {number}", Termination.COMPLETED,
@@ -105,7 +97,7 @@ def gap_of_answers(
 def compare_with_engines(
     config: ResolvedConfig, engines: EngineReplicas, actor: Actor, prompt_ids: Sequence[int]
 ) -> dict[str, float]:
-    """One answer of every replica, and one forward of the actor over it; the gap goes to the log.
+    """Sample one answer on every replica, compute it with the actor, and log the gap.
 
     Raises:
         EngineError: it is above ``rollout.max_logprob_gap``.
@@ -119,7 +111,7 @@ def compare_with_engines(
     try:
         outputs = engines.probe(prompt, params)
     except (EngineError, WorkerError, TimeoutError) as error:
-        # The rollouts have their retries, and say more.
+        # The rollouts retry, and their errors say more.
         logger.warning("the engine did not answer the request before the first step: %s", error)
         return {}
     gap = gap_of_answers([(prompt, output) for output in outputs], sampling.temperature, actor)

@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import numpy as np
@@ -13,14 +13,14 @@ from agentrl_core.rollout.results import TrajectoryResult
 
 
 class PhaseTimer:
-    """Seconds by phase of the current step."""
+    """Measures the seconds of each phase of the current step."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the time of a block to ``timing/<name>``."""
+        """Add the seconds of a block to ``timing/<name>``."""
         start = time.perf_counter()
         try:
             yield
@@ -28,14 +28,14 @@ class PhaseTimer:
             self._seconds[name] += time.perf_counter() - start
 
     def take(self) -> dict[str, float]:
-        """The seconds since the last call, as metrics."""
+        """Return the seconds since the last call, as metrics."""
         metrics = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
         self._seconds.clear()
         return metrics
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:
-    """Mean and extremes of some numbers; nothing where there are none."""
+    """Mean, maximum and minimum of some numbers; empty without numbers."""
     if not values:
         return {}
     array = np.asarray(values, dtype=np.float64)
@@ -43,7 +43,7 @@ def spread(name: str, values: Sequence[float]) -> dict[str, float]:
 
 
 def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: int) -> dict[str, float]:
-    """What happened in a rollout: ``reward/``, ``response_length/``, ``prompt_length/``, ``rollout/``, what the agent
+    """Metrics of a rollout: ``reward/``, ``response_length/``, ``prompt_length/``, ``rollout/``, what the agent
     loops measured under ``loop/``, and the slowest trajectory's time under ``timing/slowest_trajectory/``."""
     total = max(len(results), 1)
     trained = [result for result in results if result.termination.trained]
@@ -51,8 +51,8 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     metrics = spread("reward", rewards)
     if rewards:
         metrics["reward/std"] = float(np.std(rewards))
-    for name, values in _reward_details(trained).items():
-        metrics[f"reward/{name}"] = float(np.mean(values))
+    details = _means(result.reward.metrics for result in trained if result.reward is not None)
+    metrics |= {f"reward/{name}": mean for name, mean in details.items()}
     lengths = [sum(len(output.response_ids) for output in result.outputs) for result in trained]
     metrics |= spread("response_length", lengths)
     metrics |= spread("prompt_length", [len(output.prompt_ids) for r in trained for output in r.outputs[:1]])
@@ -68,42 +68,27 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
         "rollout/retries": float(sum(result.attempts - 1 for result in results)),
         "rollout/sampled_tokens": float(sum(result.sampled_tokens for result in results)),
     }
-    for name, values in _session_counters(results).items():
-        metrics[f"rollout/{name}"] = sum(values) / total
-    return metrics | _loop_metrics(results) | _slowest(results)
-
-
-def _reward_details(results: Sequence[TrajectoryResult]) -> dict[str, list[float]]:
-    details: dict[str, list[float]] = defaultdict(list)
-    for result in results:
-        for name, value in (result.reward.metrics if result.reward else {}).items():
-            details[name].append(float(value))
-    return details
-
-
-def _session_counters(results: Sequence[TrajectoryResult]) -> dict[str, list[float]]:
-    counters: dict[str, list[float]] = defaultdict(list)
-    for result in results:
-        for name, value in result.metrics.items():
-            if name != "tool_calls":
-                counters[name].append(value)
-    return counters
-
-
-def _loop_metrics(results: Sequence[TrajectoryResult]) -> dict[str, float]:
-    by_name: dict[str, list[float]] = defaultdict(list)
-    for result in results:
-        for name in {name: None for output in result.outputs for name in output.metrics}:
-            rows = [output.metrics[name] for output in result.outputs if name in output.metrics]
-            by_name[name].append(float(np.mean(rows)))
-    return {f"loop/{name}": float(np.mean(values)) for name, values in by_name.items()}
-
-
-def _slowest(results: Sequence[TrajectoryResult]) -> dict[str, float]:
+    counters = _by_name(result.metrics for result in results)
+    metrics |= {f"rollout/{name}": sum(values) / total for name, values in counters.items() if name != "tool_calls"}
+    by_loops = _means(_means(output.metrics for output in result.outputs) for result in results)
+    metrics |= {f"loop/{name}": mean for name, mean in by_loops.items()}
     slowest = max(results, key=lambda result: result.timings.get("total", 0.0), default=None)
-    if slowest is None:
-        return {}
-    return {f"timing/slowest_trajectory/{name}": seconds for name, seconds in slowest.timings.items()}
+    timings = slowest.timings if slowest is not None else {}
+    return metrics | {f"timing/slowest_trajectory/{name}": seconds for name, seconds in timings.items()}
+
+
+def _by_name(metrics: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
+    """The values of each name, over all mappings that have it."""
+    values: dict[str, list[float]] = defaultdict(list)
+    for each in metrics:
+        for name, value in each.items():
+            values[name].append(float(value))
+    return values
+
+
+def _means(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
+    """The mean of each name over the mappings that have it."""
+    return {name: float(np.mean(values)) for name, values in _by_name(metrics).items()}
 
 
 def engine_metric(name: str) -> str:
@@ -119,41 +104,3 @@ def resource_metrics() -> dict[str, float]:
     if torch.cuda.is_available():
         metrics["perf/gpu_memory_gib"] = torch.cuda.max_memory_allocated() / 2**30
     return metrics
-
-
-def validation_metrics(results: Mapping[str, Sequence[TrajectoryResult]], correct_above: float) -> dict[str, float]:
-    """``validation/<data source>/accuracy_greedy``, ``…/accuracy_sampled``, ``…/pass_at_<k>``, ``…/score_mean``.
-
-    Args:
-        results: by mode, ``greedy`` and ``sampled``; k is the number of samples per prompt.
-        correct_above: a score above it counts as correct.
-
-    A trajectory without a score (its infrastructure failed) counts as not correct, and in ``…/unscored``.
-    """
-    metrics: dict[str, float] = {}
-    for mode, all_results in results.items():
-        by_source: dict[str, list[TrajectoryResult]] = defaultdict(list)
-        for result in all_results:
-            by_source[result.row.get("data_source") or "default"].append(result)
-        for source, group in by_source.items():
-            scores = [result.reward.score if result.reward else None for result in group]
-            correct = [score is not None and score > correct_above for score in scores]
-            metrics[f"validation/{source}/accuracy_{mode}"] = float(np.mean(correct))
-            known = [score for score in scores if score is not None]
-            if known:
-                metrics[f"validation/{source}/score_mean_{mode}"] = float(np.mean(known))
-            if len(known) < len(scores):
-                metrics[f"validation/{source}/unscored_{mode}"] = 1 - len(known) / len(scores)
-            if mode == "sampled":
-                metrics |= _pass_at_k(source, group, correct)
-    return metrics
-
-
-def _pass_at_k(source: str, group: Sequence[TrajectoryResult], correct: Sequence[bool]) -> dict[str, float]:
-    solved: dict[str, list[bool]] = defaultdict(list)
-    for result, is_correct in zip(group, correct, strict=True):
-        solved[result.row["uid"]].append(is_correct)
-    k = max(len(answers) for answers in solved.values())
-    if k < 2:
-        return {}
-    return {f"validation/{source}/pass_at_{k}": float(np.mean([any(answers) for answers in solved.values()]))}

@@ -1,21 +1,40 @@
-"""Everything that can be checked and rejected before a worker or a GPU is touched. A dry run ends here."""
+"""Everything that can be checked before a worker or a GPU is used. A dry run ends here."""
 
+import inspect
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from agentrl_core.api import ConfigError
-from agentrl_core.config import ResolvedConfig
+from safetensors import safe_open
+from transformers import AutoConfig
+
+from agentrl_core.api import (
+    AgentLoopContext,
+    AgentRLError,
+    ConfigError,
+    HookContext,
+    InteractionContext,
+    ToolContext,
+    ToolParserContext,
+    TrackerContext,
+)
+from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.config.capabilities import installed_with, missing_capabilities
+from agentrl_core.config.schema import AgentLoopSlot, HookSlot, RewardFunctionSlot, ToolSlot, TrackerSlot
 from agentrl_core.data.renderer import HFChatRenderer
-from agentrl_core.data.sampler import fingerprint
 from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
-from agentrl_core.hosting.rewards import RewardWorker
+from agentrl_core.hosting.rewards import RewardWorker, build_reward_function
+from agentrl_core.hosting.tools import build_tool
+from agentrl_core.plugins.boundary import boundary
+from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.serving.interpreter import check_interpreter
 from agentrl_core.trainer.checkpoint import CheckpointStore
-from agentrl_core.trainer.plan import RunPlan, describe, memory_lines
+from agentrl_core.trainer.plan import check_context, describe, total_steps
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
-from agentrl_core.trainer.rehearsal import check_best_metric, rehearse
-from agentrl_core.trainer.roles import ModelFacts, needs_critic
+from agentrl_core.workers.models import resolve_device
 
 
 @dataclass(frozen=True)
@@ -25,18 +44,16 @@ class Preparation:
     Args:
         renderer: tokenizer and template, able to render what the run needs.
         data: prompts that fit.
-        plan: its arithmetic.
-        facts: of the model.
+        steps: of the whole run.
+        vocab_size: of the model.
         template: what the chat template can do.
-        fingerprint: of the training prompts.
     """
 
     renderer: HFChatRenderer
     data: PromptData
-    plan: RunPlan
-    facts: ModelFacts
+    steps: int
+    vocab_size: int
     template: TemplateReport
-    fingerprint: str
 
     @classmethod
     def of(cls, config: ResolvedConfig, *, training: bool = True, listeners: bool = False) -> "Preparation":
@@ -44,42 +61,172 @@ class Preparation:
 
         Args:
             config: from ``load_config`` or ``bind``.
-            training: also what only training needs.
-            listeners: also build trackers and hooks, as a dry run does.
+            training: check what only training needs, too.
+            listeners: build trackers and hooks too, as a dry run does.
 
         Raises:
             ConfigError, TemplateError, DataError, PluginError: with what to do.
         """
-        problems = missing_capabilities(config, training=True, alternatives=installed_with) if training else ()
-        if found := [f"{key}: {message}" for key, message in problems]:
-            raise ConfigError(found)
-        engine = config.rollout.engine
+        engine, model = config.rollout.engine, config.model
+        missing = missing_capabilities(config, training=True, alternatives=installed_with) if training else ()
+        if problems := [f"{key}: {message}" for key, message in missing]:
+            raise ConfigError(problems)
         if engine.python is not None:
             check_interpreter(engine.python, engine.ref, engine.plugin.spec)
-        # Reward workers build these again. Here a reward that cannot work is reported before anything starts.
+        # Reward workers build these again. Building them here reports a broken reward before anything starts.
         RewardWorker(config.reward)
-        facts = ModelFacts.read(config)
-        renderer = HFChatRenderer.from_config(config.model)
+        with boundary(ConfigError, f"model.path: {model.path} is not a model transformers can load:"):
+            model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        text_config = model_config.get_text_config()
+        renderer = HFChatRenderer.from_config(model)
         rehearse(config, renderer, listeners=listeners)
         if config.tools:
             require_tool_role(renderer)
         template = check_template(renderer)
         data = PromptLoader(config, renderer).load()
-        plan = RunPlan.of(config, len(data.train))
-        plan.check_context(facts.max_position_embeddings)
+        check_context(config, getattr(text_config, "max_position_embeddings", None))
         if training:
             check_best_metric(config, data.validation)
             CheckpointStore(Path(config.trainer.output_dir) / config.trainer.name, 1).find(config.trainer.resume)
-        return cls(renderer, data, plan, facts, template, fingerprint(data.train))
+        return cls(renderer, data, total_steps(config, len(data.train)), int(text_config.vocab_size), template)
 
     def lines(self, config: ResolvedConfig) -> list[str]:
         """Batch arithmetic, memory and template in lines for a person."""
-        lines = describe(config, self.plan, len(self.data.train), len(self.data.validation), self.data.longest_prompt)
-        lines += memory_lines(config, needs_critic(config))
+        data, policy = self.data, config.rollout.template_break
+        lines = describe(config, self.steps, len(data.train), len(data.validation), data.longest_prompt)
         if self.template.append_only:
-            return [
-                *lines,
-                "template    append-only: every turn's prompt starts with the exact tokens of the turn before",
-            ]
-        policy = config.rollout.template_break
+            lines.append("template    append-only: every turn's prompt starts with the exact tokens of the turn before")
         return [*lines, *(f"template    rewrites history ({policy}): {found}" for found in self.template.breaks)]
+
+
+def rehearse(config: ResolvedConfig, renderer: HFChatRenderer, *, listeners: bool) -> None:
+    """Build every plugin once, as the workers of a run do, and check the model's files.
+
+    This reports what cannot work before an earlier run is moved.
+
+    Args:
+        config: of the run.
+        renderer: of its model.
+        listeners: build trackers and hooks too, in a temporary directory. A run that starts builds them itself.
+
+    Raises:
+        ConfigError: with every problem that was found.
+    """
+    problems: list[str] = []
+    with tempfile.TemporaryDirectory(prefix="agentrl-dry-run-") as folder:
+        for key, check in _checks(config, renderer, Path(folder), listeners):
+            try:
+                check()
+            except ConfigError as error:
+                problems += [f"{key}: {problem}" for problem in error.problems]
+            except AgentRLError as error:
+                problems.append(f"{key}: {error}")
+    if problems:
+        raise ConfigError(problems)
+
+
+def _checks(
+    config: ResolvedConfig, renderer: HFChatRenderer, folder: Path, listeners: bool
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    yield "cluster.device", lambda: resolve_device(config.cluster.device)
+    if config.rollout.engine.python is None:
+        yield "rollout.engine", config.rollout.engine.plugin.load
+    for path in dict.fromkeys((config.model.path, config.critic.path, config.reference.path)):
+        if path is not None:
+            yield f"weights in {path}", partial(check_weights, Path(path))
+    seed, tools = config.trainer.seed, list[str]()
+    yield "rollout.tool_parser", partial(config.rollout.tool_parser.build, ToolParserContext())
+    for index, tool in enumerate(config.tools):
+        yield f"tools.{index}", partial(_check_tool, tool, seed, tools)
+    for index, function in enumerate(config.reward.functions):
+        yield f"reward.functions.{index}", partial(_check_reward_function, function)
+    for index, interaction in enumerate(config.interactions):
+        context = InteractionContext(interaction.registered_name, seed)
+        yield f"interactions.{index}", partial(interaction.build, context)
+    for index, loop in enumerate(config.rollout.agent.loops):
+        yield f"rollout.agent.loops.{index}", partial(_check_loop, loop, config, renderer, tools)
+    for index, tracker in enumerate(config.trainer.trackers if listeners else ()):
+        yield f"trainer.trackers.{index}", partial(_check_tracker, tracker, config, folder)
+    for index, hook in enumerate(config.hooks if listeners else ()):
+        yield f"hooks.{index}", partial(_check_hook, hook, folder)
+
+
+def _check_tool(slot: ToolSlot, seed: int, names: list[str]) -> None:
+    tool = build_tool(slot, ToolContext(slot.registered_name, seed))
+    name = tool.schema["function"]["name"]
+    if name in names:
+        raise ConfigError(f"another tool has the function name {name!r} too, which models call it by; rename one")
+    names.append(name)
+    check_call(tool.execute, "execute", "(instance_id, parameters)", "id", {})
+    if not inspect.iscoroutinefunction(tool.execute):
+        raise ConfigError("execute is not a coroutine function; write `async def execute(self, …)`")
+
+
+def _check_reward_function(slot: RewardFunctionSlot) -> None:
+    check_call(build_reward_function(slot), slot.registered_name, "(trajectory)", None)
+
+
+def _check_loop(slot: AgentLoopSlot, config: ResolvedConfig, renderer: HFChatRenderer, tools: list[str]) -> None:
+    parser = config.rollout.tool_parser.build(ToolParserContext())
+    interactions = tuple(each.registered_name for each in config.interactions)
+    slot.build(AgentLoopContext(renderer, parser, tuple(tools), interactions, config.rollout.max_response_length))
+
+
+def _check_tracker(slot: TrackerSlot, config: ResolvedConfig, folder: Path) -> None:
+    with boundary(ConfigError):
+        slot.build(TrackerContext(config.trainer.name, folder, 1, to_dict(config))).finish("stopped")
+
+
+def _check_hook(slot: HookSlot, folder: Path) -> None:
+    name = slot.registered_name
+    HookCaller([(name, slot.build(HookContext(name, folder)))])
+
+
+def check_call(function: Callable[..., Any], what: str, shape: str, *arguments: Any) -> None:
+    """Reject a function that cannot be called with these arguments.
+
+    Raises:
+        ConfigError: with its signature.
+    """
+    try:
+        signature = inspect.signature(function)
+    except ValueError:
+        # Some callables written in C have no signature.
+        return
+    try:
+        signature.bind(*arguments)
+    except TypeError as error:
+        raise ConfigError(f"{what}{signature} cannot be called with {shape}: {error}") from None
+
+
+def check_weights(model: Path) -> None:
+    """Reject a model whose safetensors files are missing or cut.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    files = sorted(model.glob("*.safetensors"))
+    if not files and not list(model.glob("*.bin")):
+        raise ConfigError("found no *.safetensors; copy the model again")
+    for file in files:
+        with boundary(ConfigError, f"{file.name} cannot be read, copy it again: "), safe_open(file, "pt") as weights:
+            weights.keys()
+
+
+def check_best_metric(config: ResolvedConfig, rows: Sequence[Any]) -> None:
+    """Reject a ``trainer.checkpoint.best_metric`` that the validation of these rows never measures.
+
+    Raises:
+        ConfigError: listing what it measures.
+    """
+    wanted, validation = config.trainer.checkpoint.best_metric, config.trainer.validation
+    modes = [mode for mode, used in (("greedy", validation.greedy), ("sampled", validation.n)) if used]
+    names = [f"{each}_{mode}" for mode in modes for each in ("accuracy", "score_mean", "unscored")]
+    if validation.n > 1:
+        names.append(f"pass_at_{validation.n}")
+    sources = sorted({row.get("data_source") or "default" for row in rows[: validation.max_prompts]})
+    measured = [f"validation/{source}/{name}" for source in sources for name in names]
+    if wanted is not None and wanted not in measured:
+        raise ConfigError(
+            f"trainer.checkpoint.best_metric: {wanted!r} is never measured; allowed: {', '.join(measured) or 'none'}"
+        )

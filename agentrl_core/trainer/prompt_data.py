@@ -1,4 +1,4 @@
-"""The prompts of a run, checked against everything that they name before anything starts."""
+"""Loads the prompts of a run and checks everything that they name, before anything starts."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "releas
 
 @dataclass(frozen=True)
 class PromptData:
-    """Rows that fit, and the sampler over those for training."""
+    """Rows that fit, the sampler over the training rows, and the tokens of the longest prompt."""
 
     train: Sequence[Row]
     validation: Sequence[Row]
@@ -33,7 +33,7 @@ class PromptLoader:
 
     Args:
         config: resolved.
-        renderer: the loop's own, so that lengths are those of the rollout.
+        renderer: the renderer of the rollout, so that lengths are the same.
     """
 
     def __init__(self, config: ResolvedConfig, renderer: HFChatRenderer) -> None:
@@ -47,7 +47,7 @@ class PromptLoader:
         self._longest = 0
 
     def load(self) -> PromptData:
-        """Both splits, filtered or cut to ``data.max_prompt_length``.
+        """Load both splits, filtered or cut to ``data.max_prompt_length``.
 
         Raises:
             DataError: a file or row that cannot be used.
@@ -92,25 +92,24 @@ class PromptLoader:
             raise DataError(f"{where}: the dataset gave no raw_prompt, a list of messages")
         if media := _media(row):
             raise DataError(
-                f"{where}: {media}, but prompts can hold only text so far; remove the row, or describe it in words"
+                f"{where}: {media}, but prompts can hold only text so far. Remove the row, or describe it in words"
             )
         if reserved := sorted(_RESERVED & row.keys()):
             raise DataError(f"{where}: the columns {', '.join(reserved)} are reserved; rename them in the data")
-        name = row.get("agent_name") or self._default_loop
         _check_types(row, where)
+        name = row.get("agent_name") or self._default_loop
         if name not in self._loops:
             raise DataError(
                 f"{where}: agent_name is {name!r}, which rollout.agent.loops does not list; "
                 f"listed: {', '.join(self._loops)}"
             )
         extra: Mapping[str, Any] = row.get("extra_info") or {}
-        unknown = sorted(set(extra.get("tools_kwargs") or {}) - self._schemas.keys())
-        if unknown and "tools" in self._loops[name]:
-            raise DataError(
-                f"{where}: extra_info.tools_kwargs names {', '.join(unknown)}; "
-                f"configured tools: {', '.join(self._schemas) or 'none'}"
-            )
         if "tools" in self._loops[name]:
+            if unknown := sorted(set(extra.get("tools_kwargs") or {}) - self._schemas.keys()):
+                raise DataError(
+                    f"{where}: extra_info.tools_kwargs names {', '.join(unknown)}; "
+                    f"configured tools: {', '.join(self._schemas) or 'none'}"
+                )
             self._used_tools.update(select_tools(extra, list(self._schemas)))
         wanted = (extra.get("interaction_kwargs") or {}).get("name")
         configured = [slot.registered_name for slot in self._config.interactions]
@@ -140,7 +139,7 @@ class PromptLoader:
 
 
 def _check_types(row: Row, where: str) -> None:
-    """Refuse what would fail in the middle of a rollout.
+    """Reject values that would fail during a rollout.
 
     Raises:
         DataError: names the key, what was found and what is allowed.
@@ -162,7 +161,7 @@ def _check_types(row: Row, where: str) -> None:
 
 
 def _media(row: Row) -> str:
-    """What a row has that no prompt can show."""
+    """Describe the first part of a row that is not text; empty if there is none."""
     columns = [f"{name} is not empty" for name in ("images", "videos", "audios") if row.get(name)]
     contents = [message["content"] for message in row["raw_prompt"] if isinstance(message.get("content"), list)]
     kinds = [str(part.get("type")) for content in contents for part in content if "text" not in part]

@@ -1,18 +1,14 @@
-"""The model workers and the rollout of a run, built where the runtime puts them."""
+"""Starts the training workers, engines and agent-loop workers of a run."""
 
-import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
-from transformers import AutoConfig
-
-from agentrl_core.api import ConfigError, EngineContext
+from agentrl_core.api import EngineContext
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import ClassWithInitArgs
 from agentrl_core.controller.runtime import Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
-from agentrl_core.plugins.boundary import boundary
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.serving.placement import (
     GpuAssignments,
@@ -23,41 +19,20 @@ from agentrl_core.serving.placement import (
 )
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.serving.weight_transport import ActorWeights, choose_transport
-from agentrl_core.trainer.plan import RunPlan
+from agentrl_core.trainer.plan import max_model_len, needs_critic
+from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.models import resolve_device
 from agentrl_core.workers.protocols import Actor, Critic, Reference
 from agentrl_core.workers.reference import ReferenceWorker
 
-logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ModelFacts:
-    """What the model's config says."""
-
-    vocab_size: int
-    max_position_embeddings: int | None
-
-    @classmethod
-    def read(cls, config: ResolvedConfig) -> "ModelFacts":
-        """Read ``config.json`` of ``model.path``.
-
-        Raises:
-            ConfigError: transformers cannot make sense of it.
-        """
-        with boundary(ConfigError, f"model.path: {config.model.path} is not a model transformers can load:"):
-            found = AutoConfig.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-        text = found.get_text_config()
-        return cls(int(text.vocab_size), getattr(text, "max_position_embeddings", None))
-
 
 @dataclass(frozen=True)
 class Roles:
-    """Everything that computes. ``critic`` and ``reference`` are None where the run needs none.
+    """Everything that computes. ``critic`` and ``reference`` are None if the run needs none.
 
-    ``weights`` are those of ``actor``, by the transport that ``engines`` take; ``rollout`` samples with them.
+    ``weights`` sends the actor's weights to ``engines``, and ``rollout`` samples with those.
     """
 
     actor: Actor
@@ -68,34 +43,14 @@ class Roles:
     weights: ActorWeights
 
 
-def needs_critic(config: ResolvedConfig) -> bool:
-    """The advantage estimator has the capability ``values``."""
-    return config.algorithm.advantage.has("values")
-
-
-def needed_cpus(config: ResolvedConfig) -> int:
-    """Logical CPUs of a Ray cluster: one for every worker and actor of the run."""
-    return (
-        config.cluster.processes
-        + config.engine_replicas * config.rollout.engine.nodes
-        + config.reward.num_workers
-        + config.rollout.agent.num_workers
-    )
-
-
-def training_gpus(config: ResolvedConfig) -> float:
-    """Of each training process; 0 on the CPU."""
-    return 1.0 if _on_gpus(config) else 0.0
-
-
 def assign_engines(config: ResolvedConfig, training: WorkerGroup | None) -> GpuAssignments:
-    """Where the engine replicas go.
+    """Return the GPUs of each engine replica.
 
     Args:
         training: the processes whose GPUs colocated engines share; None where nothing is trained.
 
     Raises:
-        ConfigError: they do not fit there.
+        ConfigError: the replicas do not fit there.
     """
     if not _on_gpus(config):
         return assign_anywhere(config)
@@ -112,32 +67,46 @@ def _on_gpus(config: ResolvedConfig) -> bool:
 
 
 def start_runtime(config: ResolvedConfig) -> Runtime:
-    """The runtime that ``cluster`` asks for; a Ray cluster started here is as large as the run needs."""
-    cluster = config.cluster
+    """Start the runtime that ``cluster`` asks for. A new Ray cluster gets a CPU for every worker and actor."""
+    cluster, engine = config.cluster, config.rollout.engine
+    actors = config.engine_replicas * engine.nodes + config.reward.num_workers + config.rollout.agent.num_workers
     return make_runtime(
         cluster.runtime,
-        num_cpus=needed_cpus(config),
+        num_cpus=cluster.processes + actors,
         address=cluster.address,
         cpu_threads=cluster.cpu_threads,
     )
 
 
-def build_roles(config: ResolvedConfig, runtime: Runtime, plan: RunPlan, facts: ModelFacts) -> Roles:
-    """Build the worker groups, load their models, start the engines."""
-    classes = {"actor": ClassWithInitArgs(ActorWorker, config, plan.optimizer_steps)}
-    if needs_critic(config):
-        steps = plan.steps * config.critic.epochs * config.critic.mini_batches
-        classes["critic"] = ClassWithInitArgs(CriticWorker, config, steps)
-    if config.algorithm.kl_coef > 0:
+def start_workers(
+    config: ResolvedConfig, runtime: Runtime, steps: int, critic: bool, reference: bool
+) -> Mapping[str, Any]:
+    """Start the training processes with the actor, and on request a critic and a reference; load their models.
+
+    Args:
+        steps: of the whole run.
+    """
+    optimizer_steps = steps * config.actor.epochs * config.actor.mini_batches
+    classes = {"actor": ClassWithInitArgs(ActorWorker, config, optimizer_steps)}
+    if critic:
+        optimizer_steps = steps * config.critic.epochs * config.critic.mini_batches
+        classes["critic"] = ClassWithInitArgs(CriticWorker, config, optimizer_steps)
+    if reference:
         classes["reference"] = ClassWithInitArgs(ReferenceWorker, config)
     cluster = config.cluster
     groups: Mapping[str, Any] = runtime.colocated_worker_groups(
-        classes, cluster.nodes, cluster.processes_per_node, num_gpus=training_gpus(config)
+        classes, cluster.nodes, cluster.processes_per_node, num_gpus=float(_on_gpus(config))
     )
     for group in groups.values():
         group.init_model()
+    return groups
+
+
+def build_roles(config: ResolvedConfig, runtime: Runtime, preparation: Preparation) -> Roles:
+    """Start the training workers and the engines of a run."""
+    groups = start_workers(config, runtime, preparation.steps, needs_critic(config), config.algorithm.kl_coef > 0)
     actor = cast(Actor, groups["actor"])
-    engines = start_engines(config, runtime, plan, facts, actor)
+    engines = start_engines(config, runtime, preparation, actor)
     return Roles(
         actor=actor,
         critic=cast("Critic | None", groups.get("critic")),
@@ -149,34 +118,30 @@ def build_roles(config: ResolvedConfig, runtime: Runtime, plan: RunPlan, facts: 
 
 
 def start_engines(
-    config: ResolvedConfig, runtime: Runtime, plan: RunPlan, facts: ModelFacts, actor: Any
+    config: ResolvedConfig, runtime: Runtime, preparation: Preparation, actor: Any = None
 ) -> EngineReplicas:
-    """Build the engines and start them."""
-    # In one process with the actor an engine that can generates with the actor's own module: no copy, no transport.
-    can_share = config.rollout.engine.has("shared_module")
-    workers = getattr(actor, "workers", None)
-    context = engine_context(config, plan, facts, workers[0].module if can_share and workers else None)
-    engines = EngineReplicas(runtime, config, context, assign_engines(config, actor))
-    engines.start()
-    return engines
+    """Start the engine replicas.
 
-
-def engine_context(
-    config: ResolvedConfig, plan: RunPlan, facts: ModelFacts, shared_module: Any = None
-) -> EngineContext:
-    """What the run tells replica 0 of its engine; with ``shared_module`` it generates with the actor's own module."""
+    Args:
+        actor: the training workers, whose GPUs colocated engines share. An engine in the actor's process that can
+            generate with the actor's own module does so: no copy, no transport. None: nothing is trained.
+    """
     slot = config.rollout.engine
-    return EngineContext(
+    workers = getattr(actor, "workers", None)
+    context = EngineContext(
         model_path=config.model.path,
         dtype=config.model.dtype,
-        max_model_len=plan.max_model_len,
+        max_model_len=max_model_len(config),
         device=str(resolve_device(config.cluster.device)),
         seed=config.trainer.seed,
         deterministic=config.rollout.deterministic,
-        vocab_size=facts.vocab_size,
+        vocab_size=preparation.vocab_size,
         tensor_parallel=slot.tensor_parallel,
         pipeline_parallel=slot.pipeline_parallel,
         data_parallel=slot.data_parallel,
         nodes=slot.nodes,
-        shared_module=shared_module,
+        shared_module=workers[0].module if workers and slot.has("shared_module") else None,
     )
+    engines = EngineReplicas(runtime, config, context, assign_engines(config, actor))
+    engines.start()
+    return engines

@@ -15,26 +15,26 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Whether somebody asked the run to stop after this step."""
+    """Records a signal that asks the run to stop after this step."""
 
     def __init__(self) -> None:
         self.requested = False
         self.number: int | None = None
-        """Of the signal that asked."""
+        """Number of that signal."""
         self._interrupted = False
         self.may_finish_step = False
-        """False while there is no step to finish: then a signal stops at once."""
+        """False while there is no step to finish: then a signal stops the run immediately."""
         self._notice: threading.Thread | None = None
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Take signals while the block runs. Python allows that in the main thread only; elsewhere nothing happens."""
+        """Handle signals during the block. Python allows that in the main thread only; elsewhere this does nothing."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return
         previous: dict[int, Any] = {}
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup has SIGHUP ignored, and wants it to stay so.
+            # nohup ignores SIGHUP, and that must stay so.
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 previous[number] = signal.signal(number, self._handle)
         try:
@@ -47,7 +47,7 @@ class StopRequest:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._interrupted:
-            # The interrupt did not end it: foreign code blocks the event loop that has to close what runs.
+            # KeyboardInterrupt did not stop the run: foreign code blocks the event loop that has to close it.
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         if self.requested or not self.may_finish_step:
@@ -57,6 +57,6 @@ class StopRequest:
         self.requested = True
         self.number = number
         message = "%s: the run stops after this step and saves a checkpoint; repeat to stop immediately"
-        # In a thread: the signal may have come in the middle of a write, and streams refuse another one then.
+        # In a thread: the signal may have interrupted a write, and streams reject another one then.
         self._notice = threading.Thread(target=logger.warning, args=(message, signal.Signals(number).name))
         self._notice.start()

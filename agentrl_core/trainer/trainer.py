@@ -1,7 +1,7 @@
 """The PPO loop.
 
-``fit`` reads as the algorithm; each phase is one method. What is not needed is not computed: no reference pass
-without a KL term, no second log-prob pass where the engine generates with the actor's own module, no critic for
+``fit`` reads as the algorithm; each phase is one method. Redundant compute is skipped: there is no reference pass
+without a KL term, no second log-prob pass if the engine generates with the actor's own module, and no critic for
 estimators that compare samples.
 """
 
@@ -18,33 +18,29 @@ from agentrl_core.api.dataset import Split
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.data.rows import PromptBatch
+from agentrl_core.data.sampler import fingerprint
 from agentrl_core.hosting.shared_memory import remove_orphans, shared_memory_recorded
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.logprob_gap import check_gap, compare_with_engines, logprob_gap
-from agentrl_core.trainer.metrics import (
-    PhaseTimer,
-    engine_metric,
-    resource_metrics,
-    rollout_metrics,
-)
+from agentrl_core.trainer.metrics import PhaseTimer, engine_metric, resource_metrics, rollout_metrics
+from agentrl_core.trainer.outcomes import ended_trajectory, make_records, trajectory_advantages
 from agentrl_core.trainer.preparation import Preparation
-from agentrl_core.trainer.records import ended_trajectory, make_records, trajectory_advantages
 from agentrl_core.trainer.roles import Roles, build_roles, start_runtime
 from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
-from agentrl_core.trainer.validation import Validator
+from agentrl_core.trainer.validation import validate
 
 logger = logging.getLogger(__name__)
 GAP_ROWS = 4
-"""Rows whose log-probs are computed a second time, to watch the engine, where a second pass is not needed."""
+"""Rows whose log-probs are computed again to check the engine, if no full second pass is needed."""
 TOOL_SILENCE_STEPS = 10
 
 
 class Trainer:
-    """Trains an agent as a configuration says.
+    """Trains an agent from a configuration.
 
         Trainer(load_config("config.yaml")).fit()
 
@@ -59,12 +55,11 @@ class Trainer:
         self.config = config
         logger.info("checking model, tokenizer and prompts")
         self.preparation = Preparation.of(config)
-        self.plan = self.preparation.plan
+        self.steps = self.preparation.steps
         self.renderer = self.preparation.renderer
         context = AlgorithmContext(group_size=config.rollout.n)
         self.estimator: AdvantageEstimator = config.algorithm.advantage.build(context)
-        self.validator = Validator(config, self.preparation.data.validation)
-        self.run = Run(config, self.plan, self.preparation.fingerprint)
+        self.run = Run(config, self.steps, fingerprint(self.preparation.data.train))
         self.timer = PhaseTimer()
         self.stop = StopRequest()
         self.step = 0
@@ -78,7 +73,7 @@ class Trainer:
 
         Raises:
             ConfigError, CheckpointError, PluginDriftError: the run directory cannot be used; nothing in it changed.
-            AgentRLError: what stopped the run; the last checkpoint is whole.
+            AgentRLError: the run failed; the last checkpoint is complete.
         """
         with self.run.recording(), start_runtime(self.config) as runtime, self.stop.listening(), self._started(runtime):
             for step, prompts in self.batches():
@@ -98,19 +93,24 @@ class Trainer:
 
     @property
     def roles(self) -> Roles:
-        """The workers and engines; after ``fit`` those that it used."""
+        """Workers and engines; after ``fit``, those that it used."""
         if self._roles is None:
-            raise AgentRLError("the workers of a Trainer start in fit(); before that it has no roles")
+            raise AgentRLError("a Trainer has no roles before fit(), which starts its workers")
         return self._roles
 
     @contextmanager
     def _started(self, runtime: Runtime) -> Iterator[None]:
-        """Workers, closed however the run ends; weights, and the validation before training."""
+        """Start workers and engines, send the weights, validate; close everything however the run ends."""
         remove_orphans()
         logger.info("starting workers and engines")
-        self._roles = build_roles(self.config, runtime, self.plan, self.preparation.facts)
+        self._roles = build_roles(self.config, runtime, self.preparation)
         try:
-            self._begin()
+            self.step = self.run.begin(self.roles.actor, self.roles.critic)
+            self.sync_weights(self.step)
+            self._compare_with_engines()
+            self.run.hooks.on_run_start(config=to_dict(self.config), run_dir=self.run.path)
+            if self.step == 0 and self.config.trainer.validation.before and self.preparation.data.validation:
+                self.run.log(0, self._measured(self.validate(0)))
             self.stop.may_finish_step = True
             with shared_memory_recorded():
                 yield
@@ -118,32 +118,23 @@ class Trainer:
             self.roles.rollout.close()
             self.roles.engines.close()
 
-    def _begin(self) -> None:
-        self.step = self.run.begin(self.roles.actor, self.roles.critic)
-        self.sync_weights(self.step)
-        self._compare_with_engines()
-        self.run.hooks.on_run_start(config=to_dict(self.config), run_dir=self.run.path)
-        if self.step == 0 and self.config.trainer.validation.before and self.preparation.data.validation:
-            self.run.log(0, self._measured(self.validate(0)))
-
     def _compare_with_engines(self) -> None:
-        """What each engine says its tokens' log-probs are, against one forward of the actor."""
+        """Compare each engine's log-probs with those of the actor, before the first step."""
         if self.config.rollout.engine.has("logprobs"):
-            messages = self.preparation.data.train[0]["raw_prompt"]
-            prompt_ids = self.renderer.encode(self.renderer.render(messages, generation_prompt=True))
-            compare_with_engines(self.config, self.roles.engines, self.roles.actor, prompt_ids)
-            # What the engines counted of it belongs to no step: a resumed run has it too.
+            prompt = self.renderer.render(self.preparation.data.train[0]["raw_prompt"], generation_prompt=True)
+            compare_with_engines(self.config, self.roles.engines, self.roles.actor, self.renderer.encode(prompt))
+            # Drop what the engines counted: it belongs to no step.
             self.roles.engines.metrics()
 
     def _save_last(self) -> None:
-        """A signal may have come after the last step had decided that it was not the last."""
+        """Save a checkpoint if a signal stopped the run after its last step was finished as an ordinary one."""
         if not self.run.has_checkpoint(self.step):
             saved = self.run.save_checkpoint(self.step, self.roles.actor, self.roles.critic, {})
             self.run.hooks.on_checkpoint_saved(step=self.step, path=saved)
 
     def batches(self) -> Iterator[tuple[int, PromptBatch]]:
-        """The prompts of each step that is left, ``rollout.n`` rows per prompt."""
-        for step in range(self.step + 1, self.plan.steps + 1):
+        """Yield the prompts of each remaining step, ``rollout.n`` rows per prompt."""
+        for step in range(self.step + 1, self.steps + 1):
             rows = [self.preparation.data.train[index] for index in self.preparation.data.sampler.batch(step)]
             rollout = self.config.rollout
             yield step, PromptBatch.sampled(rows, step, "train", rollout.n, asdict(rollout.sampling))
@@ -151,7 +142,7 @@ class Trainer:
                 return
 
     def rollout(self, step: int, prompts: PromptBatch) -> list[TrajectoryResult]:
-        """Trajectories of the step's prompts, each scored as it ended; group rewards are settled here."""
+        """Sample the trajectories of the step's prompts, each scored when it ends; then score whole groups."""
         self.run.hooks.on_rollout_start(step=step)
         with self.timer.phase("rollout"):
             results = self.roles.rollout.generate_sequences(prompts)
@@ -160,28 +151,28 @@ class Trainer:
         return results
 
     def score(self, step: int, results: list[TrajectoryResult]) -> DataProto:
-        """One padded batch of the trained trajectories, with ``rm_scores``."""
+        """Make one padded batch of the trained trajectories, with ``rm_scores``."""
         with self.timer.phase("score"):
             meta = {
                 "step": step,
                 "temperature": self.config.rollout.sampling.temperature,
                 "seed": TrajectoryKey(self.config.trainer.seed, "update", step, 0, 0).seed(0),
             }
-            # Where the prompt left no room nothing was sampled, so nothing can be trained.
+            # A prompt that left no room has no sampled tokens to train.
             sampled = [result for result in results if result.sampled_tokens]
             batch = to_data_proto(sampled, self.renderer.pad_token_id, meta)
-        self._tell_hooks(step, "train", results)
+        self._notify_hooks(step, "train", results)
         self.run.hooks.on_rollout_end(step=step, batch=batch)
         return batch
 
     def rest_engines(self) -> None:
-        """Let the engines sleep until they get the next weights, where ``rollout.engine.sleep`` says so."""
+        """Put the engines to sleep until they get the next weights, if ``rollout.engine.sleep`` is set."""
         if self.config.rollout.engine.sleep:
             with self.timer.phase("sleep"):
                 self.roles.engines.sleep()
 
     def add_log_probs_and_values(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """``old_log_probs``, and where they are needed ``values`` and ``ref_log_prob``, all [B, R].
+        """Add ``old_log_probs``, and ``values`` and ``ref_log_prob`` if the run needs them, all [B, R].
 
         Adds the gap between engine and actor to ``metrics``.
         """
@@ -206,7 +197,7 @@ class Trainer:
         return batch
 
     def add_advantages(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """``advantages`` and ``returns`` [B, R]; hooks may replace the batch. Adds the estimator's metrics."""
+        """Add ``advantages`` and ``returns`` [B, R], and the estimator's metrics. Hooks may replace the batch."""
         with self.timer.phase("advantages"):
             output = self.estimator(advantage_input(batch))
             batch.batch["advantages"] = output.advantages
@@ -216,14 +207,14 @@ class Trainer:
         return replaced
 
     def update(self, batch: DataProto, metrics: dict[str, float]) -> None:
-        """The optimizer steps of critic and actor; adds their metrics."""
+        """Run the optimizer steps of critic and actor, and add their metrics."""
         if not len(batch):
             logger.warning("step %d: no trajectory can be trained; the update is skipped", self.step + 1)
             return
         if self.roles.critic is not None:
             with self.timer.phase("update_critic"):
                 metrics |= mean_of(self.roles.critic.update(batch))
-        # While the critic warms up the policy is only measured.
+        # While the critic warms up, the policy is measured but not updated.
         warming_up = self.step < self.config.critic.warmup_steps
         batch.meta_info["measure_only"] = warming_up
         with self.timer.phase("update_actor"):
@@ -242,11 +233,11 @@ class Trainer:
     def finish_step(
         self, step: int, results: list[TrajectoryResult], batch: DataProto, metrics: dict[str, float]
     ) -> None:
-        """Records, validation, checkpoint, trackers, hooks."""
+        """Write records, validate, save a checkpoint, and report to trackers and hooks."""
         self.step = step
-        # Before the validation, which has requests of its own.
+        # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
-        last = step == self.plan.steps or self.stop.requested
+        last = step == self.steps or self.stop.requested
         records = make_records(step, "train", results, trajectory_advantages(batch) if len(batch) else {})
         self.run.write_records(step, "train", records)
         self._watch_tools(metrics)
@@ -262,7 +253,7 @@ class Trainer:
         best = self.run.note_best(step, metrics)
         interval = self.config.trainer.checkpoint.interval
         saved = None
-        # Before the trackers: one that hangs or ends the run must not cost the step.
+        # Before the trackers: one that hangs or stops the run must not lose the step.
         if last or best or (interval and step % interval == 0):
             with self.timer.phase("checkpoint"):
                 saved = self.run.save_checkpoint(step, self.roles.actor, self.roles.critic, metrics)
@@ -271,14 +262,14 @@ class Trainer:
             self.run.hooks.on_checkpoint_saved(step=step, path=saved)
 
     def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """These metrics with timings and resources."""
+        """Add timings and resources to metrics."""
         everything = {**metrics, **resource_metrics(), **self.timer.take()}
         seconds = everything.get("timing/step", 0.0)
         if seconds:
             everything["perf/tokens_per_second"] = everything["rollout/sampled_tokens"] / seconds
         return {name: float(value) for name, value in sorted(everything.items())}
 
-    def _tell_hooks(self, step: int, split: Split, results: Sequence[TrajectoryResult]) -> None:
+    def _notify_hooks(self, step: int, split: Split, results: Sequence[TrajectoryResult]) -> None:
         for result in results:
             self.run.hooks.on_trajectory_end(step=step, trajectory=ended_trajectory(split, result))
 
@@ -293,14 +284,14 @@ class Trainer:
             )  # fmt: skip
 
     def validate(self, step: int) -> dict[str, float]:
-        """Greedy and sampled answers to the validation prompts; metrics under ``validation/``."""
+        """Answer the validation prompts; return metrics under ``validation/``."""
         with self.timer.phase("validation"):
-            metrics, results = self.validator.run(step, self.roles.rollout)
-            # What the engines counted of it belongs to no step.
+            metrics, results = validate(self.config, self.preparation.data.validation, step, self.roles.rollout)
+            # Drop what the engines counted: it belongs to no step.
             self.roles.engines.metrics()
         if results:
             self.run.write_records(step, "validation", make_records(step, "validation", results, {}))
-            self._tell_hooks(step, "validation", results)
+            self._notify_hooks(step, "validation", results)
             self.run.hooks.on_validation_end(step=step, metrics=metrics)
         return metrics
 

@@ -51,7 +51,7 @@ def test_dry_run_prints_plugins_and_arithmetic_and_starts_nothing(tiny_run: Any)
         "engines 1 x hf, in this process",
         "weights 0.1 MiB",
         "append-only: every turn's prompt starts with the exact tokens of the turn before",
-        "Everything fits. Nothing was started.",
+        "The configuration is valid. Nothing was started.",
     ):
         assert " ".join(words.split()) in " ".join(result.output.split())
     assert not (tiny_run.folder / "runs").exists()
@@ -190,9 +190,9 @@ def test_export_loads_in_transformers_and_equals_the_checkpoint(fit: Fit, tiny_r
     assert not (out / "training").exists()
 
     again = agentrl("export", run.path, out)
-    assert again.exit_code == 1 and "is not an empty directory; name a new one" in again.output
+    assert again.exit_code == 1 and "is not an empty directory. Choose a new one" in again.output
     file = agentrl("export", run.path, out / "config.json")
-    assert file.exit_code == 1 and "is not an empty directory; name a new one" in file.output
+    assert file.exit_code == 1 and "is not an empty directory. Choose a new one" in file.output
     wrong = agentrl("export", tiny_run.folder, tiny_run.folder / "other")
     assert wrong.exit_code == 1 and "is no checkpoint" in wrong.output
 
@@ -266,7 +266,7 @@ def test_eval_keeps_metrics_and_trajectories_and_prints_json(tiny_run: Any, monk
         assert len(list(read_rollouts(kept.rollout_file(0, "validation")))) == 2 * 3
     assert agentrl("rollouts", "show", shown["directory"], "--validation").exit_code == 0
     again = agentrl("eval", path, "--output", shown["directory"])
-    assert again.exit_code == 2 and "is not empty; name a new directory" in again.output
+    assert again.exit_code == 2 and "is not empty. Choose a new directory" in again.output
 
 
 # runs list
@@ -284,7 +284,7 @@ def test_runs_are_listed_with_their_status(fit: Fit, tiny_run: Any) -> None:
     }
     assert next(row for row in rows if row[0].endswith("tiny"))[4] != "-"
     none = agentrl("runs", "list", tiny_run.folder)
-    assert none.exit_code == 1 and "no run is there" in none.output
+    assert none.exit_code == 1 and "holds no run" in none.output
 
 
 # where the command line can be started, and what it says about the disk

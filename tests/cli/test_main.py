@@ -1,10 +1,12 @@
+import functools
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner, Result
 
 import agentrl_core
@@ -27,19 +29,22 @@ def agentrl(*arguments: str) -> Result:
 
 
 class Calls(dict[str, Any]):
-    """Stands for the module of a subcommand; remembers the arguments of its function, or raises ``error``."""
+    """Stands for the function of a subcommand; remembers its arguments, or raises ``error``."""
 
     error: Exception | None = None
 
     def replace(self, monkeypatch: pytest.MonkeyPatch, module: str, function: str = "run") -> None:
+        real = import_module(f"agentrl_core.cli.{module}")
+
+        @functools.wraps(getattr(real, function))
         def stand_in(**arguments: Any) -> None:
             self.update(arguments)
             if self.error is not None:
                 raise self.error
 
-        fake = ModuleType(f"agentrl_core.cli.{module}")
-        setattr(fake, function, stand_in)
-        monkeypatch.setitem(sys.modules, fake.__name__, fake)
+        if isinstance(getattr(real, "app", None), typer.Typer):
+            monkeypatch.setattr(real.app.registered_commands[0], "callback", stand_in)
+        monkeypatch.setattr(real, function, stand_in)
 
 
 @pytest.fixture
@@ -220,7 +225,7 @@ print(len(rows) > 0, [row.error for row in rows if row.status in ("broken", "inc
     assert output == "True []\n"
 
 
-@pytest.mark.parametrize("arguments", ["--help", "plugins list", "plugins show grpo", "train --help"])
+@pytest.mark.parametrize("arguments", ["--help", "plugins list", "plugins show grpo", "train --help", "eval --help"])
 def test_command_works_without_torch_or_ray(arguments: str) -> None:
     output = run_blocked(f"""
 sys.argv = ["agentrl", *{arguments.split()!r}]

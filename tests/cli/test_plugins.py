@@ -77,7 +77,7 @@ def test_list_as_json(isolated_plugins: IsolatedPlugins) -> None:
 
 def test_list_is_whole_on_a_narrow_terminal(isolated_plugins: IsolatedPlugins, monkeypatch: pytest.MonkeyPatch) -> None:
     add_plugin(isolated_plugins, dist="acme-tools-with-a-long-name", name="shout_loudly")
-    monkeypatch.setattr("agentrl_core.cli.plugins._console", lambda: Console(width=80, highlight=False))
+    monkeypatch.setattr("agentrl_core.cli.plugins.console_of_stdout", lambda: Console(width=80, highlight=False))
     lines = agentrl("plugins", "list", "--verbose").stdout.splitlines()
     assert max(map(len, lines)) <= 80
     text = " ".join(" ".join(lines).split())

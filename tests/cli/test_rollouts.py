@@ -60,7 +60,7 @@ def test_validation_has_its_own_files(run_dir: Path, capsys: pytest.CaptureFixtu
 def test_a_missing_run_names_those_beside_it(run_dir: Path) -> None:
     with pytest.raises(DataError, match=r"calculatr: no such run directory.*there are .*calculator"):
         show(run_dir.with_name("calculatr"), None, 1, False, None)
-    with pytest.raises(DataError, match="no run lies beside it"):
+    with pytest.raises(DataError, match="no other run is there"):
         show(run_dir / "absent" / "deeper", None, 1, False, None)
 
 

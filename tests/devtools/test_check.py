@@ -172,7 +172,7 @@ def test_external_engine_is_checked_as_far_as_the_spec(isolated_plugins: Isolate
     result = checked(kind="engine")
     assert (result.status, result.problems) == ("external", ())
     assert result.notes == (
-        "needs agentrl-no-such (found nothing): checked as far as the spec, the factory belongs elsewhere",
+        "needs agentrl-no-such (found nothing): only the spec was checked, the factory runs elsewhere",
     )
 
 

@@ -125,7 +125,7 @@ def test_folder_that_exists_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     with pytest.raises(PluginError) as caught:
         scaffold("tool", "mine", tmp_path)
-    expected = f"{tmp_path}/mine exists already: choose another name, or another folder with --output"
+    expected = f"{tmp_path}/mine exists already. Choose another name, or another folder with --output"
     assert str(caught.value) == expected
     assert list((tmp_path / "mine").iterdir()) == []
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from agentrl_core.runs.metrics import read_metrics
+from agentrl_core.runs.run_dir import read_metrics
 
 
 def test_reading_passes_over_torn_lines(tmp_path: Path) -> None:

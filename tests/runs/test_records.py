@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_core.api.errors import DataError
-from agentrl_core.runs.records import RolloutRecord, RolloutWriter, mask_segments, read_rollouts
+from agentrl_core.runs.records import RolloutRecord, RolloutWriter, read_rollouts
 
 
 def record(**changes: Any) -> RolloutRecord:
@@ -104,12 +104,3 @@ def test_a_broken_line_is_named_with_its_number(tmp_path: Path, line: str, messa
 def test_keys_of_a_newer_writer_are_passed_over() -> None:
     content = {**json.loads(record().to_json()), "colour": "blue"}
     assert RolloutRecord.from_json(json.dumps(content)) == record()
-
-
-@given(st.lists(st.tuples(st.integers(0, 99), st.integers(0, 1))))
-def test_segments_are_runs_of_equal_mask_and_keep_every_token(tokens: list[tuple[int, int]]) -> None:
-    ids, mask = [token for token, _ in tokens], [bit for _, bit in tokens]
-    segments = mask_segments(ids, mask, lambda run: "".join(f"<{token}>" for token in run))
-    assert "".join(text for _, text in segments) == "".join(f"<{token}>" for token in ids)
-    assert [bit for bit, text in segments for _ in range(text.count("<"))] == mask
-    assert all(a[0] != b[0] for a, b in zip(segments, segments[1:], strict=False))

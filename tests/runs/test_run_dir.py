@@ -1,6 +1,9 @@
 """The run directory: records survive a kill, an earlier run and a resume."""
 
+import errno
+import fcntl
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +190,16 @@ def test_cut_short_and_repeated_nothing_is_lost(
     steps = {row["step"] for file in run.path.rglob("metrics.jsonl") for row in RunDir(file.parent).read_metrics()}
     assert steps == set(range(7))
     assert [row["step"] for row in run.read_metrics()] == ([] if operation == "archive" else [0, 1, 2])
+
+
+def test_a_file_system_without_locks_gets_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def flock(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    run = RunDir.create(tmp_path, "calculator")
+    with caplog.at_level(logging.WARNING), run.locked():
+        assert not run.is_in_use()
+    assert "has no locks (No locks available)" in caplog.text and str(run.path) in caplog.text

@@ -62,7 +62,7 @@ def test_failing_write_leaves_the_old_checkpoints_and_nothing_half(tmp_path: Pat
         write(directory)
         raise error
 
-    with pytest.raises(CheckpointError, match=r"step-000002 cannot be written: .*check space and rights there"):
+    with pytest.raises(CheckpointError, match=r"step-000002 cannot be written: .*Check space and rights there"):
         store.save(state(2), fails)
     assert contents(tmp_path) == {"step-000001", "latest"}
     assert read_state(checkpoint_path(tmp_path / "latest")) == state(1)

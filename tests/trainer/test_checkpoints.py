@@ -105,7 +105,8 @@ def test_checkpoint_of_another_run(fit: Fit) -> None:
 def test_no_step_left_is_an_error_and_changes_nothing(fit: Fit) -> None:
     run = fit(EVERY_STEP)
     before = run.state_file.read_text()
-    with pytest.raises(ConfigError, match=r"trainer.steps: 0 steps would run: .*step-000002 is at step 2 of 2. Raise"):
+    message = r"trainer.steps: nothing left to run: .*step-000002 is at step 2 of 2. Raise"
+    with pytest.raises(ConfigError, match=message):
         fit({**EVERY_STEP, "trainer.resume": "auto"})
     assert run.state_file.read_text() == before
     assert steps_of(run) == [1, 2]
@@ -119,9 +120,9 @@ def test_earlier_run_in_the_directory_is_archived(fit: Fit, caplog: pytest.LogCa
         fit({**EVERY_STEP, "trainer.steps": 1})
     assert steps_of(run) == [1]
     assert steps_of(RunDir(run.superseded_dir / "1")) == [1, 2]
-    hint = "an unfinished run (step 1) was in"
+    hint = "moved an unfinished run (step 1) from"
     assert (hint in caplog.text) == (status == "running")
-    assert ("To continue a run instead: --resume" in caplog.text) == (status == "running")
+    assert ("instead of starting again: --resume" in caplog.text) == (status == "running")
 
 
 def test_changed_data_warns(fit: Fit, tiny_run: Any, caplog: pytest.LogCaptureFixture) -> None:
@@ -156,7 +157,7 @@ def test_changed_plugins_are_refused_until_allowed(fit: Fit) -> None:
         PluginDriftError,
         match=r"(?s)was made with other plugins:\n  agent loop 'single_turn': "
         r"agentrl-loop-single-turn 0.0.1 -> .*\n"
-        r"install those versions again, or accept the change with --allow-plugin-drift \(plugins.allow_drift=true\)",
+        r"Install those versions again, or accept the change with --allow-plugin-drift \(plugins.allow_drift=true\)",
     ):
         fit(RESUME)
     assert steps_of(run) == [1, 2]

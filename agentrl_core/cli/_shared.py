@@ -1,0 +1,122 @@
+"""What commands share: arguments, tables, logging, and how errors are shown."""
+
+import errno
+import logging
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl_core.api.errors import AgentRLError, ConfigError, PluginError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
+ConfigFile = Annotated[Path, typer.Argument(metavar="CONFIG", help="YAML file.", show_default=False)]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="[KEY=VALUE]...", help="Values that replace those of the file.", show_default=False),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+
+_TRAINING = "psutil", "safetensors", "tensordict", "torch", "transformers"
+_EXTRA_OF_MODULE = {"ray": "ray", **dict.fromkeys(_TRAINING, "train")}
+_DISK = {
+    errno.ENOSPC: "Make room; `agentrl train … --resume` continues the run",
+    errno.EDQUOT: "Make room; `agentrl train … --resume` continues the run",
+    errno.EROFS: "Choose another directory",
+    errno.EACCES: "Check the rights there, or choose another directory",
+}
+_WIDTH_OF_A_PIPE = 250
+
+
+def command_group() -> typer.Typer:
+    """A group of subcommands, even where it has only one."""
+    app = typer.Typer(no_args_is_help=True, add_completion=False)
+    app.callback()(lambda: None)
+    return app
+
+
+def console_of_stdout() -> "Console":
+    """A console for tables: as wide as the terminal, and wide enough not to fold where the output is a pipe."""
+    from rich.console import Console
+
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+
+
+def new_table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> "Table":
+    """A table without lines, which never cuts a cell. Cells of the columns ``right`` are aligned to the right."""
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def say(line: str) -> None:
+    """Print a line that can be copied: it isn't wrapped, and brackets have no meaning."""
+    import rich
+
+    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def set_up_logging(verbose: bool = False, stderr: bool = False) -> None:
+    """Log agentrl's own messages, and those of other packages from warnings on.
+
+    Messages go through the console that also draws the live view, so that neither breaks the other's lines.
+
+    Args:
+        verbose: log agentrl's debug messages too.
+        stderr: leave standard output to a command that prints JSON.
+    """
+    import rich
+    from rich.logging import RichHandler
+
+    console = rich.get_console()
+    console.stderr = stderr
+    handler = RichHandler(console=console, show_path=False, rich_tracebacks=False, log_time_format="%H:%M:%S")
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    logging.getLogger("agentrl_core").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def is_for_the_user(error: Exception) -> bool:
+    """Whether a message is enough: an error of agentrl, a missing extra, or a disk that cannot be written."""
+    return (
+        isinstance(error, AgentRLError)
+        or (isinstance(error, ModuleNotFoundError) and _root(error) in _EXTRA_OF_MODULE)
+        or (isinstance(error, OSError) and error.errno in _DISK)
+    )
+
+
+def exit_code(error: Exception) -> int:
+    """2 for an error in the user's input (configuration, choice of plugins), else 1."""
+    return 2 if isinstance(error, ConfigError | PluginError) else 1
+
+
+def print_error(error: Exception, verbose: bool) -> None:
+    """Print the message on stderr, after the traceback if ``verbose``."""
+    from rich.console import Console
+    from rich.text import Text
+
+    if verbose:
+        traceback.print_exception(error, file=sys.stderr)
+    console = Console(stderr=True, highlight=False)
+    console.print(Text.assemble(("error: ", "bold red"), _message(error)), soft_wrap=True)
+
+
+def _message(error: Exception) -> str:
+    if isinstance(error, OSError) and error.errno in _DISK:
+        return f"{error.filename or 'a file'}: {(error.strerror or str(error)).lower()}. {_DISK[error.errno]}"
+    if isinstance(error, ModuleNotFoundError):
+        extra = _EXTRA_OF_MODULE[_root(error)]
+        return f"this needs {_root(error)}, which is not installed: pip install 'agentrl-core[{extra}]'"
+    return str(error)
+
+
+def _root(error: ModuleNotFoundError) -> str:
+    return (error.name or "").partition(".")[0]
