@@ -83,11 +83,13 @@ def hang_reported(what: str) -> Iterator[None]:
             stack = "".join(traceback.format_stack(sys._current_frames().get(thread))[-3:])
             logger.warning("%s has not returned for %.0f s, and the run waits for it:\n%s", what, seconds, stack)
 
-    threading.Thread(target=report, name="agentrl-hang-report", daemon=True).start()
+    reporter = threading.Thread(target=report, name="agentrl-hang-report", daemon=True)
+    reporter.start()
     try:
         yield
     finally:
         done.set()
+        reporter.join()
 
 
 def _text(message: Message) -> str:
