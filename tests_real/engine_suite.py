@@ -140,33 +140,30 @@ class Broadcasting:
     def __init__(self, engine: Any, context: EngineContext) -> None:
         self._engine = engine
         self._size = 1 + context.tensor_parallel * context.pipeline_parallel
-        self._group: WeightGroup | None = None
-        self._address = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
     async def update_weights(self, update: WeightUpdate, version: int) -> None:
         buckets = list(update)
-        if not self._address:
-            host = host_address()
-            self._address = f"{host}:{free_port(host=host)}"
+        host = host_address()
+        # A new group each time: between two updates a test may have the engine join another one.
+        address = f"{host}:{free_port(host=host)}"
         layout = tuple(replace(bucket, data=np.empty(0, np.uint8)) for bucket in buckets)
-        broadcast = Broadcast(self._address, "gloo", self._size, 1, layout)
+        broadcast = Broadcast(address, "gloo", self._size, 1, layout)
         receiving = asyncio.create_task(self._engine.update_weights(WeightUpdate(broadcast=broadcast), version))
-        sending = asyncio.create_task(asyncio.to_thread(self._send, buckets))
+        sending = asyncio.create_task(asyncio.to_thread(self._send, address, buckets))
         await asyncio.wait([receiving, sending], return_when=asyncio.FIRST_COMPLETED)
         if receiving.done() and receiving.exception() is not None:
-            # Refused before anybody received: nobody meets the sender in this group any more.
-            self._group, self._address = None, ""
+            # The engine rejected the update before it joined, so the sender waits for nobody.
             raise receiving.exception() or AssertionError
         await sending
         await receiving
 
-    def _send(self, buckets: list[ArrayBucket]) -> None:
-        self._group = self._group or WeightGroup(self._address, 0, self._size, timeout=60)
-        for bucket in buckets:
-            self._group.broadcast(torch.from_numpy(bucket.data.copy()))
+    def _send(self, address: str, buckets: list[ArrayBucket]) -> None:
+        with WeightGroup(address, 0, self._size, timeout=60) as group:
+            for bucket in buckets:
+                group.broadcast(torch.from_numpy(bucket.data.copy()))
 
 
 def _follow(make: Make, context: EngineContext, connection: Any) -> None:
