@@ -93,10 +93,11 @@ class RayRuntime:
             cpus = num_cpus or max(os.cpu_count() or 1, MIN_LOGICAL_CPUS)
             start: dict[str, Any] = {"address": address}
             if not address:
+                start = {"num_cpus": cpus, "include_dashboard": False, "_node_ip_address": LOOPBACK}
+            if not address or address.startswith(LOOPBACK):
                 # Nothing outside this machine may reach a cluster of one machine. Ray does so by itself on other
                 # systems than Linux; there it has no public switch, and turns 127.0.0.1 into the host's address.
                 ray_constants.ENABLE_RAY_CLUSTER = False
-                start = {"num_cpus": cpus, "include_dashboard": False, "_node_ip_address": LOOPBACK}
             try:
                 ray.init(**start, runtime_env=_threads(cpu_threads), logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError) as error:

@@ -282,7 +282,8 @@ def test_fused_classes_are_one_worker_with_the_methods_of_all_roles(runtime: Ray
 
 
 SECOND_DRIVER = """
-import ray, sys, torch
+import sys, torch
+from agentrl_core.controller.ray_runtime import RayRuntime
 from agentrl_core.controller import Dispatch, RayWorkerGroup, Worker, register
 from agentrl_core.protocol import DataProto
 
@@ -292,7 +293,7 @@ class Counting(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pid(self) -> int: ...
 
-ray.init(address=sys.argv[1], logging_level="ERROR")
+RayRuntime(address=sys.argv[1])
 group = RayWorkerGroup.from_detached("lasting", {"counting": Counting})
 out = group.add(DataProto.from_dict({"x": torch.arange(3)}), amount=5)
 sys.stdout.write(f"{out.batch['x'].tolist()} {group.pid()}")

@@ -336,5 +336,5 @@ def test_a_typed_function_of_a_file_is_a_tool_in_a_process(hosted, make_session)
 
 def test_what_is_not_a_tool_is_refused_when_the_worker_starts(make_slot) -> None:
     source = "class Odd:\n    def __init__(self, config, context): pass\n"
-    with pytest.raises(PluginBrokenError, match="made a Odd, not a Tool"):
+    with pytest.raises(PluginBrokenError, match="built a Odd, not a Tool"):
         HostedTool(make_slot(ToolSlot, source, "Odd"), seed=0)

@@ -39,8 +39,9 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def set_coefficients(self, kl_coef: float, entropy_coef: float, eps: float) -> None:
             self.config.algorithm.kl_coef, self.config.algorithm.entropy_coef = kl_coef, entropy_coef
-            self.config.actor.optimizer.eps = eps
             self._ready()
+            for group in self._optimizer._adamw.param_groups:
+                group["eps"] = eps
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def move_weights(self) -> None:

@@ -1,11 +1,13 @@
 """The trackers that write files, and the specs."""
 
 import importlib
+import itertools
 import json
 import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -55,8 +57,13 @@ def test_a_torn_line_does_not_swallow_the_next_one(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2]
 
 
-def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path: Path) -> None:
+def test_tensorboard_holds_each_step_once_after_a_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.summary.writer import event_file_writer
+
+    # Event files are read in the order of their names, which begin with the second: a resume comes later.
+    seconds = itertools.count(1_700_000_000)
+    monkeypatch.setattr(event_file_writer, "time", SimpleNamespace(time=lambda: float(next(seconds))))
 
     assert TENSORBOARD.config is NoConfig
     tracker = build(TENSORBOARD, tmp_path)
