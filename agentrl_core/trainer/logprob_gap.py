@@ -18,6 +18,7 @@ from agentrl_core.workers.protocols import Actor
 
 logger = logging.getLogger(__name__)
 GAP = "rollout/logprob_gap"
+PROBS_DIFF = "rollout/probs_diff"
 PROBE_TOKENS = 64
 MOST_TURNS = 16
 """Turns with their own metrics."""
@@ -36,6 +37,9 @@ CAUSES = (
 def logprob_gap(batch: DataProto, log_probs_BR: torch.Tensor) -> dict[str, float]:
     """Mean and largest |engine - actor| over tokens with mask 1, and the same for each turn, counted from 1.
 
+    Also mean, maximum and standard deviation (divisor N) of |exp(engine) - exp(actor)|, the difference of
+    probabilities, which a few unlikely tokens cannot dominate.
+
     Args:
         batch: with ``rollout_log_probs`` and ``response_mask``, both [B, R].
         log_probs_BR: of the actor.
@@ -45,6 +49,9 @@ def logprob_gap(batch: DataProto, log_probs_BR: torch.Tensor) -> dict[str, float
     if not mask_BR.any():
         return {}
     metrics = {f"{GAP}_mean": float(gap_BR[mask_BR].mean()), f"{GAP}_max": float(gap_BR[mask_BR].max())}
+    probs_diff = (batch.batch["rollout_log_probs"][mask_BR].exp() - log_probs_BR[mask_BR].exp()).abs()
+    metrics |= {f"{PROBS_DIFF}_mean": float(probs_diff.mean()), f"{PROBS_DIFF}_max": float(probs_diff.max())}
+    metrics[f"{PROBS_DIFF}_std"] = float(probs_diff.std(correction=0))
     # A turn begins where the mask rises.
     before_BR = torch.nn.functional.pad(mask_BR, (1, 0))[:, :-1]
     turn_BR = (mask_BR & ~before_BR).cumsum(-1)

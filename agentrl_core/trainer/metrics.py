@@ -1,15 +1,22 @@
-"""Metrics of a step: flat names, floats, shares in 0..1, lengths in tokens, times in seconds."""
+"""Metrics of a step: flat names, floats, shares in 0..1, lengths in tokens, times in seconds.
+
+``docs/metrics.md`` lists them with the names that verl and TRL use. Legend: B rows, R response tokens.
+"""
 
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import psutil
 import torch
 
+from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
+
+_BY_TOKEN = ("advantages", "returns", "values")
 
 
 class PhaseTimer:
@@ -27,6 +34,10 @@ class PhaseTimer:
         finally:
             self._seconds[name] += time.perf_counter() - start
 
+    def seconds(self, name: str) -> float:
+        """Return the seconds of one phase since the last :meth:`take`."""
+        return self._seconds[name]
+
     def take(self) -> dict[str, float]:
         """Return the seconds since the last call, as metrics."""
         metrics = {f"timing/{name}": seconds for name, seconds in self._seconds.items()}
@@ -34,17 +45,66 @@ class PhaseTimer:
         return metrics
 
 
-def spread(name: str, values: Sequence[float]) -> dict[str, float]:
+def spread(name: str, values: Sequence[float] | np.ndarray[Any, Any]) -> dict[str, float]:
     """Mean, maximum and minimum of some numbers; empty without numbers."""
-    if not values:
+    if not len(values):
         return {}
     array = np.asarray(values, dtype=np.float64)
     return {f"{name}/mean": float(array.mean()), f"{name}/max": float(array.max()), f"{name}/min": float(array.min())}
 
 
+def batch_metrics(batch: DataProto) -> dict[str, float]:
+    """Mean, maximum, minimum and standard deviation over the sampled tokens of a batch.
+
+    ``critic/advantages/``, ``critic/returns/`` and, with a critic, ``critic/values/``. The standard deviation is that
+    of all tokens, not an estimate from a sample (divisor N).
+
+    Args:
+        batch: with ``response_mask`` and some of ``advantages``, ``returns`` and ``values``, all [B, R].
+    """
+    metrics: dict[str, float] = {}
+    for name in _BY_TOKEN:
+        if name in batch.batch.keys():
+            values = batch.batch[name][batch.batch["response_mask"].bool()].double().numpy()
+            metrics |= spread(f"critic/{name}", values)
+            if len(values):
+                metrics[f"critic/{name}/std"] = float(values.std())
+    return metrics
+
+
+def throughput(batch: DataProto, seconds: float, devices: int) -> dict[str, float]:
+    """``perf/total_num_tokens``, prompts and responses of a batch, and ``perf/throughput``, per second and device.
+
+    Args:
+        batch: with ``attention_mask`` [B, P+R].
+        seconds: of the step.
+        devices: of training processes and engines together.
+    """
+    tokens = float(batch.batch["attention_mask"].sum())
+    return {"perf/total_num_tokens": tokens, "perf/throughput": tokens / seconds / devices}
+
+
+def source_metrics(results: Sequence[TrajectoryResult], correct_above: float) -> dict[str, float]:
+    """``train/<data source>/accuracy`` and ``…/score_mean`` over the scored trajectories that are trained.
+
+    Args:
+        correct_above: a score above it counts as correct.
+    """
+    by_source: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        if result.termination.trained and result.reward is not None:
+            by_source[result.row.get("data_source") or "default"].append(result.reward.score)
+    metrics: dict[str, float] = {}
+    for source, scores in by_source.items():
+        metrics[f"train/{source}/accuracy"] = float(np.mean([score > correct_above for score in scores]))
+        metrics[f"train/{source}/score_mean"] = float(np.mean(scores))
+    return metrics
+
+
 def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: int) -> dict[str, float]:
     """Metrics of a rollout: ``reward/``, ``response_length/``, ``prompt_length/``, ``rollout/``, what the agent
-    loops measured under ``loop/``, and the slowest trajectory's time under ``timing/slowest_trajectory/``."""
+    loops measured under ``loop/``, seconds by kind over all trajectories under ``timing/trajectory/``, and those of
+    the slowest one under ``timing/slowest_trajectory/``."""
     total = max(len(results), 1)
     trained = [result for result in results if result.termination.trained]
     rewards = [result.reward.score for result in trained if result.reward is not None]
@@ -72,6 +132,8 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     metrics |= {f"rollout/{name}": sum(values) / total for name, values in counters.items() if name != "tool_calls"}
     by_loops = _means(_means(output.metrics for output in result.outputs) for result in results)
     metrics |= {f"loop/{name}": mean for name, mean in by_loops.items()}
+    for kind in dict.fromkeys(kind for result in results for kind in result.timings):
+        metrics |= spread(f"timing/trajectory/{kind}", [result.timings.get(kind, 0.0) for result in results])
     slowest = max(results, key=lambda result: result.timings.get("total", 0.0), default=None)
     timings = slowest.timings if slowest is not None else {}
     return metrics | {f"timing/slowest_trajectory/{name}": seconds for name, seconds in timings.items()}

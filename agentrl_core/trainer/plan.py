@@ -16,6 +16,13 @@ def max_model_len(config: ResolvedConfig) -> int:
     return config.data.max_prompt_length + config.rollout.max_response_length
 
 
+def devices(config: ResolvedConfig) -> int:
+    """Devices of training processes and engines together; without GPUs, processes."""
+    engine = config.rollout.engine
+    own = config.engine_replicas * engine.devices if engine.placement == "standalone" else 0
+    return config.cluster.processes + own
+
+
 def check_context(config: ResolvedConfig, max_position_embeddings: int | None) -> None:
     """Reject lengths that the model does not support.
 

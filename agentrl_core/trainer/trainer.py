@@ -25,8 +25,17 @@ from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.logprob_gap import check_gap, compare_with_engines, logprob_gap
-from agentrl_core.trainer.metrics import PhaseTimer, engine_metric, resource_metrics, rollout_metrics
+from agentrl_core.trainer.metrics import (
+    PhaseTimer,
+    batch_metrics,
+    engine_metric,
+    resource_metrics,
+    rollout_metrics,
+    source_metrics,
+    throughput,
+)
 from agentrl_core.trainer.outcomes import ended_trajectory, make_records, trajectory_advantages
+from agentrl_core.trainer.plan import devices
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.roles import Roles, build_roles, start_runtime
 from agentrl_core.trainer.run import Run
@@ -237,6 +246,10 @@ class Trainer:
         self.step = step
         # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
+        metrics |= source_metrics(results, self.config.trainer.validation.correct_above)
+        metrics["epoch"] = step * self.config.data.batch_size / len(self.preparation.data.train)
+        if len(batch):
+            metrics |= batch_metrics(batch) | throughput(batch, self.timer.seconds("step"), devices(self.config))
         last = step == self.steps or self.stop.requested
         records = make_records(step, "train", results, trajectory_advantages(batch) if len(batch) else {})
         self.run.write_records(step, "train", records)

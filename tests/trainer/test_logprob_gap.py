@@ -4,6 +4,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -39,7 +40,12 @@ def test_gaps_are_told_by_turn_and_only_over_sampled_tokens() -> None:
     engine = torch.tensor([[-1.0, -2.0, -99.0, -3.0], [-1.0, 0.0, 0.0, 0.0]])
     actor = torch.tensor([[-1.5, -2.0, 0.0, -1.0], [-1.25, 9.0, 9.0, 9.0]])
     batch = DataProto.from_dict(tensors={"response_mask": mask, "rollout_log_probs": engine})
+    # |exp(engine) - exp(actor)| of the four tokens with mask 1.
+    probabilities = np.abs(np.exp([-1.0, -2.0, -3.0, -1.0]) - np.exp([-1.5, -2.0, -1.0, -1.25]))
     assert logprob_gap(batch, actor) == pytest.approx({
+        "rollout/probs_diff_mean": probabilities.mean(),
+        "rollout/probs_diff_max": probabilities.max(),
+        "rollout/probs_diff_std": probabilities.std(),
         "rollout/logprob_gap_mean": 2.75 / 4,
         "rollout/logprob_gap_max": 2.0,
         "rollout/logprob_gap/turn_1_mean": 0.25,

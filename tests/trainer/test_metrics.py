@@ -1,0 +1,93 @@
+"""The numbers of a step, against references in plain Python and numpy."""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from agentrl_core.api import AgentLoopOutput, RewardResult, Termination
+from agentrl_core.protocol import DataProto
+from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.trainer.metrics import batch_metrics, rollout_metrics, source_metrics, throughput
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_spread_over_sampled_tokens_is_that_of_numpy(seed: int) -> None:
+    random = np.random.default_rng(seed)
+    mask = random.random((5, 7)) < 0.5
+    columns = {name: random.normal(size=(5, 7)).astype(np.float32) for name in ("advantages", "returns", "values")}
+    batch = DataProto.from_dict(
+        tensors={"response_mask": torch.from_numpy(mask), **{key: torch.from_numpy(x) for key, x in columns.items()}}
+    )
+    expected = {}
+    for name, values in columns.items():
+        picked = [float(values[row, column]) for row in range(5) for column in range(7) if mask[row, column]]
+        mean = sum(picked) / len(picked)
+        std = (sum((value - mean) ** 2 for value in picked) / len(picked)) ** 0.5
+        for statistic, value in {"mean": mean, "max": max(picked), "min": min(picked), "std": std}.items():
+            expected[f"critic/{name}/{statistic}"] = value
+    assert batch_metrics(batch) == pytest.approx(expected, rel=1e-9)
+
+
+def test_a_batch_without_a_sampled_token_has_no_spread() -> None:
+    zeros = torch.zeros(2, 3)
+    assert batch_metrics(DataProto.from_dict(tensors={"response_mask": zeros.bool(), "advantages": zeros})) == {}
+
+
+def test_throughput_counts_prompts_and_responses_by_second_and_device() -> None:
+    batch = DataProto.from_dict(tensors={"attention_mask": torch.tensor([[0, 1, 1, 1], [1, 1, 1, 0]])})
+    assert throughput(batch, seconds=2.0, devices=3) == {"perf/total_num_tokens": 6.0, "perf/throughput": 1.0}
+
+
+def result(source: str, score: float | None, **timings: float) -> TrajectoryResult:
+    failed = score is None
+    return TrajectoryResult(
+        {"uid": "u", "data_source": source}, "t", Termination.ENGINE_ERROR if failed else Termination.COMPLETED,
+        [] if failed else [AgentLoopOutput([1], [2], [1], None, Termination.COMPLETED)],
+        None if failed else RewardResult(score), timings=timings,
+    )  # fmt: skip
+
+
+def test_accuracy_of_the_rollout_by_source_leaves_failed_trajectories_out() -> None:
+    results = [result("math", 1.0), result("math", 0.2), result("math", None), result("", 0.5)]
+    assert source_metrics(results, correct_above=0.5) == pytest.approx({
+        "train/math/accuracy": 0.5, "train/math/score_mean": 0.6,
+        "train/default/accuracy": 0.0, "train/default/score_mean": 0.5,
+    })  # fmt: skip
+
+
+def test_times_of_trajectories_count_one_without_tools_as_0() -> None:
+    metrics = rollout_metrics([result("a", 1.0, generate=1.0, tools=3.0), result("a", 0.0, generate=2.0)], 8)
+    times = {name: value for name, value in metrics.items() if name.startswith("timing/trajectory/")}
+    assert times == {
+        "timing/trajectory/generate/mean": 1.5, "timing/trajectory/generate/max": 2.0,
+        "timing/trajectory/generate/min": 1.0, "timing/trajectory/tools/mean": 1.5,
+        "timing/trajectory/tools/max": 3.0, "timing/trajectory/tools/min": 0.0,
+    }  # fmt: skip
+
+
+def documented() -> re.Pattern[str]:
+    """A pattern of the names in the first column of the page's tables; ``<x>`` stands for anything, ``…`` for the name
+    before it up to its last part."""
+    names: list[str] = []
+    for line in PAGE.read_text(encoding="utf-8").splitlines():
+        if line.startswith("| `"):
+            for name in re.findall(r"`([^`]+)`", line.split("|")[1]):
+                names.append(name if not name.startswith("…") else f"{names[-1].rpartition('/')[0]}/{name[2:]}")
+    return re.compile("|".join(re.sub(r"<\w+>", ".+", re.escape(name)) for name in names))
+
+
+def test_every_metric_of_a_run_is_documented(fit: Callable[..., RunDir]) -> None:
+    changes: dict[str, Any] = {"algorithm.advantage": "gae", "algorithm.kl_coef": 0.1, "trainer.validation.n": 2}
+    run = fit({**changes, "data.validation_files": ["validation.jsonl"], "trainer.steps": 1})
+    names = {name for row in run.read_metrics() for name in row} - {"step", "time"}
+    assert "critic/values/std" in names and names
+    assert sorted(name for name in names if not documented().fullmatch(name)) == []
+    assert run.read_metrics()[-1]["epoch"] == pytest.approx(2 / 6)
