@@ -35,7 +35,7 @@ _NAMES_OF_MODULE = {
     "tool": ("FunctionTool", "Tool", "ToolContext", "ToolResponse", "ToolResult", "function_schema", "schema_of"),
     "tool_parser": ("ParsedText", "ToolCall", "ToolParser", "ToolParserContext"),
     "tracker": ("Tracker", "TrackerContext"),
-    "weights": ("ArrayBucket", "LoraAdapter", "WeightUpdate", "map_safetensors"),
+    "weights": ("ArrayBucket", "WeightUpdate", "map_safetensors"),
 }  # fmt: skip
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 

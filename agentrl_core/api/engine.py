@@ -158,10 +158,7 @@ class InferenceEngine(ABC):
         return None
 
     async def update_weights(self, update: WeightUpdate, version: int) -> None:
-        """Take new weights, and reset every cache that was computed with the old ones.
-
-        An update with an adapter comes only to engines with the capability ``lora``.
-        """
+        """Take new weights, and reset every cache that was computed with the old ones."""
         raise NotImplementedError(f"{type(self).__name__} declares no capability 'weight_update'")
 
     async def pause(self, mode: PauseMode = "keep") -> None:

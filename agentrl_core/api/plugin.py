@@ -65,7 +65,6 @@ KINDS: dict[str, PluginKind] = {
             "weight_update": "takes new weights without a restart",
             "broadcast": "takes weights that the actor sends from device to device (torch.distributed)",
             "ipc": "takes broadcast weights also on a GPU that it shares with the actor (CUDA IPC)",
-            "lora": "takes LoRA adapters as weight updates, and generates with weights and adapter",
             "parallel": "a replica computes on several devices: tensor, pipeline and data parallelism",
             "multi_node": "a replica can span several hosts",
             "shared_module": "can generate with the actor's own torch module, in the actor's process",

@@ -63,29 +63,6 @@ class ArrayBucket:
 
 
 @dataclass(frozen=True)
-class LoraAdapter:
-    """What PEFT writes to ``adapter_config.json``: a module's weight W acts as W + scaling * B A.
-
-    Args:
-        rank: rows of every lora_A, columns of every lora_B.
-        alpha: scaling is alpha / rank.
-        target_modules: names of the adapted modules, or the ends of their names (``q_proj``). Every module of the
-            model that is meant has its two tensors in the update.
-        use_rslora: scaling is alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732).
-    """
-
-    rank: int
-    alpha: float
-    target_modules: tuple[str, ...]
-    use_rslora: bool = False
-
-    @property
-    def scaling(self) -> float:
-        """Of B A."""
-        return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
-
-
-@dataclass(frozen=True)
 class Broadcast:
     """Weights that the actor sends while the engine's ``update_weights`` runs, from its own devices to the engine's.
 
@@ -108,32 +85,24 @@ class Broadcast:
 
 @dataclass(frozen=True)
 class WeightUpdate:
-    """New weights, by one of four transports: a whole model's, or those of a LoRA adapter.
+    """A model's new weights, by one of four transports.
 
     Iterating yields buckets whatever the transport is; those of ``broadcast`` have names, shapes and dtypes only, and
     ``shared`` has none.
-
-    With ``adapter`` the tensors are the adapter's, under PEFT's names
-    (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight`` [rank, in], ``lora_B`` [out, rank]). The
-    engine's weights stay as they are, and it generates with weights and adapter, in place of an earlier adapter. An
-    update without one is the whole policy: it replaces the weights, and there is no adapter any more.
 
     Args:
         buckets: all tensors, tied weights once, under the first of their names.
         files: the same in safetensors files on this host, held in memory where the host can: an engine with worker
             processes of its own passes the paths on, and they map the files. They hold still until
-            ``update_weights`` returns, and are overwritten later; not so while adapters follow, because an engine
-            that must be started anew gets the last whole weights first, and then the adapter.
+            ``update_weights`` returns, and are overwritten later.
         shared: the engine generates with the actor's module itself, so nothing moves; only caches are reset and the
             version is taken over.
-        adapter: of a LoRA adapter's tensors. Only for engines with the capability ``lora``.
         broadcast: nothing lies anywhere yet. Only for engines with the capability ``broadcast``.
     """
 
     buckets: Sequence[ArrayBucket] = ()
     files: tuple[str, ...] = ()
     shared: bool = False
-    adapter: LoraAdapter | None = None
     broadcast: Broadcast | None = None
 
     def __iter__(self) -> Iterator[ArrayBucket]:

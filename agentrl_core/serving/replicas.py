@@ -230,7 +230,7 @@ class EngineReplicas:
             try:
                 for server in member.servers:
                     server.kill()
-                member.servers, member.newest, member.whole = self._make(index), None, None
+                member.servers, member.newest = self._make(index), None
                 await self._boot(member)
                 await self._may_load.wait()
                 self._loading.add(index)

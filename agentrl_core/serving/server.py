@@ -65,7 +65,6 @@ class EngineServer:
         self._log = RecentLog()
         self._slot = slot
         self._context = context
-        self._capabilities = slot.plugin.spec.capabilities
         self._made: InferenceEngine | None = None
         self._start_timeout = slot.start_timeout
         self._health_timeout = slot.health_timeout
@@ -142,14 +141,9 @@ class EngineServer:
         """See :meth:`InferenceEngine.update_weights`.
 
         Raises:
-            EngineError: the engine refuses them, or they are an adapter's and it takes none.
+            EngineError: the engine refuses them.
             WorkerError: it has not taken them in time.
         """
-        if update.adapter is not None and "lora" not in self._capabilities:
-            raise EngineError(
-                f"{self._name}: weights {version} are a LoRA adapter's, and this engine lacks the capability 'lora'; "
-                "send the merged weights, or choose an engine that has it (agentrl plugins list --kind engine)"
-            )
         await self._ask("update_weights", update, version, late="has not taken new weights")
 
     def metrics(self) -> dict[str, float]:

@@ -149,14 +149,12 @@ class ReplicaState:
         servers: one on each of its hosts; the first one takes requests and weights.
         restarts_left: new starts that it still has.
         newest: weights that it has taken last.
-        whole: the same, or those that the adapter in ``newest`` belongs to.
         is_alive: serves, as far as is known.
     """
 
     servers: list[ActorHandle]
     restarts_left: int
     newest: Weights | None = None
-    whole: Weights | None = None
     is_alive: bool = True
 
     @property
@@ -182,8 +180,6 @@ class WeightDelivery:
         self._devices = devices
         self._share = share
         self._newest: Weights | None = None
-        # The same, or what its adapter belongs to: a replica that is restarted needs both.
-        self._whole: Weights | None = None
         self._elsewhere: tuple[Weights, Any] | None = None
         # The servers in the group that weights were broadcast in last.
         self._group: tuple[list[ActorHandle], Broadcast] | None = None
@@ -193,24 +189,21 @@ class WeightDelivery:
     def note(self, weights: Weights) -> None:
         """These are the newest ones."""
         self._newest, self._elsewhere = weights, None
-        if weights.update.adapter is None:
-            self._whole = weights
 
     async def load(self, member: ReplicaState) -> None:
-        """Give a replica the newest weights, and before an adapter those that it belongs to.
+        """Give a replica the newest weights.
 
         Raises:
             EngineError: it refuses them.
             WorkerError: it died.
         """
         while self._newest is not None and member.newest is not self._newest:
-            whole = self._whole
-            weights = self._newest if whole is None or member.whole is whole else whole
+            weights = self._newest
             if weights.sender is not None:
                 await self.broadcast(weights, [member])
             else:
                 await member.server.call("update_weights", await self._update_for(member, weights), weights.version)
-                _took(member, weights)
+                member.newest = weights
 
     async def _update_for(self, member: ReplicaState, weights: Weights) -> Any:
         files = weights.update.files
@@ -244,10 +237,4 @@ class WeightDelivery:
     async def _receive(self, member: ReplicaState, number: int, broadcast: Broadcast, weights: Weights) -> None:
         broadcast = replace(broadcast, first_rank=broadcast.first_rank + number * self._devices)
         await member.server.call("update_weights", WeightUpdate(broadcast=broadcast), weights.version)
-        _took(member, weights)
-
-
-def _took(member: ReplicaState, weights: Weights) -> None:
-    member.newest = weights
-    if weights.update.adapter is None:
-        member.whole = weights
+        member.newest = weights

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import EngineError, LoraAdapter, RolloutError, WeightUpdate
+from agentrl_core.api import EngineError, RolloutError
 from agentrl_core.serving import replicas as replicas_module
 from agentrl_core.serving.weight_transport import Weights
 
@@ -19,10 +19,10 @@ MADE = []
 PLAN = {}  # what the nth engine made does wrong
 
 class Frail(InferenceEngine):
-    capabilities = frozenset({"logprobs", "weight_update", "lora", "sleep", "parallel", "multi_node"})
+    capabilities = frozenset({"logprobs", "weight_update", "sleep", "parallel", "multi_node"})
 
     def __init__(self, config, context):
-        self.fault, self.version, self.updates, self.requests = PLAN.get(len(MADE)), 0, [], 0
+        self.fault, self.version, self.requests = PLAN.get(len(MADE)), 0, 0
         self.calls = []
         self.context = context
         self.looks = 0
@@ -52,7 +52,6 @@ class Frail(InferenceEngine):
         if self.fault == "frozen" and version > 5:
             await asyncio.Event().wait()
         self.version = version
-        self.updates.append((version, update.adapter is not None))
         self.calls.append(f"update {version}")
 
     async def sleep(self, level):
@@ -118,25 +117,6 @@ def test_a_replica_that_cannot_serve_any_more_is_replaced(
     else:
         pytest.fail("the replica was not replaced during 20 rollouts")
     assert fleet.replicas.metrics()["restarts"] == 1
-
-
-def test_a_replica_that_comes_back_gets_the_weights_that_its_adapter_belongs_to(
-    make_rollout: Any, make_row: Any
-) -> None:
-    fleet = Fleet(make_rollout, {0: "ill"}, restarts=1)
-    adapter = LoraAdapter(8, 16, ("q_proj",))
-    for _ in range(2):
-        # An adapter may have the number of the weights below it: it has changed nothing yet.
-        fleet.replicas.update_weights(Weights(5, WeightUpdate(adapter=adapter)))
-    (first,) = fleet.rollout.engines
-    assert first.updates == [(5, False), (5, True), (5, True)]
-    fleet.rollout([make_row()])
-    (second,) = fleet.rollout.engines
-    assert second is not first
-    assert second.updates == [(5, False), (5, True)]
-    fleet.replicas.update_weights(Weights(6, WeightUpdate(adapter=adapter)))
-    fleet.replicas.update_weights(Weights(7))
-    assert second.updates[2:] == [(6, True), (7, False)]
 
 
 def test_the_hosts_of_a_replica_are_started_and_replaced_together(make_rollout: Any, make_row: Any) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import EngineContext, EngineError, LoraAdapter, SamplingParams, WeightUpdate
+from agentrl_core.api import EngineContext, EngineError, SamplingParams, WeightUpdate
 from agentrl_core.config.schema import EngineSlot
 from agentrl_core.serving.server import EngineServer
 
@@ -122,24 +122,6 @@ def test_an_engine_sees_the_devices_of_its_assignment(make_slot, monkeypatch) ->
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "7"
     EngineServer(slot, EngineContext("model"), devices=("2", "3"))
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "2,3"
-
-
-def test_an_adapter_never_reaches_an_engine_that_takes_none(make_server) -> None:
-    update = WeightUpdate(adapter=LoraAdapter(8, 16, ("q_proj",)))
-    for declared, refuses in ((set(), True), ({"lora"}, False)):
-        source = ENGINE.replace(
-            "(InferenceEngine):", f"(InferenceEngine):\n    capabilities = frozenset({declared!r})\n"
-        )
-        server = asyncio.run(started(make_server(source=source)))
-        asyncio.run(server.update_weights(WeightUpdate(), 1))
-        if refuses:
-            with pytest.raises(
-                EngineError, match="replica 2: weights 3 are a LoRA adapter's.*lacks the capability 'lora'"
-            ):
-                asyncio.run(server.update_weights(update, 3))
-        else:
-            asyncio.run(server.update_weights(update, 3))
-        assert server._engine.updates == ([1] if refuses else [1, 3])
 
 
 def test_what_the_engine_says_comes_through(make_server) -> None:

@@ -4,7 +4,6 @@ The engine runs in this interpreter: for one that lives in an environment of its
 """
 
 import asyncio
-import copy
 import tempfile
 import threading
 import time
@@ -22,7 +21,6 @@ from agentrl_core.api import (
     EngineContext,
     EngineError,
     InferenceEngine,
-    LoraAdapter,
     PolicySpan,
     SamplingParams,
     TokenOutput,
@@ -30,7 +28,6 @@ from agentrl_core.api import (
 )
 from agentrl_core.api.weights import Broadcast
 from agentrl_core.controller.event_loop import EventLoop
-from agentrl_core.engine_kit.adapter_tensors import tensor_names
 from agentrl_core.engine_kit.ports import free_port
 from agentrl_core.testing.contracts.case import PluginCase, PluginContract, needs
 
@@ -116,23 +113,6 @@ class Model:
         path = folder / "weights.safetensors"
         save_file({name: np.ascontiguousarray(value) for name, value in self.tensors().items()}, path)
         return WeightUpdate(files=(str(path),))
-
-    def adapter(self, seed: int) -> tuple["Model", WeightUpdate]:
-        """A LoRA adapter of rank 8, and the model that weights and adapter are together."""
-        import torch
-
-        adapter = LoraAdapter(8, 16, ("q_proj", "o_proj", "up_proj", "down_proj"))
-        merged, rng = copy.copy(self), np.random.default_rng(seed)
-        merged.module = copy.deepcopy(self.module)
-        tensors: list[tuple[str, np.ndarray[Any, Any]]] = []
-        for name, weight in merged.module.named_parameters():
-            module = name.removesuffix(".weight")
-            if module.endswith(adapter.target_modules):
-                a = rng.normal(0.0, 0.05, (8, weight.shape[1])).astype(np.float32)
-                b = rng.normal(0.0, 0.05, (weight.shape[0], 8)).astype(np.float32)
-                weight.data += adapter.scaling * torch.from_numpy(b) @ torch.from_numpy(a)
-                tensors += zip(tensor_names(module), (a, b), strict=True)
-        return merged, WeightUpdate([_bucket(tensors)], adapter=adapter)
 
 
 def _send(address: str, backend: str, models: Sequence[Model]) -> None:
@@ -419,20 +399,6 @@ class EngineContract(PluginContract):
         served.take(model, model.buckets())
         output = served.run(served.generate(PROMPTS[0], temperature=0.0))
         assert output.token_ids == model.greedy(PROMPTS[0], 16), "after a refused update nothing is taken"
-
-    def test_lora_adapters_act_on_the_weights(self, served: Served) -> None:
-        """Each takes the place of the one before; other weights take it away."""
-        needs(served.plugin, "lora", "weight_update")
-        base, other = served.model, Model(1, served.plugin.tie_word_embeddings)
-        for model, update in (base.adapter(1), base.adapter(2), (other, other.buckets()), other.adapter(1)):
-            served.take(model, update)
-            what = "weights" if update.adapter is None else "the adapter"
-            for prompt, output in zip(PROMPTS, served.run(served.together(PROMPTS, temperature=0.0)), strict=True):
-                expected = model.greedy(prompt, 16)
-                assert output.token_ids == expected, f"after {what} the answer is not that of the merged weights"
-                check_spans(output, served.version)
-                if output.log_probs is not None:
-                    assert served.gap(prompt, output) <= served.plugin.tolerance, f"stale log-probs after {what}"
 
     def test_pause_keep_goes_on_with_new_weights(self, served: Served) -> None:
         """Requests survive an update; each token says which weights sampled it, and the tail is the new model's."""

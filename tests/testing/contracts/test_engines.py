@@ -137,7 +137,7 @@ class StuckAfterCancel(Changed):
             raise
 
 
-ALL = ("logprobs", "seeds", "abort", "pause", "sleep", "weight_update", "broadcast", "lora", "sessions")
+ALL = ("logprobs", "seeds", "abort", "pause", "sleep", "weight_update", "broadcast", "sessions")
 BROKEN: dict[str, type[HFEngine]] = {
     "test_answers_fit_their_request": TooLong,
     "test_greedy_is_the_likeliest_continuation": Warm,
@@ -152,7 +152,6 @@ BROKEN: dict[str, type[HFEngine]] = {
     "test_new_weights_answer_after_an_update": Stale,
     "test_weights_that_are_sent_in_a_group_are_received": Stale,
     "test_weights_that_do_not_fit_are_refused": Lenient,
-    "test_lora_adapters_act_on_the_weights": Stale,
     "test_pause_keep_goes_on_with_new_weights": Stale,
     "test_pause_empties_the_engine": NeverPauses,
     "test_sleep_and_wake": ForgetsToWake,

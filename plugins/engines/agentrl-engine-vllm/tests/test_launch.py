@@ -54,16 +54,9 @@ def test_hosts_of_a_replica_meet_where_the_core_says() -> None:
     asyncio.run(follower.close())
 
 
-@pytest.mark.parametrize(
-    ("config", "shape", "message"),
-    [
-        ({}, {"data_parallel": 2}, "data_parallel=2: .* set rollout.engine.nodes=1, or data_parallel=1"),
-        ({"max_lora_rank": 8}, {"tensor_parallel": 2}, "max_lora_rank=8: adapters are files on one host"),
-    ],
-)
-def test_what_hosts_cannot_share_is_refused(config, shape, message) -> None:
-    with pytest.raises(EngineError, match=message):
-        make_engine(VLLMConfig(**config), EngineContext("m", nodes=2, **shape))
+def test_data_parallelism_over_hosts_is_refused() -> None:
+    with pytest.raises(EngineError, match="data_parallel=2: .* set rollout.engine.nodes=1, or data_parallel=1"):
+        make_engine(VLLMConfig(), EngineContext("m", nodes=2, data_parallel=2))
 
 
 def test_on_a_gpu_the_memory_is_vllms_choice() -> None:

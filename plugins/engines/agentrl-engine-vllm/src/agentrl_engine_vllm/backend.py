@@ -9,7 +9,6 @@ import signal
 import threading
 from typing import Any
 
-from agentrl_core.engine_kit.adapter_tensors import tensor_names
 from agentrl_engine_vllm.launch import BACKEND, WATCH_VARIABLE
 
 
@@ -67,25 +66,3 @@ class WorkerExtension:
         runner = self.model_runner
         if runner.device.type == "cpu" and runner.parallel_config.pipeline_parallel_size > 1:
             runner._dummy_run(runner.max_num_tokens)
-
-    def agentrl_adaptable(self, modules: list[str]) -> list[str]:
-        """Linear layers that a LoRA adapter can change in this worker.
-
-        Args:
-            modules: candidates, as they are named in the model's files.
-        """
-        from vllm.lora.layers.base_linear import BaseLinearLayerWithLoRA
-        from vllm.lora.utils import parse_fine_tuned_lora_name
-
-        manager = self.model_runner.lora_manager._adapter_manager
-        mapper = getattr(manager.model, "hf_to_vllm_mapper", None)
-        if mapper is not None:
-            mapper = mapper.get_rename_mapper()
-        adaptable = {
-            part
-            for name, layer in manager.modules.items()
-            if isinstance(layer, BaseLinearLayerWithLoRA)
-            for part in manager.packed_modules.get(name, [name])
-        }
-        names = ((module, tensor_names(module)[0]) for module in modules)
-        return [module for module, name in names if parse_fine_tuned_lora_name(name, mapper)[0] in adaptable]

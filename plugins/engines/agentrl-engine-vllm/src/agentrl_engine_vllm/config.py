@@ -22,7 +22,6 @@ class VLLMConfig:
     )
     enforce_eager: bool = option(False, help="no CUDA graphs and no compilation; on a CPU there never are any")
     prefix_caching: bool = option(True, help="keep the KV cache of prompts that may come again")
-    max_lora_rank: int = option(0, help="highest rank of the LoRA adapters that it takes; 0: none", ge=0, le=512)
     engine_args: dict[str, Any] = option(
         default_factory=dict, help="more arguments of vllm.AsyncEngineArgs, e.g. {block_size: 16}"
     )

@@ -13,7 +13,6 @@ from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import WeightUpdate
 from agentrl_core.engine_kit.model_tensors import ModelTensors
 from agentrl_core.engine_kit.requests import check_request, read_model_config
-from agentrl_engine_vllm.adapters import Adapters
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.counters import Counters
 from agentrl_engine_vllm.follower import VLLMFollower
@@ -62,7 +61,6 @@ class VLLMEngine(InferenceEngine):
         size = int((model.get("text_config") or model).get("vocab_size") or self._context.vocab_size)
         self._vocab_size = min(size, self._context.vocab_size or size)
         self._tensors = ModelTensors.read(self._context.model_path, model)
-        self._adapters = Adapters(self._config.max_lora_rank, self._tensors)
         os.environ.update(environment(self._config, self._context))
         arguments = engine_arguments(self._config, self._context, model)
         others = set(multiprocessing.active_children())
@@ -70,7 +68,6 @@ class VLLMEngine(InferenceEngine):
             # It takes a minute, in which this process must be able to say how it is.
             self._llm = await asyncio.to_thread(_make, arguments, self._closing)
             await self._llm.collective_rpc("agentrl_score_whole_distribution")
-            await self._adapters.start(self._llm)
             await self._llm.update_weight_version(str(self._version))
         except BaseException:
             await self.close()
@@ -185,7 +182,7 @@ class VLLMEngine(InferenceEngine):
         params = VLLMSamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
         final = None
         prompt = TokensPrompt(prompt_token_ids=prompt_ids)
-        async for answer in llm.generate(prompt, params, request_id, lora_request=self._adapters.of_request()):
+        async for answer in llm.generate(prompt, params, request_id):
             final = answer
         if final is None or not final.finished:
             raise EngineError(f"request {request_id!r}: vLLM ended it without an answer")
@@ -234,11 +231,9 @@ class VLLMEngine(InferenceEngine):
     async def update_weights(self, update: WeightUpdate, version: int) -> None:
         """What runs goes on with the new weights.
 
-        An adapter takes the place of the one before; weights of the model take away the adapter.
-
         Raises:
-            EngineError: the tensors are not the model's, or those of an adapter that it can take, and nothing was
-                sent; or vLLM failed in the middle of the update, and was ended, because nobody knows what it holds.
+            EngineError: the tensors are not the model's, and nothing was sent; or vLLM failed in the middle of the
+                update, and was ended, because nobody knows what it holds.
         """
         self._running()
         update = await asyncio.to_thread(self._checked, update)
@@ -247,7 +242,9 @@ class VLLMEngine(InferenceEngine):
             try:
                 # What runs gives up its KV cache, and computes it again with the new weights.
                 await llm.pause_generation(mode="keep", clear_cache=True)
-                await self._send(llm, update, version)
+                await llm.start_weight_update()
+                await self._weights.send(llm, update)
+                await llm.finish_weight_update(str(version))
                 self._version = version
                 self._lost_weights = False
                 if not self._closed_by & {"pause", "sleep"}:
@@ -260,24 +257,8 @@ class VLLMEngine(InferenceEngine):
     def _checked(self, update: WeightUpdate) -> WeightUpdate:
         if update.shared:
             raise EngineError("the vllm engine computes in processes of its own: it cannot share the actor's module")
-        if update.adapter is None:
-            self._weights.check(update)
-            return self._tensors.normalised(update)
-        if self._lost_weights:
-            raise EngineError("the weights are gone since sleep(2): they must come before an adapter")
-        self._adapters.check(update)
-        return update
-
-    async def _send(self, llm: Any, update: WeightUpdate, version: int) -> None:
-        if update.adapter is not None:
-            await self._adapters.load(llm, update)
-            await llm.update_weight_version(str(version))
-            return
-        await llm.start_weight_update()
-        await self._weights.send(llm, update)
-        await llm.finish_weight_update(str(version))
-        # With the weights vLLM has forgotten the adapter, the one of zeros too.
-        await self._adapters.clear(llm)
+        self._weights.check(update)
+        return self._tensors.normalised(update)
 
     async def sleep(self, level: int = 1) -> None:
         """Requests wait until :meth:`wake_up`; those that run are finished first.
@@ -336,10 +317,5 @@ def make_engine(config: VLLMConfig, context: EngineContext) -> InferenceEngine:
             f"rollout.engine.data_parallel={context.data_parallel}: the vllm engine spreads tensor and pipeline "
             "parallelism over hosts, not data parallelism; set rollout.engine.nodes=1, or data_parallel=1 and more "
             "replicas"
-        )
-    if context.nodes > 1 and config.max_lora_rank:
-        raise EngineError(
-            f"rollout.engine.config.max_lora_rank={config.max_lora_rank}: adapters are files on one host, and "
-            f"rollout.engine.nodes={context.nodes}; set one of the two to 0 or 1"
         )
     return VLLMFollower(config, context) if context.node_rank else VLLMEngine(config, context)

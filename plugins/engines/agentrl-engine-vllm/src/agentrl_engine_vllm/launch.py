@@ -17,8 +17,6 @@ WATCH_VARIABLE = "AGENTRL_VLLM_ENDS_WITH_PARENT"
 CPU_BLOCK_SIZE = 32
 """Tokens of a block on a CPU. vLLM's own 128 never finds a short prompt in its cache."""
 FALLBACK_KV_BYTES = 1 << 30
-LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Those that vLLM makes room for; an adapter may have a lower one."""
 
 
 def check_installed() -> None:
@@ -74,9 +72,6 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
         arguments["gpu_memory_utilization"] = config.mem_fraction
     if config.kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
-    if config.max_lora_rank:
-        rank = min(rank for rank in LORA_RANKS if rank >= config.max_lora_rank)
-        arguments |= {"enable_lora": True, "max_loras": 1, "max_lora_rank": rank}
     if on_cpu(context):
         arguments["block_size"] = CPU_BLOCK_SIZE
         # vLLM would take a share of the machine's memory, which other processes need.

@@ -21,7 +21,6 @@ PLUGIN = PluginSpec(
             "weight_update",
             "broadcast",
             "ipc",
-            "lora",
             "parallel",
             "multi_node",
         }

@@ -1,10 +1,7 @@
 import asyncio
-import json
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
-
-from safetensors.numpy import load_file
 
 from vllm import VOCAB, AsyncEngineArgs, Completion, FlatLogprobs, RequestOutput, SamplingParams, Span
 
@@ -12,15 +9,12 @@ from vllm import VOCAB, AsyncEngineArgs, Completion, FlatLogprobs, RequestOutput
 class AsyncLLM:
     """The last one that was made is ``AsyncLLM.last``; ``calls`` is what it was told, ``dead`` kills it.
 
-    With ``most_tokens`` no answer grows longer until new weights have come. ``adapter`` is the loaded one:
-    configuration and tensors; an update of the weights forgets it. ``workers`` are the ends of module names that each
-    worker can adapt.
+    With ``most_tokens`` no answer grows longer until new weights have come.
     """
 
     last: "AsyncLLM"
     dead = False
     bad_update = False
-    workers: tuple[tuple[str, ...], ...] = (("q_proj", "v_proj"), ("v_proj", "down_proj"))
     most_tokens: int | None = None
 
     def __init__(self, arguments: dict[str, Any]) -> None:
@@ -32,32 +26,15 @@ class AsyncLLM:
         self.running: set[str] = set()
         self.params: list[SamplingParams] = []
         self.sizes: list[int] = []
-        self.lora_requests: list[Any] = []
-        self.adapter: tuple[dict[str, Any], dict[str, Any]] | None = None
 
     @classmethod
     def from_engine_args(cls, args: AsyncEngineArgs) -> "AsyncLLM":
         cls.last = cls(args.arguments)
         return cls.last
 
-    async def collective_rpc(self, name: str, timeout: float | None = None, args: tuple[Any, ...] = ()) -> list[Any]:
+    async def collective_rpc(self, name: str) -> list[None]:
         self.calls.append((name,))
-        if name == "agentrl_adaptable":
-            (modules,) = args
-            return [[module for module in modules if module.endswith(ends)] for ends in self.workers]
-        return [None for _ in self.workers]
-
-    async def add_lora(self, request: Any) -> bool:
-        assert not self.running or not self.moving
-        assert request.load_inplace or self.adapter is None
-        if self.bad_update:
-            raise RuntimeError("size mismatch in a worker")
-        folder = Path(request.lora_path)
-        config = json.loads((folder / "adapter_config.json").read_text())
-        self.adapter = config, load_file(folder / "adapter_model.safetensors")
-        self.most_tokens = None
-        self.calls.append(("adapter", request.lora_int_id))
-        return True
+        return [None, None]
 
     async def update_weight_version(self, version: str) -> None:
         self.version = version
@@ -70,10 +47,8 @@ class AsyncLLM:
             raise RuntimeError("EngineCore encountered an issue")
 
     async def generate(
-        self, prompt: dict[str, list[int]], params: SamplingParams, request_id: str, *, lora_request: Any = None
+        self, prompt: dict[str, list[int]], params: SamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
-        assert (lora_request is None) == (self.adapter is None)
-        self.lora_requests.append(lora_request)
         self.params.append(params)
         self.running.add(request_id)
         start = prompt["prompt_token_ids"]
@@ -128,7 +103,6 @@ class AsyncLLM:
 
     async def finish_weight_update(self, version: str) -> None:
         self.calls.append(("weights", version))
-        self.adapter = None
         self.most_tokens = None
         self.version = version
 
