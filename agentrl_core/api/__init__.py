@@ -13,8 +13,8 @@ _NAMES_OF_MODULE = {
         "Termination", "ToolOutcome", "Trajectory", "TrajectorySession", "TruncationSide", "Turn",
     ),
     "algorithm": (
-        "AdvantageEstimator", "AdvantageInput", "AdvantageOutput", "AlgorithmContext", "PolicyLoss", "PolicyLossInput",
-        "PolicyLossOutput",
+        "AdvantageEstimator", "AdvantageInput", "AdvantageOutput", "AlgorithmContext", "CorrectionInput",
+        "CorrectionOutput", "PolicyLoss", "PolicyLossInput", "PolicyLossOutput", "PreparedLoss", "RolloutCorrection",
     ),
     "config": ("NoConfig", "OptionInfo", "option"),
     "dataset": ("DatasetContext", "PromptDataset"),

@@ -30,7 +30,8 @@ class PluginKind:
     ``capabilities`` are the names that a plugin of this kind may declare, each with its meaning.
 
     ``api_version`` is the version of the kind's contract, one whole number. A plugin states the one that it was
-    written for; a plugin with another number is rejected, and only its spec is imported.
+    written for; a plugin with another number is rejected, and only its spec is imported. ``adapted`` holds older
+    numbers that still work, with a warning, and what has changed since.
 
     Compatible, the number stays: a new method with a default implementation; a new field with a default in a dataclass
     that the core makes (contexts, inputs) or that a plugin makes (outputs); a new capability; a new key in a row or in
@@ -46,6 +47,7 @@ class PluginKind:
     api_version: int
     title: str
     capabilities: dict[str, str] = field(default_factory=dict)
+    adapted: dict[int, str] = field(default_factory=dict)
 
 
 KINDS: dict[str, PluginKind] = {
@@ -80,11 +82,22 @@ KINDS: dict[str, PluginKind] = {
             "turn_scores": "uses the scores that interactions return",
         }),
         PluginKind("reward_function", "agentrl.reward_functions", 1, "reward function"),
-        PluginKind("advantage_estimator", "agentrl.advantage_estimators", 1, "advantage estimator", {
+        PluginKind("advantage_estimator", "agentrl.advantage_estimators", 2, "advantage estimator", {
             "values": "needs a critic's values",
             "groups": "compares the samples of one prompt: needs rollout.n >= 2",
-        }),
-        PluginKind("policy_loss", "agentrl.policy_losses", 1, "policy loss"),
+            "components": "needs the parts of the score: a reward manager that names them",
+            "rollout_log_probs": "needs the engine's log-probs",
+            "ref_log_probs": "needs the reference's log-probs",
+            "entropies": "needs the entropies of the policy before the update",
+            "teacher_log_probs": "needs the log-probs of algorithm.teacher",
+            "greedy_baseline": "needs the score of a greedy answer to each prompt: one more trajectory per prompt",
+        }, {1: "rewards now stand on the turn that earned them; this plugin gets them all on each row's last token"}),
+        PluginKind("policy_loss", "agentrl.policy_losses", 2, "policy loss", {
+            "rollout_log_probs": "needs the engine's log-probs",
+            "ref_log_probs": "needs the reference's log-probs",
+            "entropies": "needs entropies with a gradient",
+            "mini_batch_log_probs": "needs log_probs in prepare(): one more forward pass",
+        }, {1: "the input has more fields, and prepare() sees whole mini-batches; nothing that was there has changed"}),
         PluginKind("dataset", "agentrl.datasets", 1, "prompt dataset"),
         PluginKind("tracker", "agentrl.trackers", 1, "tracker"),
         PluginKind("hook", "agentrl.hooks", 1, "lifecycle hook"),

@@ -6,6 +6,7 @@ Resolving imports the module that holds the spec; :meth:`ResolvedPlugin.load` im
 import difflib
 import importlib
 import importlib.metadata
+import logging
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -49,6 +50,8 @@ from agentrl_core.plugins.registration import (
 )
 from agentrl_core.plugins.requirements import pip_command, unmet
 from agentrl_core.plugins.spec import describe_exception, load_spec
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -182,6 +185,13 @@ class _Driver(DriverManager):  # type: ignore[misc] # stevedore's types are not 
 
 def _resolved(registration: Registration) -> ResolvedPlugin:
     spec = load_spec(registration, load=lambda: _Driver(registration).driver)
+    kind = KINDS[spec.kind]
+    if spec.api_version in kind.adapted:
+        logger.warning(
+            "%s of package %s was written for api_version %d of %s, now %d: %s. Upgrade %s", registration.title,
+            registration.package, spec.api_version, spec.kind, kind.api_version, kind.adapted[spec.api_version],
+            registration.dist,
+        )  # fmt: skip
     return ResolvedPlugin(spec, PluginRef(registration.kind, spec.name, registration.dist, registration.version))
 
 

@@ -66,8 +66,9 @@ def check_spec(spec: PluginSpec, registration: Registration) -> None:
         PluginIncompatibleError: it was written for another api_version (other differences are then not reported).
         PluginBrokenError: it is not what it should be; all problems are named.
     """
-    current = KINDS[registration.kind].api_version
-    if isinstance(spec.api_version, int) and spec.api_version != current:
+    kind = KINDS[registration.kind]
+    current = kind.api_version
+    if isinstance(spec.api_version, int) and spec.api_version not in (current, *kind.adapted):
         outdated = registration.dist if spec.api_version < current else "agentrl-core"
         raise PluginIncompatibleError(
             f"{registration.title} of package {registration.package} was written for api_version {spec.api_version} "

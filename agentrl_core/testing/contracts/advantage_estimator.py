@@ -3,46 +3,81 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from agentrl_core.algorithms.outcome import outcomes_only
 from agentrl_core.api import AdvantageEstimator, AdvantageInput, AdvantageOutput, AlgorithmContext
 from agentrl_core.testing.contracts.case import PluginCase, PluginContract, needs
 
 TOLERANCE = 1e-5
+CAPABILITY_OF_FIELD = {
+    "values": "values",
+    "components": "components",
+    "rollout_log_probs": "rollout_log_probs",
+    "ref_log_probs": "ref_log_probs",
+    "entropies": "entropies",
+    "teacher_log_probs": "teacher_log_probs",
+    "baselines": "greedy_baseline",
+}
 
 
 def example(seed: int = 0) -> AdvantageInput:
-    """Two groups of four rows of up to six tokens, with tool tokens in the middle and one empty response."""
+    """Two groups of four rows of up to six tokens in two turns, tool tokens between them, and one empty response.
+
+    Turns and outcomes are rewarded; there are two components, and everything that an estimator may declare.
+    """
     generator = torch.Generator().manual_seed(seed)
     mask_BR = torch.rand(8, 6, generator=generator) < 0.7
     mask_BR[:, 0] = True
+    mask_BR[:, 2] = False
     mask_BR[3] = False
-    rewards_B = torch.randn(8, generator=generator)
-    rewards_BR = torch.zeros(8, 6)
+    rewards_BR, turns_BR = torch.zeros(8, 6), torch.full((8, 6), -1)
+    turn_rewards_BT, outcomes_B = torch.zeros(8, 2), torch.zeros(8)
     for row in range(8):
-        sampled = mask_BR[row].nonzero()
-        if len(sampled):
-            rewards_BR[row, sampled[-1]] = rewards_B[row]
-    groups, trajectories = np.empty(8, object), np.empty(8, object)
+        sampled = mask_BR[row].nonzero().squeeze(-1)
+        if not len(sampled):
+            continue
+        turns_BR[row, sampled] = (sampled > 2).long()
+        outcomes_B[row] = torch.randn((), generator=generator)
+        rewards_BR[row, sampled[-1]] += outcomes_B[row]
+        for turn in set(turns_BR[row, sampled].tolist()):
+            turn_rewards_BT[row, turn] = torch.randn((), generator=generator)
+            rewards_BR[row, (turns_BR[row] == turn).nonzero()[-1]] += turn_rewards_BT[row, turn]
+    groups, trajectories, sources = np.empty(8, object), np.empty(8, object), np.empty(8, object)
     groups[:] = ["a"] * 4 + ["b"] * 4
     trajectories[:] = [f"t{row}" for row in range(8)]
-    return AdvantageInput(rewards_BR, mask_BR, groups, trajectories, torch.randn(8, 6, generator=generator))
+    sources[:] = ["source"] * 8
+    log_probs = {
+        name: torch.where(mask_BR, -3 * torch.rand(8, 6, generator=generator), 0.0)
+        for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "entropies")
+    }
+    first = torch.randn(8, generator=generator)
+    scores_B = outcomes_B + turn_rewards_BT.sum(-1)
+    return AdvantageInput(
+        rewards_BR, mask_BR, groups, trajectories, torch.randn(8, 6, generator=generator), outcomes=outcomes_B,
+        scores=scores_B, turn_ids=turns_BR, turn_rewards=turn_rewards_BT,
+        components={"first": first, "second": scores_B - first},
+        baselines=torch.randn(2, generator=generator).repeat_interleave(4), data_sources=sources, **log_probs,
+    )  # fmt: skip
 
 
 def rows_of(batch: AdvantageInput, rows: Sequence[int]) -> AdvantageInput:
     """These rows, in this order."""
     index = list(rows)
-    return AdvantageInput(
-        batch.token_rewards[index],
-        batch.response_mask[index],
-        batch.group_ids[index],
-        batch.trajectory_ids[index],
-        None if batch.values is None else batch.values[index],
-    )
+    values = {field.name: getattr(batch, field.name) for field in dataclasses.fields(batch)}
+    components = {name: component[index] for name, component in batch.components.items()}
+    chosen = {name: value[index] for name, value in values.items() if name != "components" and value is not None}
+    return dataclasses.replace(batch, **chosen, components=components)
+
+
+def rewarded(batch: AdvantageInput, token_rewards_BR: Tensor) -> AdvantageInput:
+    """The batch with these rewards as outcomes."""
+    return dataclasses.replace(batch, token_rewards=token_rewards_BR, scores=cast(Any, None))
 
 
 @dataclass(kw_only=True)
@@ -63,8 +98,14 @@ class AdvantageEstimatorCase(PluginCase):
         return estimator
 
     def estimate(self, batch: AdvantageInput) -> AdvantageOutput:
-        """Advantages of a batch; values only for those that declare to need them."""
-        return self.make()(batch if self.has("values") else dataclasses.replace(batch, values=None))
+        """Advantages of a batch, with what the plugin declares to need and nothing else."""
+        needed: dict[str, Any] = {
+            field: None for field, capability in CAPABILITY_OF_FIELD.items() if not self.has(capability)
+        }
+        if "components" in needed:
+            needed["components"] = {}
+        batch = dataclasses.replace(batch, **needed)
+        return self.make()(outcomes_only(batch) if self.spec.api_version < 2 else batch)
 
 
 def same(first: Tensor, second: Tensor) -> bool:
@@ -93,10 +134,9 @@ class AdvantageEstimatorContract(PluginContract):
         """A reward or a value of 100 under mask 0 changes nothing."""
         batch = example()
         hidden = ~batch.response_mask
-        values = None if batch.values is None else batch.values.masked_fill(hidden, 100.0)
-        changed = dataclasses.replace(
-            batch, token_rewards=batch.token_rewards.masked_fill(hidden, 100.0), values=values
-        )
+        per_token = ("token_rewards", "values", "rollout_log_probs", "ref_log_probs", "entropies", "teacher_log_probs")
+        filled = {name: getattr(batch, name).masked_fill(hidden, 100.0) for name in (*per_token, "old_log_probs")}
+        changed = dataclasses.replace(batch, **filled)
         before, after = plugin.estimate(batch), plugin.estimate(changed)
         assert same(before.advantages, after.advantages), "what stands under mask 0 changes the advantages"
         assert same(before.returns, after.returns), "what stands under mask 0 changes the returns"
@@ -132,7 +172,7 @@ class AdvantageEstimatorContract(PluginContract):
     def test_all_rewards_equal_is_finite(self, plugin: AdvantageEstimatorCase) -> None:
         """A group without variance, and a batch of one row."""
         batch = example()
-        equal = dataclasses.replace(batch, token_rewards=torch.where(batch.token_rewards != 0, 1.0, 0.0))
+        equal = rewarded(batch, torch.where(batch.token_rewards != 0, 1.0, 0.0))
         assert plugin.estimate(equal).advantages.isfinite().all(), "equal rewards give NaN or infinite advantages"
         single = plugin.estimate(rows_of(batch, [0])).advantages
         assert single.isfinite().all(), "one row alone gives NaN or infinite advantages"
@@ -143,8 +183,8 @@ class AdvantageEstimatorContract(PluginContract):
         batch = example()
         rewards = batch.token_rewards.clone()
         rewards[4:] *= 10
-        before = plugin.estimate(batch).advantages
-        after = plugin.estimate(dataclasses.replace(batch, token_rewards=rewards)).advantages
+        before = plugin.estimate(rewarded(batch, batch.token_rewards)).advantages
+        after = plugin.estimate(rewarded(batch, rewards)).advantages
         assert same(before[:4], after[:4]), "the rewards of another group change the advantages"
 
     def test_a_trajectory_has_one_vote(self, plugin: AdvantageEstimatorCase) -> None:

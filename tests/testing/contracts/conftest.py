@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import NoConfig, PluginSpec
+from agentrl_core.api import KINDS, NoConfig, PluginSpec
 from agentrl_core.testing.contracts import PluginContract
 from agentrl_core.testing.contracts.case import PluginContract as Base
 
@@ -22,7 +22,7 @@ def make_spec(kind: str, factory: Any, *capabilities: str, **fields: Any) -> Plu
     values = {
         "kind": kind,
         "name": "broken",
-        "api_version": 1,
+        "api_version": KINDS[kind].api_version,
         "summary": "broken on purpose",
         "factory": f"{MODULE}:{factory.__name__}",
         "config": NoConfig,

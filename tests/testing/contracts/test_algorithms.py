@@ -153,6 +153,13 @@ class SumsUp(Reinforce):
         return PolicyLossOutput((-batch.advantages * batch.log_probs).cumsum(0))
 
 
+class NormalisesByMicroBatch(Reinforce):
+    def __call__(self, batch):
+        mask = batch.response_mask
+        scale = (batch.advantages * mask).abs().sum() / mask.sum()
+        return PolicyLossOutput(-batch.advantages / scale * batch.log_probs)
+
+
 class WrongSign(Reinforce):
     def __call__(self, batch):
         return PolicyLossOutput(batch.advantages * batch.log_probs)
@@ -178,6 +185,7 @@ def test_every_check_catches_a_broken_loss(spec, catches) -> None:
             "test_gradient_is_finite": [case(Explodes), case(Detached)],
             "test_what_is_masked_has_no_influence": [case(Centred)],
             "test_rows_may_come_in_any_order": [case(SumsUp)],
+            "test_micro_batches_add_up": [case(NormalisesByMicroBatch), case(SumsUp)],
             "test_good_tokens_become_likelier": [case(WrongSign)],
             "test_batch_is_left_alone": [case(WritesAdvantages)],
             "test_known_values": [case(Reinforce, known=[(batch, torch.full_like(batch.log_probs, 7.0))])],
@@ -188,3 +196,18 @@ def test_every_check_catches_a_broken_loss(spec, catches) -> None:
 def test_the_example_has_an_empty_row_and_tool_tokens_in_the_middle() -> None:
     batch: AdvantageInput = example()
     assert not batch.response_mask[3].any() and isinstance(batch.group_ids, np.ndarray)
+
+
+class TotalOfTokens(Plain):
+    """Written for version 1, where the score stood on the last token."""
+
+    def __call__(self, batch):
+        last = [row[mask][-1:].sum() for row, mask in zip(batch.token_rewards, batch.response_mask, strict=True)]
+        return spread(batch, torch.stack(last))
+
+
+def test_an_estimator_of_version_1_gets_the_whole_score_on_the_last_token(spec) -> None:
+    batch = example()
+    case = AdvantageEstimatorCase(spec("advantage_estimator", TotalOfTokens, api_version=1))
+    expected = torch.where(batch.response_mask, batch.scores[:, None], 0.0)
+    torch.testing.assert_close(case.estimate(batch).advantages, expected)

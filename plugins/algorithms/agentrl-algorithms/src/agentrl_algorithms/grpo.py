@@ -25,7 +25,7 @@ class GRPO(AdvantageEstimator):
     a rounding error divided by eps. So does a group with one usable trajectory: it has nothing to be compared with.
 
     Rows without a sampled token (excluded samples among them) have no vote. A trajectory of several rows has one vote,
-    the mean of its rows' rewards (each row carries the trajectory's reward), and all its rows get its advantage.
+    and all its rows get its advantage.
 
     Left out: process supervision (section 4.1.3), because rewards here belong to whole trajectories; the KL term,
     which is part of the loss and not of the advantage.
@@ -38,14 +38,13 @@ class GRPO(AdvantageEstimator):
 
     def __call__(self, batch: AdvantageInput) -> AdvantageOutput:
         mask_BR = batch.response_mask.bool()
-        rewards_B = torch.where(mask_BR, batch.token_rewards, 0.0).double().sum(-1)
         usable_B = mask_BR.any(-1)
         group_B, groups = _number(batch.group_ids)
         trajectory_B, trajectories = _number(zip(batch.group_ids, batch.trajectory_ids, strict=True))
 
         rows_T = _sums(usable_B.double(), trajectory_B, trajectories)
         usable_T = rows_T > 0
-        scores_T = _sums(rewards_B * usable_B, trajectory_B, trajectories) / rows_T.clamp(min=1)
+        scores_T = _sums(batch.scores.double() * usable_B, trajectory_B, trajectories) / rows_T.clamp(min=1)
         group_T = torch.empty(trajectories, dtype=torch.long).scatter_(0, trajectory_B, group_B)
         advantages_T, has_signal_G, usable_G = self._compare(scores_T, usable_T, group_T, groups)
 
