@@ -58,10 +58,13 @@ class RewardTrajectory:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score, with details: ``metrics`` are averaged and logged under ``reward/``."""
+    """A score, with details: ``metrics`` are averaged and logged under ``reward/``; ``answer`` is what the policy
+    answered, in a form in which equal answers are equal texts: majority votes of a validation (``maj_at_<k>``) count
+    it."""
 
     score: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    answer: str | None = None
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def check_score(who: str, value: Any) -> RewardResult:
     for name, found in {"score": number, **result.metrics}.items():
         if not is_finite(found):
             raise RewardError(f"{who} returned {name}={found!r}, which is not a finite number")
-    return RewardResult(number, dict(result.metrics))
+    return RewardResult(number, dict(result.metrics), result.answer)
 
 
 class RewardWorker:

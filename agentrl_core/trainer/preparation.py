@@ -34,6 +34,7 @@ from agentrl_core.serving.interpreter import check_interpreter
 from agentrl_core.trainer.checkpoint import CheckpointStore
 from agentrl_core.trainer.plan import check_context, describe, total_steps
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
+from agentrl_core.trainer.sample_statistics import group_sizes
 from agentrl_core.workers.models import resolve_device
 
 
@@ -222,8 +223,7 @@ def check_best_metric(config: ResolvedConfig, rows: Sequence[Any]) -> None:
     wanted, validation = config.trainer.checkpoint.best_metric, config.trainer.validation
     modes = [mode for mode, used in (("greedy", validation.greedy), ("sampled", validation.n)) if used]
     names = [f"{each}_{mode}" for mode in modes for each in ("accuracy", "score_mean", "unscored")]
-    if validation.n > 1:
-        names.append(f"pass_at_{validation.n}")
+    names += [f"{each}_at_{k}" for k in group_sizes(validation.n) for each in ("pass", "maj", "best")]
     sources = sorted({row.get("data_source") or "default" for row in rows[: validation.max_prompts]})
     measured = [f"validation/{source}/{name}" for source in sources for name in names]
     if wanted is not None and wanted not in measured:

@@ -10,6 +10,7 @@ from agentrl_core.config import ResolvedConfig
 from agentrl_core.data.rows import PromptBatch, Row
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.trainer.sample_statistics import best_at_k, group_sizes, maj_at_k, pass_at_k, standard_error
 
 
 def validate(
@@ -33,10 +34,11 @@ def validate(
 
 
 def validation_metrics(results: Mapping[str, Sequence[TrajectoryResult]], correct_above: float) -> dict[str, float]:
-    """``validation/<data source>/accuracy_greedy``, ``…/accuracy_sampled``, ``…/pass_at_<k>``, ``…/score_mean``.
+    """``validation/<data source>/accuracy_greedy``, ``…/accuracy_sampled``, ``…/score_mean_<mode>``, and what
+    :func:`_of_samples` adds for several samples per prompt.
 
     Args:
-        results: by mode, ``greedy`` and ``sampled``; k is the number of samples per prompt.
+        results: by mode, ``greedy`` and ``sampled``.
         correct_above: a score above it counts as correct.
 
     A trajectory without a score (its infrastructure failed) counts as not correct, and in ``…/unscored``.
@@ -47,25 +49,45 @@ def validation_metrics(results: Mapping[str, Sequence[TrajectoryResult]], correc
         for result in all_results:
             by_source[result.row.get("data_source") or "default"].append(result)
         for source, group in by_source.items():
-            scores = [result.reward.score if result.reward else None for result in group]
-            correct = [score is not None and score > correct_above for score in scores]
-            metrics[f"validation/{source}/accuracy_{mode}"] = float(np.mean(correct))
-            known = [score for score in scores if score is not None]
-            if known:
-                metrics[f"validation/{source}/score_mean_{mode}"] = float(np.mean(known))
-            if len(known) < len(scores):
-                metrics[f"validation/{source}/unscored_{mode}"] = 1 - len(known) / len(scores)
-            if mode == "sampled":
-                metrics |= _pass_at_k(source, group, correct)
+            prompts: dict[str, list[TrajectoryResult]] = defaultdict(list)
+            for result in group:
+                prompts[result.row["uid"]].append(result)
+            scores = [result.reward.score for result in group if result.reward]
+            measured = {
+                f"accuracy_{mode}": float(np.mean([_correct(result, correct_above) for result in group])),
+                **({f"score_mean_{mode}": float(np.mean(scores))} if scores else {}),
+                **({f"unscored_{mode}": 1 - len(scores) / len(group)} if len(scores) < len(group) else {}),
+                **(_of_samples(list(prompts.values()), correct_above) if mode == "sampled" else {}),
+            }
+            metrics |= {f"validation/{source}/{name}": value for name, value in measured.items()}
     return metrics
 
 
-def _pass_at_k(source: str, group: Sequence[TrajectoryResult], correct: Sequence[bool]) -> dict[str, float]:
-    """The share of prompts with a correct answer among their k; empty for one answer per prompt."""
-    solved: dict[str, list[bool]] = defaultdict(list)
-    for result, is_correct in zip(group, correct, strict=True):
-        solved[result.row["uid"]].append(is_correct)
-    k = max(len(answers) for answers in solved.values())
-    if k < 2:
-        return {}
-    return {f"validation/{source}/pass_at_{k}": float(np.mean([any(answers) for answers in solved.values()]))}
+def _of_samples(prompts: Sequence[Sequence[TrajectoryResult]], correct_above: float) -> dict[str, float]:
+    """``pass_at_<k>``, ``best_at_<k>`` and ``maj_at_<k>``, each with its ``…_stderr``; empty for one sample per prompt.
+
+    A vote counts the answers that the reward reports, or else the last texts. Prompts with fewer than k scores are left
+    out of ``best_at_<k>``.
+    """
+    values: dict[str, list[float]] = defaultdict(list)
+    for group in prompts:
+        correct = [_correct(result, correct_above) for result in group]
+        answers = [_answer(result) for result in group]
+        scores = [result.reward.score for result in group if result.reward]
+        for k in group_sizes(len(group)):
+            values[f"pass_at_{k}"].append(pass_at_k(correct, k))
+            values[f"maj_at_{k}"].append(maj_at_k(answers, correct, k))
+            if k <= len(scores):
+                values[f"best_at_{k}"].append(best_at_k(scores, k))
+    means = {name: float(np.mean(by_prompt)) for name, by_prompt in values.items()}
+    return means | {f"{name}_stderr": standard_error(by_prompt) for name, by_prompt in values.items()}
+
+
+def _correct(result: TrajectoryResult, above: float) -> bool:
+    return result.reward is not None and result.reward.score > above
+
+
+def _answer(result: TrajectoryResult) -> str:
+    if result.reward is not None and result.reward.answer is not None:
+        return result.reward.answer
+    return result.reward_input.last_text.strip() if result.reward_input is not None else ""

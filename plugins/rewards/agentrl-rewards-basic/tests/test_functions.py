@@ -16,11 +16,12 @@ def trajectory(last_text: str, ground_truth: Any = "1665", **fields: Any) -> Rew
 
 def hash_answer(last_text: str, ground_truth: Any = "1665", format_score: float = 0.0, **fields: Any) -> float:
     function = HashAnswer(HashAnswerConfig(format_score), RewardFunctionContext("hash_answer"))
-    return function(trajectory(last_text, ground_truth, **fields))
+    return function(trajectory(last_text, ground_truth, **fields)).score
 
 
 def exact_number(last_text: str, ground_truth: Any = "1665", **fields: Any) -> float:
-    return ExactNumber(NoConfig(), RewardFunctionContext("exact_number"))(trajectory(last_text, ground_truth, **fields))
+    function = ExactNumber(NoConfig(), RewardFunctionContext("exact_number"))
+    return function(trajectory(last_text, ground_truth, **fields)).score
 
 
 @pytest.mark.parametrize(
@@ -45,6 +46,14 @@ def test_no_hash_answer_earns_no_format_score(text: str) -> None:
 def test_ground_truth_in_other_forms(truth: Any) -> None:
     assert hash_answer("#### 1665", truth) == 1.0
     assert exact_number("It is 1665.", truth) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"), [("#### 1,665.00", "1665"), ("#### 1665", "1665"), ("#### New York", "New York"), ("none", "")]
+)
+def test_equal_answers_are_reported_as_equal_texts(text: str, answer: str) -> None:
+    function = HashAnswer(HashAnswerConfig(), RewardFunctionContext("hash_answer"))
+    assert function(trajectory(text)).answer == answer
 
 
 def test_hash_answer_compares_other_answers_as_text() -> None:

@@ -5,9 +5,9 @@ Both read only what the policy wrote in its last turn: a number in a tool's or a
 
 from typing import Any, ClassVar
 
-from agentrl_core.api import NoConfig, RewardFunctionContext, RewardTrajectory
+from agentrl_core.api import NoConfig, RewardFunctionContext, RewardResult, RewardTrajectory
 from agentrl_rewards_basic.config import HashAnswerConfig
-from agentrl_rewards_basic.numbers import last_number, parse_number
+from agentrl_rewards_basic.numbers import last_number, normal_form, parse_number
 
 MARKER = "####"
 
@@ -28,15 +28,15 @@ class HashAnswer:
         self.format_score = config.format_score
         self.name = context.name
 
-    def __call__(self, trajectory: RewardTrajectory) -> float:
+    def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
         truth = _ground_truth(trajectory, self.name)
         _, marker, tail = trajectory.last_text.rpartition(MARKER)
         answer = tail.split("\n", 1)[0].strip()
         if not marker or not answer:
-            return 0.0
+            return RewardResult(0.0, answer="")
         number, true_number = parse_number(answer), parse_number(truth)
         right = answer == truth if number is None or true_number is None else number == true_number
-        return 1.0 if right else self.format_score
+        return RewardResult(1.0 if right else self.format_score, answer=normal_form(answer))
 
 
 class ExactNumber:
@@ -51,12 +51,13 @@ class ExactNumber:
     def __init__(self, config: NoConfig, context: RewardFunctionContext) -> None:
         self.name = context.name
 
-    def __call__(self, trajectory: RewardTrajectory) -> float:
+    def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
         truth = _ground_truth(trajectory, self.name)
         true_number = parse_number(truth)
         if true_number is None:
             raise ValueError(f"{self.name}: the ground truth of {_row(trajectory)} is {truth!r}, which is not a number")
-        return float(last_number(trajectory.last_text) == true_number)
+        number = last_number(trajectory.last_text)
+        return RewardResult(float(number == true_number), answer="" if number is None else normal_form(str(number)))
 
 
 def _ground_truth(trajectory: RewardTrajectory, name: str) -> str:

@@ -10,7 +10,7 @@ class NaiveRewardManager(RewardManager):
     """sum_i weight_i function_i + tool_reward_weight sum(tool_rewards) + turn_score_weight sum(turn_scores).
 
     Metrics: the score of each function under its name, its own metrics under ``<name>/<metric>``, and, where they are
-    weighted, the sums ``tool_rewards`` and ``turn_scores``. A function that fails fails the trajectory's reward.
+    weighted, the sums ``tool_rewards`` and ``turn_scores``. The answer is that of the first function with one. A function that fails fails the trajectory's reward.
     """
 
     config: NaiveConfig
@@ -43,4 +43,5 @@ class NaiveRewardManager(RewardManager):
             if weight:
                 metrics[name] = float(sum(rewards))
                 score += weight * metrics[name]
-        return RewardResult(score, metrics)
+        answers = [result.answer for result in results if result.answer is not None]
+        return RewardResult(score, metrics, answers[0] if answers else None)

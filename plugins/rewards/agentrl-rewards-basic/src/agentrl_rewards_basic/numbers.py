@@ -15,6 +15,12 @@ def parse_number(text: str) -> Decimal | None:
     return _decimal(match) if match else None
 
 
+def normal_form(text: str) -> str:
+    """One text for all forms of a number; anything else as it is."""
+    number = parse_number(text)
+    return text if number is None else f"{number.normalize():f}"
+
+
 def last_number(text: str) -> Decimal | None:
     """The last number in a text."""
     matches = list(_INSIDE.finditer(text))
