@@ -129,7 +129,8 @@ def test_generated_pages_are_current(name: str) -> None:
 
 
 SEAMS = (
-    "agent_loop", "engine", "tool", "tool_parser", "interaction", "reward", "algorithm", "dataset", "tracker", "hooks",
+    "agent_loop", "engine", "tool", "tool_parser", "interaction", "reward", "algorithm", "dataset", "sampler",
+    "tracker", "hooks",
 )  # fmt: skip
 
 

@@ -32,6 +32,7 @@ _NAMES_OF_MODULE = {
         "BoundRewardFunction", "RewardFunction", "RewardFunctionContext", "RewardManager", "RewardManagerContext",
         "RewardResult", "RewardTrajectory",
     ),
+    "sampler": ("PromptOutcome", "PromptSampler", "SamplerContext"),
     "tool": ("FunctionTool", "Tool", "ToolContext", "ToolResponse", "ToolResult", "function_schema", "schema_of"),
     "tool_parser": ("ParsedText", "ToolCall", "ToolParser", "ToolParserContext"),
     "tracker": ("Tracker", "TrackerContext"),
@@ -51,6 +52,7 @@ if TYPE_CHECKING:
     from agentrl_core.api.interaction import *
     from agentrl_core.api.plugin import *
     from agentrl_core.api.reward import *
+    from agentrl_core.api.sampler import *
     from agentrl_core.api.tool import *
     from agentrl_core.api.tool_parser import *
     from agentrl_core.api.tracker import *

@@ -228,6 +228,12 @@ class DatasetSlot(Slot):
 
 
 @dataclass
+class SamplerSlot(Slot):
+    kind: ClassVar[str] = "sampler"
+    name: str = option("shuffle", help="a registered name, 'package:name', or './file.py:object'")
+
+
+@dataclass
 class TrackerSlot(Slot):
     kind: ClassVar[str] = "tracker"
 
@@ -271,8 +277,8 @@ class DataConfig:
         "filter",
         help="for prompts that are too long: drop the row, stop with an error, or cut the last user message on a side",
     )
-    shuffle: bool = option(True, help="shuffle the rows in every epoch, by trainer.seed")
     dataset: DatasetSlot = option(default_factory=DatasetSlot)
+    sampler: SamplerSlot = option(default_factory=SamplerSlot)
 
 
 @dataclass

@@ -1,5 +1,7 @@
 """The prompts of one rollout, as they travel to the agent-loop workers: plain dataset rows."""
 
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Self
@@ -46,3 +48,11 @@ class PromptBatch:
         return [
             replace(self, rows=self.rows[start:end]) for start, end in zip(ends, ends[1:], strict=False) if end > start
         ]
+
+
+def fingerprint(rows: Sequence[dict[str, Any]]) -> str:
+    """A hash of the prompts in their order; a checkpoint keeps it to notice that the data has changed."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(json.dumps(row["raw_prompt"], sort_keys=True, default=str).encode())
+    return digest.hexdigest()[:16]

@@ -32,6 +32,7 @@ _BASES = {
     "advantage_estimator": "algorithm:AdvantageEstimator",
     "policy_loss": "algorithm:PolicyLoss",
     "dataset": "dataset:PromptDataset",
+    "sampler": "sampler:PromptSampler",
     "tracker": "tracker:Tracker",
 }
 """Classes that what a factory builds must derive from; hooks and reward functions may be anything."""
@@ -39,6 +40,7 @@ _BASES = {
 _NOT_BUILT = {
     "engine": "an engine needs a model",
     "dataset": "a dataset needs files",
+    "sampler": "a sampler needs rows",
     "tracker": "a tracker may connect to a service",
 }
 

@@ -54,6 +54,7 @@ _RECIPES = {
     "advantage_estimator": _Recipe("Estimator", "estimator", "the reward above a baseline"),
     "policy_loss": _Recipe("Loss", "loss", "policy gradient with a truncated importance weight"),
     "dataset": _Recipe("Dataset", "dataset", "questions and answers from JSON lines"),
+    "sampler": _Recipe("Sampler", "sampler", "short prompts before long ones"),
     "tracker": _Recipe("Tracker", "tracker", "metrics as lines of a CSV file"),
     "hook": _Recipe("Hooks", "hooks", "keeps the step with the best value of a metric"),
 }

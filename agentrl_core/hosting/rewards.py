@@ -79,6 +79,8 @@ def check_score(who: str, value: Any) -> RewardResult:
         number = float(score)
     except (TypeError, ValueError):
         raise RewardError(f"{who} returned {score!r}; allowed are a number, a bool or a RewardResult") from None
+    if not isinstance(result.answer, str | None):
+        raise RewardError(f"{who} returned the answer {result.answer!r:.100}; allowed are a string and None")
     for name, found in {"score": number, **result.metrics}.items():
         if not is_finite(found):
             raise RewardError(f"{who} returned {name}={found!r}, which is not a finite number")

@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError, PluginError, PluginRef
 from agentrl_core.config import ResolvedConfig
@@ -31,7 +32,7 @@ from agentrl_core.runs.run_dir import CHECKPOINT, entries
 
 STATE_FILE = "trainer.json"
 CHECKSUM_FILE = "checksums.json"
-_ORDER_OF_DATA = ("trainer.seed", "data.batch_size", "data.shuffle")
+_ORDER_OF_DATA = ("trainer.seed", "data.batch_size", "data.sampler")
 _UNSEALED = ("config.yaml", "plugins.lock.json")
 """Files whose readers check them."""
 _REMEDY = "resume from another one (trainer.resume=PATH), or from the newest undamaged one (trainer.resume=intact)"
@@ -48,6 +49,7 @@ class TrainerState:
         best_step: where it was reached.
         data_fingerprint: of the training prompts in their order.
         metrics: of that step; a run that is killed now has not logged them yet.
+        sampler: of the sampler, after that step.
     """
 
     step: int
@@ -55,6 +57,7 @@ class TrainerState:
     best_step: int | None
     data_fingerprint: str
     metrics: dict[str, float] = field(default_factory=dict)
+    sampler: dict[str, Any] = field(default_factory=dict)
 
 
 class CheckpointStore:
@@ -233,6 +236,8 @@ def resumed_state(config: ResolvedConfig, checkpoint: Path, data_fingerprint: st
     _compare_options(config, checkpoint)
     if state.data_fingerprint != data_fingerprint:
         logger.warning("the training data differs from that of %s, so the remaining prompts differ too", checkpoint)
+        # It speaks of rows by number.
+        state = replace(state, sampler={})
     return replace(state, data_fingerprint=data_fingerprint)
 
 
@@ -245,7 +250,7 @@ def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
         for key in sorted(before.keys() | now.keys())
         if before.get(key) != now.get(key) and key != "trainer.resume"
     }
-    if order := [changed[key] for key in _ORDER_OF_DATA if key in changed]:
+    if order := [changed[key] for key in changed if key.startswith(_ORDER_OF_DATA)]:
         raise ConfigError(
             f"{checkpoint} was made with another order of the data:\n  " + "\n  ".join(order) + "\n"
             "Set the old values again, or start a new run with trainer.resume=never"

@@ -4,15 +4,24 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl_core.api import ConfigError, DataError, DatasetContext, PromptDataset, TemplateError
+from agentrl_core.api import (
+    ConfigError,
+    DataError,
+    DatasetContext,
+    PromptDataset,
+    PromptOutcome,
+    PromptSampler,
+    SamplerContext,
+    TemplateError,
+)
 from agentrl_core.api.dataset import Split
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.data.overlong import fit_prompts
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import Row
-from agentrl_core.data.sampler import PromptSampler
 from agentrl_core.hosting.tools import select_tools, tool_schemas
 from agentrl_core.plugins.boundary import hang_reported
+from agentrl_core.rollout.results import TrajectoryResult
 
 _RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}
 _TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
@@ -26,6 +35,30 @@ class PromptData:
     validation: Sequence[Row]
     sampler: PromptSampler
     longest_prompt: int
+    batch_size: int
+
+    def batch(self, step: int) -> list[Row]:
+        """Return the training rows of a step.
+
+        Raises:
+            DataError: the sampler named other rows than there are, or another number of them.
+        """
+        numbers = self.sampler.batch(step)
+        if len(numbers) != self.batch_size or not all(0 <= number < len(self.train) for number in numbers):
+            raise DataError(
+                f"data.sampler: for step {step} it chose {len(numbers)} rows, {list(numbers)!r:.100}; expected "
+                f"data.batch_size={self.batch_size} numbers from 0 to {len(self.train) - 1}"
+            )
+        return [self.train[number] for number in numbers]
+
+    def update(self, step: int, results: Sequence[TrajectoryResult]) -> None:
+        """Give the sampler the rewards of a finished step."""
+        rewards: list[list[float]] = [[] for _ in range(self.batch_size)]
+        for result in results:
+            if result.termination.trained and result.reward is not None:
+                rewards[result.row["prompt_index"]].append(result.reward.score)
+        numbers = self.sampler.batch(step)
+        self.sampler.update(step, [PromptOutcome(*pair) for pair in zip(numbers, rewards, strict=True)])
 
 
 class PromptLoader:
@@ -57,8 +90,8 @@ class PromptLoader:
         train = self._split("train", data.train_files)
         validation = self._split("validation", data.validation_files) if data.validation_files else []
         self._check_reached()
-        sampler = PromptSampler(len(train), data.batch_size, self._config.trainer.seed, data.shuffle)
-        return PromptData(train, validation, sampler, self._longest)
+        sampler = data.sampler.build(SamplerContext(train, data.batch_size, self._config.trainer.seed))
+        return PromptData(train, validation, sampler, self._longest, data.batch_size)
 
     def _split(self, split: Split, files: Sequence[str]) -> list[Row]:
         slot = self._config.data.dataset

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import rich
 
-from agentrl_core.api import CheckpointError, ConfigError, HookContext, Tracker, TrackerContext
+from agentrl_core.api import CheckpointError, ConfigError, HookContext, PromptSampler, Tracker, TrackerContext
 from agentrl_core.api.dataset import Split
 from agentrl_core.config import ResolvedConfig, to_dict, to_yaml
 from agentrl_core.plugins.boundary import hang_reported
@@ -68,13 +68,15 @@ class Run:
         config: resolved.
         steps: of the whole run.
         data_fingerprint: of the training prompts in their order.
+        sampler: whose state checkpoints keep.
     """
 
-    def __init__(self, config: ResolvedConfig, steps: int, data_fingerprint: str) -> None:
+    def __init__(self, config: ResolvedConfig, steps: int, data_fingerprint: str, sampler: PromptSampler) -> None:
         self._directory = RunDir(Path(config.trainer.output_dir).resolve() / config.trainer.name)
         self.path = self._directory.path
         self._config = config
         self._steps = steps
+        self._sampler = sampler
         self._store = CheckpointStore(self._directory.checkpoints_dir, config.trainer.checkpoint.keep)
         self._checkpoint: Path | None = None
         self._state = TrainerState(0, None, None, data_fingerprint)
@@ -177,6 +179,7 @@ class Run:
         checkpoint = self._checkpoint
         if checkpoint is not None:
             logger.info("resuming from %s, after step %d of %d", checkpoint, self._state.step, self._steps)
+            self._sampler.load_state_dict(self._state.sampler)
             actor.load_checkpoint(str(checkpoint / "actor"))
             if critic is not None:
                 if not (checkpoint / "critic").is_dir():
@@ -235,7 +238,8 @@ class Run:
             shutil.copy(self._directory.config_file, directory / "config.yaml")
             shutil.copy(self._directory.lock_file, directory / "plugins.lock.json")
 
-        self._state = replace(self._state, step=step, metrics=dict(metrics))
+        sampler = self._sampler.state_dict()
+        self._state = replace(self._state, step=step, metrics=dict(metrics), sampler=sampler)
         return self._store.save(self._state, write)
 
     def note_best(self, step: int, metrics: Mapping[str, float]) -> bool:

@@ -17,8 +17,7 @@ from agentrl_core.api import AdvantageEstimator, AgentRLError, AlgorithmContext
 from agentrl_core.api.dataset import Split
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
-from agentrl_core.data.rows import PromptBatch
-from agentrl_core.data.sampler import fingerprint
+from agentrl_core.data.rows import PromptBatch, fingerprint
 from agentrl_core.hosting.shared_memory import remove_orphans, shared_memory_recorded
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
@@ -68,7 +67,8 @@ class Trainer:
         self.renderer = self.preparation.renderer
         context = AlgorithmContext(group_size=config.rollout.n)
         self.estimator: AdvantageEstimator = config.algorithm.advantage.build(context)
-        self.run = Run(config, self.steps, fingerprint(self.preparation.data.train))
+        data = self.preparation.data
+        self.run = Run(config, self.steps, fingerprint(data.train), data.sampler)
         self.timer = PhaseTimer()
         self.stop = StopRequest()
         self.step = 0
@@ -144,7 +144,7 @@ class Trainer:
     def batches(self) -> Iterator[tuple[int, PromptBatch]]:
         """Yield the prompts of each remaining step, ``rollout.n`` rows per prompt."""
         for step in range(self.step + 1, self.steps + 1):
-            rows = [self.preparation.data.train[index] for index in self.preparation.data.sampler.batch(step)]
+            rows = self.preparation.data.batch(step)
             rollout = self.config.rollout
             yield step, PromptBatch.sampled(rows, step, "train", rollout.n, asdict(rollout.sampling))
             if self.stop.requested:
@@ -244,6 +244,7 @@ class Trainer:
     ) -> None:
         """Write records, validate, save a checkpoint, and report to trackers and hooks."""
         self.step = step
+        self.preparation.data.update(step, results)
         # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
         metrics |= source_metrics(results, self.config.trainer.validation.correct_above)

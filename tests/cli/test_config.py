@@ -28,7 +28,7 @@ def test_values_with_their_origins_load_back(tmp_path: Path) -> None:
     assert shown.exit_code == 0, shown.output
     lines = {line.split("#")[0].strip(): line.rpartition("# ")[2] for line in shown.stdout.splitlines()}
     assert lines["n: 4"] == "override 'rollout.n=4'"
-    assert lines["shuffle: true"] == "default"
+    assert lines["name: shuffle"] == "default"
     assert lines["batch_size: 32"] == "config.yaml:9"
     assert yaml.safe_load(shown.stdout)["rollout"]["n"] == 4
     again = tmp_path / "again.yaml"
@@ -41,7 +41,7 @@ def test_json(tmp_path: Path) -> None:
     assert content["schema_version"] == 1
     values = {each["key"]: (each["value"], each["origin"]) for each in content["values"]}
     assert values["data.batch_size"] == (32, "config.yaml:9")
-    assert values["data.shuffle"] == (True, "default")
+    assert values["data.sampler.name"] == ("shuffle", "default")
     assert to_dict(load_config(CALCULATOR, check_files=False))["rollout"]["n"] == values["rollout.n"][0]
 
 

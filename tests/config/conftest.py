@@ -87,6 +87,7 @@ SPECS = [
     _spec("advantage_estimator", "gae", NoConfig, "values"),
     _spec("policy_loss", "ppo"),
     _spec("dataset", "prompts"),
+    _spec("sampler", "shuffle"),
     _spec("tracker", "console"),
     _spec("tracker", "jsonl"),
     _spec("tracker", "tensorboard"),

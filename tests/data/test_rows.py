@@ -5,7 +5,7 @@ from typing import Any
 import datasets
 import pytest
 
-from agentrl_core.data.rows import PromptBatch
+from agentrl_core.data.rows import PromptBatch, fingerprint
 from agentrl_dataset_prompts.config import PromptsConfig
 from agentrl_dataset_prompts.prompts import PromptsFromFiles
 
@@ -56,3 +56,9 @@ def test_the_samples_of_a_step_are_spread_over_the_workers_in_order() -> None:
     assert [len(chunk) for chunk in chunks] == [2, 1, 1] and [row for each in chunks for row in each.rows] == batch.rows
     assert {(chunk.step, chunk.split, chunk.sampling["temperature"]) for chunk in chunks} == {(3, "train", 0.5)}
     assert [len(chunk) for chunk in batch.chunk(9)] == [1, 1, 1, 1]
+
+
+def test_a_fingerprint_notices_other_prompts_and_another_order() -> None:
+    a, b = ({"raw_prompt": [{"role": "user", "content": text}]} for text in "ab")
+    assert fingerprint([a, b]) == fingerprint([a, b])
+    assert len({fingerprint([a, b]), fingerprint([b, a]), fingerprint([a]), fingerprint([])}) == 4

@@ -20,6 +20,7 @@ RESUMABLE = {
     "trainer.trackers": ["jsonl", "console"],
 }
 PPO = {
+    "data.sampler": "curriculum",
     "algorithm.advantage": "gae",
     "critic.optimizer.lr": 1e-3,
     "actor.optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 2},
@@ -42,7 +43,7 @@ def sampled(run: RunDir, step: int) -> list[Any]:
     return [[json.loads(line)[key] for key in ("uid", "response_ids", "response_logprobs")] for line in lines]
 
 
-@pytest.mark.parametrize("changes", [{}, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("changes", [{}, PPO], ids=["grpo", "ppo with a curriculum"])
 def test_killed_run_repeats_the_uninterrupted_one_from_its_last_checkpoint(
     changes: dict[str, Any], fit: Callable[..., RunDir], tiny_run: Any, start_agentrl: Callable[..., Any]
 ) -> None:

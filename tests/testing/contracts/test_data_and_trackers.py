@@ -1,8 +1,15 @@
 import json
 import random
 
-from agentrl_core.api import PromptDataset, Tracker
-from agentrl_core.testing.contracts import DatasetCase, DatasetContract, TrackerCase, TrackerContract
+from agentrl_core.api import PromptDataset, PromptSampler, Tracker
+from agentrl_core.testing.contracts import (
+    DatasetCase,
+    DatasetContract,
+    SamplerCase,
+    SamplerContract,
+    TrackerCase,
+    TrackerContract,
+)
 
 
 class Rows(PromptDataset):
@@ -51,6 +58,55 @@ def test_every_check_catches_a_broken_dataset(spec, catches) -> None:
             "test_rows_are_prompts": [case(NoPrompt), case(NoRole), case(Empty), case(Rows, rows=5)],
             "test_rows_are_the_same_every_time": [case(Shuffles)],
             "test_an_index_beyond_the_end_is_an_error": [case(Wraps)],
+        },
+    )
+
+
+class InOrder(PromptSampler):
+    def __init__(self, config, context):
+        self.rows = len(context.rows)
+        self.size = context.batch_size
+
+    def batch(self, step):
+        first = (step - 1) * self.size
+        return [position % self.rows for position in range(first, first + self.size)]
+
+
+class BeyondTheEnd(InOrder):
+    def batch(self, step):
+        return [number + self.size for number in super().batch(step)]
+
+
+class StopsAtTheEnd(InOrder):
+    def batch(self, step):
+        return super().batch(step)[: self.rows]
+
+
+class Rolls(InOrder):
+    def batch(self, step):
+        return [random.randrange(self.rows) for _ in range(self.size)]
+
+
+class KeepsItsStateToItself(InOrder):
+    seen = 0
+
+    def batch(self, step):
+        return [(number + self.seen) % self.rows for number in super().batch(step)]
+
+    def update(self, step, outcomes):
+        self.seen += sum(bool(outcome.rewards) for outcome in outcomes)
+
+
+def test_every_check_catches_a_broken_sampler(spec, catches) -> None:
+    def case(cls):
+        return SamplerCase(spec("sampler", cls))
+
+    catches(
+        SamplerContract,
+        {
+            "test_batches_are_row_numbers": [case(BeyondTheEnd), case(StopsAtTheEnd)],
+            "test_a_step_can_be_asked_for_again": [case(Rolls)],
+            "test_a_resumed_run_gets_the_prompts_of_an_uninterrupted_one": [case(KeepsItsStateToItself)],
         },
     )
 

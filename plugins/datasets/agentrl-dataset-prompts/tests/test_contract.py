@@ -2,8 +2,9 @@ import json
 
 import pytest
 
-from agentrl_core.testing.contracts import DatasetCase, DatasetContract
-from agentrl_dataset_prompts.plugin import PROMPTS
+from agentrl_core.testing.contracts import DatasetCase, DatasetContract, SamplerCase, SamplerContract
+from agentrl_dataset_prompts.config import MixtureConfig
+from agentrl_dataset_prompts.plugin import CURRICULUM, MIXTURE, PROMPTS, SEQUENTIAL, SHUFFLE
 
 
 class TestPrompts(DatasetContract):
@@ -19,3 +20,27 @@ class TestPrompts(DatasetContract):
             for number in range(5)
         ]
         return DatasetCase(PROMPTS, files={"train.jsonl": "\n".join(map(json.dumps, rows))}, rows=5)
+
+
+class TestShuffle(SamplerContract):
+    @pytest.fixture
+    def plugin(self) -> SamplerCase:
+        return SamplerCase(SHUFFLE)
+
+
+class TestSequential(SamplerContract):
+    @pytest.fixture
+    def plugin(self) -> SamplerCase:
+        return SamplerCase(SEQUENTIAL)
+
+
+class TestMixture(SamplerContract):
+    @pytest.fixture
+    def plugin(self) -> SamplerCase:
+        return SamplerCase(MIXTURE, config=MixtureConfig({"a": 0.7, "b": 0.3}))
+
+
+class TestCurriculum(SamplerContract):
+    @pytest.fixture
+    def plugin(self) -> SamplerCase:
+        return SamplerCase(CURRICULUM)

@@ -10,7 +10,8 @@ class NaiveRewardManager(RewardManager):
     """sum_i weight_i function_i + tool_reward_weight sum(tool_rewards) + turn_score_weight sum(turn_scores).
 
     Metrics: the score of each function under its name, its own metrics under ``<name>/<metric>``, and, where they are
-    weighted, the sums ``tool_rewards`` and ``turn_scores``. The answer is that of the first function with one. A function that fails fails the trajectory's reward.
+    weighted, the sums ``tool_rewards`` and ``turn_scores``. The answer is that of the first function with one.
+    A function that fails fails the trajectory's reward.
     """
 
     config: NaiveConfig
