@@ -1,5 +1,6 @@
 """From a batch of trajectories to what an advantage estimator sees."""
 
+import math
 from dataclasses import replace
 from typing import Any, cast
 
@@ -10,14 +11,32 @@ from agentrl_core.protocol import DataProto
 
 
 def advantage_input(batch: DataProto) -> AdvantageInput:
-    """The estimator's view of a batch with ``rm_scores`` and ``response_mask`` [B, R], ``uid``, ``trajectory_id``,
-    and ``values`` [B, R] where there is a critic."""
+    """The estimator's view of a batch of trajectories; columns that the batch does not have become None."""
+    present, objects = set(batch.batch.keys()), batch.non_tensor_batch
+    parts = objects["reward_components"]
+    names = dict.fromkeys(name for each in parts for name in each)
+
+    def column(name: str) -> Any:
+        return batch.batch[name] if name in present else None
+
     return AdvantageInput(
         token_rewards=batch.batch["rm_scores"],
         response_mask=batch.batch["response_mask"],
-        group_ids=batch.non_tensor_batch["uid"],
-        trajectory_ids=batch.non_tensor_batch["trajectory_id"],
-        values=batch.batch["values"] if "values" in batch.batch.keys() else None,
+        group_ids=objects["uid"],
+        trajectory_ids=objects["trajectory_id"],
+        values=column("values"),
+        outcomes=batch.batch["outcomes"],
+        scores=batch.batch["scores"],
+        turn_ids=batch.batch["turn_ids"],
+        turn_rewards=batch.batch["turn_rewards"],
+        components={name: torch.tensor([each.get(name, math.nan) for each in parts]) for name in names},
+        old_log_probs=column("old_log_probs"),
+        rollout_log_probs=column("rollout_log_probs"),
+        ref_log_probs=column("ref_log_prob"),
+        entropies=column("entropys"),
+        teacher_log_probs=column("teacher_log_probs"),
+        baselines=column("baselines"),
+        data_sources=objects["data_source"],
     )
 
 

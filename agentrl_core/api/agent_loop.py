@@ -77,10 +77,14 @@ class AgentLoopOutput:
         trajectory_id: the same for all rows of one trajectory.
         num_turns: messages of user, assistant and tools in the conversation, the system prompt not counted.
         policy_versions: number of the weights that sampled each id, -1 where mask is 0.
+        turn_ids: number of the trajectory's turn that sampled each id, from 0 over all rows, -1 where mask is 0; empty:
+            a turn begins where the mask rises.
         reward_score: set by a loop only if it scores itself; otherwise by the reward manager.
         tool_rewards: rewards returned by ``execute`` and ``calc_reward``, in order.
         tool_reward_names: the tool of each of ``tool_rewards``; empty if the loop set those itself.
+        tool_reward_turns: the turn of each of ``tool_rewards``, as in ``turn_ids``; empty as above.
         turn_scores: rewards returned by interactions, in order.
+        turn_score_turns: the turn of each of ``turn_scores``; empty if the loop set those itself.
         messages: the conversation.
         prompt_text: the prompt, decoded with its special tokens.
         segments: the response in runs of equal mask, ``(mask, decoded text)``.
@@ -101,10 +105,13 @@ class AgentLoopOutput:
     trajectory_id: str = ""
     num_turns: int = 0
     policy_versions: list[int] = field(default_factory=list)
+    turn_ids: list[int] = field(default_factory=list)
     reward_score: float | None = None
     tool_rewards: list[float] = field(default_factory=list)
     tool_reward_names: list[str] = field(default_factory=list)
+    tool_reward_turns: list[int] = field(default_factory=list)
     turn_scores: list[float] = field(default_factory=list)
+    turn_score_turns: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_text: str = ""
     segments: list[tuple[int, str]] = field(default_factory=list)

@@ -36,6 +36,8 @@ class RewardTrajectory:
         extra_info: of the row.
         tool_rewards, turn_scores: as collected by the session, in order.
         tool_reward_names: the tool of each of ``tool_rewards``; empty if the loop set those itself.
+        tool_reward_turns, turn_score_turns: the turn of the policy, from 0, that earned each of them; empty if the loop
+            set those itself.
         num_turns: as in ``AgentLoopOutput``.
         termination: a value of ``Termination``.
         row: all other fields of the dataset row.
@@ -54,16 +56,33 @@ class RewardTrajectory:
     termination: str = "completed"
     row: Mapping[str, Any] = field(default_factory=dict)
     tool_reward_names: Sequence[str] = ()
+    tool_reward_turns: Sequence[int] = ()
+    turn_score_turns: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score, with details: ``metrics`` are averaged and logged under ``reward/``; ``answer`` is what the policy
-    answered, in a form in which equal answers are equal texts: majority votes of a validation (``maj_at_<k>``) count
-    it."""
+    """A score, with details.
+
+    Args:
+        score: everything that the trajectory earned, ``turn_rewards`` and ``token_rewards`` included. The rest of it,
+            the outcome, stands on the last sampled token.
+        metrics: averaged and logged under ``reward/``.
+        components: the parts that the score is made of, by name and not weighted; logged like metrics, and given to
+            advantage estimators with the capability ``components``.
+        turn_rewards: what each turn of the policy earned, in order; turns at the end may be left out. Each stands on
+            the last token of its turn.
+        token_rewards: what each token that the policy sampled earned, in order, over all rows of the trajectory; empty
+            or one number for each.
+        answer: what the policy answered, in a form in which equal answers are equal texts: majority votes of a
+            validation (``maj_at_<k>``) count it.
+    """
 
     score: float
     metrics: Mapping[str, float] = field(default_factory=dict)
+    components: Mapping[str, float] = field(default_factory=dict)
+    turn_rewards: Sequence[float] = ()
+    token_rewards: Sequence[float] = ()
     answer: str | None = None
 
 

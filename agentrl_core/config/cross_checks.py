@@ -142,6 +142,9 @@ def plugins(config: ResolvedConfig) -> Problems:
                     f"duplicate name '{name}', first used in {path}.{first}; rows choose by name, so remove or rename "
                     "one",
                 )
+    for index, function in enumerate(config.reward.functions):
+        if function.range is not None and (len(function.range) != 2 or function.range[0] >= function.range[1]):
+            yield f"reward.functions.{index}.range", f"expected [lowest, highest], found {function.range}"
     if not config.reward.functions and not manager.has("tool_rewards") and not manager.has("turn_scores"):
         yield (
             "reward.functions",

@@ -203,6 +203,9 @@ class RewardManagerSlot(Slot):
 class RewardFunctionSlot(Slot):
     kind: ClassVar[str] = "reward_function"
     weight: float = option(1.0, help="weight of this function in the manager's sum")
+    range: list[float] | None = option(
+        None, help="lowest and highest score that this function may return; another one is a reward_error; null: any"
+    )
     timeout: float = option(30.0, gt=0, unit="seconds", help="time limit of one call")
     isolation: Isolation | None = option(None, help="inline or in a child process; null: as the function declares")
     processes: int = option(1, ge=1, help="child processes per reward worker, for isolation=process")

@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl_core.api import (
@@ -34,6 +35,7 @@ class HostedRewardFunction:
         self.name = slot.registered_name
         self.weight = slot.weight
         self._timeout = slot.timeout
+        self._range = slot.range
         function = build_reward_function(slot)
         declared = getattr(function, "isolation", "process" if inspect.isfunction(function) else "inline")
         self._function = function
@@ -48,7 +50,10 @@ class HostedRewardFunction:
         who = f"reward function {self.name!r}"
         with boundary(RewardError, f"{who} raised"):
             value = await self._call(trajectory, who)
-        return check_score(who, value)
+        result = check_score(who, value)
+        if self._range and not self._range[0] <= result.score <= self._range[1]:
+            raise RewardError(f"{who} returned {result.score:g}, outside of its range {self._range}")
+        return result
 
     async def _call(self, trajectory: RewardTrajectory, who: str) -> Any:
         if self._pool is not None:
@@ -81,10 +86,13 @@ def check_score(who: str, value: Any) -> RewardResult:
         raise RewardError(f"{who} returned {score!r}; allowed are a number, a bool or a RewardResult") from None
     if not isinstance(result.answer, str | None):
         raise RewardError(f"{who} returned the answer {result.answer!r:.100}; allowed are a string and None")
-    for name, found in {"score": number, **result.metrics}.items():
+    numbers = {"score": number, **result.metrics, **{f"component {key}": v for key, v in result.components.items()}}
+    for name in ("turn_rewards", "token_rewards"):
+        numbers |= {f"{name}[{index}]": value for index, value in enumerate(getattr(result, name))}
+    for name, found in numbers.items():
         if not is_finite(found):
             raise RewardError(f"{who} returned {name}={found!r}, which is not a finite number")
-    return RewardResult(number, dict(result.metrics), result.answer)
+    return replace(result, score=number)
 
 
 class RewardWorker:

@@ -3,19 +3,21 @@
 Legend: B rows, P prompt tokens, R response tokens.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
-from agentrl_core.api import AgentLoopOutput
+from agentrl_core.api import AgentLoopOutput, RewardResult
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 
 COLUMNS = frozenset({
-    "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rm_scores",
-    "rollout_log_probs", "uid", "trajectory_id", "data_source", "num_turns", "termination",
+    "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rm_scores", "outcomes",
+    "scores", "turn_ids", "turn_rewards", "policy_versions", "rollout_log_probs", "uid", "trajectory_id", "data_source",
+    "num_turns", "termination", "reward_components",
 })  # fmt: skip
 """What :func:`to_data_proto` names itself; the extra fields of a row have other names."""
 
@@ -24,10 +26,11 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
     """The trained rows of ``results``.
 
     Tensors: ``prompts [B, P]`` left-padded, ``responses [B, R]`` right-padded, ``response_mask [B, R]`` bool,
-    ``input_ids``, ``attention_mask``, ``position_ids`` ``[B, P+R]``, ``rm_scores [B, R]`` (the reward on the last
-    token with mask 1), and ``rollout_log_probs [B, R]`` where every row has them. Objects: ``uid`` (the prompt's
-    group), ``trajectory_id``, ``data_source``, ``num_turns``, ``termination``, and a column for each extra field of the
-    rows, None in the rows without it.
+    ``input_ids``, ``attention_mask``, ``position_ids`` ``[B, P+R]``, the columns of :func:`reward_columns`,
+    ``turn_ids`` and ``policy_versions`` ``[B, R]`` (-1 under mask 0; version 0 where a loop names none), and
+    ``rollout_log_probs [B, R]`` where every row has them. Objects: ``uid`` (the prompt's group), ``trajectory_id``,
+    ``data_source``, ``num_turns``, ``termination``, ``reward_components`` (numbers by name), and a column for each
+    extra field of the rows, None in the rows without it.
     """
     pairs = [(result, output) for result in results if result.termination.trained for output in result.outputs]
     outputs = [output for _, output in pairs]
@@ -42,10 +45,14 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
         "input_ids": np.concatenate([prompts, responses], axis=1),
         "attention_mask": attention,
         "position_ids": np.maximum(attention.cumsum(axis=1) - 1, 0),
-        "rm_scores": outcome_scores(
-            mask.astype(bool), [result.reward.score if result.reward else None for result, _ in pairs]
-        ),
+        "turn_ids": pad([output.turn_ids or turns_of(output.response_mask) for output in outputs], -1, left=False)[0],
+        "policy_versions": pad(
+            [output.policy_versions or [sampled - 1 for sampled in output.response_mask] for output in outputs],
+            -1,
+            left=False,
+        )[0],
     }
+    tensors |= reward_columns(pairs, mask.astype(bool), tensors["turn_ids"])
     log_probs = [output.response_logprobs for output in outputs]
     if all(values is not None for values in log_probs):
         tensors["rollout_log_probs"] = pad([v for v in log_probs if v is not None], 0.0, left=False)[0]
@@ -71,6 +78,54 @@ def pad(
     return padded, filled
 
 
+def turns_of(response_mask: Sequence[int], first: int = 0) -> list[int]:
+    """``AgentLoopOutput.turn_ids`` of a row whose turns, from number ``first``, begin where the mask rises."""
+    turn, before, turns = first - 1, 0, list[int]()
+    for sampled in response_mask:
+        turn += sampled > before
+        turns.append(turn if sampled else -1)
+        before = sampled
+    return turns
+
+
+def reward_columns(
+    pairs: Sequence[tuple[TrajectoryResult, AgentLoopOutput]],
+    mask_BR: np.ndarray[Any, Any],
+    turns_BR: np.ndarray[Any, Any],
+) -> dict[str, np.ndarray[Any, Any]]:
+    """Rewards in float32: ``rm_scores`` [B, R], each where it was earned; ``scores`` and ``outcomes`` [B], of the row's
+    trajectory with and without its turns and tokens; ``turn_rewards`` [B, T], of each turn of the row's trajectory.
+
+    A turn that no row has, because the template rewrote history, adds its reward to the outcome.
+    """
+    rewards = [result.reward or RewardResult(0.0) for result, _ in pairs]
+    turns = max([int(turns_BR.max(initial=-1)) + 1, *(len(reward.turn_rewards) for reward in rewards)])
+    by_turn_BT = np.zeros((len(pairs), turns), dtype=np.float64)
+    for row, reward in enumerate(rewards):
+        by_turn_BT[row, : len(reward.turn_rewards)] = reward.turn_rewards
+    present: dict[str, set[int]] = defaultdict(set)
+    for (result, _), turns_R in zip(pairs, turns_BR, strict=True):
+        present[result.trajectory_id].update(turns_R[turns_R >= 0].tolist())
+    for row in np.flatnonzero(by_turn_BT.any(axis=1)).tolist():
+        absent = [turn for turn in range(turns) if turn not in present[pairs[row][0].trajectory_id]]
+        by_turn_BT[row, absent] = 0.0
+    scores_B = np.array([reward.score for reward in rewards], dtype=np.float64)
+    outcomes_B = scores_B - by_turn_BT.sum(axis=1) - np.array([sum(reward.token_rewards) for reward in rewards])
+    rewards_BR = outcome_scores(mask_BR, outcomes_B.tolist())
+    for row in np.flatnonzero(by_turn_BT.any(axis=1)).tolist():
+        for turn in np.unique(turns_BR[row][mask_BR[row]]).tolist():
+            rewards_BR[row, np.flatnonzero(turns_BR[row] == turn)[-1]] += by_turn_BT[row, turn]
+    used: dict[str, int] = defaultdict(int)
+    for row, ((result, _), reward) in enumerate(zip(pairs, rewards, strict=True)):
+        if reward.token_rewards:
+            places = np.flatnonzero(mask_BR[row])
+            start = used[result.trajectory_id]
+            rewards_BR[row, places] += np.asarray(reward.token_rewards[start : start + len(places)], dtype=np.float32)
+            used[result.trajectory_id] += len(places)
+    columns = {"scores": scores_B, "outcomes": outcomes_B, "turn_rewards": by_turn_BT, "rm_scores": rewards_BR}
+    return {name: column.astype(np.float32) for name, column in columns.items()}
+
+
 def outcome_scores(mask_BR: np.ndarray[Any, Any], scores: Sequence[float | None]) -> np.ndarray[Any, Any]:
     """Each row's score on its last token with mask 1, float32; a row without such a token gets none."""
     scores_BR = np.zeros(mask_BR.shape, dtype=np.float32)
@@ -88,6 +143,7 @@ def _objects(pairs: Sequence[tuple[TrajectoryResult, AgentLoopOutput]]) -> dict[
     extra = [output.extra_fields for _, output in pairs]
     names = dict.fromkeys(name for fields in extra for name in fields)
     return {name: column([fields.get(name) for fields in extra]) for name in names} | {
+        "reward_components": column([dict(result.reward.components) if result.reward else {} for result, _ in pairs]),
         "uid": column([result.row["uid"] for result, _ in pairs]),
         "trajectory_id": column([result.trajectory_id for result, _ in pairs]),
         "data_source": column([result.row.get("data_source", "") for result, _ in pairs]),

@@ -23,6 +23,7 @@ class TrajectoryResult:
         metrics: counters of the session.
         tool_calls: ``name``, ``arguments``, ``response`` and ``failed`` of each call that was run.
         tool_rewards, tool_reward_names, turn_scores: what tools and the interaction returned, in order.
+        tool_reward_turns, turn_score_turns: the policy's turn before each of them, from 0.
         tool_schemas: of the tools that the policy was shown.
     """
 
@@ -39,7 +40,9 @@ class TrajectoryResult:
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)
     tool_reward_names: list[str] = field(default_factory=list)
+    tool_reward_turns: list[int] = field(default_factory=list)
     turn_scores: list[float] = field(default_factory=list)
+    turn_score_turns: list[int] = field(default_factory=list)
     tool_schemas: list[dict[str, Any]] = field(default_factory=list)
 
     def count(self, name: str, value: float = 1.0) -> None:
@@ -74,7 +77,9 @@ def reward_trajectory(
         extra_info=row.get("extra_info") or {},
         tool_rewards=last.tool_rewards,
         tool_reward_names=last.tool_reward_names,
+        tool_reward_turns=last.tool_reward_turns,
         turn_scores=last.turn_scores,
+        turn_score_turns=last.turn_score_turns,
         num_turns=last.num_turns,
         termination=termination.value,
         row={key: value for key, value in row.items() if key not in named},

@@ -220,9 +220,15 @@ class RolloutSession(TrajectorySession):
             "failures of this kind. %s\n%s", name, self.trajectory_id, error, trace,
         )  # fmt: skip
 
+    @property
+    def _turn(self) -> int:
+        """Number of the policy's turn that is answered now, over all branches."""
+        return max(self.builder.counts.turns - 1, 0) if self.builder is not None else 0
+
     def _tool_reward(self, name: str, reward: float) -> None:
         self.report.tool_rewards.append(reward)
         self.report.tool_reward_names.append(name)
+        self.report.tool_reward_turns.append(self._turn)
         self.report.count(f"tool/{name}/reward", reward)
 
     # Interaction ------------------------------------------------------------------------------------------------
@@ -259,6 +265,7 @@ class RolloutSession(TrajectorySession):
                 raise InteractionError(f"generate_response returned the {what}={value!r}, not a finite number")
         if turn.reward is not None:
             self.report.turn_scores.append(float(turn.reward))
+            self.report.turn_score_turns.append(self._turn)
         for name, value in turn.metrics.items():
             self.report.count(f"interaction/{name}", float(value))
         return turn
@@ -288,6 +295,7 @@ class RolloutSession(TrajectorySession):
             value = await self._interact(self._interaction, score, "scoring")
             if value is not None:
                 self.report.turn_scores.append(_number(value, "calculate_score of the interaction"))
+                self.report.turn_score_turns.append(self._turn)
 
     async def close(self) -> None:
         """Release everything that was opened. Never raises: a failure is logged and counted."""

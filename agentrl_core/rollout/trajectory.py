@@ -51,6 +51,7 @@ class SharedCounts:
     """What the branches of one trajectory count together."""
 
     branches: int = 0
+    turns: int = 0
     tool_calls: int = 0
     template_breaks: int = 0
 
@@ -70,16 +71,18 @@ class TokenRow(AgentLoopOutput):
         self.response_ids += ids
         self.response_mask += [0] * len(ids)
         self.policy_versions += [-1] * len(ids)
+        self.turn_ids += [-1] * len(ids)
         if self.response_logprobs is not None:
             self.response_logprobs += [0.0] * len(ids)
         self.segments.append((0, text))
 
-    def append_sampled(self, output: TokenOutput, text: str) -> None:
-        """Tokens that the policy sampled."""
+    def append_sampled(self, output: TokenOutput, text: str, turn: int) -> None:
+        """Tokens that the policy sampled in this turn of the trajectory."""
         self.response_ids += output.token_ids
         self.response_mask += [1] * len(output.token_ids)
         for span in output.spans:
             self.policy_versions += [span.version] * (span.end - span.start)
+        self.turn_ids += [turn] * len(output.token_ids)
         if output.log_probs is None:
             self.response_logprobs = None
         elif self.response_logprobs is not None:
@@ -183,7 +186,8 @@ class TrajectoryBuilder(Trajectory):
         stopped = bool(ids) and ids[-1] in stop_ids
         text = self._renderer.decode(ids[:-1] if stopped else ids)
         self._stop_text = self._renderer.decode(ids[-1:]) if stopped else ""
-        self.row.append_sampled(output, text + self._stop_text)
+        self.row.append_sampled(output, text + self._stop_text, self.counts.turns)
+        self.counts.turns += 1
         self._used += len(ids)
         self._text += text + self._stop_text
         self._full_text += text + self._stop_text

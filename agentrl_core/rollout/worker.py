@@ -28,7 +28,7 @@ from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.rewards import check_score
 from agentrl_core.hosting.tools import HostedTool, is_finite
 from agentrl_core.plugins.boundary import deadline
-from agentrl_core.rollout.batching import COLUMNS
+from agentrl_core.rollout.batching import COLUMNS, turns_of
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
@@ -244,11 +244,16 @@ class AgentLoopWorker:
             result.error = result.error or f"the agent loop {name!r} ended with {result.termination.value}"
             return
         await session.collect_rewards()
+        turns = 0
         for output in outputs:
             output.trajectory_id = result.trajectory_id
             if not output.tool_rewards:
                 output.tool_rewards, output.tool_reward_names = result.tool_rewards, result.tool_reward_names
-            output.turn_scores = output.turn_scores or result.turn_scores
+                output.tool_reward_turns = result.tool_reward_turns
+            if not output.turn_scores:
+                output.turn_scores, output.turn_score_turns = result.turn_scores, result.turn_score_turns
+            output.turn_ids = output.turn_ids or turns_of(output.response_mask, turns)
+            turns = max(turns, 1 + max(output.turn_ids, default=-1))
         if result.sampled_tokens:
             own = outputs[-1].reward_score
             result.reward = None if own is None else check_score(f"agent loop {name!r}", own)
@@ -264,6 +269,7 @@ class AgentLoopWorker:
             rewarder = self._rewarders[self._next_rewarder % len(self._rewarders)]
             try:
                 reward: RewardResult = await rewarder.call("score", result.reward_input)
+                check_places(reward, result.outputs)
                 return reward
             except (RewardError, WorkerError) as error:
                 if result.attempts > self._config.rollout.retries:
@@ -294,6 +300,20 @@ async def uninterrupted(cleanup: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
+def check_places(reward: RewardResult, outputs: Sequence[AgentLoopOutput]) -> None:
+    """Refuse rewards of turns or tokens that the trajectory does not have.
+
+    Raises:
+        RewardError: with both numbers.
+    """
+    turns = 1 + max((max(output.turn_ids, default=-1) for output in outputs), default=-1)
+    tokens = sum(sum(output.response_mask) for output in outputs)
+    if len(reward.turn_rewards) > turns:
+        raise RewardError(f"{len(reward.turn_rewards)} turn_rewards for a trajectory of {turns} turns")
+    if reward.token_rewards and len(reward.token_rewards) != tokens:
+        raise RewardError(f"{len(reward.token_rewards)} token_rewards for a trajectory of {tokens} sampled tokens")
+
+
 def classify(error: Exception) -> Termination:
     """At which boundary a trajectory failed."""
     if isinstance(error, RewardError):
@@ -320,8 +340,9 @@ def check_outputs(loop: str, returned: Any) -> list[AgentLoopOutput]:
         lengths = {"response_ids": len(output.response_ids), "response_mask": len(output.response_mask)}
         if output.response_logprobs is not None:
             lengths["response_logprobs"] = len(output.response_logprobs)
-        if output.policy_versions:
-            lengths["policy_versions"] = len(output.policy_versions)
+        for name in ("policy_versions", "turn_ids"):
+            if getattr(output, name):
+                lengths[name] = len(getattr(output, name))
         if len(set(lengths.values())) > 1:
             raise PluginError(f"agent loop {loop!r} returned lists of different lengths: {lengths}")
         if not output.prompt_ids:

@@ -34,6 +34,8 @@ class RolloutRecord(AgentLoopOutput):
         tool_schemas: OpenAI function schemas that the policy was shown.
         tool_calls: in order, each with ``name``, ``arguments``, ``response`` (what the policy saw) and ``failed``.
         reward: None where the trajectory has none.
+        reward_components: its parts by name, not weighted.
+        turn_rewards: what each turn of the policy earned; part of ``reward``.
         reward_metrics: details of the reward. NaN, here or elsewhere, reads back as None.
         ground_truth: of the dataset row.
         timings: seconds by name.
@@ -54,6 +56,8 @@ class RolloutRecord(AgentLoopOutput):
     tool_schemas: list[dict[str, Any]] = field(default_factory=list)
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     reward: float | None = None
+    reward_components: dict[str, float] = field(default_factory=dict)
+    turn_rewards: list[float] = field(default_factory=list)
     reward_metrics: dict[str, float] = field(default_factory=dict)
     ground_truth: Any = None
     timings: dict[str, float] = field(default_factory=dict)
@@ -164,7 +168,8 @@ def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:
         return None
     names = {item.name for item in fields(RewardTrajectory)}.difference(_REWARD_INPUT)
     seen = {name: getattr(record, name) for name in names} | record.reward_input
-    return RewardTrajectory(**seen | {"tool_reward_names": record.tool_reward_names or ()})
+    empty: dict[str, Any] = {name: () for name, value in seen.items() if value == []}
+    return RewardTrajectory(**seen | empty)
 
 
 def _plain(value: Any) -> Any:

@@ -111,7 +111,7 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     metrics = spread("reward", rewards)
     if rewards:
         metrics["reward/std"] = float(np.std(rewards))
-    details = _means(result.reward.metrics for result in trained if result.reward is not None)
+    details = _means({**r.reward.components, **r.reward.metrics} for r in trained if r.reward is not None)
     metrics |= {f"reward/{name}": mean for name, mean in details.items()}
     lengths = [sum(len(output.response_ids) for output in result.outputs) for result in trained]
     metrics |= spread("response_length", lengths)

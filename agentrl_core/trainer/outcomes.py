@@ -38,6 +38,8 @@ def make_records(
         outcome = _outcome(split, result) | {
             "step": step,
             "sample": row["sample_index"],
+            "reward_components": dict(result.reward.components) if result.reward else {},
+            "turn_rewards": list(result.reward.turn_rewards) if result.reward else [],
             "tool_schemas": result.tool_schemas,
             "tool_calls": result.tool_calls,
             "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),

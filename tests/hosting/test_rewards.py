@@ -102,6 +102,13 @@ def test_a_reward_that_fails_is_an_error_and_never_a_zero(score, name: str, mess
     assert message in str(caught.value)
 
 
+def test_a_score_outside_of_the_declared_range_is_a_reward_error(score) -> None:
+    most = len(TRAJECTORY.model_text)
+    assert score("length", range=[0.0, most]).score == most
+    with pytest.raises(RewardError, match=rf"'length' returned {most}, outside of its range \[0.0, 0.5\]"):
+        score("length", range=[0.0, 0.5])
+
+
 def test_a_reward_that_spins_or_dies_or_raises_in_its_process(score) -> None:
     start = time.monotonic()
     with pytest.raises(RewardError, match="no answer within 0.2 s; its process was killed"):

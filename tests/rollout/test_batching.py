@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl_core.algorithms.outcome import advantage_input
 from agentrl_core.api import AgentLoopOutput, RewardResult, Termination
 from agentrl_core.rollout.batching import outcome_scores, pad, to_data_proto
 from agentrl_core.rollout.results import TrajectoryResult
@@ -18,9 +19,9 @@ def output(prompt: list[int], response: list[int], mask: list[int], log_probs: b
 
 
 def result(*outputs: AgentLoopOutput, score: float | None = 1.0, uid: str = "u", **fields) -> TrajectoryResult:
-    fields = {"trajectory_id": "t", "termination": Termination.COMPLETED, **fields}
     reward = None if score is None else RewardResult(score)
-    return TrajectoryResult(row={"uid": uid, "data_source": "d"}, outputs=list(outputs), reward=reward, **fields)
+    fields = {"trajectory_id": "t", "termination": Termination.COMPLETED, "reward": reward, **fields}
+    return TrajectoryResult(row={"uid": uid, "data_source": "d"}, outputs=list(outputs), **fields)
 
 
 IDS = st.integers(0, 50)
@@ -128,3 +129,27 @@ def test_pad_widths_and_sides() -> None:
 def test_a_score_of_zero_and_a_negative_score_are_written() -> None:
     mask = np.array([[True], [True]])
     assert outcome_scores(mask, [0.0, -1.5]).tolist() == [[0.0], [-1.5]]
+
+
+def test_a_reward_stands_on_the_token_that_earned_it() -> None:
+    """Two turns with a tool result between them; the second turn and the outcome share the last sampled token."""
+    row = AgentLoopOutput([1], [5, 6, 7, 8, 9, 7], [1, 1, 0, 1, 1, 0], None, Termination.COMPLETED,
+                          turn_ids=[0, 0, -1, 1, 1, -1])  # fmt: skip
+    reward = RewardResult(1.75, turn_rewards=[0.5, 0.25], token_rewards=[0.0, 0.0, 2.0, -2.0], components={"a": 1.0})
+    batch = to_data_proto([result(row, reward=reward)], 0, {})
+    # What is left for the outcome: 1.75 - 0.75 - 0.
+    assert batch.batch["rm_scores"].tolist() == [[0.0, 0.5, 0.0, 2.0, 1.0 + 0.25 - 2.0, 0.0]]
+    assert batch.batch["outcomes"].tolist() == [1.0] and batch.batch["scores"].tolist() == [1.75]
+    assert batch.batch["turn_rewards"].tolist() == [[0.5, 0.25]]
+    seen = advantage_input(batch)
+    assert seen.components["a"].tolist() == [1.0] and seen.turn_ids.tolist() == [[0, 0, -1, 1, 1, -1]]
+
+
+def test_each_row_of_a_trajectory_has_the_turns_that_it_sampled() -> None:
+    first = AgentLoopOutput([1], [5, 6], [1, 1], None, Termination.COMPLETED, turn_ids=[0, 0])
+    second = AgentLoopOutput([1, 5, 6], [7, 8], [1, 0], None, Termination.COMPLETED, turn_ids=[2, -1])
+    reward = RewardResult(1.0, turn_rewards=[0.25, 0.125, 0.5], token_rewards=[0.0, 1.0, -1.0])
+    batch = to_data_proto([result(first, second, reward=reward)], 0, {})
+    # Turn 1 is in no row: its reward adds to the outcome, 1.0 - 0.25 - 0.5.
+    assert batch.batch["rm_scores"].tolist() == [[0.0, 0.25 + 1.0 + 0.25], [0.5 - 1.0 + 0.25, 0.0]]
+    assert batch.batch["turn_rewards"].tolist() == [[0.25, 0.0, 0.5]] * 2

@@ -29,21 +29,35 @@ def score(*functions: Any, config: NaiveConfig | None = None, **fields: Any) -> 
 
 def test_weighted_sum_with_the_metrics_of_each_function() -> None:
     result = score(Constant("right", 1.0, 2.0, {"digits": 4.0}), Constant("brief", 0.5, -1.0))
-    assert result == RewardResult(1.5, {"right": 1.0, "right/digits": 4.0, "brief": 0.5})
+    assert (result.score, result.metrics) == (1.5, {"right": 1.0, "right/digits": 4.0, "brief": 0.5})
+    assert result.components == {"right": 1.0, "brief": 0.5}
 
 
 def test_tool_rewards_and_turn_scores_reach_the_reward() -> None:
     config = NaiveConfig(tool_reward_weight=0.5, turn_score_weight=10.0)
     result = score(Constant("right", 1.0), config=config, tool_rewards=[1.0, 2.0], turn_scores=[0.0, 1.0])
-    assert result == RewardResult(1.0 + 1.5 + 10.0, {"right": 1.0, "tool_rewards": 3.0, "turn_scores": 1.0})
+    assert result.score == 1.0 + 1.5 + 10.0
+    assert result.metrics == {"right": 1.0, "tool_rewards": 3.0, "turn_scores": 1.0}
+
+
+def test_a_tools_reward_belongs_to_the_turn_that_called_it_and_carries_its_name() -> None:
+    result = score(
+        Constant("right", 1.0), config=NaiveConfig(tool_reward_weight=0.5, turn_score_weight=10.0),
+        tool_rewards=[1.0, 2.0, 4.0], tool_reward_names=["search", "code", "search"], tool_reward_turns=[0, 0, 2],
+        turn_scores=[0.25], turn_score_turns=[1],
+    )  # fmt: skip
+    assert result.turn_rewards == [1.5, 2.5, 2.0] and result.score == 1.0 + 6.0
+    assert result.components == {"right": 1.0, "tool/search": 5.0, "tool/code": 2.0, "turn_scores": 0.25}
 
 
 def test_tool_rewards_and_turn_scores_are_left_out_by_default() -> None:
-    assert score(Constant("right", 1.0), tool_rewards=[5.0], turn_scores=[5.0]) == RewardResult(1.0, {"right": 1.0})
+    result = score(Constant("right", 1.0), tool_rewards=[5.0], turn_scores=[5.0])
+    assert (result.score, result.metrics, result.turn_rewards) == (1.0, {"right": 1.0}, [])
 
 
 def test_no_rewards_from_tools_is_zero() -> None:
-    assert score(config=NaiveConfig(tool_reward_weight=1.0)) == RewardResult(0.0, {"tool_rewards": 0.0})
+    result = score(config=NaiveConfig(tool_reward_weight=1.0))
+    assert (result.score, result.metrics) == (0.0, {"tool_rewards": 0.0})
 
 
 def test_failing_function_fails_the_reward() -> None:
