@@ -247,7 +247,10 @@ class CorrectionOutput:
 
 
 class RolloutCorrection(ABC):
-    """Corrects for the difference between the policy that sampled and the one that is updated."""
+    """Corrects for the difference between the policy that sampled and the one that is updated.
+
+    ``algorithm.correction`` chooses one; it needs an engine with the capability ``logprobs``.
+    """
 
     def __init__(self, config: Any, context: AlgorithmContext) -> None:
         self.config = config

@@ -98,6 +98,7 @@ KINDS: dict[str, PluginKind] = {
             "entropies": "needs entropies with a gradient",
             "mini_batch_log_probs": "needs log_probs in prepare(): one more forward pass",
         }, {1: "the input has more fields, and prepare() sees whole mini-batches; nothing that was there has changed"}),
+        PluginKind("rollout_correction", "agentrl.rollout_corrections", 1, "rollout correction"),
         PluginKind("dataset", "agentrl.datasets", 1, "prompt dataset"),
         PluginKind("sampler", "agentrl.samplers", 1, "prompt sampler"),
         PluginKind("tracker", "agentrl.trackers", 1, "tracker"),

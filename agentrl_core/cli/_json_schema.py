@@ -11,7 +11,7 @@ from agentrl_core.api.config import OptionInfo
 from agentrl_core.api.errors import PluginError
 from agentrl_core.api.json_types import json_type
 from agentrl_core.api.plugin import KINDS, PluginSpec
-from agentrl_core.config.introspect import Member, element_type, is_section, is_slot, members, union_arms
+from agentrl_core.config.introspect import Member, allows_none, element_type, is_section, is_slot, members, union_arms
 from agentrl_core.config.schema import Config, Slot
 from agentrl_core.config.writing import plain
 
@@ -108,7 +108,8 @@ def _value(member: Member) -> dict[str, Any]:
     (arm, *_) = union_arms(member.type)
     element = element_type(arm)
     if is_slot(arm):
-        return _slot(arm, in_list=False)
+        slot = _slot(arm, in_list=False)
+        return {"anyOf": [*slot["anyOf"], {"type": "null"}]} if allows_none(member.type) else slot
     if is_slot(element):
         return {"type": "array", "items": _slot(element, in_list=True)}
     return _section(arm) if is_section(arm) else _type(member)

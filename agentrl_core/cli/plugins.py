@@ -265,12 +265,12 @@ def _slot_path(kind: str) -> tuple[str, bool]:
 
 
 def _slots(section: type, prefix: str) -> Iterator[tuple[str, "type[Slot]", bool]]:
-    from agentrl_core.config.introspect import element_type, is_section, is_slot, members
+    from agentrl_core.config.introspect import element_type, is_section, is_slot, members, union_arms
 
     for member in members(section).values():
         path = f"{prefix}{member.name}"
-        element = element_type(member.type)
-        if is_slot(member.type) or is_slot(element):
-            yield path, member.type if is_slot(member.type) else element, is_slot(element)
-        elif is_section(member.type):
-            yield from _slots(member.type, f"{path}.")
+        (arm, *_), element = union_arms(member.type), element_type(member.type)
+        if is_slot(arm) or is_slot(element):
+            yield path, arm if is_slot(arm) else element, is_slot(element)
+        elif is_section(arm):
+            yield from _slots(arm, f"{path}.")

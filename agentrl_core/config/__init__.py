@@ -13,6 +13,7 @@ from agentrl_core.config.schema import (
     CheckpointConfig as CheckpointConfig,
     ClusterConfig as ClusterConfig,
     Config as Config,
+    CorrectionSlot as CorrectionSlot,
     CriticConfig as CriticConfig,
     DataConfig as DataConfig,
     DatasetSlot as DatasetSlot,

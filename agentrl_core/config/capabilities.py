@@ -59,10 +59,16 @@ def _parallel(config: ResolvedConfig) -> str | None:
     return " and ".join(filter(None, (_set(f"engine.{axis}", 1)(config) for axis in axes))) or None
 
 
+def _log_probs(config: ResolvedConfig) -> str | None:
+    slot = config.algorithm.correction
+    correction = None if slot is None else f"algorithm.correction={slot.registered_name}"
+    return " and ".join(filter(None, (_set("max_logprob_gap", None)(config), correction))) or None
+
+
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "weight_update", lambda config: "training", training=True),
     Requirement("rollout.engine", "deterministic", _set("deterministic", False)),
-    Requirement("rollout.engine", "logprobs", _set("max_logprob_gap", None)),
+    Requirement("rollout.engine", "logprobs", _log_probs),
     Requirement("rollout.engine", "sleep", _set("engine.sleep", 0), training=True),
     Requirement("rollout.engine", "broadcast", _set("engine.weight_transfer", "auto", "host_memory"), training=True),
     Requirement("rollout.engine", "parallel", _parallel),

@@ -7,6 +7,7 @@ import yaml
 
 from agentrl_core.config.introspect import (
     Member,
+    allows_none,
     bounds,
     element_type,
     expected,
@@ -35,7 +36,7 @@ class OptionDoc:
 
 
 def describe(dataclass_type: type) -> list[OptionDoc]:
-    """Every key below an option dataclass, in the order of the fields; sections themselves are left out."""
+    """Every key below an option dataclass, in the order of the fields; of sections only those that may be null."""
     return _described(dataclass_type, "")
 
 
@@ -45,6 +46,7 @@ def _described(cls: type, prefix: str) -> list[OptionDoc]:
         (arm, *_) = union_arms(member.type)
         path = f"{prefix}{member.name}"
         if is_section(arm):
+            docs += [_document(member, path)] if allows_none(member.type) else []
             docs += _described(arm, f"{path}.")
             continue
         docs.append(_document(member, path))

@@ -7,7 +7,7 @@ from typing import Any
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from agentrl_core.config.introspect import element_type, is_section, members
+from agentrl_core.config.introspect import element_type, is_section, members, union_arms
 from agentrl_core.config.nodes import KeyPath, Node, from_plain, problem
 from agentrl_core.config.schema import Config
 from agentrl_core.config.writing import leaves, plain
@@ -71,9 +71,10 @@ def _with_defaults(tp: Any, node: Node) -> Any:
     """Plain containers with the defaults of the schema: an interpolation may name a key that the file leaves out."""
     if isinstance(node.value, list):
         return [_with_defaults(element_type(tp), child) for child in node.value]
-    if not is_section(tp) or not isinstance(node.value, dict):
+    (arm, *others) = union_arms(tp)
+    if others or not is_section(arm) or not isinstance(node.value, dict):
         return node.plain()
-    known = members(tp)
+    known = members(arm)
     tree = {name: plain(member.default()) for name, member in known.items() if member.default is not None}
     for key, child in node.value.items():
         tree[key] = _with_defaults(known[key].type if key in known else Any, child)

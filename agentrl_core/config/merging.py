@@ -62,8 +62,9 @@ def merged(tp: Any, base: Node | None, own: Node) -> Node:
     """``own`` over ``base``; both normalised."""
     if base is None or not isinstance(base.value, dict) or not isinstance(own.value, dict):
         return own
-    if is_slot(tp) and "name" in own.value:
-        base = _for_name(tp, base, own.value["name"])
+    (arm, *_) = union_arms(tp)
+    if is_slot(arm) and "name" in own.value:
+        base = _for_name(arm, base, own.value["name"])
     entries = dict(base.value)
     for key, child in own.value.items():
         entries[key] = merged(member_of(tp, key).type, entries.get(key), child)
@@ -125,8 +126,9 @@ def _overlaid(tp: Any, info: OptionInfo, node: Node | None, keys: tuple[str, ...
     if child is None and member.default is not None and isinstance(default := member.default(), list):
         child = normalised(member.type, from_plain(plain(default), nowhere), member.info)
     child = _overlaid(member.type, member.info, child, keys, depth + 1, value)
-    if is_slot(tp) and keys[depth:] == ("name",):
-        node = _for_name(tp, node, child)
+    (arm, *_) = union_arms(tp)
+    if is_slot(arm) and keys[depth:] == ("name",):
+        node = _for_name(arm, node, child)
     return replace(node, value={**node.value, key: child})
 
 

@@ -225,6 +225,11 @@ class PolicyLossSlot(Slot):
 
 
 @dataclass
+class CorrectionSlot(Slot):
+    kind: ClassVar[str] = "rollout_correction"
+
+
+@dataclass
 class DatasetSlot(Slot):
     kind: ClassVar[str] = "dataset"
     name: str = option("prompts", help="a registered name, 'package:name', or './file.py:object'")
@@ -342,6 +347,7 @@ class RewardConfig:
 class AlgorithmConfig:
     advantage: AdvantageSlot = option(default_factory=AdvantageSlot)
     loss: PolicyLossSlot = option(default_factory=PolicyLossSlot)
+    correction: CorrectionSlot | None = option(None, help="weights for tokens that another policy sampled; null: none")
     aggregation: Aggregation = option("token-mean", help="how per-token losses are averaged")
     kl_coef: float = option(0.0, ge=0, help="weight of the KL penalty in the loss; 0: no reference model is loaded")
     kl_estimator: KLEstimator = option("k3", help="KL estimator (Schulman 2020)")

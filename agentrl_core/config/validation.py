@@ -309,5 +309,6 @@ def places_of(key: str, most: int = 3) -> list[str]:
 def _paths(cls: type, path: KeyPath) -> Iterable[KeyPath]:
     for name, member in members(cls).items():
         yield (*path, name)
-        if is_section(member.type):
-            yield from _paths(member.type, (*path, name))
+        (arm, *_) = union_arms(member.type)
+        if is_section(arm):
+            yield from _paths(arm, (*path, name))

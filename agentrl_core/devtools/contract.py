@@ -31,6 +31,7 @@ _BASES = {
     "reward_manager": "reward:RewardManager",
     "advantage_estimator": "algorithm:AdvantageEstimator",
     "policy_loss": "algorithm:PolicyLoss",
+    "rollout_correction": "algorithm:RolloutCorrection",
     "dataset": "dataset:PromptDataset",
     "sampler": "sampler:PromptSampler",
     "tracker": "tracker:Tracker",
@@ -163,6 +164,7 @@ def _context(spec: PluginSpec, directory: Path) -> Any:
         "reward_function": lambda: RewardFunctionContext(spec.name),
         "advantage_estimator": lambda: AlgorithmContext(group_size=2),
         "policy_loss": lambda: AlgorithmContext(group_size=2),
+        "rollout_correction": lambda: AlgorithmContext(group_size=2),
         "hook": lambda: HookContext(spec.name, directory),
     }
     return contexts[spec.kind]()

@@ -53,6 +53,7 @@ _RECIPES = {
     "reward_function": _Recipe("Reward", "reward", "1 if the last turn ends with the ground truth"),
     "advantage_estimator": _Recipe("Estimator", "estimator", "the reward above a baseline"),
     "policy_loss": _Recipe("Loss", "loss", "policy gradient with a truncated importance weight"),
+    "rollout_correction": _Recipe("Correction", "correction", "truncated importance weight per token"),
     "dataset": _Recipe("Dataset", "dataset", "questions and answers from JSON lines"),
     "sampler": _Recipe("Sampler", "sampler", "short prompts before long ones"),
     "tracker": _Recipe("Tracker", "tracker", "metrics as lines of a CSV file"),

@@ -94,6 +94,8 @@ def test_the_schema_accepts_every_value_of_a_resolved_tree(
         "rollout: {engine: {config: {anything: 1}}}",
         "rollout: {engine: {name: ./mine.py:Engine, config: {anything: 1}}}",
         "critic: {path: null}",
+        "algorithm: {correction: null}",
+        "algorithm: {correction: token_tis}",
         "actor: {optimizer: {betas: [0.9, 0.95]}}",
     ],
 )

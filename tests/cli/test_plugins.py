@@ -174,7 +174,12 @@ def test_show_as_json_has_a_json_schema(isolated_plugins: IsolatedPlugins) -> No
 
 @pytest.mark.parametrize(
     ("kind", "path"),
-    [("engine", "rollout.engine"), ("reward_manager", "reward.manager"), ("policy_losse", "algorithm.loss")],
+    [
+        ("engine", "rollout.engine"),
+        ("reward_manager", "reward.manager"),
+        ("policy_losse", "algorithm.loss"),
+        ("rollout_correction", "algorithm.correction"),
+    ],
 )
 def test_fragment_stands_where_the_configuration_has_the_slot(
     isolated_plugins: IsolatedPlugins, kind: str, path: str

@@ -86,6 +86,8 @@ SPECS = [
     _spec("advantage_estimator", "grpo", NoConfig, "groups"),
     _spec("advantage_estimator", "gae", NoConfig, "values"),
     _spec("policy_loss", "ppo"),
+    _spec("rollout_correction", "truncated", Cache),
+    _spec("rollout_correction", "masked"),
     _spec("dataset", "prompts"),
     _spec("sampler", "shuffle"),
     _spec("tracker", "console"),

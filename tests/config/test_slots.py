@@ -6,11 +6,12 @@ import sys
 
 import pytest
 
-from agentrl_core.api import ConfigError
+from agentrl_core.api import ConfigError, NoConfig
 from agentrl_core.api.algorithm import AlgorithmContext
-from agentrl_core.config import AdvantageSlot, ResolvedConfig, RewardFunctionSlot
+from agentrl_core.config import AdvantageSlot, ResolvedConfig, RewardFunctionSlot, to_yaml
 from agentrl_core.config.slots import all_slots
 from agentrl_core.plugins.resolution import resolve
+from tests.config.conftest import Cache
 
 
 def test_a_loaded_configuration_knows_the_plugin_of_each_slot(load) -> None:
@@ -54,3 +55,35 @@ def test_a_file_with_options_of_its_own_works_in_another_process(tmp_path) -> No
     question = f"import pickle; print(pickle.load(open({str(pickled)!r}, 'rb')).build(None)(None))"
     done = subprocess.run([sys.executable, "-c", question], capture_output=True, text=True, cwd=tmp_path)
     assert (done.stdout, done.returncode) == ("3.0\n", 0), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("written", "overrides", "expected"),
+    [
+        ("", (), None),
+        ("algorithm: {correction: null}\n", (), None),
+        ("algorithm: {correction: truncated}\n", (), ("truncated", Cache(1))),
+        ("", ("algorithm.correction=truncated", "algorithm.correction.config.size=3"), ("truncated", Cache(3))),
+        ("algorithm: {correction: {name: truncated, config: {size: 2}}}\n", ("algorithm.correction=null",), None),
+        (
+            "algorithm: {correction: {name: truncated, config: {size: 2}}}\n",
+            ("algorithm.correction=masked",),
+            ("masked", NoConfig()),
+        ),
+    ],
+)
+def test_an_optional_slot_is_null_or_a_plugin(load, valid, written, overrides, expected) -> None:
+    config = load(valid + written, "rollout.engine=fussy", *overrides)
+    slot = config.algorithm.correction
+    assert (slot and (slot.name, slot.config)) == expected
+    assert load(to_yaml(config)) == config
+
+
+def test_options_without_a_name_in_an_optional_slot(problems, valid) -> None:
+    (message,) = problems(valid, "algorithm.correction.config.size=3")
+    assert message.startswith("algorithm.correction.name") and "required key is missing" in message
+
+
+def test_a_correction_needs_the_engines_log_probs(problems, valid) -> None:
+    (message,) = problems(valid, "algorithm.correction=truncated")
+    assert "'hf' lacks the capability 'logprobs', which algorithm.correction=truncated needs" in message

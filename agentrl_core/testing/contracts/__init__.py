@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from agentrl_core.testing.contracts.policy_loss import PolicyLossCase, PolicyLossContract
     from agentrl_core.testing.contracts.reward_function import RewardFunctionCase, RewardFunctionContract
     from agentrl_core.testing.contracts.reward_manager import RewardManagerCase, RewardManagerContract
+    from agentrl_core.testing.contracts.rollout_correction import RolloutCorrectionCase, RolloutCorrectionContract
     from agentrl_core.testing.contracts.sampler import SamplerCase, SamplerContract
     from agentrl_core.testing.contracts.tool import ToolCase, ToolContract
     from agentrl_core.testing.contracts.tool_parser import ToolParserCase, ToolParserContract
@@ -50,6 +51,8 @@ __all__ = [
     "RewardFunctionContract",
     "RewardManagerCase",
     "RewardManagerContract",
+    "RolloutCorrectionCase",
+    "RolloutCorrectionContract",
     "SamplerCase",
     "SamplerContract",
     "ToolCase",
@@ -69,6 +72,7 @@ _MODULES = {
     "PolicyLoss": "policy_loss",
     "RewardFunction": "reward_function",
     "RewardManager": "reward_manager",
+    "RolloutCorrection": "rollout_correction",
     "Sampler": "sampler",
     "Tool": "tool",
     "ToolParser": "tool_parser",

@@ -3,12 +3,22 @@ import torch
 
 from agentrl_algorithms.gae import GAE
 from agentrl_algorithms.plugin import GAE as GAE_SPEC
-from agentrl_core.api import AdvantageEstimator, AdvantageInput, AdvantageOutput, PolicyLoss, PolicyLossOutput
+from agentrl_core.api import (
+    AdvantageEstimator,
+    AdvantageInput,
+    AdvantageOutput,
+    CorrectionOutput,
+    PolicyLoss,
+    PolicyLossOutput,
+    RolloutCorrection,
+)
 from agentrl_core.testing.contracts import (
     AdvantageEstimatorCase,
     AdvantageEstimatorContract,
     PolicyLossCase,
     PolicyLossContract,
+    RolloutCorrectionCase,
+    RolloutCorrectionContract,
 )
 from agentrl_core.testing.contracts.advantage_estimator import example
 
@@ -211,3 +221,76 @@ def test_an_estimator_of_version_1_gets_the_whole_score_on_the_last_token(spec) 
     case = AdvantageEstimatorCase(spec("advantage_estimator", TotalOfTokens, api_version=1))
     expected = torch.where(batch.response_mask, batch.scores[:, None], 0.0)
     torch.testing.assert_close(case.estimate(batch).advantages, expected)
+
+
+class Ratios(RolloutCorrection):
+    """min(pi_old / pi_rollout, 2); right but for what a subclass breaks."""
+
+    def __call__(self, batch):
+        difference = torch.where(batch.response_mask, batch.old_log_probs - batch.rollout_log_probs, 0.0)
+        return CorrectionOutput(difference.exp().clamp(max=2.0), {"mean": 1.0})
+
+
+class HalfWeights(Ratios):
+    def __call__(self, batch):
+        return CorrectionOutput(super().__call__(batch).weights / 2)
+
+
+class NotANumber(Ratios):
+    def __call__(self, batch):
+        return CorrectionOutput(super().__call__(batch).weights, {"mean": float("nan")})
+
+
+class Unbounded(Ratios):
+    def __call__(self, batch):
+        difference = torch.where(batch.response_mask, batch.old_log_probs - batch.rollout_log_probs, 0.0)
+        return CorrectionOutput(difference.exp())
+
+
+class KeepsFillers(Ratios):
+    def __call__(self, batch):
+        return CorrectionOutput((batch.old_log_probs - batch.rollout_log_probs).exp().clamp(max=2.0))
+
+
+class RunningMean(Ratios):
+    def __call__(self, batch):
+        return CorrectionOutput(super().__call__(batch).weights.cumsum(0))
+
+
+class CountsEmptyRows(Ratios):
+    def __call__(self, batch):
+        weights = super().__call__(batch).weights
+        return CorrectionOutput(weights / weights.mean())
+
+
+class WritesRolloutLogProbs(Ratios):
+    def __call__(self, batch):
+        batch.rollout_log_probs.add_(1.0)
+        return super().__call__(batch)
+
+
+def test_every_check_catches_a_broken_correction(spec, catches) -> None:
+    from agentrl_core.testing.contracts.rollout_correction import example as step
+
+    def case(cls, **fields):
+        return RolloutCorrectionCase(spec("rollout_correction", cls), **fields)
+
+    catches(
+        RolloutCorrectionContract,
+        {
+            "test_output_has_the_shape_of_the_batch": [case(NotANumber)],
+            "test_equal_policies_have_weight_one": [case(HalfWeights)],
+            "test_extreme_differences_are_finite": [case(Unbounded)],
+            "test_what_is_masked_has_no_influence": [case(KeepsFillers)],
+            "test_rows_may_come_in_any_order": [case(RunningMean)],
+            "test_an_empty_response_disturbs_nobody": [case(CountsEmptyRows)],
+            "test_batch_is_left_alone": [case(WritesRolloutLogProbs)],
+            "test_known_values": [case(Ratios, known=[(step(), torch.full((5, 8), 7.0))])],
+        },
+    )
+
+
+def test_a_right_correction_passes(spec) -> None:
+    contract, case = RolloutCorrectionContract(), RolloutCorrectionCase(spec("rollout_correction", Ratios))
+    for check in (name for name in dir(contract) if name.startswith("test_")):
+        getattr(contract, check)(case)
