@@ -80,6 +80,15 @@ def rewarded(batch: AdvantageInput, token_rewards_BR: Tensor) -> AdvantageInput:
     return dataclasses.replace(batch, token_rewards=token_rewards_BR, scores=cast(Any, None))
 
 
+def _outcomes_moved(batch: AdvantageInput, mask_BR: Tensor) -> AdvantageInput:
+    """The batch with this mask, a part of its own; each row's outcome stands on its new last token."""
+    rewards_BR = batch.token_rewards.clone()
+    for mask, change in ((batch.response_mask, -1), (mask_BR, 1)):
+        for row in mask.any(-1).nonzero().squeeze(-1).tolist():
+            rewards_BR[row, mask[row].nonzero()[-1]] += change * batch.outcomes[row]
+    return dataclasses.replace(batch, token_rewards=rewards_BR, response_mask=mask_BR)
+
+
 @dataclass(kw_only=True)
 class AdvantageEstimatorCase(PluginCase):
     """An advantage estimator under test.
@@ -178,24 +187,29 @@ class AdvantageEstimatorContract(PluginContract):
         assert single.isfinite().all(), "one row alone gives NaN or infinite advantages"
 
     def test_groups_are_apart(self, plugin: AdvantageEstimatorCase) -> None:
-        """The rewards of one prompt's samples do not reach another prompt's."""
+        """The rewards of one prompt's samples change nothing for another prompt's but the scale of the whole batch."""
         needs(plugin, "groups")
         batch = example()
         rewards = batch.token_rewards.clone()
         rewards[4:] *= 10
-        before = plugin.estimate(rewarded(batch, batch.token_rewards)).advantages
-        after = plugin.estimate(rewarded(batch, rewards)).advantages
-        assert same(before[:4], after[:4]), "the rewards of another group change the advantages"
+        before = plugin.estimate(rewarded(batch, batch.token_rewards)).advantages[:4]
+        after = plugin.estimate(rewarded(batch, rewards)).advantages[:4]
+        scale = before.norm() / after.norm().clamp(min=1e-30)
+        assert same(before, after * scale), "the rewards of another group change the advantages"
 
     def test_a_trajectory_has_one_vote(self, plugin: AdvantageEstimatorCase) -> None:
-        """Rows of one trajectory count once in their group, however many they are."""
+        """A trajectory that is cut into a row per turn gets the advantages that it gets as one row."""
         needs(plugin, "groups")
         batch = example()
-        doubled = rows_of(batch, [0, 0, 0, 1, 2, 4, 5, 6, 7])
-        once = plugin.estimate(rows_of(batch, [0, 1, 2, 4, 5, 6, 7])).advantages
-        many = plugin.estimate(doubled).advantages
-        assert same(many[3:], once[1:]), "a trajectory with three rows has more than one vote in its group"
-        assert same(many[0], many[1]) and same(many[0], once[0]), "rows of one trajectory get other advantages"
+        whole = plugin.estimate(batch).advantages
+        rows = [0, 0, 0, *range(1, 8)]
+        mask = batch.response_mask[rows].clone()
+        for row, turns in enumerate(({0}, {1}, set())):
+            mask[row] &= torch.tensor([turn in turns for turn in batch.turn_ids[0].tolist()])
+        turn_ids = torch.where(mask, batch.turn_ids[rows], -1)
+        cut = plugin.estimate(dataclasses.replace(_outcomes_moved(rows_of(batch, rows), mask), turn_ids=turn_ids))
+        assert same(cut.advantages[3:], whole[1:]), "a trajectory of several rows has more than one vote in its group"
+        assert same(cut.advantages[:3].sum(0), whole[0]), "a trajectory gets other advantages if it has several rows"
 
     def test_values_are_used(self, plugin: AdvantageEstimatorCase) -> None:
         """Who asks for a critic must not ignore it."""

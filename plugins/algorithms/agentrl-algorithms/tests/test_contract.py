@@ -2,8 +2,9 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl_algorithms.plugin import GAE, GRPO, PPO
-from agentrl_core.api import AdvantageInput, PolicyLossInput
+from agentrl_algorithms import plugin as plugins
+from agentrl_algorithms.plugin import PPO
+from agentrl_core.api import AdvantageInput, PluginSpec, PolicyLossInput
 from agentrl_core.testing.contracts import (
     AdvantageEstimatorCase,
     AdvantageEstimatorContract,
@@ -11,19 +12,36 @@ from agentrl_core.testing.contracts import (
     PolicyLossContract,
 )
 
+PAIR = AdvantageInput(
+    torch.tensor([[0.0, 1.0], [0.0, 0.0]]),
+    torch.ones(2, 2, dtype=torch.bool),
+    np.array(["a", "a"], object),
+    np.array(["t0", "t1"], object),
+)
+"""Two samples of one prompt with the scores 1 and 0."""
+OF_PAIR = {
+    "grpo": (0.5**0.5, -(0.5**0.5)),
+    "rloo": (1.0, -1.0),
+    "turn_rloo": (1.0, -1.0),
+    "reinforce_plus_plus": (0.5**0.5, -(0.5**0.5)),
+    "reinforce_plus_plus_baseline": (0.5**0.5, -(0.5**0.5)),
+    "opo": (0.5, -0.5),
+    "gpg": (0.5, -0.5),
+    "grpo_passk": (1.0, 0.0),
+    "maxrl": (1.0, -1.0),
+}
+ESTIMATORS = [
+    spec for spec in vars(plugins).values() if isinstance(spec, PluginSpec) and spec.kind == "advantage_estimator"
+]
 
-class TestGRPO(AdvantageEstimatorContract):
-    @pytest.fixture
-    def plugin(self) -> AdvantageEstimatorCase:
-        ids = np.array(["a", "a"], object), np.array(["t0", "t1"], object)
-        batch = AdvantageInput(torch.tensor([[0.0, 1.0], [0.0, 0.0]]), torch.ones(2, 2, dtype=torch.bool), *ids)
-        return AdvantageEstimatorCase(GRPO, known=[(batch, torch.tensor([[1.0, 1.0], [-1.0, -1.0]]) / 2**0.5)])
 
-
-class TestGAE(AdvantageEstimatorContract):
-    @pytest.fixture
-    def plugin(self) -> AdvantageEstimatorCase:
-        return AdvantageEstimatorCase(GAE)
+class TestEstimators(AdvantageEstimatorContract):
+    @pytest.fixture(params=ESTIMATORS, ids=lambda spec: spec.name)
+    def plugin(self, request: pytest.FixtureRequest) -> AdvantageEstimatorCase:
+        known = []
+        if request.param.name in OF_PAIR:
+            known.append((PAIR, torch.tensor(OF_PAIR[request.param.name])[:, None].expand(2, 2)))
+        return AdvantageEstimatorCase(request.param, known=known)
 
 
 class TestPPO(PolicyLossContract):

@@ -19,6 +19,26 @@ class GAEConfig:
 
 
 @dataclass
+class TurnGAEConfig(GAEConfig):
+    turn_gamma: float = option(1.0, ge=0, le=1, help="discount from a turn's last token to the next turn")
+    turn_lam: float = option(1.0, ge=0, le=1, help="lambda from a turn's last token to the next turn")
+
+
+@dataclass
+class GDPOConfig:
+    weights: dict[str, float] = option(
+        default_factory=dict, help="weight of each component after its normalisation, by name; 1 for those left out"
+    )
+
+
+@dataclass
+class OnPolicyDistillationConfig:
+    reward_coef: float = option(
+        0.0, ge=0, help="weight of the group-relative score (grpo) that is added; 0: only the teacher counts"
+    )
+
+
+@dataclass
 class PPOConfig:
     clip_low: float = option(0.2, gt=0, lt=1, help="the ratio counts down to 1 - clip_low")
     clip_high: float = option(

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from agentrl_algorithms.config import GAEConfig
+from agentrl_algorithms.groups import whiten
 from agentrl_core.api import AdvantageEstimator, AdvantageInput, AdvantageOutput
 
 
@@ -38,30 +39,28 @@ class GAE(AdvantageEstimator):
         mask_BR = batch.response_mask.bool()
         rewards_BR = torch.where(mask_BR, batch.token_rewards.float(), 0.0)
         values_BR = torch.where(mask_BR, batch.values.float(), 0.0)
-        advantages_BR = self._recursion(rewards_BR, values_BR, mask_BR)
+        advantages_BR = self._recursion(rewards_BR, values_BR, mask_BR, *self.discounts(batch))
         returns_BR = advantages_BR + values_BR
         if self.config.whiten:
             advantages_BR = whiten(advantages_BR, mask_BR)
         return AdvantageOutput(advantages_BR, returns_BR)
 
-    def _recursion(self, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor) -> Tensor:
+    def discounts(self, batch: AdvantageInput) -> tuple[Tensor, Tensor]:
+        """Gamma and lambda [B, R] of the step from each sampled token to the next one of its row."""
+        ones_BR = torch.ones_like(batch.token_rewards, dtype=torch.float32)
+        return self.config.gamma * ones_BR, self.config.lam * ones_BR
+
+    def _recursion(
+        self, rewards_BR: Tensor, values_BR: Tensor, mask_BR: Tensor, gamma_BR: Tensor, lam_BR: Tensor
+    ) -> Tensor:
         advantages_BR = torch.zeros_like(values_BR)
         next_advantage_B = values_BR.new_zeros(len(values_BR))
         next_value_B = values_BR.new_zeros(len(values_BR))
         for t in reversed(range(values_BR.shape[1])):
             sampled_B = mask_BR[:, t]
-            delta_B = rewards_BR[:, t] + self.config.gamma * next_value_B - values_BR[:, t]
-            advantage_B = delta_B + self.config.gamma * self.config.lam * next_advantage_B
+            delta_B = rewards_BR[:, t] + gamma_BR[:, t] * next_value_B - values_BR[:, t]
+            advantage_B = delta_B + gamma_BR[:, t] * lam_BR[:, t] * next_advantage_B
             advantages_BR[:, t] = torch.where(sampled_B, advantage_B, 0.0)
             next_advantage_B = torch.where(sampled_B, advantage_B, next_advantage_B)
             next_value_B = torch.where(sampled_B, values_BR[:, t], next_value_B)
         return advantages_BR
-
-
-def whiten(values_BR: Tensor, mask_BR: Tensor, eps: float = 1e-8) -> Tensor:
-    """Values with mean 0 and (biased) variance 1 over mask 1, and 0 under mask 0; fewer than two are left alone."""
-    if int(mask_BR.sum()) < 2:
-        return values_BR
-    selected_N = values_BR[mask_BR]
-    scale = torch.rsqrt(selected_N.var(unbiased=False) + eps)
-    return torch.where(mask_BR, (values_BR - selected_N.mean()) * scale, 0.0)
