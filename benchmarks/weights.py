@@ -17,7 +17,7 @@ import torch
 from _report import Figure, print_figures, write_json
 
 from agentrl_core.api import WeightUpdate
-from agentrl_core.workers.weights import ModelFile, ModelWeights
+from agentrl_core.workers.weights import ModelWeights
 
 TRANSPORT_GOAL = 2.5
 LAYERS = 24
@@ -52,7 +52,7 @@ def measure(mib: int, repetitions: int) -> list[Figure]:
     tensors = [tensor.detach().numpy().reshape(-1).view(np.uint8) for tensor in model.tensors]
     nbytes = sum(tensor.nbytes for tensor in tensors)
     copies = [np.zeros_like(tensor) for tensor in tensors]
-    files = ModelFile(ModelWeights(model))
+    files = ModelWeights(model)
     here, there = multiprocessing.Pipe()
     reader = multiprocessing.get_context("fork").Process(target=read, args=(there,), daemon=True)
     reader.start()
@@ -64,7 +64,7 @@ def measure(mib: int, repetitions: int) -> list[Figure]:
                 np.copyto(target, source)
             copied.append((time.perf_counter() - start) * 1000)
             start = time.perf_counter()
-            here.send(files.write())
+            here.send(files.write_file())
             here.recv()
             moved.append((time.perf_counter() - start) * 1000)
             here.send(None)

@@ -14,7 +14,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from agentrl_core.api.errors import EngineError
@@ -32,6 +32,12 @@ SAFETENSORS_DTYPES = {
 """Names of the safetensors format, and those of torch."""
 
 
+def _no_data() -> "np.ndarray[Any, Any]":
+    import numpy as np
+
+    return np.empty(0, np.uint8)
+
+
 @dataclass(frozen=True)
 class ArrayBucket:
     """A bucket of weights as raw bytes: the tensors stand in ``data`` one after the other, each C-contiguous.
@@ -40,24 +46,28 @@ class ArrayBucket:
         names: Hugging Face names.
         shapes: of each tensor.
         dtypes: torch names without the prefix (``bfloat16``, ``float32``).
-        data: [bytes] uint8; may be read-only.
+        data: [bytes] uint8; may be read-only. Empty where the bucket only describes what is sent.
     """
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
-    data: "np.ndarray[Any, Any]"
+    data: "np.ndarray[Any, Any]" = field(default_factory=_no_data)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each tensor."""
+        return [math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in zip(self.shapes, self.dtypes, strict=True)]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return int(self.data.nbytes)
+        return sum(self.sizes)
 
     def tensors(self) -> Iterator[tuple[str, tuple[int, ...], str, "np.ndarray[Any, Any]"]]:
         """Name, shape, dtype and bytes (uint8, a view) of each tensor."""
         start = 0
-        for name, shape, dtype in zip(self.names, self.shapes, self.dtypes, strict=True):
-            size = math.prod(shape) * DTYPE_BYTES[dtype]
+        for name, shape, dtype, size in zip(self.names, self.shapes, self.dtypes, self.sizes, strict=True):
             yield name, shape, dtype, self.data[start : start + size]
             start += size
 
@@ -71,7 +81,7 @@ class Broadcast:
     Args:
         address: where they meet; the same one as before means the same group, which is joined once.
         backend: ``gloo``, ``nccl``, or ``ipc`` where each computes on a device of the actor's.
-        size: ranks of the group, with the actor's rank 0.
+        size: ranks of the group. The actor's come first: rank 0, with ``ipc`` one for each of its processes.
         first_rank: of this engine's processes, which have as many ranks as the engine has devices.
         buckets: in the order in which they are sent; their ``data`` is empty.
     """

@@ -5,7 +5,6 @@ file.views["model.norm.weight"][:] = ... # an update overwrites the bytes, and n
 """
 
 import json
-import math
 import mmap
 import os
 import shutil
@@ -18,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from agentrl_core.api.errors import EngineError
-from agentrl_core.api.weights import DTYPE_BYTES, SAFETENSORS_DTYPES, ArrayBucket
+from agentrl_core.api.weights import SAFETENSORS_DTYPES, ArrayBucket
 
 MEMORY = Path("/dev/shm")
 ROOM = 1.1
@@ -120,8 +119,8 @@ def _header(layout: Iterable[ArrayBucket]) -> tuple[bytes, dict[str, int]]:
     ends: dict[str, int] = {}
     start = 0
     for bucket in layout:
-        for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True):
-            ends[name] = start + math.prod(shape) * DTYPE_BYTES[dtype]
+        for name, shape, dtype, size in zip(bucket.names, bucket.shapes, bucket.dtypes, bucket.sizes, strict=True):
+            ends[name] = start + size
             entries[name] = {"dtype": _CODES[dtype], "shape": list(shape), "data_offsets": [start, ends[name]]}
             start = ends[name]
     text = json.dumps(entries).encode()

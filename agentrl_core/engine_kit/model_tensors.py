@@ -1,7 +1,6 @@
 """Whether weights are those of the model: checked before a byte of them reaches the engine."""
 
 import difflib
-import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -77,7 +76,7 @@ def check_weights(
     Raises:
         EngineError: with all that is wrong, and nothing has been written.
     """
-    problems = [*broken_buckets(buckets, has_data), *differences(shapes_of(buckets), known, "the model has", tied)]
+    problems = [*_broken(buckets, has_data), *_differences(shapes_of(buckets), known, tied)]
     if problems:
         raise EngineError("weights refused, nothing was sent:\n" + "\n".join(f"  - {problem}" for problem in problems))
 
@@ -88,19 +87,13 @@ def shapes_of(buckets: Iterable[ArrayBucket]) -> dict[str, tuple[int, ...]]:
     return {name: tuple(shape) for each in buckets for name, shape in zip(each.names, each.shapes, strict=False)}
 
 
-def differences(given: Shapes, known: Shapes, owner: str, tied: Iterable[Collection[str]] = ()) -> Iterator[str]:
-    """What is wrong with names and shapes, one line each.
-
-    Args:
-        owner: of the known shapes, with a verb: ``the model has``.
-        tied: see :func:`check_weights`.
-    """
+def _differences(given: Shapes, known: Shapes, tied: Iterable[Collection[str]]) -> Iterator[str]:
     for name, shape in given.items():
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
-            yield f"{name}: {owner} no such tensor" + (f" (nearest: {near[0]})" if near else "")
+            yield f"{name}: the model has no such tensor" + (f" (nearest: {near[0]})" if near else "")
         elif shape != known[name]:
-            yield f"{name}: shape {list(shape)} was given, {owner} {list(known[name])}"
+            yield f"{name}: shape {list(shape)} was given, the model has {list(known[name])}"
     groups = {name: tuple(names) for names in tied for name in names}
     for names in dict.fromkeys(groups.get(name, (name,)) for name in known):
         if not any(name in given for name in names):
@@ -115,18 +108,12 @@ def _tied_to(shapes: Shapes, config: dict[str, Any]) -> str:
     return next((name for name in shapes if name.endswith("embed_tokens.weight")), "")
 
 
-def broken_buckets(buckets: list[ArrayBucket], has_data: bool = True) -> Iterator[str]:
-    """What does not fit together in buckets: counts, dtypes, bytes where they have any."""
+def _broken(buckets: list[ArrayBucket], has_data: bool) -> Iterator[str]:
     for number, bucket in enumerate(buckets):
         counts = len(bucket.names), len(bucket.shapes), len(bucket.dtypes)
         if len(set(counts)) != 1:
             yield f"bucket {number} has {counts[0]} names, {counts[1]} shapes and {counts[2]} dtypes"
-            continue
-        unknown = sorted(set(bucket.dtypes) - DTYPE_BYTES.keys())
-        if unknown:
+        elif unknown := sorted(set(bucket.dtypes) - DTYPE_BYTES.keys()):
             yield f"bucket {number} has unknown dtypes: {', '.join(unknown)}"
-            continue
-        sizes = zip(bucket.shapes, bucket.dtypes, strict=True)
-        expected = sum(math.prod(shape) * DTYPE_BYTES[dtype] for shape, dtype in sizes)
-        if has_data and expected != bucket.nbytes:
-            yield f"bucket {number} holds {bucket.nbytes} bytes; its shapes and dtypes need {expected}"
+        elif has_data and bucket.nbytes != bucket.data.nbytes:
+            yield f"bucket {number} holds {bucket.data.nbytes} bytes; its shapes and dtypes need {bucket.nbytes}"

@@ -19,7 +19,7 @@ A replica that comes back between two updates gets the current weights by the sa
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from agentrl_core.api import ConfigError, WeightUpdate
 from agentrl_core.api.weights import Broadcast
@@ -67,16 +67,6 @@ def broadcast_backend(config: ResolvedConfig) -> str:
     return "nccl" if config.rollout.engine.placement == "standalone" else "ipc"
 
 
-class WeightSender(Protocol):
-    """The actor, where it sends weights from its device to those of the engines. Its methods block."""
-
-    def open(self, size: int) -> Broadcast:
-        """A new group of so many ranks, the actor's among them; ``first_rank`` is that of the first engine."""
-
-    def send(self, broadcast: Broadcast) -> None:
-        """Send the weights in that group, while all its engines receive."""
-
-
 @dataclass
 class Weights:
     """What replicas get, one after the other.
@@ -91,7 +81,7 @@ class Weights:
     version: int
     update: WeightUpdate = field(default_factory=WeightUpdate)
     elsewhere: Callable[[], Any] | None = None
-    sender: WeightSender | None = None
+    sender: "ActorWeights | None" = None
 
 
 class ActorWeights:
@@ -106,38 +96,31 @@ class ActorWeights:
     def __init__(self, transport: Transport, actor: Actor, config: ResolvedConfig) -> None:
         self._transport = transport
         self._actor = actor
-        self._sender = ActorSender(actor, config) if transport == "broadcast" else None
+        self._backend = broadcast_backend(config)
+        # On a single machine the run opens no port that other machines can reach.
+        self._host = "127.0.0.1" if config.cluster.address is None else ""
 
     def newest(self, version: int) -> Weights:
         """The present weights, as this version."""
-        if self._transport == "shared_module":
-            return Weights(version, WeightUpdate(shared=True))
-        if self._sender is not None:
-            return Weights(version, sender=self._sender)
-        if self._transport == "buckets":
-            return Weights(version, self._buckets())
-        return Weights(version, WeightUpdate(files=self._actor.weight_files()), self._buckets)
+        match self._transport:
+            case "shared_module":
+                return Weights(version, WeightUpdate(shared=True))
+            case "broadcast":
+                return Weights(version, sender=self)
+            case "buckets":
+                return Weights(version, self._buckets())
+            case "host_memory":
+                return Weights(version, WeightUpdate(files=self._actor.weight_files()), self._buckets)
 
     def _buckets(self) -> WeightUpdate:
         return WeightUpdate(buckets=self._actor.weight_buckets(BUCKET_BYTES))
 
-
-class ActorSender:
-    """Implements :class:`WeightSender` on the actor's workers."""
-
-    def __init__(self, actor: Actor, config: ResolvedConfig) -> None:
-        self._actor = actor
-        self._backend = broadcast_backend(config)
-        # On a machine of its own the run opens no port that other machines can reach.
-        self._is_alone = config.cluster.address is None
-
-    def open(self, size: int) -> Broadcast:
-        """See :meth:`WeightSender.open`."""
-        address, buckets = self._actor.open_broadcast("127.0.0.1" if self._is_alone else "", BUCKET_BYTES)
-        return Broadcast(address, self._backend, size, first_rank=1, buckets=tuple(buckets))
+    def open(self, receivers: int) -> Broadcast:
+        """A new group of the actor and so many processes of engines."""
+        return self._actor.open_broadcast(self._host, self._backend, receivers, BUCKET_BYTES)
 
     def send(self, broadcast: Broadcast) -> None:
-        """See :meth:`WeightSender.send`."""
+        """Send the weights in that group, while all its engines receive. Blocks."""
         self._actor.send_weights(replace(broadcast, buckets=()), BUCKET_BYTES)
 
 
@@ -226,7 +209,7 @@ class WeightDelivery:
         servers = [member.server for member in members]
         async with self._actor_is_free:
             if self._group is None or list(map(id, self._group[0])) != list(map(id, servers)):
-                self._group = servers, await asyncio.to_thread(sender.open, 1 + self._devices * len(members))
+                self._group = servers, await asyncio.to_thread(sender.open, self._devices * len(members))
             broadcast = self._group[1]
             # The first error is raised immediately: whoever waits for that rank does so for a long time.
             await asyncio.gather(

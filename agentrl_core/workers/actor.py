@@ -15,7 +15,7 @@ from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import Dispatch, register
 from agentrl_core.engine_kit.ports import free_port, host_address
-from agentrl_core.engine_kit.weight_group import WeightBuffer, WeightChannel, WeightGroup
+from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.data_parallel import COLLECTIVE
 from agentrl_core.workers.log_probs import response_log_probs, temperature_of
@@ -23,7 +23,7 @@ from agentrl_core.workers.micro_batching import MicroBatch, columns_of
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.update import MicroLoss, seed_of
-from agentrl_core.workers.weights import ModelFile, ModelWeights
+from agentrl_core.workers.weights import ModelWeights
 
 
 class ActorWorker(TrainingWorker):
@@ -42,8 +42,7 @@ class ActorWorker(TrainingWorker):
 
     def __init__(self, config: ResolvedConfig, total_optimizer_steps: int) -> None:
         super().__init__(config, total_optimizer_steps)
-        self._weight_file: ModelFile | None = None
-        self._weight_channel: WeightChannel | None = None
+        self._weight_group: WeightGroup | None = None
 
     @property
     def module(self) -> Any:
@@ -118,45 +117,34 @@ class ActorWorker(TrainingWorker):
     @register(dispatch_mode=COLLECTIVE)
     def weight_files(self) -> tuple[str, ...]:
         with self._offload.on_device():
-            if not self._parallel.is_first:
-                # The other ranks take part in gathering, rank 0 has the tensors.
-                for _ in self._weights.buckets(0):
-                    pass
-                return ()
-            if self._weight_file is None:
-                self._weight_file = ModelFile(self._weights)
-            return self._weight_file.write()
+            return self._weights.write_file()
 
     @register(dispatch_mode=COLLECTIVE)
-    def open_broadcast(self, host: str, bucket_bytes: int) -> tuple[str, list[ArrayBucket]]:
+    def open_broadcast(self, host: str, backend: str, receivers: int, bucket_bytes: int) -> Broadcast:
         self._leave_weight_group()
         host = host or host_address()
-        return f"{host}:{free_port(host=host)}", self._weights.layout(bucket_bytes)
+        senders = self.world_size if backend == "ipc" else 1
+        address, layout = f"{host}:{free_port(host=host)}", self._weights.layout(bucket_bytes)
+        return Broadcast(address, backend, senders + receivers, senders, tuple(layout))
 
     @register(dispatch_mode=COLLECTIVE)
     def send_weights(self, broadcast: Broadcast, bucket_bytes: int) -> None:
-        if self._weight_channel is None:
-            self._weight_channel = self._join(broadcast)
+        on_host = broadcast.backend == "gloo"
+        if self._weight_group is None and self.rank < broadcast.first_rank:
+            device = "cpu" if on_host else self._device
+            self._weight_group = WeightGroup(broadcast.address, self.rank, broadcast.size, broadcast.backend, device)
         with self._offload.on_device():
-            self._weights.send(bucket_bytes, self._weight_channel, on_host=broadcast.backend == "gloo")
-
-    def _join(self, broadcast: Broadcast) -> WeightChannel | None:
-        is_first = self._parallel.is_first
-        if broadcast.backend == "ipc":
-            # Each rank hands the weights over on its own device.
-            return WeightBuffer(broadcast.address, broadcast.size, self._device, is_actor=True, opens_store=is_first)
-        return WeightGroup(broadcast.address, 0, broadcast.size, broadcast.backend) if is_first else None
+            self._weights.send(bucket_bytes, self._weight_group, on_host)
 
     def _leave_weight_group(self) -> None:
-        if self._weight_channel is not None:
-            self._weight_channel.close()
-            self._weight_channel = None
+        if self._weight_group is not None:
+            self._weight_group.close()
+            self._weight_group = None
 
     def close(self) -> None:
         """Forget the model and leave the other ranks; the weight file goes with it."""
-        if self._weight_file is not None:
-            self._weight_file.close()
-            self._weight_file = None
+        if self._model is not None:
+            self._weights.close()
         self._leave_weight_group()
         super().close()
 

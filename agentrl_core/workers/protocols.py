@@ -56,12 +56,11 @@ class Actor(Protocol):
         They are the same files each time, overwritten by the next call, and gone when the actor's process ends.
         """
 
-    def open_broadcast(self, host: str, bucket_bytes: int) -> tuple[str, list[ArrayBucket]]:
-        """``address:port`` for a group in which rank 0 will send all weights, and its buckets without their data.
+    def open_broadcast(self, host: str, backend: str, receivers: int, bucket_bytes: int) -> Broadcast:
+        """A group in which all weights will be sent to so many processes of engines; the one before is left.
 
-        ``host`` is the address that rank 0 listens on; empty: the one that other hosts can reach.
-
-        A group that was opened before is left.
+        ``host`` is the address that rank 0 listens on; empty: the one that other hosts can reach. ``first_rank`` is
+        that of the first engine.
         """
 
     def send_weights(self, broadcast: Broadcast, bucket_bytes: int) -> object:

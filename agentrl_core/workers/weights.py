@@ -9,11 +9,11 @@ rank holds more than one bucket beside its shards.
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from safetensors.torch import save_file
@@ -25,7 +25,7 @@ from transformers.core_model_loading import revert_weight_conversion
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.engine_kit.memory_files import WeightFile
-from agentrl_core.engine_kit.weight_group import WeightChannel
+from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.workers.models import quiet_progress
 
 Tensors = dict[str, Tensor]
@@ -46,6 +46,9 @@ class ModelWeights:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
+        # Where the weights are for engines on this host: a file that every update overwrites.
+        self._file: WeightFile | None = None
+        self._targets: Tensors = {}
         own = _without_data(dict(self._own()))
         form = _in_checkpoint_form(model, own)
         self._differs = {name: t.shape for name, t in form.items()} != {name: t.shape for name, t in own.items()}
@@ -92,62 +95,61 @@ class ModelWeights:
         """
         for bucket in self._plan(bucket_bytes):
             whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in bucket.items()}
-            keeps = everywhere or not self._is_sharded(bucket) or dist.get_rank() == 0
+            keeps = everywhere or not _is_sharded(bucket) or dist.get_rank() == 0
             yield self._converted({name: t.cpu() if on_host else t for name, t in whole.items()}) if keeps else {}
-
-    @staticmethod
-    def _is_sharded(tensors: Tensors) -> bool:
-        return any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
     def array_buckets(self, bucket_bytes: int) -> Iterator[ArrayBucket]:
         """The same as raw bytes on the host; a tensor that has a bucket of its own there is not copied."""
         for tensors in self.buckets(bucket_bytes):
-            yield _described(tensors, _flat(tensors).numpy())
+            yield replace(_described(tensors), data=_flat(tensors).numpy())
 
-    def send(self, bucket_bytes: int, channel: WeightChannel | None, on_host: bool) -> None:
-        """Send the buckets of :meth:`layout`. Ranks without a channel only help to gather."""
-        for tensors in self.buckets(bucket_bytes, on_host, everywhere=channel is not None):
-            if channel is not None:
-                channel.broadcast(_flat(tensors))
+    def send(self, bucket_bytes: int, group: WeightGroup | None, on_host: bool) -> None:
+        """Send the buckets of :meth:`layout`. Ranks without a group only help to gather."""
+        for tensors in self.buckets(bucket_bytes, on_host, everywhere=group is not None):
+            if group is not None:
+                group.broadcast(_flat(tensors))
 
-    def copy_into(self, targets: Tensors) -> None:
-        """Copy every tensor to the one of the same name on the host."""
+    def write_file(self) -> tuple[str, ...]:
+        """Write all tensors to one safetensors file in this host's memory, the same one each time; its path.
+
+        Where the model is sharded all ranks must call this; rank 0 writes.
+        """
         own = dict(self._own())
-        if self._differs or self._is_sharded(own):
+        if _is_sharded(own) and dist.get_rank() > 0:
+            for _ in self.buckets(0):
+                pass
+            return ()
+        if self._file is None:
+            layout = self.layout(0)
+            self._file = WeightFile(layout)
+            self._targets = {
+                name: torch.from_numpy(self._file.views[name]).view(getattr(torch, dtype)).reshape(shape)
+                for bucket in layout
+                for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True)
+            }
+        if self._differs or _is_sharded(own):
             # Tensor by tensor, so that nothing is gathered into a bucket only to be copied again.
             for tensors in self.buckets(0):
                 for name, tensor in tensors.items():
-                    targets[name].copy_(tensor)
-            return
+                    self._targets[name].copy_(tensor)
+            return (self._file.path,)
         for name, tensor in own.items():
-            if name not in targets or (tensor.shape, tensor.dtype) != (targets[name].shape, targets[name].dtype):
+            target = self._targets.get(name)
+            if target is None or (tensor.shape, tensor.dtype) != (target.shape, target.dtype):
                 raise EngineError(f"weights: {name} {list(tensor.shape)} {tensor.dtype} is not the first update's")
         # One fused copy: for a small model, naming each tensor costs many times its bytes.
-        torch._foreach_copy_([targets[name] for name in own], list(own.values()))
-
-
-class ModelFile:
-    """A model's weights in a :class:`WeightFile`, which every call of :meth:`write` overwrites."""
-
-    def __init__(self, weights: ModelWeights) -> None:
-        self._weights = weights
-        layout = weights.layout(0)
-        self._file = WeightFile(layout)
-        self._targets = {
-            name: torch.from_numpy(self._file.views[name]).view(getattr(torch, dtype)).reshape(shape)
-            for bucket in layout
-            for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True)
-        }
-
-    def write(self) -> tuple[str, ...]:
-        """The file's path. Where the model is sharded, the other ranks must exhaust ``buckets(0)`` meanwhile."""
-        self._weights.copy_into(self._targets)
+        torch._foreach_copy_([self._targets[name] for name in own], list(own.values()))
         return (self._file.path,)
 
     def close(self) -> None:
-        """Remove the file."""
+        """Remove the file. A second call does nothing."""
         self._targets = {}
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def _is_sharded(tensors: Tensors) -> bool:
+    return any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
 
 def _in_checkpoint_form(model: Any, tensors: Tensors) -> Tensors:
@@ -163,12 +165,11 @@ def _flat(tensors: Tensors) -> Tensor:
     return raw[0] if len(raw) == 1 else torch.cat(raw) if raw else torch.empty(0, dtype=torch.uint8)
 
 
-def _described(tensors: Tensors, data: "np.ndarray[Any, Any] | None" = None) -> ArrayBucket:
+def _described(tensors: Tensors) -> ArrayBucket:
     return ArrayBucket(
         names=tuple(tensors),
         shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
-        data=np.empty(0, np.uint8) if data is None else data,
     )
 
 

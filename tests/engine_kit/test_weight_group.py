@@ -1,10 +1,10 @@
-"""Weights that are sent to other processes, through a group or a shared buffer."""
+"""Weights that are sent to other processes, through a group or shared buffers."""
 
 import multiprocessing
 import socket
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,7 +13,7 @@ import torch
 
 from agentrl_core.api import ArrayBucket, EngineError
 from agentrl_core.engine_kit.ports import free_port, host_address
-from agentrl_core.engine_kit.weight_group import WeightBuffer, WeightGroup
+from agentrl_core.engine_kit.weight_group import WeightGroup
 
 TENSORS = {
     # Of odd sizes, so that the others do not begin where their elements could.
@@ -24,7 +24,6 @@ TENSORS = {
     "counts": torch.tensor([1 << 40, -1]),
 }
 LARGE = {"large": torch.arange(5000, dtype=torch.float64)}
-CPU = torch.device("cpu")
 
 
 def bucket(tensors: dict[str, torch.Tensor]) -> ArrayBucket:
@@ -38,32 +37,58 @@ def bucket(tensors: dict[str, torch.Tensor]) -> ArrayBucket:
     )
 
 
-def receive(address: str, rank: int, times: int, answers: Any) -> None:
-    layout = bucket(TENSORS)
-    with WeightGroup(address, rank, 3, timeout=60) as group:
-        for _ in range(times):
-            received = dict(group.receive(layout.names, layout.shapes, layout.dtypes))
-            answers.put({name: (each.dtype == TENSORS[name].dtype, each.tolist()) for name, each in received.items()})
+def receive(address: str, rank: int, size: int, backend: str, times: int, answers: Any) -> None:
+    layouts = [replace(bucket(each), data=np.empty(0, np.uint8)) for each in (TENSORS, LARGE)]
+    with WeightGroup(address, rank, size, backend, timeout=60) as group:
+        for number in range(times):
+            received = dict(group.receive(layouts[number % 2]))
+            answers.put({name: (str(each.dtype), each.tolist()) for name, each in received.items()})
 
 
-@pytest.mark.parametrize("address", ["127.0.0.1", host_address()])
-def test_every_rank_gets_every_bucket(address: str) -> None:
+@pytest.mark.parametrize(
+    ("address", "backend", "actors"),
+    [("127.0.0.1", "gloo", 1), (host_address(), "gloo", 1), ("127.0.0.1", "ipc", 1), ("127.0.0.1", "ipc", 2)],
+)
+def test_every_engine_gets_every_bucket(address: str, backend: str, actors: int) -> None:
     spawn = multiprocessing.get_context("spawn")
     answers = spawn.Queue()
-    place = f"{address}:{free_port(host=address)}"
-    receivers = [spawn.Process(target=receive, args=(place, rank, 2, answers)) for rank in (1, 2)]
+    place, size = f"{address}:{free_port(host=address)}", actors + 2
+    sent = [TENSORS, LARGE, {name: tensor * 2 for name, tensor in TENSORS.items()}, LARGE]
+    receivers = [
+        spawn.Process(target=receive, args=(place, rank, size, backend, len(sent), answers))
+        for rank in range(actors, size)
+    ]
     for process in receivers:
         process.start()
-    other = {name: tensor * 2 for name, tensor in TENSORS.items()}
-    with WeightGroup(place, 0, 3, timeout=60) as group:
-        group.broadcast(torch.from_numpy(bucket(TENSORS).data))
-        group.broadcast(torch.from_numpy(bucket(other).data))
-        got = [answers.get(timeout=60) for _ in range(4)]
+
+    def send(rank: int) -> None:
+        with WeightGroup(place, rank, size, backend, timeout=60) as group:
+            for tensors in sent:
+                # Of two actors on one device the second one's weights are not taken.
+                group.broadcast(torch.from_numpy(bucket(tensors).data + np.uint8(rank)))
+
+    with ThreadPoolExecutor(actors) as threads:
+        list(threads.map(send, range(actors)))
+    got = [answers.get(timeout=60) for _ in range(2 * len(sent))]
     for process in receivers:
         process.join(30)
         assert process.exitcode == 0
-    expected = [{name: (True, tensor.tolist()) for name, tensor in each.items()} for each in (TENSORS, other)]
-    assert [got.count(each) for each in expected] == [2, 2]
+    expected = [{name: (str(each.dtype), each.tolist()) for name, each in tensors.items()} for tensors in sent]
+    assert [got.count(each) for each in expected] == [2, 4, 2, 4]
+
+
+def test_an_engine_on_a_device_without_an_actor_says_so() -> None:
+    place = f"127.0.0.1:{free_port()}"
+
+    def join(rank: int) -> None:
+        with WeightGroup(place, rank, 2, "ipc", timeout=10) as group:
+            list(group.receive(bucket(LARGE)))
+
+    with ThreadPoolExecutor(2) as threads:
+        joining = [threads.submit(join, rank) for rank in range(2)]
+        for each in joining:
+            with pytest.raises(EngineError, match="no process of the actor computes on"):
+                each.result()
 
 
 def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
@@ -72,51 +97,6 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
         EngineError, match=f"rank 0 of the 2 .* could not join the others at {place} within 1 s.*IFNAME"
     ):
         WeightGroup(place, 0, 2, timeout=1)
-
-
-def take(address: str, times: int, answers: Any) -> None:
-    layouts = [bucket(TENSORS), bucket(LARGE)]
-    buffer = WeightBuffer(address, 3, CPU, timeout=60)
-    for number in range(times):
-        layout = layouts[number % 2]
-        received = dict(buffer.receive(layout.names, layout.shapes, layout.dtypes))
-        answers.put({name: each.tolist() for name, each in received.items()})
-    buffer.close()
-
-
-def test_everybody_on_a_device_takes_what_its_buffer_holds() -> None:
-    spawn = multiprocessing.get_context("spawn")
-    answers = spawn.Queue()
-    address = f"127.0.0.1:{free_port()}"
-    readers = [spawn.Process(target=take, args=(address, 4, answers)) for _ in range(2)]
-    for process in readers:
-        process.start()
-    sent = [TENSORS, LARGE, {name: tensor + 1 for name, tensor in TENSORS.items()}, LARGE]
-
-    def hand_over(opens_store: bool, doubt: int) -> None:
-        buffer = WeightBuffer(address, 3, CPU, is_actor=True, opens_store=opens_store, timeout=60)
-        for tensors in sent:
-            buffer.broadcast(torch.from_numpy(bucket(tensors).data + np.uint8(doubt)))
-        buffer.close()
-
-    # Of two actors on one device the second one only looks on.
-    first = threading.Thread(target=hand_over, args=(True, 0))
-    first.start()
-    time.sleep(1.0)
-    hand_over(False, 1)
-    first.join(60)
-    got = [answers.get(timeout=60) for _ in range(8)]
-    for process in readers:
-        process.join(30)
-        assert process.exitcode == 0
-    expected = [{name: tensor.tolist() for name, tensor in each.items()} for each in sent]
-    assert [got.count(each) for each in expected] == [2, 4, 2, 4]
-
-
-def test_a_buffer_without_readers_is_not_waited_for_for_ever() -> None:
-    address = f"127.0.0.1:{free_port()}"
-    with pytest.raises(EngineError, match=f"store at {address}.*'engine 1' has not come within 1 s"):
-        WeightBuffer(address, 2, CPU, is_actor=True, opens_store=True, timeout=1)
 
 
 def test_a_store_on_one_machine_cannot_be_reached_from_others() -> None:

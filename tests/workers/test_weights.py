@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl_core.api import ArrayBucket, EngineError
-from agentrl_core.workers.weights import ModelFile, ModelWeights
+from agentrl_core.workers.weights import ModelWeights
 
 
 class Tied(torch.nn.Module):
@@ -24,20 +24,20 @@ class Tied(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_file_of_a_model_is_its_weights_after_every_update(dtype: torch.dtype) -> None:
     model = Tied().to(dtype)
-    file = ModelFile(ModelWeights(model))
+    file = ModelWeights(model)
     try:
-        first = file.write()
+        first = file.write_file()
         for _ in range(3):
             with torch.no_grad():
                 for parameter in model.parameters():
                     parameter.normal_()
-            assert file.write() == first
+            assert file.write_file() == first
             tensors = load_file(first[0])
             assert set(tensors) == {"embed.weight", "norm", "empty"}
             assert all(torch.equal(tensors[name], model.state_dict()[name]) for name in tensors)
         model.norm = torch.nn.Parameter(torch.zeros(7, dtype=dtype))
         with pytest.raises(EngineError, match=r"norm \[7\].* is not the first update's"):
-            file.write()
+            file.write_file()
     finally:
         file.close()
     assert not Path(first[0]).exists()
@@ -69,7 +69,6 @@ def test_a_mixture_of_experts_leaves_as_its_checkpoint_has_it(
 ) -> None:
     """Engines refused the fused experts: the model has no such tensor."""
     weights = ModelWeights(experts)
-    file = ModelFile(weights)
     for version in range(2):
         with torch.no_grad():
             for parameter in experts.parameters():
@@ -79,7 +78,7 @@ def test_a_mixture_of_experts_leaves_as_its_checkpoint_has_it(
         assert "model.layers.1.mlp.experts.3.gate_proj.weight" in expected
         buckets = list(weights.array_buckets(bucket_bytes))
         layout = weights.layout(bucket_bytes)
-        for found in (restored(buckets), load_file(file.write()[0])):
+        for found in (restored(buckets), load_file(weights.write_file()[0])):
             assert found.keys() == expected.keys()
             assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
         assert [(each.names, each.shapes) for each in layout] == [(each.names, each.shapes) for each in buckets]
@@ -87,4 +86,4 @@ def test_a_mixture_of_experts_leaves_as_its_checkpoint_has_it(
         AutoModelForCausalLM.from_pretrained(tmp_path).state_dict()["model.layers.0.mlp.experts.gate_up_proj"],
         experts.state_dict()["model.layers.0.mlp.experts.gate_up_proj"],
     )
-    file.close()
+    weights.close()

@@ -119,20 +119,13 @@ def _send(address: str, backend: str, models: Sequence[Model]) -> None:
     """All weights of these models, one after the other, as an actor sends them."""
     import torch
 
-    from agentrl_core.engine_kit.weight_group import WeightBuffer, WeightChannel, WeightGroup
+    from agentrl_core.engine_kit.weight_group import WeightGroup
 
     # An engine that does not come fails the check that waits for its answer.
-    with suppress(EngineError):
-        group: WeightChannel
-        if backend == "gloo":
-            group = WeightGroup(address, 0, 2, timeout=DEADLINE)
-        else:
-            cpu = torch.device("cpu")
-            group = WeightBuffer(address, 2, cpu, is_actor=True, opens_store=True, timeout=DEADLINE)
+    with suppress(EngineError), WeightGroup(address, 0, 2, backend, timeout=DEADLINE) as group:
         for model in models:
             for bucket in model.buckets():
                 group.broadcast(torch.from_numpy(bucket.data.copy()))
-        group.close()
 
 
 def _bucket(items: Sequence[tuple[str, np.ndarray[Any, Any]]]) -> ArrayBucket:

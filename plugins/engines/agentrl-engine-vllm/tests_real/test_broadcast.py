@@ -11,10 +11,8 @@ import torch
 from agentrl_core.api import SamplingParams, WeightUpdate
 from agentrl_core.api.weights import Broadcast
 from agentrl_core.engine_kit.ports import free_port, host_address
-from agentrl_core.engine_kit.weight_group import WeightBuffer, WeightChannel, WeightGroup
+from agentrl_core.engine_kit.weight_group import WeightGroup
 from tests_real.engine_suite import LONG, TOLERANCE, Case
-
-CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("backend", ["gloo", "ipc"])
@@ -25,17 +23,13 @@ def test_each_update_may_take_another_transport(case: Case, run: Any, backend: s
     updates = {version: case.models.buckets(version) for version in range(1, 8)}
 
     def sender(address: str, rank: int, versions: int, started: int) -> None:
-        group: WeightChannel
-        if backend == "ipc":
-            group = WeightBuffer(address, size, CPU, is_actor=rank == 0, opens_store=rank == 0, timeout=60)
-        else:
-            group = WeightGroup(address, rank, size, timeout=60)
+        group = WeightGroup(address, rank, size, backend, timeout=60)
         for version in range(started, started + versions):
             for bucket in updates[version]:
                 if rank == 0:
                     group.broadcast(torch.from_numpy(bucket.data.copy()))
                 else:
-                    list(group.receive(bucket.names, bucket.shapes, bucket.dtypes))
+                    list(group.receive(bucket))
         group.close()
 
     async def by_broadcast(address: str, version: int) -> None:

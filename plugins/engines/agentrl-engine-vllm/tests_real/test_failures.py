@@ -12,7 +12,7 @@ import pytest
 
 from agentrl_core.api import EngineContext, SamplingParams, WeightUpdate
 from agentrl_core.api.errors import EngineError
-from agentrl_engine_vllm import weights as worker_weights
+from agentrl_core.engine_kit.model_tensors import ModelTensors
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.engine import VLLMEngine
 
@@ -94,24 +94,13 @@ def test_vllm_ends_with_the_process_that_started_it(models, tmp_path) -> None:
 
 
 def test_after_an_update_that_failed_half_way_the_engine_is_ill(models, run, monkeypatch, tmp_path) -> None:
-    real = worker_weights.weight_files
-
-    class Vanishing:
-        """The second half of the files is gone when a worker looks for it."""
-
-        def __init__(self, update: WeightUpdate) -> None:
-            self._real = real(update)
-
-        def __enter__(self):
-            return iter([*self._real.__enter__(), str(tmp_path / "gone.safetensors")])
-
-        def __exit__(self, *reason):
-            return self._real.__exit__(*reason)
+    # Its last file is gone when a worker looks for it.
+    gone = str(tmp_path / "gone.safetensors")
 
     async def main() -> None:
         engine = VLLMEngine(VLLMConfig(), EngineContext(models.folder(), max_model_len=64))
         await engine.start()
-        monkeypatch.setattr(worker_weights, "weight_files", Vanishing)
+        monkeypatch.setattr(ModelTensors, "normalised", lambda self, update: WeightUpdate(files=(*update.files, gone)))
         with pytest.raises(EngineError, match="weights 1: (.|\n)*gone.safetensors(.|\n)* must be started anew"):
             await engine.update_weights(models.files(1), 1)
         for call in (engine.health(), engine.generate([1], SamplingParams(1), "r")):

@@ -9,7 +9,7 @@ from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl_core.api import ArrayBucket, WeightUpdate
 from agentrl_core.engine_kit.model_tensors import check_weights, shapes_of
-from agentrl_core.engine_kit.weight_group import WeightChannel, join_as_engine
+from agentrl_core.engine_kit.weight_group import WeightGroup, join_as_engine
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
 Targets = dict[str, torch.Tensor]
@@ -39,7 +39,7 @@ class WeightLoader:
         if fused:
             self._writers |= _writers(module, fused)
         self._address = ""
-        self._channel: WeightChannel | None = None
+        self._group: WeightGroup | None = None
 
     def load(self, update: WeightUpdate) -> None:
         """Check everything, then write.
@@ -61,18 +61,18 @@ class WeightLoader:
         """All tensors, which must be taken as they come: the sender waits."""
         broadcast = update.broadcast
         assert broadcast is not None
-        if self._channel is None or self._address != broadcast.address:
+        if self._group is None or self._address != broadcast.address:
             self.close()
             self._address = broadcast.address
-            self._channel = join_as_engine(broadcast, broadcast.first_rank, self._device)
+            self._group = join_as_engine(broadcast, broadcast.first_rank, self._device)
         for bucket in broadcast.buckets:
-            yield from self._channel.receive(bucket.names, bucket.shapes, bucket.dtypes)
+            yield from self._group.receive(bucket)
 
     def close(self) -> None:
         """Leave the group that weights are sent in."""
-        if self._channel is not None:
-            self._channel.close()
-            self._channel = None
+        if self._group is not None:
+            self._group.close()
+            self._group = None
 
 
 def _writers(module: Any, fused: Targets) -> dict[str, Callable[[torch.Tensor], object]]:

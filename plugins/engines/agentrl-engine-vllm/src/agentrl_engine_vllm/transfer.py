@@ -15,8 +15,8 @@ from vllm.distributed.weight_transfer.base import (
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from agentrl_core.api.weights import Broadcast
-from agentrl_core.engine_kit.weight_group import WeightChannel, join_as_engine
+from agentrl_core.api.weights import ArrayBucket, Broadcast
+from agentrl_core.engine_kit.weight_group import WeightGroup, join_as_engine
 
 
 @dataclass
@@ -61,7 +61,7 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
 
-    _group: WeightChannel | None = None
+    _group: WeightGroup | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         self.shutdown()
@@ -87,7 +87,9 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def _received(self, info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         if self._group is None:
             raise RuntimeError("a bucket is to be broadcast, and init_weight_transfer_engine() was not called")
-        yield from self._group.receive(info.names, info.shapes, info.dtypes)
+        yield from self._group.receive(
+            ArrayBucket(tuple(info.names), tuple(map(tuple, info.shapes)), tuple(info.dtypes))
+        )
 
     def _mapped(self, files: list[str]) -> Iterator[tuple[str, torch.Tensor]]:
         for path in files:

@@ -2,15 +2,12 @@
 
 import asyncio
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from contextlib import closing
 from typing import Any
 
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import Broadcast, WeightUpdate
-from agentrl_core.engine_kit.memory_files import memory_parent, write_safetensors
+from agentrl_core.engine_kit.memory_files import MemoryFolder, write_safetensors
 
 
 class WorkerWeights:
@@ -37,10 +34,16 @@ class WorkerWeights:
         """Returns when all workers have loaded them."""
         if update.broadcast is not None:
             await self._receive(llm, update.broadcast)
-            return
-        with weight_files(update) as paths:
-            while path := await asyncio.to_thread(next, paths, None):
-                await _tell_workers(llm, {"files": [path]})
+        for path in update.files:
+            await _tell_workers(llm, {"files": [os.path.abspath(path)]})
+        if update.buckets:
+            with closing(MemoryFolder("vllm-weights")) as folder:
+                path = str(folder.path / "bucket.safetensors")
+                for bucket in update.buckets:
+                    await asyncio.to_thread(write_safetensors, path, bucket)
+                    await _tell_workers(llm, {"files": [path]})
+                    # A worker that has mapped the file keeps it.
+                    os.unlink(path)
 
     async def _receive(self, llm: Any, broadcast: Broadcast) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
@@ -58,30 +61,3 @@ async def _tell_workers(llm: Any, what: dict[str, Any]) -> None:
     from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
     await llm.update_weights(WeightTransferUpdateRequest(update_info=what))
-
-
-@contextmanager
-def weight_files(update: WeightUpdate) -> Iterator[Iterator[str]]:
-    """Paths of safetensors files with all tensors of an update: its own, and one for each of its buckets.
-
-    A bucket's file is written when it is asked for. They are gone when the context ends.
-    """
-    with memory_folder() as folder:
-        yield _paths(update, folder)
-
-
-@contextmanager
-def memory_folder() -> Iterator[Path]:
-    """A folder of its own, in memory where the host has such a place, that is gone when the context ends."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-vllm-weights-", dir=memory_parent()) as folder:
-        yield Path(folder)
-
-
-def _paths(update: WeightUpdate, folder: Path) -> Iterator[str]:
-    yield from map(os.path.abspath, update.files)
-    for number, bucket in enumerate(update.buckets):
-        path = folder / f"bucket-{number:05d}.safetensors"
-        write_safetensors(path, bucket)
-        yield str(path)
-        # A worker that has mapped it keeps it.
-        path.unlink()
