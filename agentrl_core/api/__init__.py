@@ -18,7 +18,10 @@ _NAMES_OF_MODULE = {
     ),
     "config": ("NoConfig", "OptionInfo", "option"),
     "dataset": ("DatasetContext", "PromptDataset"),
-    "engine": ("EngineContext", "InferenceEngine", "PolicySpan", "SamplingParams", "TokenOutput"),
+    "engine": (
+        "EngineContext", "InferenceEngine", "MeasuredEngine", "PausableEngine", "PolicySpan", "SamplingParams",
+        "SessionEngine", "SleepingEngine", "TokenOutput",
+    ),
     "errors": (
         "AgentRLError", "CheckpointError", "ConfigError", "DataError", "DeadlineError", "EngineError",
         "InteractionError", "PluginBrokenError", "PluginConflictError", "PluginDriftError", "PluginError",

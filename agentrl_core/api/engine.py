@@ -1,10 +1,13 @@
 """The seam of inference engines: token-level generation, and nothing else.
 
 The core gives every engine its server actor, routing, retries, deadlines and metrics. All methods are coroutines and
-run on one event loop; an engine that computes in Python moves the work to a thread of its own. Nothing but
+run on one event loop; an engine that computes in Python moves the work to a separate thread. Nothing but
 standard-library objects, numpy arrays and the dataclasses of this file crosses the border, because an engine may live
-in an interpreter without torch, or with another torch. ``SharedModule`` is the one exception, for an engine in the
-actor's own process.
+in an interpreter without torch, or with another torch. ``EngineContext.shared_module`` is the one exception, for an
+engine in the actor's process.
+
+An engine has the methods of :class:`InferenceEngine`. Capabilities that add methods have a protocol each:
+:class:`SessionEngine`, :class:`PausableEngine`, :class:`SleepingEngine`.
 
     class Echo(InferenceEngine):
         version = 0
@@ -17,7 +20,7 @@ actor's own process.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, runtime_checkable
 
 from agentrl_core.api.weights import WeightUpdate
 
@@ -142,14 +145,6 @@ class InferenceEngine(ABC):
     ) -> TokenOutput:
         """Continue ``prompt_ids``. Cancelling the coroutine ends the request."""
 
-    async def open_session(self, session_id: str) -> None:
-        """A trajectory begins; its requests will carry ``request_id == session_id``."""
-        return None
-
-    async def close_session(self, session_id: str) -> None:
-        """The trajectory has ended: what was kept for it can go. Unknown ids are ignored."""
-        return None
-
     async def abort(self, request_id: str) -> TokenOutput | None:
         """End a request: its ``generate`` returns what it has (``finish_reason`` abort), and so does this call.
 
@@ -161,22 +156,43 @@ class InferenceEngine(ABC):
         """Take new weights, and reset every cache that was computed with the old ones."""
         raise NotImplementedError(f"{type(self).__name__} declares no capability 'weight_update'")
 
+
+@runtime_checkable
+class SessionEngine(Protocol):
+    """The methods behind the capability ``sessions``."""
+
+    async def open_session(self, session_id: str) -> None:
+        """A trajectory begins; its requests will carry ``request_id == session_id``."""
+
+    async def close_session(self, session_id: str) -> None:
+        """The trajectory has ended: release what was kept for it. Ignore unknown ids."""
+
+
+@runtime_checkable
+class PausableEngine(Protocol):
+    """The methods behind the capability ``pause``."""
+
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """Halt generation: ``abort`` ends what runs, ``drain`` waits for it, ``keep`` freezes it."""
-        raise NotImplementedError(f"{type(self).__name__} declares no capability 'pause'")
+        """Halt generation: ``abort`` ends running requests, ``drain`` waits for them, ``keep`` freezes them."""
 
     async def resume(self) -> None:
-        """Go on after :meth:`pause`."""
-        raise NotImplementedError(f"{type(self).__name__} declares no capability 'pause'")
+        """Continue after :meth:`pause`."""
+
+
+@runtime_checkable
+class SleepingEngine(Protocol):
+    """The methods behind the capability ``sleep``."""
 
     async def sleep(self, level: int = 1) -> None:
         """Release memory: level 1 the caches, level 2 the weights too."""
-        raise NotImplementedError(f"{type(self).__name__} declares no capability 'sleep'")
 
     async def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Take memory back: ``weights``, ``kv_cache``, or both (None)."""
-        raise NotImplementedError(f"{type(self).__name__} declares no capability 'sleep'")
+
+
+@runtime_checkable
+class MeasuredEngine(Protocol):
+    """An engine with counters; it needs no capability."""
 
     def metrics(self) -> dict[str, float]:
         """Counters since the last call; keys without a prefix, e.g. ``cached_tokens``."""
-        return {}

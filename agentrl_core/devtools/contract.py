@@ -13,6 +13,7 @@ from typing import Any
 
 from agentrl_core.api.agent_loop import AgentLoopContext, ChatRenderer, TruncationSide
 from agentrl_core.api.algorithm import AlgorithmContext
+from agentrl_core.api.engine import PausableEngine, SessionEngine, SleepingEngine
 from agentrl_core.api.errors import PluginBrokenError
 from agentrl_core.api.hooks import HookContext
 from agentrl_core.api.interaction import InteractionContext
@@ -37,6 +38,13 @@ _BASES = {
     "tracker": "tracker:Tracker",
 }
 """Classes that what a factory builds must derive from; hooks and reward functions may be anything."""
+
+_ABILITIES: dict[tuple[str, str], type] = {
+    ("engine", "sessions"): SessionEngine,
+    ("engine", "pause"): PausableEngine,
+    ("engine", "sleep"): SleepingEngine,
+}
+"""By kind and capability: the methods that a class with this capability has in addition."""
 
 _NOT_BUILT = {
     "engine": "an engine needs a model",
@@ -91,26 +99,37 @@ def factory_problems(spec: PluginSpec, factory: Any) -> list[str]:
     except ValueError:
         # Some callables of C have no signature to look at.
         return []
-    return class_problems(spec.kind, factory) if inspect.isclass(factory) else []
+    return class_problems(spec, factory) if inspect.isclass(factory) else []
 
 
-def class_problems(kind: str, cls: type) -> list[str]:
+def class_problems(spec: PluginSpec, cls: type) -> list[str]:
     """Where a class breaks the contract of its kind: base class, missing methods, ``async`` or not."""
-    if kind not in _BASES:
+    if spec.kind not in _BASES:
         return []
-    module, _, name = _BASES[kind].partition(":")
+    module, _, name = _BASES[spec.kind].partition(":")
     base = getattr(import_module(f"agentrl_core.api.{module}"), name)
     if not issubclass(cls, base):
         return [f"{cls.__name__} is no {name}: derive it from agentrl_core.api.{name}"]
     missing = sorted(getattr(cls, "__abstractmethods__", ()))
     problems = [f"{cls.__name__} does not implement {', '.join(missing)}"] if missing else []
-    for method, declared in vars(base).items():
-        if inspect.isfunction(declared) and not method.startswith("__"):
-            found = inspect.unwrap(getattr(cls, method))
-            if inspect.iscoroutinefunction(declared) != inspect.iscoroutinefunction(found):
-                word = "must" if inspect.iscoroutinefunction(declared) else "must not"
-                problems.append(f"{cls.__name__}.{method} {word} be `async def`")
+    declared = _methods(base)
+    for capability in sorted(spec.capabilities):
+        methods = _methods(_ABILITIES.get((spec.kind, capability), object))
+        missing = sorted(method for method in methods if not hasattr(cls, method))
+        if missing:
+            problems.append(f"{cls.__name__} does not implement {', '.join(missing)} of the capability {capability!r}")
+        else:
+            declared |= methods
+    for method, function in declared.items():
+        found = inspect.unwrap(getattr(cls, method))
+        if inspect.iscoroutinefunction(function) != inspect.iscoroutinefunction(found):
+            word = "must" if inspect.iscoroutinefunction(function) else "must not"
+            problems.append(f"{cls.__name__}.{method} {word} be `async def`")
     return problems
+
+
+def _methods(cls: type) -> dict[str, Any]:
+    return {name: each for name, each in vars(cls).items() if inspect.isfunction(each) and not name.startswith("_")}
 
 
 def trial_build(spec: PluginSpec, build: Callable[[Any, Any], Any]) -> tuple[list[str], str]:
@@ -144,7 +163,7 @@ def _object_problems(spec: PluginSpec, built: Any) -> list[str]:
             HookCaller([(spec.name, built)])
         except PluginBrokenError as error:
             return [str(error)]
-    problems = class_problems(spec.kind, type(built))
+    problems = class_problems(spec, type(built))
     if spec.kind == "tool" and not problems and not _is_function_schema(getattr(built, "schema", None)):
         problems.append(f"{type(built).__name__}.schema is no OpenAI function schema: make it with function_schema()")
     return problems

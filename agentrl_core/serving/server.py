@@ -18,6 +18,7 @@ from agentrl_core.api import (
     EngineContext,
     EngineError,
     InferenceEngine,
+    MeasuredEngine,
     SamplingParams,
     TokenOutput,
     WeightUpdate,
@@ -148,7 +149,8 @@ class EngineServer:
 
     def metrics(self) -> dict[str, float]:
         """Counters of engine and server since the last call."""
-        return {**self._requests.take(), **self._engine.metrics()}
+        engine = self._engine
+        return {**self._requests.take(), **(engine.metrics() if isinstance(engine, MeasuredEngine) else {})}
 
     async def close(self) -> None:
         """Close the engine."""

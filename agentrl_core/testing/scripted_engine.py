@@ -77,6 +77,9 @@ class ScriptedEngine(InferenceEngine):
         spans = [PolicySpan(self.version, 0, len(ids))]
         return TokenOutput(ids, [self._config.log_prob] * len(ids), reason, spans)
 
+    async def open_session(self, session_id: str) -> None:
+        return None
+
     async def close_session(self, session_id: str) -> None:
         self._turns.pop(session_id, None)
 

@@ -255,6 +255,20 @@ def test_factory_that_breaks_the_contract(isolated_plugins: IsolatedPlugins, fac
     assert result.problems == (f"{BROKEN}{problem}",)
 
 
+def test_an_engine_that_declares_sleep_without_its_methods_is_named(isolated_plugins: IsolatedPlugins) -> None:
+    factory = """
+from agentrl_core.api import InferenceEngine
+
+class Shout(InferenceEngine):
+    def __init__(self, config, context): ...
+    async def generate(self, prompt_ids, sampling_params, request_id, multi_modal=None): ...
+    async def sleep(self, level=1): ...
+"""
+    install(isolated_plugins, kind="engine", factory=factory, capabilities=["sleep"])
+    (problem,) = check_here(PluginRef("engine", "shout", "acme-tools", "0.1.0")).problems
+    assert problem == BROKEN + "Shout does not implement wake_up of the capability 'sleep'"
+
+
 def test_sync_method_that_must_not_be_async(isolated_plugins: IsolatedPlugins) -> None:
     factory = (
         "from agentrl_core.api import Tracker\nclass Shout(Tracker):\n    async def log(self, metrics, step): ...\n"
