@@ -56,6 +56,7 @@ KINDS: dict[str, PluginKind] = {
         PluginKind("agent_loop", "agentrl.agent_loops", 1, "agent loop", {
             "tools": "drives the configured tools",
             "interactions": "drives the configured interactions",
+            "rewards": "may return the reward of a trajectory (AgentLoopOutput.reward_score)",
             "chat_endpoint": "serves the policy to clients that bring their own tools",
         }),
         PluginKind("engine", "agentrl.engines", 1, "inference engine", {

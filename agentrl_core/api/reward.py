@@ -116,9 +116,16 @@ class BoundRewardFunction(Protocol):
 
 @dataclass(frozen=True)
 class RewardManagerContext:
-    """What a reward manager gets when it is built: the configured functions, in order."""
+    """What a reward manager gets when it is built.
+
+    Args:
+        functions: the configured functions, in order.
+        loops_reward: an agent loop has the capability ``rewards``. The manager scores only the trajectories for which
+            the loop returns no reward.
+    """
 
     functions: Sequence[BoundRewardFunction]
+    loops_reward: bool = False
 
 
 class RewardManager(ABC):

@@ -145,11 +145,12 @@ def plugins(config: ResolvedConfig) -> Problems:
     for index, function in enumerate(config.reward.functions):
         if function.range is not None and (len(function.range) != 2 or function.range[0] >= function.range[1]):
             yield f"reward.functions.{index}.range", f"expected [lowest, highest], found {function.range}"
-    if not config.reward.functions and not manager.has("tool_rewards") and not manager.has("turn_scores"):
+    others = (*((manager, name) for name in ("tool_rewards", "turn_scores")), *((loop, "rewards") for loop in loops))
+    if not config.reward.functions and not any(slot.has(capability) for slot, capability in others):
         yield (
             "reward.functions",
-            f"nothing gives a reward: no function is configured, and reward manager '{manager.name}' uses neither the "
-            "rewards of tools nor the scores of interactions; add a function (see `agentrl plugins list`, or "
+            "nothing gives a reward: no function is configured, no agent loop returns rewards, and reward manager "
+            f"'{manager.name}' uses neither the rewards of tools nor the scores of interactions; add a function (see `agentrl plugins list`, or "
             "./file.py:function)",
         )
 

@@ -491,6 +491,11 @@ class Config:
             return 1
         return engine.replicas or max(self.cluster.processes // engine.devices, 1)
 
+    @property
+    def loops_reward(self) -> bool:
+        """Whether an agent loop may return rewards itself."""
+        return any(loop.has("rewards") for loop in self.rollout.agent.loops)
+
 
 class ResolvedConfig(Config):
     """A configuration that ``load_config`` or ``bind`` has checked: each slot knows its plugin, and can build it."""

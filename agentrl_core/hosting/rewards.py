@@ -100,11 +100,12 @@ class RewardWorker:
 
     Args:
         config: the section ``reward``, its slots resolved.
+        loops_reward: as in :class:`RewardManagerContext`.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, loops_reward: bool = False) -> None:
         self._functions = [HostedRewardFunction(slot) for slot in config.functions]
-        context = RewardManagerContext(functions=self._functions)
+        context = RewardManagerContext(self._functions, loops_reward)
         self._manager: RewardManager = config.manager.build(context)
         self._timeout = config.timeout
         self._name = config.manager.name

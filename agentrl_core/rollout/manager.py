@@ -44,7 +44,7 @@ class AgentLoopManager:
         self._runtime = runtime
         self._engines = engines
         self._rewarders = [
-            runtime.actor(RewardWorker, config.reward, name=f"reward-{index}", restarts=RESTARTS)
+            runtime.actor(RewardWorker, config.reward, config.loops_reward, name=f"reward-{index}", restarts=RESTARTS)
             for index in range(config.reward.num_workers)
         ]
         self._workers = [

@@ -75,7 +75,7 @@ class Preparation:
         if engine.python is not None:
             check_interpreter(engine.python, engine.ref, engine.plugin.spec)
         # Reward workers build these again. Building them here reports a broken reward before anything starts.
-        RewardWorker(config.reward)
+        RewardWorker(config.reward, config.loops_reward)
         with boundary(ConfigError, f"model.path: {model.path} is not a model transformers can load:"):
             model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         text_config = model_config.get_text_config()

@@ -75,6 +75,7 @@ SPECS = [
     _spec("engine", "unreadable", Unreadable),
     _spec("agent_loop", "single_turn"),
     _spec("agent_loop", "two_turns"),
+    _spec("agent_loop", "scores_itself", NoConfig, "rewards"),
     _spec("agent_loop", "tool_agent", NoConfig, "tools", "interactions"),
     _spec("tool_parser", "hermes"),
     _spec("tool", "calculator"),

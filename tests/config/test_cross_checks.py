@@ -113,8 +113,8 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
         ),
         (
             ["reward.functions=[]"],
-            "reward.functions (override 'reward.functions=[]'): nothing gives a reward: no function is configured, and "
-            "reward manager 'naive' uses neither the rewards of tools nor the scores of interactions; add a function "
+            "reward.functions (override 'reward.functions=[]'): nothing gives a reward: no function is configured, "
+            "no agent loop returns rewards, and reward manager 'naive' uses neither the rewards of tools nor the scores of interactions; add a function "
             "(see `agentrl plugins list`, or ./file.py:function)",
         ),
         (
@@ -154,6 +154,7 @@ def test_message(problems, valid, overrides, message):
         ["reference.path=/m", "algorithm.kl_coef=0.1"],
         [TOOL_AGENT, "tools=[calculator]", "interactions=[tutor]"],
         ["reward.functions=[]", "reward.manager=tools_only"],
+        ["reward.functions=[]", "rollout.agent.loops=[scores_itself]"],
         ["data.validation_files=[/v]", "trainer.checkpoint.best_metric=x"],
         ["trainer.validation.n=0"],
     ],

@@ -72,3 +72,9 @@ def test_failing_function_fails_the_reward() -> None:
 def test_manager_that_could_give_no_reward_is_refused() -> None:
     with pytest.raises(ValueError, match="nothing gives a reward"):
         NaiveRewardManager(NaiveConfig(), RewardManagerContext([]))
+
+
+def test_an_agent_that_returns_its_rewards_needs_no_reward_function() -> None:
+    manager = NaiveRewardManager(NaiveConfig(), RewardManagerContext([], loops_reward=True))
+    with pytest.raises(ValueError, match="the agent loop returned no reward, and nothing gives a reward"):
+        asyncio.run(manager.score(RewardTrajectory([], "", "", "")))

@@ -10,5 +10,5 @@ PLUGIN = PluginSpec(
     summary="any async function that talks to an OpenAI-compatible endpoint",
     config=OpenAIAgentConfig,
     factory="agentrl_loop_openai_agent.loop:OpenAIAgentLoop",
-    capabilities=frozenset({"chat_endpoint"}),
+    capabilities=frozenset({"chat_endpoint", "rewards"}),
 )

@@ -5,6 +5,11 @@ import asyncio
 from agentrl_core.api import RewardManager, RewardManagerContext, RewardResult, RewardTrajectory
 from agentrl_rewards_basic.config import NaiveConfig
 
+NOTHING = (
+    "nothing gives a reward: reward.functions is empty, tool_reward_weight and turn_score_weight are 0; add a function, "
+    "or set a weight in reward.manager.config"
+)
+
 
 class NaiveRewardManager(RewardManager):
     """sum_i weight_i function_i + tool_reward_weight sum(tool_rewards) + turn_score_weight sum(turn_scores).
@@ -21,16 +26,16 @@ class NaiveRewardManager(RewardManager):
 
     def __init__(self, config: NaiveConfig, context: RewardManagerContext) -> None:
         super().__init__(config, context)
-        if not context.functions and not config.tool_reward_weight and not config.turn_score_weight:
-            raise ValueError(
-                "nothing gives a reward: reward.functions is empty, tool_reward_weight and turn_score_weight are 0; "
-                "add a function, or set a weight in reward.manager.config"
-            )
+        self._gives_none = not (context.functions or config.tool_reward_weight or config.turn_score_weight)
+        if self._gives_none and not context.loops_reward:
+            raise ValueError(NOTHING)
 
     async def score(self, trajectory: RewardTrajectory) -> RewardResult:
+        if self._gives_none:
+            raise ValueError(f"the agent loop returned no reward, and {NOTHING}")
         functions = self.context.functions
         if len(functions) == 1:
-            # No task of its own: this runs for every trajectory.
+            # Without a task: this runs for every trajectory.
             results = [await functions[0](trajectory)]
         else:
             results = await asyncio.gather(*(function(trajectory) for function in functions))
