@@ -42,10 +42,13 @@ def command_group() -> typer.Typer:
 
 
 def console_of_stdout() -> "Console":
-    """A console for tables: as wide as the terminal, and wide enough not to fold where the output is a pipe."""
+    """A console for tables: as wide as the terminal, and wide enough not to fold where the output is a pipe.
+
+    Brackets have no meaning, because cells hold names and messages of others.
+    """
     from rich.console import Console
 
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
 
 
 def new_table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> "Table":
@@ -65,13 +68,20 @@ def say(line: str) -> None:
     rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
 
 
+class _LineHandler(logging.Handler):
+    """Writes messages to a pipe or file, where nothing should wrap them."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        say(self.format(record))
+
+
 def set_up_logging(verbose: bool = False, stderr: bool = False) -> None:
-    """Log agentrl's own messages, and those of other packages from warnings on.
+    """Show agentrl's messages, and errors of other packages; a run's ``log.txt`` has their warnings too.
 
     Messages go through the console that also draws the live view, so that neither breaks the other's lines.
 
     Args:
-        verbose: log agentrl's debug messages too.
+        verbose: show agentrl's debug messages and the warnings of other packages too.
         stderr: leave standard output to a command that prints JSON.
     """
     import rich
@@ -79,9 +89,21 @@ def set_up_logging(verbose: bool = False, stderr: bool = False) -> None:
 
     console = rich.get_console()
     console.stderr = stderr
-    handler = RichHandler(console=console, show_path=False, rich_tracebacks=False, log_time_format="%H:%M:%S")
+    handler: logging.Handler = _LineHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s", "%H:%M:%S"))
+    if console.is_terminal:
+        handler = RichHandler(console=console, show_path=False, rich_tracebacks=False, log_time_format="%H:%M:%S")
+    handler.addFilter(lambda record: verbose or record.name.startswith("agentrl") or record.levelno >= logging.ERROR)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
     logging.getLogger("agentrl_core").setLevel(logging.DEBUG if verbose else logging.INFO)
+
+
+def log_transformers() -> None:
+    """Log what transformers logs: it writes to stderr by itself, over the live view and not into ``log.txt``."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
 
 
 def is_for_the_user(error: Exception) -> bool:

@@ -7,7 +7,15 @@ from typing import Annotated
 
 import typer
 
-from agentrl_core.cli._shared import ConfigFile, Overrides, console_of_stdout, new_table, say, set_up_logging
+from agentrl_core.cli._shared import (
+    ConfigFile,
+    Overrides,
+    console_of_stdout,
+    log_transformers,
+    new_table,
+    say,
+    set_up_logging,
+)
 from agentrl_core.cli.main import VERBOSE
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.config.slots import all_slots
@@ -49,6 +57,7 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
     logger.info("loading torch and transformers")
     from agentrl_core.trainer import Trainer
 
+    log_transformers()
     trainer = Trainer(loaded)
     path = trainer.fit()
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

@@ -150,8 +150,8 @@ def plugins(config: ResolvedConfig) -> Problems:
         yield (
             "reward.functions",
             "nothing gives a reward: no function is configured, no agent loop returns rewards, and reward manager "
-            f"'{manager.name}' uses neither the rewards of tools nor the scores of interactions; add a function (see `agentrl plugins list`, or "
-            "./file.py:function)",
+            f"'{manager.name}' uses neither the rewards of tools nor the scores of interactions; add a "
+            "function (see `agentrl plugins list`, or ./file.py:function)",
         )
 
 

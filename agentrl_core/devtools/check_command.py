@@ -52,7 +52,7 @@ def run(names: Sequence[str], *, kinds: list[str] | None, on_ray: bool, time_lim
     Returns:
         The exit code: 1 on any failure.
     """
-    console = Console(highlight=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True)
     chosen = _chosen(names, kinds)
     blocked = block_list()
     usable = [each for each in chosen if not is_blocked(each, blocked)]
@@ -99,9 +99,7 @@ def _checked_on_ray(
     try:
         from agentrl_core.controller.ray_runtime import RayRuntime
     except ModuleNotFoundError as error:
-        console.print(
-            f"not checked in a Ray worker: {error.name} is not installed, pip install 'agentrl-core[ray]'", markup=False
-        )
+        console.print(f"not checked in a Ray worker: {error.name} is not installed, pip install 'agentrl-core[ray]'")
         return {}
     if not results:
         return {}

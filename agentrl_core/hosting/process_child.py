@@ -64,7 +64,11 @@ def answer(handle: Callable[..., Any], question: bytes) -> bytes:
     try:
         return encode(["ok", handle(*pickle.loads(question))])
     except BaseException as error:  # noqa: BLE001 - user code may raise anything; it belongs to the caller
-        return encode(["error", type(error).__name__, str(error), "".join(traceback.format_exception(error))])
+        frames = error.__traceback__
+        while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+            frames = frames.tb_next
+        trace = "".join(traceback.format_exception(error.with_traceback(frames)))
+        return encode(["error", type(error).__name__, str(error), trace])
 
 
 if __name__ == "__main__":

@@ -2,17 +2,24 @@
 
 import asyncio
 import logging
+import os
 import sys
 import threading
+import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+from types import TracebackType
 
+import agentrl_core
 from agentrl_core.api.errors import AgentRLError, DeadlineError
 
 logger = logging.getLogger(__name__)
 HANG_SECONDS = 60.0
 """A call that takes longer is reported, and again each time that this time has passed."""
+_TRACEBACK = "Traceback (most recent call last):"
+_OURS = str(Path(agentrl_core.__file__).parent) + os.sep
 Message = str | Callable[[], str]
 """A message, or a function that composes it when it is needed."""
 
@@ -28,6 +35,34 @@ def described(failure: Exception) -> str:
 def with_traceback(failure: Exception) -> str:
     """The same and the traceback, for an error that travels to a process where the exception's class may not exist."""
     return f"{described(failure)}\n{''.join(traceback.format_exception(failure))}"
+
+
+def traced(failure: BaseException) -> str:
+    """One traceback, of the exception that caused the failure and from foreign code on, and then what failed.
+
+    The exceptions between the two say the same once more. An error that agentrl raised on purpose has its text only.
+    """
+    root = failure
+    while cause := root.__cause__ or (None if root.__suppress_context__ else root.__context__):
+        root = cause
+    text, mark, trace = str(failure).partition(f"\n{_TRACEBACK}")
+    if mark:
+        # It comes from another process, where the traceback was made.
+        return f"{mark.lstrip()}{trace.rstrip()}\n{text}"
+    if isinstance(root, AgentRLError):
+        return f"{type(failure).__name__}: {failure}"
+    trace = "".join(traceback.format_exception(type(root), root, _foreign(root.__traceback__), chain=False)).rstrip()
+    return trace if root is failure else f"{trace}\n{failure}"
+
+
+def _foreign(frames: TracebackType | None) -> TracebackType | None:
+    """The frames below the last one of agentrl's; all of them where the last one is agentrl's."""
+    inner, found = frames, frames
+    while inner is not None:
+        if inner.tb_frame.f_code.co_filename.startswith(_OURS):
+            found = inner.tb_next
+        inner = inner.tb_next
+    return found or frames
 
 
 @asynccontextmanager
@@ -71,25 +106,61 @@ def boundary(
         raise error(f"{_text(message)} {describe(failure)}".lstrip()) from cause
 
 
+class _HangReporter:
+    """One thread that reports every block that hangs; a hook for each trajectory is too often for a thread each."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._blocks: dict[object, tuple[str, int, float]] = {}
+        self._wakes = float("inf")
+        self._thread: threading.Thread | None = None
+
+    def begin(self, block: object, what: str) -> None:
+        now = time.monotonic()
+        with self._changed:
+            self._blocks[block] = (what, threading.get_ident(), now)
+            # After a fork the thread is gone.
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="agentrl-hang-report", daemon=True)
+                self._thread.start()
+            elif now + HANG_SECONDS < self._wakes:
+                self._changed.notify()
+
+    def end(self, block: object) -> None:
+        with self._changed:
+            del self._blocks[block]
+
+    def _run(self) -> None:
+        reported: dict[object, float] = {}
+        while True:
+            with self._changed:
+                reported = {block: reported.get(block, start) for block, (_, _, start) in self._blocks.items()}
+                self._wakes = min(reported.values(), default=float("inf")) + HANG_SECONDS
+                wait = self._wakes - time.monotonic()
+                if wait > 0:
+                    self._changed.wait(None if wait == float("inf") else wait)
+                    continue
+                hanging = [block for block, last in reported.items() if last + HANG_SECONDS <= time.monotonic()]
+                found = [(block, *self._blocks[block]) for block in hanging]
+            for block, what, thread, start in found:
+                reported[block] = time.monotonic()
+                stack = "".join(traceback.format_stack(sys._current_frames().get(thread))[-3:])
+                seconds = reported[block] - start
+                logger.warning("%s has not returned for %.0f s, and the run waits for it:\n%s", what, seconds, stack)
+
+
+_hang_reporter = _HangReporter()
+
+
 @contextmanager
 def hang_reported(what: str) -> Iterator[None]:
     """Log where the block stands while it hangs. Foreign code in this thread can be reported, but not stopped."""
-    thread, done = threading.get_ident(), threading.Event()
-
-    def report() -> None:
-        seconds = 0.0
-        while not done.wait(HANG_SECONDS):
-            seconds += HANG_SECONDS
-            stack = "".join(traceback.format_stack(sys._current_frames().get(thread))[-3:])
-            logger.warning("%s has not returned for %.0f s, and the run waits for it:\n%s", what, seconds, stack)
-
-    reporter = threading.Thread(target=report, name="agentrl-hang-report", daemon=True)
-    reporter.start()
+    block = object()
+    _hang_reporter.begin(block, what)
     try:
         yield
     finally:
-        done.set()
-        reporter.join()
+        _hang_reporter.end(block)
 
 
 def _text(message: Message) -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import traceback
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,7 +17,7 @@ from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorDiedError, ActorHandle, Runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.rewards import RewardWorker
-from agentrl_core.plugins.boundary import deadline
+from agentrl_core.plugins.boundary import deadline, traced
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.worker import AgentLoopWorker
 from agentrl_core.serving.replicas import EngineReplicas, close_actors
@@ -156,7 +155,7 @@ class AgentLoopManager:
                 logger.warning("the group of %s is excluded: %s", group[0].trajectory_id, error)
                 for result in group:
                     result.reward, result.termination = None, Termination.REWARD_ERROR
-                    result.error = "".join(traceback.format_exception(error))
+                    result.error = traced(error)
                 return
             for result, reward in zip(group, revised, strict=True):
                 result.reward = reward

@@ -2,7 +2,6 @@
 
 import asyncio
 import time
-import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
@@ -27,7 +26,7 @@ from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.rewards import check_score
 from agentrl_core.hosting.tools import HostedTool, is_finite
-from agentrl_core.plugins.boundary import deadline
+from agentrl_core.plugins.boundary import deadline, traced
 from agentrl_core.rollout.batching import COLUMNS, turns_of
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
@@ -214,7 +213,7 @@ class AgentLoopWorker:
         except FATAL:
             raise
         except Exception as error:  # noqa: BLE001 - a failed trajectory is data, not a crash
-            result.error = str(error) if isinstance(error, DeadlineError) else traceback.format_exc()
+            result.error = str(error) if isinstance(error, DeadlineError) else traced(error)
             result.termination = classify(error)
         finally:
             try:

@@ -69,7 +69,7 @@ def _facts(record: RolloutRecord) -> Table:
     table.add_column(style="bold", no_wrap=True)
     table.add_column(overflow="fold")
     if record.tool_schemas:
-        table.add_row("tools", _visible(", ".join(_signature(schema) for schema in record.tool_schemas)))
+        table.add_row("tools", Text(_visible(", ".join(_signature(schema) for schema in record.tool_schemas))))
     for number, call in enumerate(record.tool_calls):
         arguments = ", ".join(f"{name}={_json(value)}" for name, value in call["arguments"].items())
         text = Text(_visible(f"{call['name']}({arguments}) → {_clip(call['response'], 400)}"))
@@ -80,7 +80,7 @@ def _facts(record: RolloutRecord) -> Table:
     table.add_row("ended", _ending(record))
     table.add_row("tokens", _tokens(record))
     if record.timings:
-        table.add_row("time", "  ".join(f"{name} {_seconds(value)}" for name, value in record.timings.items()))
+        table.add_row("time", Text("  ".join(f"{name} {_seconds(value)}" for name, value in record.timings.items())))
     return table
 
 

@@ -25,12 +25,11 @@ MOST_TURNS = 16
 SUSPICIOUS_GAP = 0.5
 """A larger mean is reported even without a limit: half precision explains a tenth of it."""
 CAUSES = (
-    "the engine samples from other weights (an update that did not reach all of it, such as the output layer of tied "
-    "embeddings)",
-    "it kept keys and values of the old weights after an update (a stale prefix cache)",
-    "it reports log-probs before temperature, or after top-p and top-k",
-    "its dtype or attention differs from the actor's (model.dtype, and the engine's own options)",
-    "its model is another one (model.path there, a changed config.json or chat template)",
+    "an update did not reach all of it, such as tied embeddings",
+    "it kept a prefix cache of the old weights",
+    "its log-probs are before temperature, or after top-p and top-k",
+    "another dtype or attention (model.dtype, the engine's options)",
+    "another model (model.path, config.json, chat template)",
 )
 
 
@@ -73,10 +72,11 @@ def check_gap(metrics: Mapping[str, float], limit: float | None, where: str) -> 
 
 def _explained(metrics: Mapping[str, float], where: str) -> str:
     means = ((turn, metrics.get(f"{GAP}/turn_{turn}_mean")) for turn in range(1, MOST_TURNS + 1))
-    by_turn = ", ".join(f"{turn}: {mean:.3g}" for turn, mean in means if mean is not None)
+    turns = [f"{turn}: {mean:.3g}" for turn, mean in means if mean is not None]
+    by_turn = f" (mean by turn: {', '.join(turns)})" if len(turns) > 1 else ""
     return (
         f"{where}: the engine's log-probs differ from the actor's by {metrics[f'{GAP}_mean']:.3g} on average, "
-        f"{metrics[f'{GAP}_max']:.3g} at most (mean by turn: {by_turn}). Likely causes:\n"
+        f"{metrics[f'{GAP}_max']:.3g} at most{by_turn}. Likely causes in the engine:\n"
         + "\n".join(f"  - {cause}" for cause in CAUSES)
     )
 

@@ -115,7 +115,10 @@ class Run:
                 status = "stopped"
                 raise
             except BaseException as error:
-                logger.error("the run failed at step %d: %s", (self._finished or self.first_step - 1) + 1, error)
+                # To the file only: the caller reports what it raises.
+                step = (self._finished or self.first_step - 1) + 1
+                text = "the run failed at step %d: %s"
+                self._log.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, text, (step, error), None))
                 raise
             finally:
                 self._end(status)

@@ -114,8 +114,8 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
         (
             ["reward.functions=[]"],
             "reward.functions (override 'reward.functions=[]'): nothing gives a reward: no function is configured, "
-            "no agent loop returns rewards, and reward manager 'naive' uses neither the rewards of tools nor the scores of interactions; add a function "
-            "(see `agentrl plugins list`, or ./file.py:function)",
+            "no agent loop returns rewards, and reward manager 'naive' uses neither the rewards of tools nor the "
+            "scores of interactions; add a function (see `agentrl plugins list`, or ./file.py:function)",
         ),
         (
             ["trainer.checkpoint.best_metric=validation/x/accuracy_greedy"],

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl_core.api.errors import DeadlineError, EngineError, RewardError, ToolError
 from agentrl_core.plugins import boundary as boundary_module
-from agentrl_core.plugins.boundary import boundary, deadline, hang_reported, with_traceback
+from agentrl_core.plugins.boundary import boundary, deadline, hang_reported, traced, with_traceback
 
 
 def test_a_deadline_raises_its_error_and_leaves_a_timeout_of_the_block_alone() -> None:
@@ -55,11 +55,44 @@ def test_a_tracker_that_hangs_is_in_the_log_with_the_line_where_it_stands(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(boundary_module, "HANG_SECONDS", 0.01)
-    reported = threading.Event()
-    monkeypatch.setattr(logging.getLogger("agentrl_core.plugins.boundary"), "filter", lambda _: reported.set() or True)
+    reported, records = threading.Event(), []
+
+    def seen(record: logging.LogRecord) -> bool:
+        # The second report: by then the first one is in the log.
+        records.append(record)
+        if len(records) == 2:
+            reported.set()
+        return True
+
+    monkeypatch.setattr(logging.getLogger("agentrl_core.plugins.boundary"), "filter", seen)
     with hang_reported("tracker 'board', called at step 3,"):
         assert reported.wait(60)
-    for thread in [thread for thread in threading.enumerate() if thread.name == "agentrl-hang-report"]:
-        thread.join()
     assert "tracker 'board', called at step 3, has not returned for 0 s, and the run waits for it" in caplog.text
     assert "assert reported.wait(60)" in caplog.text
+
+
+def test_a_hook_for_each_trajectory_starts_no_thread_for_each_call() -> None:
+    with hang_reported("hook 'solved' in on_trajectory_end"):
+        before = threading.active_count()
+        for _ in range(3):
+            with hang_reported("hook 'solved' in on_trajectory_end"):
+                assert threading.active_count() == before
+
+
+def test_a_bug_of_one_line_in_a_reward_is_one_short_traceback() -> None:
+    def score() -> None:
+        raise KeyError("city")
+
+    with pytest.raises(RewardError) as caught:
+        try:
+            with boundary(RewardError, "reward function 'score' raised"):
+                score()
+        except RewardError as error:
+            raise RewardError(str(error)) from error
+    lines = traced(caught.value).splitlines()
+    assert lines[0] == "Traceback (most recent call last):" and 'raise KeyError("city")' in "".join(lines)
+    assert "in boundary" not in "".join(lines)
+    assert lines[-2:] == ["KeyError: 'city'", "reward function 'score' raised KeyError: 'city'"]
+    trace = "Traceback (most recent call last):\n  a.py"
+    assert traced(RewardError(f"'score' raised ValueError: no\n{trace}\n")) == f"{trace}\n'score' raised ValueError: no"
+    assert traced(EngineError("no replica is alive")) == "EngineError: no replica is alive"

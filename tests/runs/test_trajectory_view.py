@@ -90,3 +90,10 @@ def test_long_texts_can_be_shortened() -> None:
     text = shown(segments=[(1, "a" * 50 + "b" * 1000 + "c" * 50)], max_chars=100)
     lines = " ".join(line.strip("│ ") for line in text.splitlines())
     assert f"{'a' * 50} … 1,000 characters left out … {'c' * 50}" in " ".join(lines.split())
+
+
+def test_brackets_in_a_tools_name_and_arguments_are_shown() -> None:
+    schema = {"function": {"name": "search", "parameters": {"properties": {"[bold]query": {}}}}}
+    call = {"name": "search", "arguments": {"q": "[ray]"}, "response": "[/b]", "failed": False}
+    text = shown(tool_schemas=[schema], tool_calls=[call], timings={"tools[ray]": 1.0})
+    assert "search([bold]query)" in text and "search(q=[ray]) → [/b]" in text and "tools[ray] 1.00 s" in text

@@ -6,8 +6,8 @@ from agentrl_core.api import RewardManager, RewardManagerContext, RewardResult, 
 from agentrl_rewards_basic.config import NaiveConfig
 
 NOTHING = (
-    "nothing gives a reward: reward.functions is empty, tool_reward_weight and turn_score_weight are 0; add a function, "
-    "or set a weight in reward.manager.config"
+    "nothing gives a reward: reward.functions is empty, tool_reward_weight and turn_score_weight are 0; add a "
+    "function, or set a weight in reward.manager.config"
 )
 
 

@@ -55,7 +55,7 @@ def live_view(progress: Progress, width: int, eta_clock: str = "", status: str =
     text_width = inner - _NAME_WIDTH - 2 - (spark_width and spark_width + 2)
     table.add_column(no_wrap=True, overflow="ellipsis", max_width=text_width)
     for name, text, spark in rows:
-        table.add_row(name, text, *([spark.draw(spark_width)] if spark and spark_width else []))
+        table.add_row(Text(name), text, *([spark.draw(spark_width)] if spark and spark_width else []))
     parts: list[RenderableType] = [_head(progress, inner, eta_clock)]
     if rows:
         parts += [Text(), table]
