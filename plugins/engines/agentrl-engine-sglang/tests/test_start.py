@@ -17,6 +17,7 @@ from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import Broadcast
 from agentrl_core.engine_kit.ports import free_port
 from agentrl_engine_sglang import engine as engine_module
+from agentrl_engine_sglang.client import SGLangClient
 from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.engine import SGLangEngine
 from agentrl_engine_sglang.launch import server_arguments
@@ -47,6 +48,19 @@ def test_the_server_gets_what_the_context_and_the_options_say(serve, run, tmp_pa
     }  # fmt: skip
     assert {name: pairs[name] for name in expected} == expected
     assert {"--skip-tokenizer-init", "--sleep-on-idle"} <= set(words)
+
+
+def test_somebody_else_on_the_machine_cannot_use_the_server(serve, run) -> None:
+    async def main() -> None:
+        async with serve() as engine:
+            await engine.generate([1, 2, 3], SamplingParams(max_tokens=2), "a")
+            for key in ("", "guessed"):
+                stranger = SGLangClient(engine._client.url, 5.0, engine._explain_end, key)
+                with pytest.raises(EngineError, match="status 401: Unauthorized"):
+                    await stranger.update_weights_from_disk("/tmp", 1)
+                await stranger.close()
+
+    run(main())
 
 
 def test_hosts_of_a_replica_meet_where_the_core_says() -> None:

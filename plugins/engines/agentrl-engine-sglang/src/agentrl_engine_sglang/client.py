@@ -21,9 +21,12 @@ class SGLangClient:
         url: without a slash at the end.
         control_timeout: seconds for a weight update, sleep or wake-up.
         explain: called where a connection is refused or lost; raises EngineError if it knows why.
+        api_key: the server's ``--api-key``.
     """
 
-    def __init__(self, url: str, control_timeout: float, explain: Callable[[], Awaitable[None]]) -> None:
+    def __init__(
+        self, url: str, control_timeout: float, explain: Callable[[], Awaitable[None]], api_key: str = ""
+    ) -> None:
         self.url = url
         self._control_timeout = control_timeout
         self._explain = explain
@@ -32,6 +35,7 @@ class SGLangClient:
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, force_close=True),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=30),
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
         )
 
     async def close(self) -> None:

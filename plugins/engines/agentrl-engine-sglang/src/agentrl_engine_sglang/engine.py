@@ -4,6 +4,7 @@ import asyncio
 import importlib.util
 import itertools
 import logging
+import secrets
 import sys
 import time
 from collections.abc import Coroutine, Sequence
@@ -126,13 +127,18 @@ class SGLangEngine(InferenceEngine):
         preferred = self._config.port
         for attempt in range(1, PORT_ATTEMPTS + 1):
             port = free_port(preferred)
-            arguments = server_arguments(self._config, self._context, folder, port)
+            # Whoever reaches the port could otherwise replace the weights.
+            key = {"api_key": secrets.token_urlsafe(24)}
+            arguments = key | server_arguments(self._config, self._context, folder, port)
             process = self._process = ServerProcess(
                 command_line(arguments), server_environment(self._config, self._context), self._config.log_file
             )
             process.start()
             self._client = SGLangClient(
-                f"http://127.0.0.1:{arguments['port']}", self._config.update_timeout, self._explain_end
+                f"http://127.0.0.1:{arguments['port']}",
+                self._config.update_timeout,
+                self._explain_end,
+                str(arguments["api_key"]),
             )
             if await self._until_ready(process, self._client, folder, deadline):
                 logger.info("SGLang server on port %d, log in %s", arguments["port"], process.log_path)

@@ -132,6 +132,7 @@ def main() -> None:
     for name, kind in (("model-path", str), ("host", str), ("port", int), ("context-length", int)):
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--weight-version", required=True)
+    parser.add_argument("--api-key")
     arguments, _ = parser.parse_known_args()
     say("arguments", json.dumps(sys.argv[1:]))
     mode = os.environ.get("STAND_IN", "")
@@ -146,7 +147,15 @@ def main() -> None:
 
 async def application(arguments: argparse.Namespace) -> web.Application:
     server = Server(arguments)
-    app = web.Application()
+
+    @web.middleware
+    async def authorise(request: web.Request, handler):
+        wanted = arguments.api_key and f"Bearer {arguments.api_key}"
+        if wanted and request.path != "/health" and request.headers.get("Authorization") != wanted:
+            return web.json_response({"error": "Unauthorized"}, status=401)
+        return await handler(request)
+
+    app = web.Application(middlewares=[authorise])
     app.add_routes(
         [
             web.get("/health", server.health),
