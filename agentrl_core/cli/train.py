@@ -1,5 +1,6 @@
 """``agentrl train``."""
 
+import asyncio
 import logging
 import shlex
 from pathlib import Path
@@ -31,6 +32,9 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print plugins and batch arithmetic, start nothing.")
     ] = False,
+    run_tools: Annotated[
+        bool, typer.Option("--run-tools", help="As --dry-run, and call each tool and reward function once.")
+    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
     ] = False,
@@ -42,6 +46,10 @@ def train(
     """The command: :func:`run` with what the options say."""
     ctx.meta[VERBOSE] = verbose or ctx.meta[VERBOSE]
     overrides = [*(overrides or []), *(["plugins.allow_drift=true"] if allow_plugin_drift else [])]
+    if run_tools:
+        set_up_logging(ctx.meta[VERBOSE])
+        _dry_run(load_config(config, overrides), run_tools=True)
+        return
     run(config=config, overrides=overrides, dry_run=dry_run, resume=resume, verbose=ctx.meta[VERBOSE])
 
 
@@ -77,7 +85,7 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
         raise typer.Exit(128 + trainer.stop.number)
 
 
-def _dry_run(config: ResolvedConfig) -> None:
+def _dry_run(config: ResolvedConfig, run_tools: bool = False) -> None:
     from agentrl_core.trainer.preparation import Preparation
 
     preparation = Preparation.of(config, listeners=True)
@@ -85,5 +93,11 @@ def _dry_run(config: ResolvedConfig) -> None:
     for slot in all_slots(config):
         table.add_row(slot.kind, slot.registered_name, slot.ref.dist, slot.ref.version[:12])
     console_of_stdout().print(table)
-    for line in ("", *preparation.lines(config), "\nThe configuration is valid. Nothing was started."):
+    for line in ("", *preparation.lines(config)):
         say(line)
+    if run_tools:
+        from agentrl_core.trainer.trial import trial_lines
+
+        for line in ("", *asyncio.run(trial_lines(config, preparation.data.train[0]))):
+            say(line)
+    say("\nThe configuration is valid. Nothing was started.")

@@ -45,7 +45,10 @@ def traced(failure: BaseException) -> str:
     root = failure
     while cause := root.__cause__ or (None if root.__suppress_context__ else root.__context__):
         root = cause
-    text, mark, trace = str(failure).partition(f"\n{_TRACEBACK}")
+    message, elsewhere = str(failure), getattr(root, "trace", "")
+    if elsewhere and _TRACEBACK not in message:
+        message += f"\n{elsewhere}"
+    text, mark, trace = message.partition(f"\n{_TRACEBACK}")
     if mark:
         # It comes from another process, where the traceback was made.
         return f"{mark.lstrip()}{trace.rstrip()}\n{text}"
