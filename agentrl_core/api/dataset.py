@@ -31,7 +31,8 @@ class DatasetContext:
     """What a dataset gets when it is built.
 
     Args:
-        files: absolute paths from ``data.train_files`` or ``data.validation_files``.
+        files: absolute paths and addresses (``hf://…``) from ``data.train_files`` or ``data.validation_files``. Local
+            patterns are replaced by the files that match, in alphabetical order; those in addresses are not.
         split: ``train`` or ``validation``.
         renderer: the loop's own tokenizer and template.
         tool_schemas: schemas that a row's prompt will be rendered with, given the row.

@@ -5,6 +5,7 @@ Each check is a generator of ``(key path, message)``. They run only on a tree th
 
 import os
 from collections.abc import Callable, Iterator
+from glob import glob
 from pathlib import Path
 
 from agentrl_core.config.capabilities import Alternatives, installed_with, missing_capabilities
@@ -170,7 +171,8 @@ def files(config: ResolvedConfig) -> Problems:
     if config.model.chat_template is not None:
         paths["model.chat_template"] = config.model.chat_template
     for key, path in paths.items():
-        if not os.path.isfile(path):
+        # The dataset reads remote files, and reports those that are missing.
+        if "://" not in path and not (os.path.isfile(path) or (key.startswith("data.") and glob(path, recursive=True))):
             yield key, f"no such file: {path}{_remedy(path)}"
 
 

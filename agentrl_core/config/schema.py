@@ -277,8 +277,12 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    train_files: list[str] = option(path=True, help="Parquet or JSON Lines files, relative to the config file")
-    validation_files: list[str] = option(default_factory=list, path=True, help="Parquet or JSON Lines files")
+    train_files: list[str] = option(
+        path=True,
+        help="Parquet or JSON Lines files, relative to the config file: names, patterns (data/*.parquet) or addresses "
+        "(hf://…, s3://…)",
+    )
+    validation_files: list[str] = option(default_factory=list, path=True, help="the same, for validation")
     batch_size: int = option(32, ge=1, unit="prompts", help="prompts per step")
     max_prompt_length: int = option(512, ge=1, unit="tokens", help="maximum length of a rendered prompt with tools")
     overlong_prompts: Literal["filter", "error", "left", "right", "middle"] = option(

@@ -1,7 +1,9 @@
 """Loads the prompts of a run and checks everything that they name, before anything starts."""
 
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from glob import glob
 from typing import Any
 
 from agentrl_core.api import (
@@ -24,6 +26,7 @@ from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.rollout.results import TrajectoryResult
 
 _RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}
+_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
@@ -95,7 +98,8 @@ class PromptLoader:
 
     def _split(self, split: Split, files: Sequence[str]) -> list[Row]:
         slot = self._config.data.dataset
-        context = DatasetContext(files, split, self._renderer, self._row_schemas, self._config.data.max_prompt_length)
+        found = [name for file in files for name in _matching(file)]
+        context = DatasetContext(found, split, self._renderer, self._row_schemas, self._config.data.max_prompt_length)
         with hang_reported(f"dataset {slot.name!r}, loading {split} rows,"):
             dataset: PromptDataset = slot.build(context)
             for index in range(len(dataset)):
@@ -171,6 +175,14 @@ class PromptLoader:
             raise ConfigError(problems)
 
 
+def _matching(file: str) -> list[str]:
+    """The local files that a pattern stands for; a file that exists, and an address, as they are."""
+    if "://" in file or os.path.isfile(file):
+        return [file]
+    # One that matches nothing stays, for the dataset's error.
+    return sorted(glob(file, recursive=True)) or [file]
+
+
 def _check_types(row: Row, where: str) -> None:
     """Reject values that would fail during a rollout.
 
@@ -195,7 +207,7 @@ def _check_types(row: Row, where: str) -> None:
 
 def _media(row: Row) -> str:
     """Describe the first part of a row that is not text; empty if there is none."""
-    columns = [f"{name} is not empty" for name in ("images", "videos", "audios") if row.get(name)]
+    columns = [f"{name} is not empty" for name in _MEDIA if row.get(name)]
     contents = [message["content"] for message in row["raw_prompt"] if isinstance(message.get("content"), list)]
     kinds = [str(part.get("type")) for content in contents for part in content if "text" not in part]
     return next(iter([*columns, *(f"a message has a part of type {kind}" for kind in kinds)]), "")

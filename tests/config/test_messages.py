@@ -237,7 +237,7 @@ def test_required_keys_of_an_empty_file(problems):
         "model.path (config.yaml): required key is missing (directory with weights, config and tokenizer, relative to "
         "the config file; or a model of the Hugging Face hub: org/name, org/name@revision)",
         "data.train_files (config.yaml): required key is missing (Parquet or JSON Lines files, relative to the config "
-        "file)",
+        "file: names, patterns (data/*.parquet) or addresses (hf://…, s3://…))",
         "rollout.agent.loops (config.yaml): required key is missing (agent loops that rows select with agent_name; "
         "the first is the default)",
     ]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import DataError
+from agentrl_core.api import ConfigError, DataError
 from agentrl_core.config import load_config
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.trainer.prompt_data import PromptLoader
@@ -43,6 +43,7 @@ def test_every_prompt_is_rendered_once_before_a_run(
             {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]},
             "row 0: a message has a part of type image",
         ),
+        ({"image": {"path": "a.png"}, "prompt": "What is this?"}, "row 0: image is not empty"),
     ],
 )
 def test_rows_with_images_do_not_train_as_text(
@@ -53,3 +54,18 @@ def test_rows_with_images_do_not_train_as_text(
     config = load_config(tiny_run({"rollout.engine": {"name": "scripted"}, "data.train_files": [str(file)]}))
     with pytest.raises(DataError, match=message):
         PromptLoader(config, HFChatRenderer.from_config(config.model)).load()
+
+
+def test_a_pattern_stands_for_its_files_in_alphabetical_order(tiny_run: Any) -> None:
+    path = tiny_run({"rollout.engine": {"name": "scripted"}, "data.train_files": ["part-*.jsonl"]})
+    rows = tiny_run.rows(3)
+    for name, part in (("part-b.jsonl", rows[2:]), ("part-a.jsonl", rows[:2])):
+        tiny_run.write_rows(name, part)
+    config = load_config(path)
+    data = PromptLoader(config, HFChatRenderer.from_config(config.model)).load()
+    assert [row["extra_info"]["index"] for row in data.train] == [0, 1, 2]
+
+
+def test_a_pattern_without_a_file_names_the_key(tiny_run: Any) -> None:
+    with pytest.raises(ConfigError, match=r"data.train_files.0 .*: no such file: .*none-\*.jsonl"):
+        load_config(tiny_run({"data.train_files": ["none-*.jsonl"]}))

@@ -3,6 +3,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 import pytest
 
 from agentrl_core.api import DataError, DatasetContext
@@ -41,7 +42,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def load(*files: Path, **config: Any) -> PromptsFromFiles:
+def load(*files: Path | str, **config: Any) -> PromptsFromFiles:
     context = DatasetContext([str(file) for file in files], "train", WordRenderer(), lambda row: (), 1000)
     return PromptsFromFiles(PromptsConfig(**config), context)
 
@@ -74,6 +75,29 @@ def test_several_files_follow_each_other(tmp_path: Path) -> None:
     files = [write(tmp_path / "a.jsonl", ROWS[:1]), write(tmp_path / "b.parquet", ROWS[1:])]
     dataset = load(*files)
     assert [dataset[index]["data_source"] for index in range(len(dataset))] == ["a", "b"]
+
+
+def test_addresses_are_read_with_their_patterns(tmp_path: Path) -> None:
+    folder = f"memory://{tmp_path.name}"
+    for number, row in enumerate(ROWS):
+        fsspec.filesystem("memory").pipe(f"{folder}/part-{number}.jsonl", json.dumps(row).encode())
+    dataset = load(f"{folder}/part-*.jsonl")
+    assert [dataset[index]["data_source"] for index in range(len(dataset))] == ["a", "b"]
+    assert len(load(f"{folder}/part-1.jsonl")) == 1
+
+
+@pytest.mark.parametrize(
+    ("address", "message"),
+    [
+        ("memory://nowhere/train.jsonl", "no such file. Check the address"),
+        ("memory://nowhere/*.parquet", "no such file. Check the address"),
+        ("unknown://bucket/train.jsonl", "cannot be reached: ValueError: Protocol not known"),
+    ],
+)
+def test_an_address_without_a_file_names_the_key_and_the_address(address: str, message: str) -> None:
+    with pytest.raises(DataError) as caught:
+        load(address)
+    assert f"data.train_files: {address}: {message}" in str(caught.value)
 
 
 def test_a_text_is_a_user_message(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import fsspec
 
 from agentrl_core.api import DataError, DatasetContext, PromptDataset
 from agentrl_dataset_prompts.config import PromptsConfig
@@ -30,7 +31,7 @@ class PromptsFromFiles(PromptDataset):
 
     def __init__(self, config: PromptsConfig, context: DatasetContext) -> None:
         self._rows: list[Row] = []
-        for file in context.files:
+        for file in (name for pattern in context.files for name in _found(pattern, context.split)):
             rows = _read(file)
             if config.prompt_key not in rows.column_names:
                 raise DataError(
@@ -46,13 +47,34 @@ class PromptsFromFiles(PromptDataset):
         return dict(self._rows[index])
 
 
+def _found(file: str, split: str) -> list[str]:
+    """The files that a name, or the pattern in an address, stands for.
+
+    Raises:
+        DataError: there are none, or the address cannot be reached.
+    """
+    key = f"data.{split}_files"
+    if "://" not in file:
+        return [file]
+    try:
+        files, path = fsspec.url_to_fs(file)
+        # The path of a file is a pattern that matches it, unless its name has brackets.
+        found = [path] if files.isfile(path) else sorted(each for each in files.glob(path) if files.isfile(each))
+    except Exception as failure:  # noqa: BLE001 - each file system and its client has errors of its own
+        raise DataError(f"{key}: {file}: cannot be reached: {type(failure).__name__}: {failure}") from failure
+    if not found:
+        raise DataError(f"{key}: {file}: no such file. Check the address, and that you may read there")
+    return [files.unstrip_protocol(each) for each in found]
+
+
 def _read(file: str) -> datasets.Dataset:
     reader = _READERS.get(Path(file).suffix)
     if reader is None:
         raise DataError(f"{file}: unknown file type; allowed are {', '.join(_READERS)}")
-    if not Path(file).is_file():
+    local = "://" not in file
+    if local and not Path(file).is_file():
         raise DataError(f"{file}: no such file")
-    if not Path(file).stat().st_size:
+    if local and not Path(file).stat().st_size:
         raise DataError(f"{file}: the file is empty; expected one row per line, with a prompt")
     try:
         with _no_progress_bars():
