@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
@@ -184,12 +185,19 @@ class HFChatRenderer(ChatRenderer):
     def lengths(self, texts: Iterable[str]) -> list[int]:
         """How many tokens :meth:`encode_prompt` makes of each text; many texts at a time, on all cores."""
         texts = iter(texts)
-        lengths: list[int] = []
-        while batch := list(islice(texts, _BATCH)):
-            # The first two teach the head that the others may share with them.
-            lengths += [len(self.encode_prompt(text)) for text in batch[:2]]
-            lengths += self._lengths(batch[2:])
-        return lengths
+        batches: list[Future[list[int]]] = []
+        # The tokenizer does not hold Python's lock: a batch is encoded while ``texts`` makes the next one.
+        with ThreadPoolExecutor(1) as encoder:
+            while batch := list(islice(texts, _BATCH)):
+                batches.append(encoder.submit(self._lengths_of_batch, batch))
+                if len(batches) > 1:
+                    # No more than two batches of texts are kept.
+                    batches[-2].result()
+        return [length for lengths in batches for length in lengths.result()]
+
+    def _lengths_of_batch(self, texts: Sequence[str]) -> list[int]:
+        # The first two teach the head that the others may share with them.
+        return [*(len(self.encode_prompt(text)) for text in texts[:2]), *self._lengths(texts[2:])]
 
     def _lengths(self, texts: Sequence[str]) -> list[int]:
         if self._backend is None:
