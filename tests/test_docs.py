@@ -88,6 +88,13 @@ def test_configurations_for_many_gpus_are_accepted(workplace: Path, snippet: str
     assert (cluster.runtime, cluster.nodes, cluster.processes_per_node) == ("ray", 1, 8)
 
 
+@pytest.mark.parametrize("snippet", [text for page, text in blocks("yaml") if page.name == "algorithms.md"])
+def test_configurations_of_algorithms_are_accepted(workplace: Path, snippet: str) -> None:
+    example = workplace / "examples/calculator"
+    (example / "algorithm.yaml").write_text("extends: config.yaml\n" + snippet)
+    load_config(example / "algorithm.yaml")
+
+
 @pytest.mark.parametrize(
     "code", [text for page, text in blocks("python") if page.name != "README.md"], ids=lambda text: text.split("\n")[0]
 )

@@ -434,25 +434,27 @@ def test_a_batch_without_sampled_tokens_has_no_advantages(name) -> None:
     assert not output.advantages.any() and not output.returns.any()
 
 
-P_CONTINUE, P_GOOD = 0.3, 0.6
-"""A policy with two logits: to take a second turn or stop, and to do well in it."""
+def run(name: str) -> Callable[[Samples], Advantages]:
+    """The estimator, from samples to advantages of their tokens."""
+
+    def advantages_of(samples: Samples) -> Advantages:
+        batch, places = batch_of(samples)
+        advantages = estimator(name)(batch).advantages
+        results: Advantages = [[[math.nan] * len(turn.tokens) for turn in sample.turns] for sample in samples]
+        for place, (number, turn, token) in places.items():
+            results[number][turn][token] = float(advantages[place])
+        return results
+
+    return advantages_of
 
 
-def ended(continues: bool, good: bool = False) -> Sample:
-    token = Token(-1.0, -1.0, 1.0, 0.0)
-    if not continues:
-        return Sample("g", 0.5, [Turn([token], 0.25)])
-    return Sample("g", 1.0 if good else 0.0, [Turn([token], 0.25), Turn([token], 0.75 if good else 0.5)])
+Outcome = tuple[Sample, float, list[float]]
+"""What a tiny policy can do: the sample, its probability, and the score of each turn's logit."""
 
 
-def expected_gradient(advantages_of: Callable[[Samples], Advantages], size: int = 3) -> np.ndarray:
-    """Of both logits, over all groups of this size with their probabilities."""
-    outcomes = [
-        (ended(False), 1 - P_CONTINUE, [-P_CONTINUE]),
-        (ended(True, True), P_CONTINUE * P_GOOD, [1 - P_CONTINUE, 1 - P_GOOD]),
-        (ended(True, False), P_CONTINUE * (1 - P_GOOD), [1 - P_CONTINUE, -P_GOOD]),
-    ]
-    total = np.zeros(2)
+def expected_gradient(advantages_of: Callable[[Samples], Advantages], outcomes: list[Outcome], size: int) -> np.ndarray:
+    """Of the logits of all turns, over all groups of this size with their probabilities."""
+    total = np.zeros(max(len(scores) for _, _, scores in outcomes))
     for drawn in itertools.product(outcomes, repeat=size):
         probability = math.prod(p for _, p, _ in drawn)
         samples = [Sample("g", one.outcome, one.turns) for one, _, _ in drawn]
@@ -460,6 +462,31 @@ def expected_gradient(advantages_of: Callable[[Samples], Advantages], size: int 
             for logit, (tokens, score) in enumerate(zip(turns, scores, strict=True)):
                 total[logit] += probability * tokens[0] * score / size
     return total
+
+
+TOKEN = Token(-1.0, -1.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "objective"),
+    [
+        ("rloo", lambda p, n: p),
+        ("grpo_passk", lambda p, n: (1 - (1 - p) ** n) / n),
+        ("maxrl", lambda p, n: -sum((1 - p) ** k / k for k in range(1, n))),
+    ],
+)
+def test_expected_gradient_is_that_of_the_objective(name, objective) -> None:
+    p, size, step = 0.3, 4, 1e-5
+    outcomes = [
+        (Sample("g", 1.0, [Turn([TOKEN], 0.0)]), p, [1 - p]),
+        (Sample("g", 0.0, [Turn([TOKEN], 0.0)]), 1 - p, [-p]),
+    ]
+    slope = (objective(p + step, size) - objective(p - step, size)) / (2 * step)
+    np.testing.assert_allclose(expected_gradient(run(name), outcomes, size), [slope * p * (1 - p)], atol=1e-6)
+
+
+P_CONTINUE, P_GOOD = 0.3, 0.6
+"""A policy with two logits: to take a second turn or stop, and to do well in it."""
 
 
 def by_turn_index(samples: Samples) -> Advantages:
@@ -470,31 +497,28 @@ def by_turn_index(samples: Samples) -> Advantages:
         for k, turn in enumerate(sample.turns):
             others = [other.turns[k].reward for other in samples if other is not sample and len(other.turns) > k]
             differences.append(turn.reward - (mean(others) if others else 0.0))
-        others = [other.outcome for other in samples if other is not sample]
-        of_outcome = sample.outcome - mean(others)
+        of_outcome = sample.outcome - mean([other.outcome for other in samples if other is not sample])
         results.append([[of_outcome + sum(differences[k:])] for k in range(len(sample.turns))])
     return results
 
 
 def test_turn_rloo_is_unbiased_where_the_policy_decides_how_many_turns_there_are() -> None:
-    good = {True: 0.75 + 1.0, False: 0.5}
-    second = P_GOOD * good[True] + (1 - P_GOOD) * good[False]
+    stop = Sample("g", 0.5, [Turn([TOKEN], 0.25)])
+    good = Sample("g", 1.0, [Turn([TOKEN], 0.25), Turn([TOKEN], 0.75)])
+    bad = Sample("g", 0.0, [Turn([TOKEN], 0.25), Turn([TOKEN], 0.5)])
+    outcomes: list[Outcome] = [
+        (stop, 1 - P_CONTINUE, [-P_CONTINUE]),
+        (good, P_CONTINUE * P_GOOD, [1 - P_CONTINUE, 1 - P_GOOD]),
+        (bad, P_CONTINUE * (1 - P_GOOD), [1 - P_CONTINUE, -P_GOOD]),
+    ]
     slope = P_CONTINUE * (1 - P_CONTINUE)
-    true = [slope * (second - 0.5), P_CONTINUE * P_GOOD * (1 - P_GOOD) * (good[True] - good[False])]
-
-    def ours(samples: Samples) -> Advantages:
-        batch, places = batch_of(samples)
-        advantages = estimator("turn_rloo")(batch).advantages
-        results: Advantages = [[[math.nan] for _ in sample.turns] for sample in samples]
-        for place, (number, turn, token) in places.items():
-            results[number][turn][token] = float(advantages[place])
-        return results
-
-    np.testing.assert_allclose(expected_gradient(ours), true, atol=1e-6)
+    after_continuing = P_GOOD * good.score + (1 - P_GOOD) * bad.score
+    true = [slope * (after_continuing - stop.score), P_CONTINUE * P_GOOD * (1 - P_GOOD) * (good.score - bad.score)]
+    np.testing.assert_allclose(expected_gradient(run("turn_rloo"), outcomes, 3), true, atol=1e-6)
 
     someone_else_continues = 1 - (1 - P_CONTINUE) ** 2
     mean_reward = someone_else_continues * (P_GOOD * 0.75 + (1 - P_GOOD) * 0.5)
-    biased = expected_gradient(by_turn_index)
+    biased = expected_gradient(by_turn_index, outcomes, 3)
     np.testing.assert_allclose(biased - true, [-mean_reward * slope, 0.0], atol=1e-12)
 
 

@@ -15,7 +15,8 @@ class MaxRL(AdvantageEstimator):
         A_i = (s_i - mean(s_1 … s_n)) / mean(s_1 … s_n)        0 where the mean is 0
 
     ``s_i`` is the score of trajectory i, 0 or 1 in the paper. The gradient of log p is that of p over p, and the mean
-    estimates p; with n samples the expectation is the gradient of the expansion of log p up to the order n.
+    estimates p. The expectation is the gradient of log p's expansion in 1 - p up to the order n - 1; one order is lost
+    because the mean is subtracted, and not from groups without success.
 
     The equation has no meaning with negative scores: groups that have one get 0, and the metric
     ``groups_with_negative_scores`` counts their share. Groups of one usable trajectory, and groups with equal scores,
