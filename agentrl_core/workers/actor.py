@@ -3,6 +3,7 @@
 Shapes: b rows and r response tokens of a micro-batch.
 """
 
+import time
 from typing import Any
 
 import torch
@@ -18,8 +19,9 @@ from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.data_parallel import COLLECTIVE
+from agentrl_core.workers.flops import utilisation
 from agentrl_core.workers.log_probs import response_log_probs, temperature_of
-from agentrl_core.workers.micro_batching import MicroBatch, columns_of
+from agentrl_core.workers.micro_batching import Columns, MicroBatch, columns_of
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.update import MicroLoss, seed_of
@@ -86,8 +88,21 @@ class ActorWorker(TrainingWorker):
         with self._computing(optimizer=True):
             if batch.meta_info.get("measure_only", False):
                 return {**self._update.measure(columns, loss), "actor/trained_rows_share": 0.0}
+            start = time.perf_counter()
             metrics = self._update.run(columns, seed_of(batch), loss, moving_B)
+            metrics |= self._utilisation(columns, moving_B, time.perf_counter() - start)
         return metrics | {"actor/trained_rows_share": float(moving_B.sum()) / max(int(trained_B.sum()), 1)}
+
+    def _utilisation(self, columns: Columns, moving_B: Tensor, seconds: float) -> dict[str, float]:
+        """``perf/mfu/actor`` on a GPU whose peak is known."""
+        half = self.config.model.compute_dtype in (None, "bfloat16")
+        if self._device.type != "cuda" or not half:
+            return {}
+        tokens_B = columns["attention_mask"].sum(-1) * columns["response_mask"].any(-1) * self.config.actor.epochs
+        trained = int(tokens_B[moving_B].sum())
+        name, devices = torch.cuda.get_device_name(self._device), self._parallel.size
+        share = utilisation(self._model, name, devices, trained, int(tokens_B.sum()) - trained, seconds)
+        return {} if share is None else {"perf/mfu/actor": share}
 
     def _loss(self, micro: MicroBatch, divisor: float, temperature: float) -> MicroLoss:
         algorithm, mask_br = self.config.algorithm, micro["response_mask"]
