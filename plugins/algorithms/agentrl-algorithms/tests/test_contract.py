@@ -10,6 +10,8 @@ from agentrl_core.testing.contracts import (
     AdvantageEstimatorContract,
     PolicyLossCase,
     PolicyLossContract,
+    RolloutCorrectionCase,
+    RolloutCorrectionContract,
 )
 
 PAIR = AdvantageInput(
@@ -50,3 +52,41 @@ class TestPPO(PolicyLossContract):
         zero, one = torch.zeros(1, 1), torch.ones(1, 1)
         on_policy = PolicyLossInput(zero, zero, 2 * one, torch.ones(1, 1, dtype=torch.bool))
         return PolicyLossCase(PPO, known=[(on_policy, -2 * one)])
+
+
+LOSSES = [
+    PolicyLossCase(plugins.GSPO),
+    PolicyLossCase(plugins.CISPO),
+    PolicyLossCase(plugins.GMPO),
+    PolicyLossCase(plugins.SAPO),
+    PolicyLossCase(plugins.DPPO),
+    PolicyLossCase(plugins.DPPO, config=plugins.DPPOConfig(divergence="kl")),
+    PolicyLossCase(plugins.CLIP_COV, config=plugins.ClipCovConfig(share=0.3, cov_low=0.0)),
+    PolicyLossCase(plugins.KL_COV, config=plugins.KLCovConfig(share=0.3)),
+    PolicyLossCase(plugins.GPG_LOSS),
+    PolicyLossCase(plugins.TIS_REINFORCE),
+    PolicyLossCase(plugins.DRO, config=plugins.DROConfig(tau=0.01)),
+    PolicyLossCase(plugins.SFT, follows_advantages=False),
+    PolicyLossCase(plugins.SFT, config=plugins.SFTConfig(tokens="positive")),
+]
+CORRECTIONS = [
+    RolloutCorrectionCase(plugins.TOKEN_TIS),
+    RolloutCorrectionCase(plugins.SEQUENCE_TIS, config=plugins.ImportanceConfig(normalize=True)),
+    RolloutCorrectionCase(plugins.TOKEN_MIS, config=plugins.ImportanceConfig(normalize=True)),
+    RolloutCorrectionCase(plugins.SEQUENCE_MIS),
+    RolloutCorrectionCase(plugins.ICEPOP),
+    RolloutCorrectionCase(plugins.GEOMETRIC_REJECTION),
+    RolloutCorrectionCase(plugins.PERCENTILE_REJECTION, config=plugins.PercentileConfig(keep=0.7)),
+]
+
+
+class TestLosses(PolicyLossContract):
+    @pytest.fixture(params=LOSSES, ids=lambda case: case.spec.name)
+    def plugin(self, request: pytest.FixtureRequest) -> PolicyLossCase:
+        return request.param
+
+
+class TestCorrections(RolloutCorrectionContract):
+    @pytest.fixture(params=CORRECTIONS, ids=lambda case: case.spec.name)
+    def plugin(self, request: pytest.FixtureRequest) -> RolloutCorrectionCase:
+        return request.param

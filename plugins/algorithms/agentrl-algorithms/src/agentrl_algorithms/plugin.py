@@ -1,11 +1,27 @@
 """What the entry points name."""
 
+from functools import partial
+
 from agentrl_algorithms.config import (
+    CISPOConfig,
+    ClipCovConfig,
+    DPPOConfig,
+    DROConfig,
     GAEConfig,
     GDPOConfig,
+    GeometricConfig,
+    GMPOConfig,
     GRPOConfig,
+    GSPOConfig,
+    IcePopConfig,
+    ImportanceConfig,
+    KLCovConfig,
     OnPolicyDistillationConfig,
+    PercentileConfig,
     PPOConfig,
+    SAPOConfig,
+    SFTConfig,
+    TISReinforceConfig,
     TurnGAEConfig,
 )
 from agentrl_core.api import NoConfig, PluginSpec
@@ -13,11 +29,14 @@ from agentrl_core.api import NoConfig, PluginSpec
 TORCH = ("torch>=2.11",)
 
 
-def _estimator(name: str, factory: str, summary: str, *capabilities: str, config: type = NoConfig) -> PluginSpec:
+VERSIONS = {"advantage_estimator": 2, "policy_loss": 2, "rollout_correction": 1}
+
+
+def _spec(kind: str, name: str, factory: str, summary: str, *capabilities: str, config: type = NoConfig) -> PluginSpec:
     return PluginSpec(
-        kind="advantage_estimator",
+        kind=kind,
         name=name,
-        api_version=2,
+        api_version=VERSIONS[kind],
         summary=summary,
         factory=f"agentrl_algorithms.{factory}",
         config=config,
@@ -25,6 +44,10 @@ def _estimator(name: str, factory: str, summary: str, *capabilities: str, config
         capabilities=frozenset(capabilities),
     )
 
+
+_estimator = partial(_spec, "advantage_estimator")
+_loss = partial(_spec, "policy_loss")
+_correction = partial(_spec, "rollout_correction")
 
 GRPO = _estimator(
     "grpo",
@@ -98,12 +121,81 @@ ON_POLICY_DISTILLATION = _estimator(
     config=OnPolicyDistillationConfig,
 )
 
-PPO = PluginSpec(
-    kind="policy_loss",
-    name="ppo",
-    api_version=2,
-    summary="clipped surrogate with asymmetric and dual clip",
-    factory="agentrl_algorithms.ppo:PPO",
-    config=PPOConfig,
-    requires=TORCH,
+PPO = _loss("ppo", "ppo:PPO", "clipped surrogate with asymmetric and dual clip", config=PPOConfig)
+GSPO = _loss("gspo", "gspo:GSPO", "ratio and clip of whole sequences, in the token form", config=GSPOConfig)
+CISPO = _loss(
+    "cispo",
+    "cispo:CISPO",
+    "policy gradient with a clipped importance weight; no token loses its gradient",
+    config=CISPOConfig,
+)
+GMPO = _loss("gmpo", "gmpo:GMPO", "geometric mean of clipped token ratios", config=GMPOConfig)
+SAPO = _loss("sapo", "sapo:SAPO", "a smooth gate in place of the clip", config=SAPOConfig)
+DPPO = _loss(
+    "dppo",
+    "dppo:DPPO",
+    "masks tokens by divergence from the engine's policy (tv, kl)",
+    "rollout_log_probs",
+    config=DPPOConfig,
+)
+CLIP_COV = _loss(
+    "clip_cov",
+    "clip_cov:ClipCov",
+    "ppo without the gradient of high-covariance tokens, against entropy collapse",
+    "mini_batch_log_probs",
+    config=ClipCovConfig,
+)
+KL_COV = _loss(
+    "kl_cov",
+    "kl_cov:KLCov",
+    "KL penalty on high-covariance tokens, against entropy collapse",
+    "mini_batch_log_probs",
+    config=KLCovConfig,
+)
+GPG_LOSS = _loss("gpg", "gpg_loss:GPGLoss", "plain policy gradient without ratio and clip")
+TIS_REINFORCE = _loss(
+    "tis_reinforce",
+    "tis_reinforce:TISReinforce",
+    "policy gradient with truncated weights against the engine's policy",
+    "rollout_log_probs",
+    config=TISReinforceConfig,
+)
+DRO = _loss(
+    "dro",
+    "dro:DRO",
+    "regression of the advantage on the answer's log-ratio to the reference",
+    "ref_log_probs",
+    config=DROConfig,
+)
+SFT = _loss(
+    "sft",
+    "sft:SFT",
+    "negative log-likelihood of all sampled tokens, or of those with a positive advantage",
+    config=SFTConfig,
+)
+
+TOKEN_TIS = _correction("token_tis", "tis:TokenTIS", "truncated importance weights of tokens", config=ImportanceConfig)
+SEQUENCE_TIS = _correction(
+    "sequence_tis", "tis:SequenceTIS", "truncated importance weight of each row", config=ImportanceConfig
+)
+TOKEN_MIS = _correction(
+    "token_mis", "mis:TokenMIS", "importance weights of tokens; rejects large ones", config=ImportanceConfig
+)
+SEQUENCE_MIS = _correction(
+    "sequence_mis", "mis:SequenceMIS", "importance weight of each row; rejects large ones", config=ImportanceConfig
+)
+ICEPOP = _correction(
+    "icepop", "mis:IcePop", "importance weights of tokens; rejects those far from 1", config=IcePopConfig
+)
+GEOMETRIC_REJECTION = _correction(
+    "geometric_rejection",
+    "rejection:GeometricRejection",
+    "rejects rows by the geometric mean of their ratios",
+    config=GeometricConfig,
+)
+PERCENTILE_REJECTION = _correction(
+    "percentile_rejection",
+    "rejection:PercentileRejection",
+    "rejects the tokens whose probabilities differ most",
+    config=PercentileConfig,
 )

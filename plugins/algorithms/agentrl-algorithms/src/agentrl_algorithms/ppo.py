@@ -3,13 +3,30 @@
 Shapes: b rows of a micro-batch, R response tokens.
 """
 
+from dataclasses import replace
+
 import torch
 
 from agentrl_algorithms.config import PPOConfig
+from agentrl_algorithms.ratio import bounded_exp, log_ratio
 from agentrl_core.api import PolicyLoss, PolicyLossInput, PolicyLossOutput
 
-MAX_LOG_RATIO = 20.0
-"""Beyond it the ratio (4.9e8) says only that old_log_probs do not belong to this batch; exp must not overflow."""
+
+def clipped_surrogate(batch: PolicyLossInput, clip_low: float, clip_high: float) -> PolicyLossOutput:
+    """PPO's loss without the dual clip, with the metrics ``ratio``, ``clip_fraction`` and ``ppo_kl``."""
+    mask_bR = batch.response_mask.bool()
+    log_ratio_bR = log_ratio(batch.log_probs, batch.old_log_probs, mask_bR)
+    ratio_bR = bounded_exp(log_ratio_bR)
+    advantages_bR = torch.where(mask_bR, batch.advantages, 0.0)
+
+    plain_bR = -advantages_bR * ratio_bR
+    clipped_bR = -advantages_bR * ratio_bR.clamp(1 - clip_low, 1 + clip_high)
+    metrics = {
+        "ratio": ratio_bR.detach(),
+        "clip_fraction": (clipped_bR > plain_bR).float(),
+        "ppo_kl": -log_ratio_bR.detach(),
+    }
+    return PolicyLossOutput(torch.maximum(plain_bR, clipped_bR), metrics)
 
 
 class PPO(PolicyLoss):
@@ -35,23 +52,10 @@ class PPO(PolicyLoss):
     config: PPOConfig
 
     def __call__(self, batch: PolicyLossInput) -> PolicyLossOutput:
-        mask_bR = batch.response_mask.bool()
-        # Fillers under mask 0 (0.0 or NaN from an engine) must reach neither exp nor its gradient.
-        log_ratio_bR = torch.where(mask_bR, batch.log_probs - batch.old_log_probs, 0.0)
-        ratio_bR = log_ratio_bR.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-        advantages_bR = torch.where(mask_bR, batch.advantages, 0.0)
-
-        plain_bR = -advantages_bR * ratio_bR
-        clipped_bR = -advantages_bR * ratio_bR.clamp(1 - self.config.clip_low, 1 + self.config.clip_high)
-        losses_bR = torch.maximum(plain_bR, clipped_bR)
-        metrics = {
-            "ratio": ratio_bR.detach(),
-            "clip_fraction": (clipped_bR > plain_bR).float(),
-            "ppo_kl": -log_ratio_bR.detach(),
-        }
-        if self.config.dual_clip is not None:
-            bound_bR = -advantages_bR * self.config.dual_clip
-            capped_bR = (advantages_bR < 0) & (losses_bR > bound_bR)
-            losses_bR = torch.where(capped_bR, bound_bR, losses_bR)
-            metrics["clip_fraction_low"] = capped_bR.float()
-        return PolicyLossOutput(losses_bR, metrics)
+        output = clipped_surrogate(batch, self.config.clip_low, self.config.clip_high)
+        if self.config.dual_clip is None:
+            return output
+        bound_bR = -torch.where(batch.response_mask.bool(), batch.advantages, 0.0) * self.config.dual_clip
+        capped_bR = (bound_bR > 0) & (output.losses > bound_bR)
+        losses_bR = torch.where(capped_bR, bound_bR, output.losses)
+        return replace(output, losses=losses_bR, metrics={**output.metrics, "clip_fraction_low": capped_bR.float()})
