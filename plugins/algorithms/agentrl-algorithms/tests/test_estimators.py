@@ -13,7 +13,7 @@ import torch
 
 from agentrl_algorithms import plugin as plugins
 from agentrl_algorithms.optimal_token_baseline import score_norms
-from agentrl_core.api import AdvantageEstimator, AdvantageInput, AlgorithmContext, PluginSpec
+from agentrl_core.api import AdvantageEstimator, AdvantageInput, AlgorithmContext, ConfigError, PluginSpec
 from agentrl_core.testing.contracts.case import factory_of
 
 SPECS = {
@@ -563,3 +563,10 @@ def test_without_its_input_an_estimator_says_what_is_missing(name, missing) -> N
     bare = AdvantageInput(batch.token_rewards, batch.response_mask, batch.group_ids, batch.trajectory_ids)
     with pytest.raises(ValueError, match=missing):
         estimator(name)(bare)
+
+
+def test_scores_count_in_distillation_only_with_several_samples_per_prompt() -> None:
+    spec = SPECS["on_policy_distillation"]
+    with pytest.raises(ConfigError, match=r"reward_coef: 0\.5 .* rollout\.n is 1"):
+        factory_of(spec)(spec.config(reward_coef=0.5), AlgorithmContext(1))
+    factory_of(spec)(spec.config(), AlgorithmContext(1))

@@ -7,7 +7,7 @@ import torch
 
 from agentrl_algorithms.config import OnPolicyDistillationConfig
 from agentrl_algorithms.groups import Trajectories, standardised
-from agentrl_core.api import AdvantageEstimator, AdvantageInput, AdvantageOutput
+from agentrl_core.api import AdvantageEstimator, AdvantageInput, AdvantageOutput, AlgorithmContext, ConfigError
 
 
 class OnPolicyDistillation(AdvantageEstimator):
@@ -24,10 +24,18 @@ class OnPolicyDistillation(AdvantageEstimator):
     tokens' log-probs.
 
     ``returns`` are the scores. Metrics: ``teacher_kl``, mean of the estimate over sampled tokens, in nats. Raises
-    ValueError where the batch has no old or teacher log-probs.
+    ValueError where the batch has no old or teacher log-probs, ConfigError for a ``reward_coef`` without groups.
     """
 
     config: OnPolicyDistillationConfig
+
+    def __init__(self, config: OnPolicyDistillationConfig, context: AlgorithmContext) -> None:
+        if config.reward_coef > 0 and context.group_size < 2:
+            raise ConfigError(
+                f"algorithm.advantage.config.reward_coef: {config.reward_coef} compares the samples of one prompt, and "
+                f"rollout.n is {context.group_size}; set rollout.n >= 2 or reward_coef=0"
+            )
+        super().__init__(config, context)
 
     def __call__(self, batch: AdvantageInput) -> AdvantageOutput:
         if batch.old_log_probs is None or batch.teacher_log_probs is None:

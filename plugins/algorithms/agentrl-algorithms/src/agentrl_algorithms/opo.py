@@ -16,8 +16,8 @@ class OPO(AdvantageEstimator):
     weights scores with squared gradient norms; the paper takes these as proportional to the length. Groups of one
     usable trajectory, and groups with equal scores, get exactly 0.
 
-    Left out: the exact on-policy training that is the paper's other half. Set ``actor.mini_batch_size`` so that a step
-    has one update.
+    Left out: exact on-policy training, the paper's other half, which is a matter of the config: one epoch and one mini
+    batch per step, the defaults.
 
     ``returns`` and metrics are those of ``grpo``.
     """
