@@ -14,10 +14,10 @@ from agentrl_core.api.plugin import PluginRef, PluginSpec
 from agentrl_core.api.tool import Isolation
 
 DeviceName = Literal["auto", "cpu", "cuda"]
-KLEstimator = Literal["k1", "k2", "k3"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
 Retry = Literal["continue", "restart"]
 TemplateBreak = Literal["fork", "mask", "error"]
-Aggregation = Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
 class Plugin(Protocol):
@@ -354,7 +354,7 @@ class AlgorithmConfig:
     correction: CorrectionSlot | None = option(None, help="weights for tokens that another policy sampled; null: none")
     aggregation: Aggregation = option("token-mean", help="how per-token losses are averaged")
     kl_coef: float = option(0.0, ge=0, help="weight of the KL penalty in the loss; 0: no reference model is loaded")
-    kl_estimator: KLEstimator = option("k3", help="KL estimator (Schulman 2020)")
+    kl_estimator: KLEstimator = option("k3", help="KL estimator (Schulman 2020); k1+ and k3+: with the gradient of k2")
     entropy_coef: float = option(0.0, ge=0, help="weight of the entropy bonus")
     drop_zero_advantage: bool = option(
         True,

@@ -22,6 +22,7 @@ def total(losses, mask, mode, max_response_length=10):
     ("mode", "expected"),
     [
         ("token-mean", (1 + 2 + 4) / 3),
+        ("token-sum", 1 + 2 + 4),
         ("seq-mean-token-sum", (3 + 4) / 2),
         ("seq-mean-token-mean", (1.5 + 4) / 2),
         ("seq-mean-token-sum-norm", (3 + 4) / (2 * 10)),

@@ -16,7 +16,7 @@ def expected(estimator: str) -> float:
     return float((POLICY * kl_estimate(POLICY.log(), REFERENCE.log(), estimator)).sum())
 
 
-@pytest.mark.parametrize("estimator", ["k1", "k3"])
+@pytest.mark.parametrize("estimator", ["k1", "k3", "k1+", "k3+"])
 def test_k1_and_k3_are_unbiased(estimator):
     assert expected(estimator) == pytest.approx(float(true_kl(POLICY, REFERENCE)), abs=1e-12)
 
@@ -33,9 +33,12 @@ def test_numeric_values():
     torch.testing.assert_close(kl_estimate(policy, reference, "k1"), torch.tensor([0.5, -1.0]))
     torch.testing.assert_close(kl_estimate(policy, reference, "k2"), torch.tensor([0.125, 0.5]))
     torch.testing.assert_close(kl_estimate(policy, reference, "k3"), torch.tensor([0.1065307, 0.7182818]))
+    torch.testing.assert_close(kl_estimate(policy, reference, "abs"), torch.tensor([0.5, 1.0]))
+    torch.testing.assert_close(kl_estimate(policy, reference, "k1+"), torch.tensor([0.5, -1.0]))
+    torch.testing.assert_close(kl_estimate(policy, reference, "k3+"), torch.tensor([0.1065307, 0.7182818]))
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "abs", "k3+"])
 def test_never_negative(estimator):
     difference = torch.linspace(-200, 200, 401)
     values = kl_estimate(difference, torch.zeros(401), estimator)
@@ -48,6 +51,9 @@ def test_never_negative(estimator):
         ("k1", lambda logits: torch.zeros((), dtype=torch.float64) * logits.sum()),
         ("k2", lambda logits: true_kl(logits.softmax(-1), REFERENCE)),
         ("k3", lambda logits: true_kl(REFERENCE, logits.softmax(-1))),
+        ("abs", lambda logits: (logits.softmax(-1) - REFERENCE).abs().sum()),
+        ("k1+", lambda logits: true_kl(logits.softmax(-1), REFERENCE)),
+        ("k3+", lambda logits: true_kl(logits.softmax(-1), REFERENCE)),
     ],
 )
 def test_expected_gradient_is_the_one_that_the_docstring_claims(estimator, meaning):

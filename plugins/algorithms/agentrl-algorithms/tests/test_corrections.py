@@ -70,9 +70,12 @@ def icepop(rows: Rows, low: float = 0.5, high: float = 5.0, normalize: bool = Fa
     return over_mean_of_tokens(weights) if normalize else weights
 
 
-def geometric_rejection(rows: Rows, low: float = 0.999, high: float = 1.001) -> Weights:
+def geometric_rejection(
+    rows: Rows, low: float = 0.999, high: float = 1.001, max_weight: float | None = None
+) -> Weights:
     means = [exp(sum(old - rollout for old, rollout in row) / len(row)) if row else 1.0 for row in rows]
-    return [[float(low <= mean <= high)] * len(row) for mean, row in zip(means, rows, strict=True)]
+    weights = token_tis(rows, max_weight) if max_weight else each(token_ratios(rows), lambda ratio: 1.0)
+    return [[weight * (low <= mean <= high) for weight in row] for mean, row in zip(means, weights, strict=True)]
 
 
 def percentile_rejection(rows: Rows, keep: float = 0.99) -> Weights:
@@ -94,6 +97,7 @@ TABLE: list[tuple[PluginSpec, Callable[..., Weights], dict[str, Any]]] = [
     (plugin.ICEPOP, icepop, {"low": 0.9, "high": 1.2, "normalize": True}),
     (plugin.GEOMETRIC_REJECTION, geometric_rejection, {}),
     (plugin.GEOMETRIC_REJECTION, geometric_rejection, {"low": 0.9, "high": 1.05}),
+    (plugin.GEOMETRIC_REJECTION, geometric_rejection, {"low": 0.8, "high": 1.2, "max_weight": 1.1}),
     (plugin.PERCENTILE_REJECTION, percentile_rejection, {}),
     (plugin.PERCENTILE_REJECTION, percentile_rejection, {"keep": 0.6}),
 ]

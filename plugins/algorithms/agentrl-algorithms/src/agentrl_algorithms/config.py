@@ -129,6 +129,9 @@ class IcePopConfig:
 class GeometricConfig:
     low: float = option(0.999, gt=0, le=1, help="rows with a smaller geometric mean of ratios are rejected")
     high: float = option(1.001, ge=1, help="rows with a larger geometric mean of ratios are rejected")
+    max_weight: float | None = option(
+        None, gt=0, help="largest importance weight of the tokens of a row that is kept; null: no weights"
+    )
 
 
 @dataclass

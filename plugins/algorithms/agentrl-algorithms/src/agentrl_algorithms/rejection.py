@@ -1,4 +1,4 @@
-"""Rejection without weights: what is kept counts in full. Shapes: B rows, R response tokens, N sampled tokens."""
+"""Rejection of rows or tokens. Shapes: B rows, R response tokens, N sampled tokens."""
 
 import math
 
@@ -13,7 +13,8 @@ class GeometricRejection(RolloutCorrection):
     Demystifying RL Collapse from the Training-Inference Mismatch", part 3:
 
         g_i = (prod_t rho_t)^(1/|o_i|)
-        w_i = [low <= g_i <= high]          the same for every token of the row
+        w_t = [low <= g_i <= high]                               without max_weight
+        w_t = [low <= g_i <= high] * min(rho_t, max_weight)      with it: also the truncated weights of ``token_tis``
 
     Unlike the product, the mean does not depend on the length. It is close to 1 where engine and trainer agree, so the
     bounds are tight: 0.999 allows a mean difference of 0.001 nats per token.
@@ -22,9 +23,12 @@ class GeometricRejection(RolloutCorrection):
     config: GeometricConfig
 
     def __call__(self, batch: CorrectionInput) -> CorrectionOutput:
-        means_B1 = bounded_exp(row_mean(log_ratios(batch), batch.response_mask.bool()))
-        kept_B1 = (means_B1 >= self.config.low) & (means_B1 <= self.config.high)
-        return corrected(batch, kept_B1.double())
+        log_ratios_BR = log_ratios(batch)
+        means_B1 = bounded_exp(row_mean(log_ratios_BR, batch.response_mask.bool()))
+        kept_B1 = ((means_B1 >= self.config.low) & (means_B1 <= self.config.high)).double()
+        if self.config.max_weight is None:
+            return corrected(batch, kept_B1)
+        return corrected(batch, kept_B1 * bounded_exp(log_ratios_BR).clamp(max=self.config.max_weight))
 
 
 class PercentileRejection(RolloutCorrection):
