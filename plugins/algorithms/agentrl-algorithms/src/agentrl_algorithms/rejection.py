@@ -36,8 +36,8 @@ class PercentileRejection(RolloutCorrection):
 
         w_t = [|log rho_t| <= q]          q: the smallest value that ``keep`` of the step's tokens do not exceed
 
-    The bound adapts to the engine's precision, where a fixed one rejects nothing or nearly everything. Tokens that
-    differ as much as the last one that is kept are kept too.
+    No paper. The bound adapts to the engine's precision, where a fixed one rejects nothing or nearly everything. Tokens
+    that differ as much as the last one that is kept are kept too.
     """
 
     config: PercentileConfig
