@@ -60,9 +60,7 @@ def _parallel(config: ResolvedConfig) -> str | None:
 
 
 def _log_probs(config: ResolvedConfig) -> str | None:
-    slot = config.algorithm.correction
-    correction = None if slot is None else f"algorithm.correction={slot.registered_name}"
-    return " and ".join(filter(None, (_set("max_logprob_gap", None)(config), correction))) or None
+    return " and ".join(filter(None, (_set("max_logprob_gap", None)(config), config.needs_rollout_log_probs))) or None
 
 
 REQUIREMENTS: tuple[Requirement, ...] = (

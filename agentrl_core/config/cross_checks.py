@@ -112,10 +112,21 @@ def algorithm(config: ResolvedConfig) -> Problems:
             "every advantage would be 0; expected rollout.n >= 2, or an estimator without groups in "
             "algorithm.advantage",
         )
-    if config.reference.path is not None and config.algorithm.kl_coef == 0:
+    if config.reference.path is not None and not config.needs_reference:
         yield (
             "reference.path",
             "no reference is used because algorithm.kl_coef is 0; set algorithm.kl_coef > 0 or reference.path=null",
+        )
+    yield from _coefficients(config)
+    needs_teacher = advantage.has("teacher_log_probs")
+    if needs_teacher != (config.teacher.path is not None):
+        what = "needs a teacher: name its model" if needs_teacher else "uses no teacher; set teacher.path=null"
+        yield "teacher.path", f"advantage estimator '{advantage.name}' {what}"
+    if config.algorithm.correction is not None and config.algorithm.old_log_probs == "rollout":
+        yield (
+            "algorithm.correction",
+            "algorithm.old_log_probs=rollout leaves no difference to correct; set algorithm.old_log_probs=actor or "
+            "algorithm.correction=null",
         )
     for key, value, unused in (("path", critic.path, None), ("warmup_steps", critic.warmup_steps, 0)):
         if value != unused and not advantage.has("values"):
@@ -127,6 +138,19 @@ def algorithm(config: ResolvedConfig) -> Problems:
     for role, betas in (("actor", config.actor.optimizer.betas), ("critic", critic.optimizer.betas)):
         if len(betas) != 2:
             yield f"{role}.optimizer.betas", f"expected two numbers, found {len(betas)}"
+
+
+def _coefficients(config: ResolvedConfig) -> Problems:
+    """Keys of ``algorithm`` that have no effect without another one."""
+    settings = config.algorithm
+    in_reward = settings.kl_placement == "reward"
+    for key, is_set, works, needed in (
+        ("kl_placement", in_reward, settings.kl_coef > 0, "kl_coef > 0"),
+        ("kl_target", settings.kl_target is not None, in_reward, "kl_placement=reward"),
+        ("entropy_target", settings.entropy_target is not None, settings.entropy_coef > 0, "entropy_coef > 0"),
+    ):
+        if is_set and not works:
+            yield f"algorithm.{key}", f"has no effect without algorithm.{needed}"
 
 
 def plugins(config: ResolvedConfig) -> Problems:

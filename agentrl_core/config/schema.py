@@ -323,6 +323,12 @@ class RolloutConfig:
         help="what to do if the chat template rewrites history: start a new row, keep one row and train only its last "
         "turn, or stop with an error",
     )
+    resample_rounds: int = option(
+        0,
+        ge=0,
+        help="most rounds of further prompts that replace those whose samples all have the same reward (DAPO's dynamic "
+        "sampling); a batch that is not full then ends the run; 0: none are replaced",
+    )
     deterministic: bool = option(False, help="exactly repeatable rollouts; needs one worker and one replica; slower")
     retries: int = option(2, ge=0, help="retries of a trajectory whose infrastructure failed")
     max_failed_fraction: float = option(0.1, ge=0, le=1, help="stop if a larger share of a step's trajectories fails")
@@ -355,7 +361,22 @@ class AlgorithmConfig:
     aggregation: Aggregation = option("token-mean", help="how per-token losses are averaged")
     kl_coef: float = option(0.0, ge=0, help="weight of the KL penalty in the loss; 0: no reference model is loaded")
     kl_estimator: KLEstimator = option("k3", help="KL estimator (Schulman 2020); k1+ and k3+: with the gradient of k2")
+    kl_placement: Literal["loss", "reward"] = option(
+        "loss",
+        help="where the KL penalty goes: into the loss, or into the rewards: kl_coef * (old - reference) of each token",
+    )
+    kl_target: float | None = option(
+        None, gt=0, help="mean KL per token that adapts kl_coef in the reward (Ziegler 2019); null: kl_coef is fixed"
+    )
     entropy_coef: float = option(0.0, ge=0, help="weight of the entropy bonus")
+    entropy_target: float | None = option(
+        None, gt=0, unit="nats", help="the bonus pauses while the entropy per token is above it; null: never"
+    )
+    old_log_probs: Literal["auto", "actor", "rollout"] = option(
+        "auto",
+        help="log-probs of the policy before the update: computed by the actor, or those of the rollout, which saves a "
+        "pass. auto: those of the rollout only if the engine generates with the actor's own module",
+    )
     drop_zero_advantage: bool = option(
         True,
         help="compute no backward pass for rows without an advantage, which changes no result; rows that have a KL or "
@@ -403,6 +424,16 @@ class ReferenceConfig:
     path: str | None = option(None, path=True, hub=True, help="reference model; null: model.path")
     micro_batch_tokens: int = option(32768, ge=1, unit="tokens", help="maximum tokens per forward pass, with padding")
     offload_parameters: bool = option(False, help="keep weights in host memory between phases (CUDA only)")
+
+
+@dataclass
+class TeacherConfig(ReferenceConfig):
+    path: str | None = option(
+        None,
+        path=True,
+        hub=True,
+        help="teacher for estimators that need its log-probs; has the model's tokenizer",
+    )
 
 
 @dataclass
@@ -477,6 +508,7 @@ class Config:
     actor: ActorConfig = option(default_factory=ActorConfig)
     critic: CriticConfig = option(default_factory=CriticConfig)
     reference: ReferenceConfig = option(default_factory=ReferenceConfig)
+    teacher: TeacherConfig = option(default_factory=TeacherConfig)
     trainer: TrainerConfig = option(default_factory=TrainerConfig)
     cluster: ClusterConfig = option(default_factory=ClusterConfig)
     hooks: list[HookSlot] = option(default_factory=list, help="hooks that listen to the run's events, in order")
@@ -503,3 +535,27 @@ class Config:
 
 class ResolvedConfig(Config):
     """A configuration that ``load_config`` or ``bind`` has checked: each slot knows its plugin, and can build it."""
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the advantage estimator has the capability ``values``."""
+        return self.algorithm.advantage.has("values")
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether something reads the reference's log-probs."""
+        slots = (self.algorithm.advantage, self.algorithm.loss)
+        return self.algorithm.kl_coef > 0 or any(slot.has("ref_log_probs") for slot in slots)
+
+    @property
+    def needs_rollout_log_probs(self) -> str | None:
+        """The first key that makes the engine's log-probs necessary; None if none does."""
+        algorithm = self.algorithm
+        if algorithm.correction is not None:
+            return f"algorithm.correction={algorithm.correction.registered_name}"
+        if algorithm.old_log_probs == "rollout":
+            return "algorithm.old_log_probs=rollout"
+        for key, slot in (("loss", algorithm.loss), ("advantage", algorithm.advantage)):
+            if slot.has("rollout_log_probs"):
+                return f"algorithm.{key}={slot.registered_name}"
+        return None

@@ -38,6 +38,11 @@ class PromptBatch:
         ]
         return cls(repeated, step, split, sampling)
 
+    def greedy(self) -> Self:
+        """One greedy answer to each prompt, under the same ``uid``."""
+        rows = [row for row in self.rows if row["sample_index"] == 0]
+        return replace(self, rows=rows, split=f"{self.split}.greedy", sampling={**self.sampling, "temperature": 0.0})
+
     def __len__(self) -> int:
         return len(self.rows)
 

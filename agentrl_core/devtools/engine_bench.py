@@ -62,7 +62,7 @@ def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> E
         stop_token_ids=renderer.stop_token_ids,
     )  # fmt: skip
     with start_runtime(config) as runtime:
-        actor = start_workers(config, runtime, preparation.steps, critic=False, reference=False)["actor"]
+        actor = start_workers(config, runtime, preparation.steps, actor_only=True)["actor"]
         start = time.perf_counter()
         engines = start_engines(config, runtime, preparation, actor)
         start_seconds = time.perf_counter() - start

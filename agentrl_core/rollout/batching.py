@@ -17,22 +17,22 @@ from agentrl_core.rollout.results import TrajectoryResult
 COLUMNS = frozenset({
     "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rm_scores", "outcomes",
     "scores", "turn_ids", "turn_rewards", "policy_versions", "rollout_log_probs", "uid", "trajectory_id", "data_source",
-    "num_turns", "termination", "reward_components",
+    "num_turns", "termination", "reward_components", "baselines",
 })  # fmt: skip
 """What :func:`to_data_proto` names itself; the extra fields of a row have other names."""
 
 
 def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_info: dict[str, Any]) -> DataProto:
-    """The trained rows of ``results``.
+    """The trained rows of ``results``, those that are replaced by others left out.
 
     Tensors: ``prompts [B, P]`` left-padded, ``responses [B, R]`` right-padded, ``response_mask [B, R]`` bool,
     ``input_ids``, ``attention_mask``, ``position_ids`` ``[B, P+R]``, the columns of :func:`reward_columns`,
     ``turn_ids`` and ``policy_versions`` ``[B, R]`` (-1 under mask 0; version 0 where a loop names none), and
-    ``rollout_log_probs [B, R]`` where every row has them. Objects: ``uid`` (the prompt's group), ``trajectory_id``,
-    ``data_source``, ``num_turns``, ``termination``, ``reward_components`` (numbers by name), and a column for each
-    extra field of the rows, None in the rows without it.
+    ``rollout_log_probs [B, R]`` and ``baselines [B]`` where every row has them. Objects: ``uid`` (the
+    prompt's group), ``trajectory_id``, ``data_source``, ``num_turns``, ``termination``, ``reward_components`` (numbers
+    by name), and a column for each extra field of the rows, None in the rows without it.
     """
-    pairs = [(result, output) for result in results if result.termination.trained for output in result.outputs]
+    pairs = [(result, output) for result in results if result.trained for output in result.outputs]
     outputs = [output for _, output in pairs]
     prompts, prompt_mask = pad([output.prompt_ids for output in outputs], pad_token_id, left=True)
     responses, filled = pad([output.response_ids for output in outputs], pad_token_id, left=False)
@@ -53,6 +53,9 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
         )[0],
     }
     tensors |= reward_columns(pairs, mask.astype(bool), tensors["turn_ids"])
+    baselines = [result.baseline for result, _ in pairs]
+    if all(value is not None for value in baselines):
+        tensors["baselines"] = np.array(baselines, dtype=np.float32)
     log_probs = [output.response_logprobs for output in outputs]
     if all(values is not None for values in log_probs):
         tensors["rollout_log_probs"] = pad([v for v in log_probs if v is not None], 0.0, left=False)[0]

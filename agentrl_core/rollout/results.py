@@ -25,6 +25,8 @@ class TrajectoryResult:
         tool_rewards, tool_reward_names, turn_scores: what tools and the interaction returned, in order.
         tool_reward_turns, turn_score_turns: the policy's turn before each of them, from 0.
         tool_schemas: of the tools that the policy was shown.
+        baseline: score of a greedy answer to the same prompt, where the advantage estimator needs it.
+        replaced: another prompt is trained in place of its own, see ``rollout.resample_rounds``.
     """
 
     row: dict[str, Any]
@@ -44,10 +46,17 @@ class TrajectoryResult:
     turn_scores: list[float] = field(default_factory=list)
     turn_score_turns: list[int] = field(default_factory=list)
     tool_schemas: list[dict[str, Any]] = field(default_factory=list)
+    baseline: float | None = None
+    replaced: bool = False
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a counter of ``metrics``."""
         self.metrics[name] = self.metrics.get(name, 0.0) + value
+
+    @property
+    def trained(self) -> bool:
+        """The update uses it."""
+        return self.termination.trained and not self.replaced
 
     @property
     def failed(self) -> bool:

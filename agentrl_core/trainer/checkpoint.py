@@ -50,6 +50,7 @@ class TrainerState:
         data_fingerprint: of the training prompts in their order.
         metrics: of that step; a run that is killed now has not logged them yet.
         sampler: of the sampler, after that step.
+        algorithm: coefficients that adapt, after that step.
     """
 
     step: int
@@ -58,6 +59,7 @@ class TrainerState:
     data_fingerprint: str
     metrics: dict[str, float] = field(default_factory=dict)
     sampler: dict[str, Any] = field(default_factory=dict)
+    algorithm: dict[str, float] = field(default_factory=dict)
 
 
 class CheckpointStore:

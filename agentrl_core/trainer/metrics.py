@@ -128,6 +128,8 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
         "rollout/retries": float(sum(result.attempts - 1 for result in results)),
         "rollout/sampled_tokens": float(sum(result.sampled_tokens for result in results)),
     }
+    if replaced := sum(result.replaced for result in results):
+        metrics["rollout/replaced_share"] = replaced / total
     counters = _by_name(result.metrics for result in results)
     metrics |= {f"rollout/{name}": sum(values) / total for name, values in counters.items() if name != "tool_calls"}
     by_loops = _means(_means(output.metrics for output in result.outputs) for result in results)

@@ -36,11 +36,6 @@ def check_context(config: ResolvedConfig, max_position_embeddings: int | None) -
         )
 
 
-def needs_critic(config: ResolvedConfig) -> bool:
-    """Whether the advantage estimator has the capability ``values``."""
-    return config.algorithm.advantage.has("values")
-
-
 def describe(
     config: ResolvedConfig, steps: int, train_rows: int, validation_rows: int, longest_prompt: int
 ) -> list[str]:
@@ -59,7 +54,7 @@ def describe(
         f"micro-batches of up to {actor.micro_batch_tokens} padded tokens",
         f"validation  {validation_rows} prompts x {samples} = {validation_rows * samples} trajectories each time",
         _engine_line(config),
-        *weight_lines(Path(config.model.path), 1 + needs_critic(config), frozen=int(config.algorithm.kl_coef > 0)),
+        *weight_lines(Path(config.model.path), 1 + config.needs_critic, frozen=int(config.needs_reference)),
     ]
     if cluster.processes > 1:
         shape = f"{cluster.nodes} node(s) x {cluster.processes_per_node} = {cluster.processes}"

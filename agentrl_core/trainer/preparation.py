@@ -1,6 +1,7 @@
 """Everything that can be checked before a worker or a GPU is used. A dry run ends here."""
 
 import inspect
+import logging
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from agentrl_core.api import (
     AgentLoopContext,
@@ -36,6 +37,8 @@ from agentrl_core.trainer.plan import check_context, describe, total_steps
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
 from agentrl_core.trainer.sample_statistics import group_sizes
 from agentrl_core.workers.models import resolve_device
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,9 @@ class Preparation:
         text_config = model_config.get_text_config()
         renderer = HFChatRenderer.from_config(model)
         rehearse(config, renderer, listeners=listeners)
+        if training:
+            check_teacher(config, renderer)
+            warn_of_truncated_sampling(config)
         if config.tools:
             require_tool_role(renderer)
         template = check_template(renderer)
@@ -212,6 +218,37 @@ def check_weights(model: Path) -> None:
     for file in files:
         with boundary(ConfigError, f"{file.name} cannot be read, copy it again: "), safe_open(file, "pt") as weights:
             weights.keys()
+
+
+def check_teacher(config: ResolvedConfig, renderer: HFChatRenderer) -> None:
+    """Reject a teacher whose tokenizer has other ids: its log-probs would be those of other text.
+
+    Raises:
+        ConfigError: naming a token that differs.
+    """
+    path = config.teacher.path
+    if path is None:
+        return
+    with boundary(ConfigError, f"teacher.path: {path} has no tokenizer that transformers can load:"):
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    found, expected = tokenizer.get_vocab(), renderer.tokenizer.get_vocab()
+    if found != expected:
+        token = min(found.items() ^ expected.items())[0]
+        raise ConfigError(
+            f"teacher.path: the tokenizer of {path} differs from that of model.path, for example in {token!r} (id "
+            f"{found.get(token)} there, {expected.get(token)} here). A teacher must have the tokenizer of the model"
+        )
+
+
+def warn_of_truncated_sampling(config: ResolvedConfig) -> None:
+    """Say what top-p and top-k do to ratios between engine and trainer."""
+    sampling, needed = config.rollout.sampling, config.needs_rollout_log_probs
+    if needed is not None and (sampling.top_p < 1 or sampling.top_k > 0):
+        logger.warning(
+            "%s compares the engine's log-probs with the trainer's, but rollout.sampling draws from a part of the "
+            "distribution (top_p=%g, top_k=%d), which the trainer's log-probs ignore: set top_p=1 and top_k=0",
+            needed, sampling.top_p, sampling.top_k,
+        )  # fmt: skip
 
 
 def check_best_metric(config: ResolvedConfig, rows: Sequence[Any]) -> None:

@@ -19,18 +19,18 @@ from agentrl_core.serving.placement import (
 )
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.serving.weight_transport import ActorWeights, choose_transport
-from agentrl_core.trainer.plan import max_model_len, needs_critic
+from agentrl_core.trainer.plan import max_model_len
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.models import resolve_device
 from agentrl_core.workers.protocols import Actor, Critic, Reference
-from agentrl_core.workers.reference import ReferenceWorker
+from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
 
 
 @dataclass(frozen=True)
 class Roles:
-    """Everything that computes. ``critic`` and ``reference`` are None if the run needs none.
+    """Everything that computes. ``critic``, ``reference`` and ``teacher`` are None if the run needs none.
 
     ``weights`` sends the actor's weights to ``engines``, and ``rollout`` samples with those.
     """
@@ -38,6 +38,7 @@ class Roles:
     actor: Actor
     critic: Critic | None
     reference: Reference | None
+    teacher: Reference | None
     engines: EngineReplicas
     rollout: AgentLoopManager
     weights: ActorWeights
@@ -79,20 +80,24 @@ def start_runtime(config: ResolvedConfig) -> Runtime:
 
 
 def start_workers(
-    config: ResolvedConfig, runtime: Runtime, steps: int, critic: bool, reference: bool
+    config: ResolvedConfig, runtime: Runtime, steps: int, *, actor_only: bool = False
 ) -> Mapping[str, Any]:
-    """Start the training processes with the actor, and on request a critic and a reference; load their models.
+    """Start the training processes with the actor, and the critic, reference and teacher that the run needs; load
+    their models.
 
     Args:
         steps: of the whole run.
+        actor_only: without the others.
     """
     optimizer_steps = steps * config.actor.epochs * config.actor.mini_batches
     classes = {"actor": ClassWithInitArgs(ActorWorker, config, optimizer_steps)}
-    if critic:
+    if config.needs_critic and not actor_only:
         optimizer_steps = steps * config.critic.epochs * config.critic.mini_batches
         classes["critic"] = ClassWithInitArgs(CriticWorker, config, optimizer_steps)
-    if reference:
+    if config.needs_reference and not actor_only:
         classes["reference"] = ClassWithInitArgs(ReferenceWorker, config)
+    if config.teacher.path is not None and not actor_only:
+        classes["teacher"] = ClassWithInitArgs(TeacherWorker, config)
     cluster = config.cluster
     groups: Mapping[str, Any] = runtime.colocated_worker_groups(
         classes, cluster.nodes, cluster.processes_per_node, num_gpus=float(_on_gpus(config))
@@ -104,13 +109,14 @@ def start_workers(
 
 def build_roles(config: ResolvedConfig, runtime: Runtime, preparation: Preparation) -> Roles:
     """Start the training workers and the engines of a run."""
-    groups = start_workers(config, runtime, preparation.steps, needs_critic(config), config.algorithm.kl_coef > 0)
+    groups = start_workers(config, runtime, preparation.steps)
     actor = cast(Actor, groups["actor"])
     engines = start_engines(config, runtime, preparation, actor)
     return Roles(
         actor=actor,
         critic=cast("Critic | None", groups.get("critic")),
         reference=cast("Reference | None", groups.get("reference")),
+        teacher=cast("Reference | None", groups.get("teacher")),
         engines=engines,
         rollout=AgentLoopManager(config, runtime, engines),
         weights=ActorWeights(choose_transport(config, engines.context.shared_module is not None), actor, config),

@@ -20,6 +20,7 @@ from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.records import RolloutRecord, RolloutWriter
 from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus
 from agentrl_core.runs.trajectory_view import show_trajectory
+from agentrl_core.trainer.algorithm import Algorithm
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, plugin_refs, resumed_state
 from agentrl_core.workers.protocols import Actor, Critic
 
@@ -68,15 +69,18 @@ class Run:
         config: resolved.
         steps: of the whole run.
         data_fingerprint: of the training prompts in their order.
-        sampler: whose state checkpoints keep.
+        sampler, algorithm: whose states checkpoints keep.
     """
 
-    def __init__(self, config: ResolvedConfig, steps: int, data_fingerprint: str, sampler: PromptSampler) -> None:
+    def __init__(
+        self, config: ResolvedConfig, steps: int, data_fingerprint: str, sampler: PromptSampler, algorithm: Algorithm
+    ) -> None:
         self._directory = RunDir(Path(config.trainer.output_dir).resolve() / config.trainer.name)
         self.path = self._directory.path
         self._config = config
         self._steps = steps
         self._sampler = sampler
+        self._algorithm = algorithm
         self._store = CheckpointStore(self._directory.checkpoints_dir, config.trainer.checkpoint.keep)
         self._checkpoint: Path | None = None
         self._state = TrainerState(0, None, None, data_fingerprint)
@@ -183,6 +187,7 @@ class Run:
         if checkpoint is not None:
             logger.info("resuming from %s, after step %d of %d", checkpoint, self._state.step, self._steps)
             self._sampler.load_state_dict(self._state.sampler)
+            self._algorithm.state = self._state.algorithm
             actor.load_checkpoint(str(checkpoint / "actor"))
             if critic is not None:
                 if not (checkpoint / "critic").is_dir():
@@ -241,8 +246,13 @@ class Run:
             shutil.copy(self._directory.config_file, directory / "config.yaml")
             shutil.copy(self._directory.lock_file, directory / "plugins.lock.json")
 
-        sampler = self._sampler.state_dict()
-        self._state = replace(self._state, step=step, metrics=dict(metrics), sampler=sampler)
+        self._state = replace(
+            self._state,
+            step=step,
+            metrics=dict(metrics),
+            sampler=self._sampler.state_dict(),
+            algorithm=self._algorithm.state,
+        )
         return self._store.save(self._state, write)
 
     def note_best(self, step: int, metrics: Mapping[str, float]) -> bool:

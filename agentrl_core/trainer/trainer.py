@@ -9,11 +9,11 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentrl_core.algorithms.outcome import advantage_input
-from agentrl_core.api import AdvantageEstimator, AgentRLError, AlgorithmContext
+from agentrl_core.api import AgentRLError
 from agentrl_core.api.dataset import Split
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
@@ -23,6 +23,8 @@ from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.trainer.algorithm import Algorithm, add_baselines
+from agentrl_core.trainer.dynamic_sampling import fill
 from agentrl_core.trainer.logprob_gap import check_gap, compare_with_engines, logprob_gap
 from agentrl_core.trainer.metrics import (
     PhaseTimer,
@@ -65,10 +67,9 @@ class Trainer:
         self.preparation = Preparation.of(config)
         self.steps = self.preparation.steps
         self.renderer = self.preparation.renderer
-        context = AlgorithmContext(group_size=config.rollout.n)
-        self.estimator: AdvantageEstimator = config.algorithm.advantage.build(context)
+        self.algorithm = Algorithm(config)
         data = self.preparation.data
-        self.run = Run(config, self.steps, fingerprint(data.train), data.sampler)
+        self.run = Run(config, self.steps, fingerprint(data.train), data.sampler, self.algorithm)
         self.timer = PhaseTimer()
         self.stop = StopRequest()
         self.step = 0
@@ -151,13 +152,35 @@ class Trainer:
                 return
 
     def rollout(self, step: int, prompts: PromptBatch) -> list[TrajectoryResult]:
-        """Sample the trajectories of the step's prompts, each scored when it ends; then score whole groups."""
+        """Sample the trajectories of the step's prompts, each scored when it ends; then score whole groups.
+
+        Groups without a signal are replaced if ``rollout.resample_rounds`` asks for it.
+        """
         self.run.hooks.on_rollout_start(step=step)
-        with self.timer.phase("rollout"):
-            results = self.roles.rollout.generate_sequences(prompts)
-        with self.timer.phase("score"):
-            self.roles.rollout.score_groups(results)
+        results = self._sample(prompts)
+        rounds = self.config.rollout.resample_rounds
+        if rounds:
+            further = partial(self._sample_further, step)
+            results = fill(step, results, rounds, further)
         return results
+
+    def _sample(self, prompts: PromptBatch) -> list[TrajectoryResult]:
+        rollout = self.roles.rollout
+        with self.timer.phase("rollout"):
+            results = rollout.generate_sequences(prompts)
+        with self.timer.phase("score"):
+            rollout.score_groups(results)
+        if self.config.algorithm.advantage.has("greedy_baseline"):
+            with self.timer.phase("baseline"):
+                add_baselines(results, rollout.generate_sequences(prompts.greedy()))
+        return results
+
+    def _sample_further(self, step: int, number: int, prompts: int) -> list[TrajectoryResult]:
+        """Trajectories of prompts that no step has: those of steps behind the last one."""
+        rollout = self.config.rollout
+        rows = self.preparation.data.batch(self.steps + (step - 1) * rollout.resample_rounds + number)[:prompts]
+        sampling = asdict(rollout.sampling)
+        return self._sample(PromptBatch.sampled(rows, step, f"train.{number}", rollout.n, sampling))
 
     def score(self, step: int, results: list[TrajectoryResult]) -> DataProto:
         """Make one padded batch of the trained trajectories, with ``rm_scores``."""
@@ -180,6 +203,14 @@ class Trainer:
             with self.timer.phase("sleep"):
                 self.roles.engines.sleep()
 
+    @property
+    def _reuses_log_probs(self) -> bool:
+        """Whether the rollout's log-probs are those of the policy before the update: no second pass."""
+        algorithm = self.config.algorithm
+        shared = self.roles.engines.context.shared_module is not None
+        reuses = algorithm.old_log_probs == "auto" and shared and algorithm.correction is None
+        return (reuses or algorithm.old_log_probs == "rollout") and not algorithm.advantage.has("entropies")
+
     def add_log_probs_and_values(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Add ``old_log_probs``, and ``values`` and ``ref_log_prob`` if the run needs them, all [B, R].
 
@@ -187,7 +218,8 @@ class Trainer:
         """
         with self.timer.phase("log_probs"):
             measured = "rollout_log_probs" in batch.batch.keys()
-            if measured and self.roles.engines.context.shared_module is not None:
+            batch.meta_info["calculate_entropy"] = self.config.algorithm.advantage.has("entropies")
+            if measured and self._reuses_log_probs:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
                 # Rows of several prompts, others in each step.
                 stride = -(-len(batch) // GAP_ROWS)
@@ -200,6 +232,8 @@ class Trainer:
             metrics |= gap
             if self.roles.reference is not None:
                 batch.union(self.roles.reference.compute_ref_log_prob(batch))
+            if self.roles.teacher is not None:
+                batch.batch["teacher_log_probs"] = self.roles.teacher.compute_ref_log_prob(batch).batch["ref_log_prob"]
         if self.roles.critic is not None:
             with self.timer.phase("values"):
                 batch.union(self.roles.critic.compute_values(batch))
@@ -208,10 +242,9 @@ class Trainer:
     def add_advantages(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Add ``advantages`` and ``returns`` [B, R], and the estimator's metrics. Hooks may replace the batch."""
         with self.timer.phase("advantages"):
-            output = self.estimator(advantage_input(batch))
-            batch.batch["advantages"] = output.advantages
-            batch.batch["returns"] = output.returns
-            metrics |= {f"advantage/{name}": value for name, value in output.metrics.items()}
+            metrics |= self.algorithm.correct(batch)
+            metrics |= self.algorithm.penalise(batch)
+            metrics |= self.algorithm.estimate(batch)
         replaced: DataProto = self.run.hooks.on_batch_ready(step=batch.meta_info["step"], batch=batch)
         return replaced
 
@@ -226,8 +259,10 @@ class Trainer:
         # While the critic warms up, the policy is measured but not updated.
         warming_up = self.step < self.config.critic.warmup_steps
         batch.meta_info["measure_only"] = warming_up
+        batch.meta_info["entropy_coef"] = self.algorithm.entropy_coef
         with self.timer.phase("update_actor"):
             metrics |= mean_of(self.roles.actor.update(batch))
+        self.algorithm.note(metrics)
         self._updates += not warming_up and metrics["actor/trained_rows_share"] > 0
 
     def sync_weights(self, step: int) -> None:
@@ -244,7 +279,7 @@ class Trainer:
     ) -> None:
         """Write records, validate, save a checkpoint, and report to trackers and hooks."""
         self.step = step
-        self.preparation.data.update(step, results)
+        self.preparation.data.update(step, [result for result in results if result.row["uid"].startswith("train-")])
         # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
         metrics |= source_metrics(results, self.config.trainer.validation.correct_above)

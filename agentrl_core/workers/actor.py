@@ -4,6 +4,8 @@ Shapes: b rows and r response tokens of a micro-batch.
 """
 
 import time
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +14,7 @@ from torch import Tensor
 from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.kl import kl_estimate
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
+from agentrl_core.api.errors import WorkerError
 from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import Dispatch, register
@@ -21,11 +24,24 @@ from agentrl_core.protocol import DataProto
 from agentrl_core.workers.data_parallel import COLLECTIVE
 from agentrl_core.workers.flops import utilisation
 from agentrl_core.workers.log_probs import response_log_probs, temperature_of
-from agentrl_core.workers.micro_batching import Columns, MicroBatch, columns_of
+from agentrl_core.workers.micro_batching import (
+    Columns,
+    MicroBatch,
+    columns_of,
+    map_micro_batches,
+    share_of_rows,
+    take,
+)
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.update import MicroLoss, seed_of
 from agentrl_core.workers.weights import ModelWeights
+
+CORRECTION = "correction_weights"
+"""[B, R] column of the batch with what ``algorithm.correction`` multiplies the losses by."""
+FREE_COLUMNS = ("policy_versions", "turn_ids")
+GROUPS, PREPARED = "group number", "prepared "
+"""Of columns that are made here; nothing in a batch has such a name."""
 
 
 class ActorWorker(TrainingWorker):
@@ -54,9 +70,10 @@ class ActorWorker(TrainingWorker):
     def _ready(self) -> Offload:
         self._policy_loss = _build_policy_loss(self.config)
         algorithm = self.config.algorithm
+        self._kl_coef = 0.0 if algorithm.kl_placement == "reward" else algorithm.kl_coef
         self._needs_advantage = (
             algorithm.drop_zero_advantage
-            and not algorithm.kl_coef
+            and not self._kl_coef
             and not algorithm.entropy_coef
             and vanishes_without_advantage(self._policy_loss)
         )
@@ -76,20 +93,24 @@ class ActorWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update(self, batch: DataProto) -> dict[str, float]:
-        algorithm, temperature = self.config.algorithm, temperature_of(batch, "update")
-        reference = ("ref_log_prob",) if algorithm.kl_coef else ()
-        columns = columns_of(batch, ("old_log_probs", "advantages", *reference), "update")
+        temperature = temperature_of(batch, "update")
+        columns = self._columns(batch)
         trained_B = columns["response_mask"].any(-1)
         moving_B = (columns["advantages"] != 0).any(-1) if self._needs_advantage else trained_B
 
+        entropy_coef = float(batch.meta_info.get("entropy_coef", self.config.algorithm.entropy_coef))
+
         def loss(micro: MicroBatch, divisor: float) -> MicroLoss:
-            return self._loss(micro, divisor, temperature)
+            return self._loss(micro, divisor, temperature, entropy_coef)
+
+        def prepare(part: Columns, rows: Tensor) -> tuple[Columns, Mapping[str, float]]:
+            return self._prepare(part, rows, temperature)
 
         with self._computing(optimizer=True):
             if batch.meta_info.get("measure_only", False):
-                return {**self._update.measure(columns, loss), "actor/trained_rows_share": 0.0}
+                return {**self._update.measure(columns, loss, prepare), "actor/trained_rows_share": 0.0}
             start = time.perf_counter()
-            metrics = self._update.run(columns, seed_of(batch), loss, moving_B)
+            metrics = self._update.run(columns, seed_of(batch), loss, moving_B, prepare)
             metrics |= self._utilisation(columns, moving_B, time.perf_counter() - start)
         return metrics | {"actor/trained_rows_share": float(moving_B.sum()) / max(int(trained_B.sum()), 1)}
 
@@ -104,23 +125,82 @@ class ActorWorker(TrainingWorker):
         share = utilisation(self._model, name, devices, trained, int(tokens_B.sum()) - trained, seconds)
         return {} if share is None else {"perf/mfu/actor": share}
 
-    def _loss(self, micro: MicroBatch, divisor: float, temperature: float) -> MicroLoss:
+    def _columns(self, batch: DataProto) -> Columns:
+        """What the update reads: the columns that the loss and its KL term need, and those that cost nothing."""
+        algorithm = self.config.algorithm
+        needed = {
+            "ref_log_prob": bool(self._kl_coef) or algorithm.loss.has("ref_log_probs"),
+            "rollout_log_probs": algorithm.loss.has("rollout_log_probs"),
+            CORRECTION: algorithm.correction is not None,
+        }
+        present = set(batch.batch.keys()) if batch.batch is not None else set()
+        free = [name for name in FREE_COLUMNS if name in present]
+        names = ("old_log_probs", "advantages", *(name for name, is_needed in needed.items() if is_needed), *free)
+        columns = columns_of(batch, names, "update")
+        if "uid" in batch.non_tensor_batch:
+            numbers: dict[object, int] = {}
+            groups = [numbers.setdefault(uid, len(numbers)) for uid in batch.non_tensor_batch["uid"]]
+            columns[GROUPS] = torch.tensor(groups).unsqueeze(-1)
+        return columns
+
+    def _prepare(self, part: Columns, rows: Tensor, temperature: float) -> tuple[Columns, Mapping[str, float]]:
+        """What the loss finds out about a whole mini-batch: its columns under :data:`PREPARED` names."""
+        if type(self._policy_loss).prepare is PolicyLoss.prepare:
+            return {}, {}
+        log_probs_MR = torch.full(part["response_mask"].shape, torch.nan)
+        if self.config.algorithm.loss.has("mini_batch_log_probs"):
+            log_probs_MR = self._mini_batch_log_probs(part, temperature)
+        prepared = self._policy_loss.prepare(_loss_input(part, rows, log_probs_MR))
+        for name, column in prepared.columns.items():
+            if column.shape != log_probs_MR.shape:
+                raise WorkerError(
+                    f"algorithm.loss: prepare() returned the column {name!r} of shape {list(column.shape)}, expected "
+                    f"{list(log_probs_MR.shape)}"
+                )
+        return {PREPARED + name: column for name, column in prepared.columns.items()}, prepared.metrics
+
+    def _mini_batch_log_probs(self, part: Columns, temperature: float) -> Tensor:
+        """[M, R] of the present policy without gradient; each rank computes its share of the rows."""
+        by_prompt = self._packing.is_possible
+        share = share_of_rows(part, self._parallel, by_prompt)
+        with torch.no_grad():
+            computed = map_micro_batches(
+                take(part, share),
+                self.config.actor.micro_batch_tokens,
+                self._device,
+                lambda micro: response_log_probs(self._model, micro, temperature),
+                ("log_probs",),
+                "actor.micro_batch_tokens",
+                self._parallel,
+                by_prompt,
+            )
+        log_probs_MR = torch.zeros(part["response_mask"].shape)
+        log_probs_MR[share] = computed["log_probs"]
+        return self._parallel.summed_rows(log_probs_MR)
+
+    def _loss(self, micro: MicroBatch, divisor: float, temperature: float, entropy_coef: float) -> MicroLoss:
         algorithm, mask_br = self.config.algorithm, micro["response_mask"]
+        needs_entropies = algorithm.loss.has("entropies")
         log_probs_br, entropies_br = response_log_probs(
-            self._model, micro, temperature, "gradient" if algorithm.entropy_coef else "value"
+            self._model, micro, temperature, "gradient" if entropy_coef or needs_entropies else "value"
         )
-        policy = self._policy_loss(PolicyLossInput(log_probs_br, micro["old_log_probs"], micro["advantages"], mask_br))
+        policy = self._policy_loss(
+            _loss_input(micro.columns, micro.rows, log_probs_br, entropies_br if needs_entropies else None)
+        )
 
         def total(losses_br: Tensor) -> Tensor:
             return aggregate(losses_br, mask_br, algorithm.aggregation, divisor)
 
-        loss = pg_loss = total(policy.losses)
+        losses_br = policy.losses
+        if algorithm.correction is not None:
+            losses_br = torch.where(mask_br, losses_br, 0.0) * micro[CORRECTION]
+        loss = pg_loss = total(losses_br)
         token_values = {**policy.metrics, "entropy": entropies_br}
-        if algorithm.kl_coef:
+        if self._kl_coef:
             token_values["kl"] = kl_estimate(log_probs_br, micro["ref_log_prob"], algorithm.kl_estimator)
-            loss = loss + algorithm.kl_coef * total(token_values["kl"])
-        if algorithm.entropy_coef:
-            loss = loss - algorithm.entropy_coef * total(entropies_br)
+            loss = loss + self._kl_coef * total(token_values["kl"])
+        if entropy_coef:
+            loss = loss - entropy_coef * total(entropies_br)
         return MicroLoss(loss, {"pg_loss": pg_loss}, token_values)
 
     @register(dispatch_mode=COLLECTIVE)
@@ -169,12 +249,45 @@ def _build_policy_loss(config: ResolvedConfig) -> PolicyLoss:
     return loss
 
 
+def _loss_input(
+    columns: Columns, rows: Tensor, log_probs_br: Tensor, entropies_br: Tensor | None = None
+) -> PolicyLossInput:
+    mask_br = columns["response_mask"]
+    device = mask_br.device
+
+    def numbers(name: str) -> Tensor | None:
+        return torch.where(mask_br, columns[name].long(), -1) if name in columns else None
+
+    return PolicyLossInput(
+        log_probs_br,
+        columns["old_log_probs"],
+        columns["advantages"],
+        mask_br,
+        rollout_log_probs=columns.get("rollout_log_probs"),
+        ref_log_probs=columns.get("ref_log_prob"),
+        entropies=entropies_br,
+        policy_versions=numbers("policy_versions"),
+        turn_ids=numbers("turn_ids"),
+        group_ids=columns[GROUPS].squeeze(-1) if GROUPS in columns else None,
+        row_ids=rows.to(device),
+        columns={name.removeprefix(PREPARED): column for name, column in columns.items() if name.startswith(PREPARED)},
+    )
+
+
 def vanishes_without_advantage(loss: PolicyLoss) -> bool:
     """A row whose advantages are 0 has no gradient: tried with ratios from 1/20 to 20, since a plugin may add terms."""
     log_probs_bR = torch.linspace(-6, -3, 16).view(2, 8).requires_grad_()
     zeros_bR, mask_bR = torch.zeros(2, 8), torch.ones(2, 8, dtype=torch.bool)
-    total = loss(PolicyLossInput(log_probs_bR, log_probs_bR.detach().flip(-1, -2), zeros_bR, mask_bR)).losses.sum()
+    old_bR = log_probs_bR.detach().flip(-1, -2)
+    batch = PolicyLossInput(
+        log_probs_bR.detach(), old_bR, zeros_bR, mask_bR, rollout_log_probs=old_bR, ref_log_probs=old_bR,
+        policy_versions=zeros_bR.long(), turn_ids=zeros_bR.long(), group_ids=torch.zeros(2, dtype=torch.long),
+        row_ids=torch.arange(2),
+    )  # fmt: skip
+    columns = loss.prepare(batch).columns
+    entropies_bR = torch.ones_like(log_probs_bR, requires_grad=True)
+    total = loss(replace(batch, log_probs=log_probs_bR, entropies=entropies_bR, columns=columns)).losses.sum()
     if not total.requires_grad:
         return True
-    (gradient_bR,) = torch.autograd.grad(total, log_probs_bR)
-    return not gradient_bR.any()
+    gradients = torch.autograd.grad(total, (log_probs_bR, entropies_bR), allow_unused=True)
+    return not any(gradient_bR is not None and bool(gradient_bR.any()) for gradient_bR in gradients)

@@ -101,6 +101,12 @@ class DataParallel:
         dist.all_reduce(tensor)
         return dict(zip(keys, tensor.tolist(), strict=True))
 
+    def summed_rows(self, values: torch.Tensor) -> torch.Tensor:
+        """A tensor of the host, added up over the ranks."""
+        if self.size > 1:
+            dist.all_reduce(values)
+        return values
+
     def first_problem(self, problem: str | None) -> str | None:
         """What the lowest rank with a problem says, on all ranks; None where no rank has one."""
         if not self.largest(int(problem is not None)):

@@ -14,7 +14,7 @@ class ReferenceWorker(ModelWorker):
 
     def _ready(self) -> Offload:
         self._model.requires_grad_(False)
-        return Offload(self._model, None, self.config.reference.offload_parameters, False, self._device)
+        return Offload(self._model, None, self._settings.offload_parameters, False, self._device)
 
     @register(dispatch_mode=BALANCED)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
@@ -25,3 +25,9 @@ class ReferenceWorker(ModelWorker):
             ("ref_log_prob",),
             lambda micro: response_log_probs(self._model, micro, temperature),
         )
+
+
+class TeacherWorker(ReferenceWorker):
+    """The same with ``teacher.path``."""
+
+    role = "teacher"

@@ -10,7 +10,7 @@ Shapes: M rows with a sampled token, b and r rows and response tokens of a micro
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -54,6 +54,9 @@ class MicroLoss:
 LossFunction = Callable[[MicroBatch, float], MicroLoss]
 """Loss of a micro-batch, given the denominator of the mini-batch that it belongs to."""
 
+Prepare = Callable[[Columns, Tensor], tuple[Columns, Mapping[str, float]]]
+"""More columns [M, R] of a mini-batch, and metrics, given its columns and the numbers [M] of its rows."""
+
 
 class Update:
     """Runs the optimizer steps of batches for one module.
@@ -85,7 +88,12 @@ class Update:
         self._by_prompt = by_prompt
 
     def run(
-        self, columns: Columns, seed: int, loss_function: LossFunction, moving_B: Tensor | None = None
+        self,
+        columns: Columns,
+        seed: int,
+        loss_function: LossFunction,
+        moving_B: Tensor | None = None,
+        prepare: Prepare | None = None,
     ) -> dict[str, float]:
         """All steps of a batch: ``epochs`` passes of ``mini_batches`` steps each, fewer where rows are fewer.
 
@@ -94,6 +102,8 @@ class Update:
         ``moving_B`` ([B] bool, None: all) says which rows have a gradient. The others have a forward pass only, and
         count in all denominators and metrics: the result is the same as with their backward pass. Where no row has a
         gradient there is no step, and the result is that of :meth:`measure`.
+
+        ``prepare`` is called for each mini-batch, on every rank with the same rows; the micro-batches have its columns.
 
         Returns ``loss``, ``grad_norm`` (before clipping, over the steps that were made), ``lr`` (of the last
         step), ``skipped_steps``, on CUDA ``peak_memory_gib`` of this process so far, and all parts and token values of
@@ -108,7 +118,7 @@ class Update:
         trained_M = columns["response_mask"].any(-1).nonzero().squeeze(-1).cpu()
         moving_B = columns["response_mask"].any(-1).cpu() if moving_B is None else moving_B.cpu()
         if not moving_B[trained_M].any():
-            return self.measure(columns, loss_function)
+            return self.measure(columns, loss_function, prepare)
         totals = _Totals()
         generator = torch.Generator().manual_seed(seed)
         with training_mode(self._module):
@@ -116,20 +126,34 @@ class Update:
                 for rows in _mini_batches(trained_M, self._config.mini_batches, generator):
                     divisor = denominator(columns["response_mask"][rows], self._aggregation, self._max_response_length)
                     self._optimizer.zero_grad()
+                    part = self._prepared(columns, rows, prepare, totals)
                     # In this order: a backward pass gives back the gathered parameters, which the step changes.
-                    self._pass(columns, rows[~moving_B[rows]], divisor, loss_function, totals, backward=False)
-                    self._pass(columns, rows[moving_B[rows]], divisor, loss_function, totals, backward=True)
+                    for backward in (False, True):
+                        chosen = (moving_B[rows] == backward).nonzero().squeeze(-1)
+                        self._pass(take(part, chosen), rows[chosen], divisor, loss_function, totals, backward=backward)
                     totals.add_step(self._optimizer.step())
-        metrics = {**totals.token_means(self._parallel), **totals.of_steps(self._parallel)}
+        metrics = {**totals.token_means(self._parallel), **totals.prepared_means(), **totals.of_steps(self._parallel)}
         if self._device.type == "cuda":
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         return self._named(metrics)
 
-    def measure(self, columns: Columns, loss_function: LossFunction) -> dict[str, float]:
+    def measure(
+        self, columns: Columns, loss_function: LossFunction, prepare: Prepare | None = None
+    ) -> dict[str, float]:
         """The token values of ``loss_function`` over a batch, under ``name/``, without a step."""
         totals = _Totals()
-        self._pass(columns, torch.arange(len(columns["response_mask"])), 1.0, loss_function, totals, backward=False)
-        return self._named(totals.token_means(self._parallel))
+        rows = torch.arange(len(columns["response_mask"]))
+        part = self._prepared(columns, rows, prepare, totals)
+        self._pass(part, rows, 1.0, loss_function, totals, backward=False)
+        return self._named(totals.token_means(self._parallel) | totals.prepared_means())
+
+    def _prepared(self, columns: Columns, rows: Tensor, prepare: Prepare | None, totals: "_Totals") -> Columns:
+        part = take(columns, rows)
+        if prepare is None:
+            return part
+        more, metrics = prepare(part, rows)
+        totals.add_prepared(metrics)
+        return part | more
 
     def _named(self, metrics: dict[str, float]) -> dict[str, float]:
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
@@ -143,8 +167,8 @@ class Update:
         totals: "_Totals",
         backward: bool,
     ) -> None:
-        """Forward passes over these rows of a batch, with their backward passes or without."""
-        part = take(columns, rows)
+        """Forward passes over these rows, with their backward passes or without; ``rows`` are their numbers."""
+        part = columns
         if self._parallel.size > 1:
             share = share_of_rows(part, self._parallel, self._by_prompt)
             part, rows = take(part, share), rows[share]
@@ -197,6 +221,7 @@ class _Totals:
         self._parts: dict[str, float] = defaultdict(float)
         self._token_sums: dict[str, float] = defaultdict(float)
         self._tokens = 0
+        self._prepared: dict[str, list[float]] = defaultdict(list)
         self._steps: list[StepReport] = []
 
     def add_micro_batch(self, result: MicroLoss, mask_br: Tensor) -> None:
@@ -205,6 +230,14 @@ class _Totals:
         for key, values_br in result.token_values.items():
             self._token_sums[key] += torch.where(mask_br.to(values_br.device), values_br.detach(), 0.0).sum().item()
         self._tokens += int(mask_br.sum())
+
+    def add_prepared(self, metrics: Mapping[str, float]) -> None:
+        for key, value in metrics.items():
+            self._prepared[key].append(value)
+
+    def prepared_means(self) -> dict[str, float]:
+        """The same on every rank, for each has seen whole mini-batches."""
+        return {key: sum(values) / len(values) for key, values in self._prepared.items()}
 
     def add_step(self, report: StepReport) -> None:
         self._steps.append(report)

@@ -1,0 +1,146 @@
+"""What the algorithm computes between rollout and update: corrections, KL in the reward, advantages.
+
+Shapes: B rows, R response tokens.
+"""
+
+import logging
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from agentrl_core.algorithms.kl import kl_estimate
+from agentrl_core.algorithms.outcome import advantage_input, outcomes_only
+from agentrl_core.api import AlgorithmContext, ConfigError, CorrectionInput
+from agentrl_core.config import ResolvedConfig
+from agentrl_core.protocol import DataProto
+from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.workers.actor import CORRECTION
+
+logger = logging.getLogger(__name__)
+KL_HORIZON = 10_000
+"""Trajectories over which an adaptive coefficient may move by its own size, times the clipped error."""
+MOST_KL_ERROR = 0.2
+
+
+class Algorithm:
+    """Estimator and correction of a run, and the coefficients that it adapts.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self._settings = config.algorithm
+        context = AlgorithmContext(group_size=config.rollout.n)
+        self._estimator: Any = self._settings.advantage.build(context)
+        correction = self._settings.correction
+        self._correction: Any = None if correction is None else correction.build(context)
+        self.kl_coef = self._settings.kl_coef
+        self._entropy: float | None = None
+
+    @property
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        return {"kl_coef": self.kl_coef} | ({} if self._entropy is None else {"entropy": self._entropy})
+
+    @state.setter
+    def state(self, state: dict[str, float]) -> None:
+        self.kl_coef = state.get("kl_coef", self.kl_coef)
+        self._entropy = state.get("entropy")
+
+    @property
+    def entropy_coef(self) -> float:
+        """Weight of the entropy bonus in the next update: 0 while the last entropy was above its target."""
+        target = self._settings.entropy_target
+        pauses = target is not None and self._entropy is not None and self._entropy > target
+        return 0.0 if pauses else self._settings.entropy_coef
+
+    def note(self, metrics: dict[str, float]) -> None:
+        """Remember the entropy that an update measured."""
+        self._entropy = metrics.get("actor/entropy", self._entropy)
+
+    def correct(self, batch: DataProto) -> dict[str, float]:
+        """Add the weight of each token's loss to the batch; returns metrics."""
+        if self._correction is None:
+            return {}
+        if "rollout_log_probs" not in batch.batch.keys():
+            raise ConfigError(
+                "algorithm.correction needs the engine's log-probs, and some trajectories of this step have none: "
+                "an agent loop made rows without response_logprobs"
+            )
+        output = self._correction(
+            CorrectionInput(
+                batch.batch["old_log_probs"],
+                batch.batch["rollout_log_probs"],
+                batch.batch["response_mask"].bool(),
+                batch.batch["policy_versions"],
+            )
+        )
+        batch.batch[CORRECTION] = output.weights
+        return {f"correction/{name}": value for name, value in output.metrics.items()}
+
+    def penalise(self, batch: DataProto) -> dict[str, float]:
+        """Subtract the KL penalty from the rewards, if ``algorithm.kl_placement`` is ``reward``; returns metrics.
+
+        reward_t -= kl_coef * (log pi_old - log pi_ref), and the score of a trajectory by the sum over its tokens.
+        ``kl_target`` moves the coefficient by the proportional controller of "Fine-Tuning Language Models from Human
+        Preferences", arXiv 1909.08593, section 2.2.
+        """
+        settings = self._settings
+        if settings.kl_placement != "reward" or not settings.kl_coef:
+            return {}
+        mask_BR = batch.batch["response_mask"].bool()
+        kl_BR = kl_estimate(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], "k1")
+        kl_BR = torch.where(mask_BR, kl_BR, 0.0)
+        penalty_BR = self.kl_coef * kl_BR
+        batch.batch["rm_scores"] = batch.batch["rm_scores"] - penalty_BR
+        batch.batch["scores"] = batch.batch["scores"] - _of_trajectories(batch, penalty_BR.sum(-1))
+        mean = float(kl_BR.sum() / mask_BR.sum().clamp(min=1))
+        metrics = {"reward/kl": mean, "reward/kl_coef": self.kl_coef}
+        if settings.kl_target is not None:
+            error = min(max(mean / settings.kl_target - 1, -MOST_KL_ERROR), MOST_KL_ERROR)
+            self.kl_coef *= 1 + error * len(set(batch.non_tensor_batch["trajectory_id"])) / KL_HORIZON
+        return metrics
+
+    def estimate(self, batch: DataProto) -> dict[str, float]:
+        """Add ``advantages`` and ``returns`` [B, R] to the batch; returns metrics."""
+        advantage = self._settings.advantage
+        seen = advantage_input(batch)
+        if advantage.has("components") and not seen.components:
+            raise ConfigError(
+                f"advantage estimator '{advantage.name}' needs the parts of the score, and the reward manager names "
+                "none: reward.manager must return RewardResult.components, as 'naive' does for each function"
+            )
+        if advantage.plugin.spec.api_version < 2:
+            seen = outcomes_only(seen)
+        output = self._estimator(seen)
+        batch.batch["advantages"] = output.advantages
+        batch.batch["returns"] = output.returns
+        return {f"advantage/{name}": value for name, value in output.metrics.items()}
+
+
+def _of_trajectories(batch: DataProto, values_B: Tensor) -> Tensor:
+    """The sum [B] over all rows of each row's trajectory."""
+    numbers: dict[object, int] = {}
+    ids = [numbers.setdefault(each, len(numbers)) for each in batch.non_tensor_batch["trajectory_id"]]
+    index_B = torch.tensor(ids)
+    return values_B.new_zeros(len(numbers)).index_add_(0, index_B, values_B)[index_B]
+
+
+def add_baselines(results: Sequence[TrajectoryResult], greedy: Sequence[TrajectoryResult]) -> None:
+    """Give each trajectory the score of the greedy answer to its prompt; where that has none, its group's mean."""
+    baselines = {result.row["uid"]: result.reward.score for result in greedy if result.reward is not None}
+    groups: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        if result.trained and result.reward is not None:
+            groups[result.row["uid"]].append(result.reward.score)
+    missing = groups.keys() - baselines.keys()
+    if missing:
+        logger.warning("%d of %d greedy answers have no score: the mean of the samples takes its place",
+                       len(missing), len(groups))  # fmt: skip
+    for result in results:
+        group = groups[result.row["uid"]]
+        result.baseline = baselines.get(result.row["uid"], sum(group) / max(len(group), 1))
