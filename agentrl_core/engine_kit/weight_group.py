@@ -7,7 +7,7 @@
 
 With ``gloo`` and ``nccl`` rank 0 sends and the others receive, on any host; NCCL needs a device for each rank. With
 ``ipc`` each rank of the actor fills a buffer on its device, and the engines' ranks on that device copy it (CUDA IPC; on
-the CPU shared memory plays the part of the device's). The group itself then carries handles of buffers only, by gloo.
+the CPU a file in memory plays the part of the device's). The group then carries only handles of buffers, by gloo.
 
 Ranks meet in a ``TCPStore`` on the host of the actor's rank 0. It has no authentication: whoever reaches the port can
 read and write it. On one machine it listens on the loopback address only.
@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import DTYPE_BYTES, ArrayBucket, Broadcast
+from agentrl_core.engine_kit.memory_files import MemoryFolder
 from agentrl_core.engine_kit.ports import host_address
 
 if TYPE_CHECKING:
@@ -67,6 +68,8 @@ class WeightGroup:
         # Where the bytes are with ipc, and the text by which other processes find them.
         self._buffer: torch.Tensor | None = None
         self._handle = ""
+        # Where the buffer's file is, on the CPU.
+        self._folder: MemoryFolder | None = None
         try:
             self._group: Any = _process_group(backend, address, rank, size, timedelta(seconds=timeout))
         except (RuntimeError, OSError) as error:
@@ -81,7 +84,8 @@ class WeightGroup:
             self._share(tensor)
             return
         if self._buffer is None or self._buffer.numel() < tensor.numel():
-            self._buffer, self._handle = _shared_buffer(tensor.numel(), self._device)
+            self._allocate(tensor.numel())
+        assert self._buffer is not None
         self._buffer[: tensor.numel()].copy_(tensor)
         _settle(self._device)
         self._exchange(self._handle)
@@ -121,11 +125,33 @@ class WeightGroup:
         self._group.barrier().wait()
         return copy
 
+    def _allocate(self, nbytes: int) -> None:
+        """A buffer [nbytes] uint8, and its handle: the device's name, then a tuple in Python's notation."""
+        import torch
+
+        if self._device.type == "cuda":
+            self._buffer = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self._device)
+            storage: Any = self._buffer.untyped_storage()
+            parts = storage._share_cuda_()
+        else:
+            # torch's own shared files stay until the last process that has opened them ends.
+            self._remove_file()
+            self._folder = MemoryFolder("buffer", nbytes)
+            parts = str(self._folder.path / "buffer"), max(nbytes, 1)
+            self._buffer = torch.from_file(parts[0], shared=True, size=parts[1], dtype=torch.uint8)
+        self._handle = _name_of(self._device) + repr(parts)
+
     def _exchange(self, handle: str) -> list[str]:
         """Every rank's handle. Returns when all ranks have called this."""
         import torch
 
-        mine = torch.tensor([*handle.encode().ljust(_HANDLE_BYTES)], dtype=torch.uint8)
+        raw = handle.encode()
+        if len(raw) > _HANDLE_BYTES:
+            raise EngineError(
+                f"weights by CUDA IPC: the handle of a buffer on {self._device} has {len(raw)} bytes, and at most "
+                f"{_HANDLE_BYTES} can be sent. On a CPU it names a file: set TMPDIR to a shorter path"
+            )
+        mine = torch.tensor([*raw.ljust(_HANDLE_BYTES)], dtype=torch.uint8)
         everybodys = [torch.empty_like(mine) for _ in range(self._size)]
         self._group.allgather([everybodys], [mine]).wait()
         return [bytes(each.tolist()).decode().rstrip() for each in everybodys]
@@ -133,6 +159,12 @@ class WeightGroup:
     def close(self) -> None:
         """Leave. A second call does nothing."""
         self._group = self._buffer = None
+        self._remove_file()
+
+    def _remove_file(self) -> None:
+        if self._folder is not None:
+            self._folder.close()
+            self._folder = None
 
     def __enter__(self) -> Self:
         return self
@@ -195,26 +227,15 @@ def _name_of(device: "torch.device") -> str:
     return f"{name} "
 
 
-def _shared_buffer(nbytes: int, device: "torch.device") -> tuple["torch.Tensor", str]:
-    """Memory [nbytes] uint8 and its handle: the device's name, then numbers, bytes and text in Python's notation."""
-    import torch
-
-    buffer = torch.empty(max(nbytes, 1), dtype=torch.uint8, device=device)
-    storage: Any = buffer.untyped_storage()
-    shared = storage._share_cuda_() if device.type == "cuda" else storage._share_filename_cpu_()
-    return buffer, _name_of(device) + repr(shared)
-
-
 def _opened(handle: str, device: "torch.device") -> "torch.Tensor":
     import torch
 
-    storages: Any = torch.UntypedStorage
     # Not a pickle, which would execute what a stranger wrote to the store.
     parts = ast.literal_eval(handle)
     if device.type == "cuda":
         # The first part is the device's index, which differs between processes.
         here = device.index if device.index is not None else torch.cuda.current_device()
+        storages: Any = torch.UntypedStorage
         storage = storages._new_shared_cuda(here, *parts[1:])
-    else:
-        storage = storages._new_shared_filename_cpu(*parts)
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+        return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+    return torch.from_file(parts[0], shared=True, size=parts[1], dtype=torch.uint8)

@@ -1,10 +1,14 @@
 """Weights that are sent to other processes, through a group or shared buffers."""
 
 import multiprocessing
+import os
+import signal
 import socket
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +16,7 @@ import pytest
 import torch
 
 from agentrl_core.api import ArrayBucket, EngineError
+from agentrl_core.engine_kit import memory_files, weight_group
 from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.engine_kit.weight_group import WeightGroup
 
@@ -75,6 +80,39 @@ def test_every_engine_gets_every_bucket(address: str, backend: str, actors: int)
         assert process.exitcode == 0
     expected = [{name: (str(each.dtype), each.tolist()) for name, each in tensors.items()} for tensors in sent]
     assert [got.count(each) for each in expected] == [2, 4, 2, 4]
+
+
+def send_and_die(address: str, memory: Path) -> None:
+    memory_files.MEMORY = memory
+    group = WeightGroup(address, 0, 2, "ipc", timeout=60)
+    group.broadcast(torch.from_numpy(bucket(LARGE).data))
+    assert list(memory.iterdir())
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_actor_leaves_nothing_in_memory_while_engines_live(tmp_path: Path) -> None:
+    place = f"127.0.0.1:{free_port()}"
+    actor = multiprocessing.get_context("spawn").Process(target=send_and_die, args=(place, tmp_path))
+    actor.start()
+    with WeightGroup(place, 1, 2, "ipc", timeout=60) as group:
+        ((_, received),) = group.receive(bucket(LARGE))
+        actor.join(60)
+        assert actor.exitcode == -signal.SIGKILL
+        deadline = time.monotonic() + 30
+        # Another process removes it; there is nothing to wait on but the directory.
+        while list(tmp_path.iterdir()):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        assert torch.equal(received, LARGE["large"])
+
+
+def test_a_handle_that_is_too_long_is_not_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(weight_group, "_HANDLE_BYTES", 20)
+    with (
+        WeightGroup(f"127.0.0.1:{free_port()}", 0, 1, "ipc") as group,
+        pytest.raises(EngineError, match="handle of a buffer on cpu has .* at most 20 can be sent.*TMPDIR"),
+    ):
+        group.broadcast(torch.zeros(1, dtype=torch.uint8))
 
 
 def test_an_engine_on_a_device_without_an_actor_says_so() -> None:

@@ -41,7 +41,7 @@ class Byte(InferenceEngine):
     capabilities = frozenset({"logprobs", "weight_update", "sessions"})
 
     def __init__(self, config, context):
-        self.context, self.token, self.version, self.requests = context, 0, 0, 0
+        self.context, self.token, self.version, self.requests, self.sessions = context, 0, 0, 0, set()
 
     async def start(self):
         print("loading the model")
@@ -50,6 +50,7 @@ class Byte(InferenceEngine):
             await asyncio.Event().wait()
 
     async def generate(self, prompt_ids, params, request_id, multi_modal=None):
+        assert request_id in self.sessions, "a replica that takes a trajectory over opens its session"
         self.requests += 1
         mark = Path(MARKS, "kill")
         if self.context.replica == 0 and self.requests == 20 and mark.exists():
@@ -57,6 +58,12 @@ class Byte(InferenceEngine):
             os.kill(os.getpid(), signal.SIGKILL)
         await asyncio.sleep(0.02)
         return TokenOutput([self.token, 260], [-1.0, -1.0], "stop", [PolicySpan(self.version, 0, 2)])
+
+    async def open_session(self, session_id):
+        self.sessions.add(session_id)
+
+    async def close_session(self, session_id):
+        self.sessions.discard(session_id)
 
     async def update_weights(self, update, version):
         assert update.files, "these weights come by files"
