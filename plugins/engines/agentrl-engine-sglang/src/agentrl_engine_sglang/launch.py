@@ -73,7 +73,9 @@ def _flags(arguments: Mapping[str, Any]) -> Iterator[str]:
         elif isinstance(value, list | tuple):
             yield from (flag, *map(str, value))
         else:
-            yield from (flag, json.dumps(value) if isinstance(value, dict) else str(value))
+            text = json.dumps(value) if isinstance(value, dict) else str(value)
+            # A value that begins with a dash would be taken for a flag.
+            yield from [f"{flag}={text}"] if text.startswith("-") else [flag, text]
 
 
 def server_environment(config: SGLangConfig, context: EngineContext) -> dict[str, str]:
