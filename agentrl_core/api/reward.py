@@ -39,6 +39,7 @@ class RewardTrajectory:
         tool_reward_turns, turn_score_turns: the turn of the policy, from 0, that earned each of them; empty if the loop
             set those itself.
         num_turns: as in ``AgentLoopOutput``.
+        sampled_tokens: number of tokens that the policy sampled, all turns; 0 in records of runs that did not keep it.
         termination: a value of ``Termination``.
         row: all other fields of the dataset row.
     """
@@ -58,6 +59,7 @@ class RewardTrajectory:
     tool_reward_names: Sequence[str] = ()
     tool_reward_turns: Sequence[int] = ()
     turn_score_turns: Sequence[int] = ()
+    sampled_tokens: int = 0
 
 
 @dataclass(frozen=True)

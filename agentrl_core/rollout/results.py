@@ -65,7 +65,7 @@ class TrajectoryResult:
 
     @property
     def sampled_tokens(self) -> int:
-        return sum(sum(output.response_mask) for output in self.outputs)
+        return _sampled_tokens(self.outputs)
 
 
 def reward_trajectory(
@@ -90,6 +90,11 @@ def reward_trajectory(
         turn_scores=last.turn_scores,
         turn_score_turns=last.turn_score_turns,
         num_turns=last.num_turns,
+        sampled_tokens=_sampled_tokens(outputs),
         termination=termination.value,
         row={key: value for key, value in row.items() if key not in named},
     )
+
+
+def _sampled_tokens(outputs: list[AgentLoopOutput]) -> int:
+    return sum(sum(output.response_mask) for output in outputs)

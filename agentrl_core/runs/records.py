@@ -41,8 +41,8 @@ class RolloutRecord(AgentLoopOutput):
         timings: seconds by name.
         advantage: mean advantage of the trajectory's sampled tokens.
         reward_input: what rewards saw and no other field has: ``model_text``, ``last_text``, ``full_text``,
-            ``extra_info``, ``row``, and ``termination`` before scoring. Only the last row of a scored trajectory has
-            it; None in the others.
+            ``extra_info``, ``row``, ``sampled_tokens``, and ``termination`` before scoring. Only the last row of a
+            scored trajectory has it; None in the others.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -107,7 +107,7 @@ class RolloutRecord(AgentLoopOutput):
         return record
 
 
-_REWARD_INPUT = ("model_text", "last_text", "full_text", "extra_info", "row", "termination")
+_REWARD_INPUT = ("model_text", "last_text", "full_text", "extra_info", "row", "termination", "sampled_tokens")
 _REQUIRED = ("step", "split", "uid", "trajectory_id", "prompt_ids", "response_ids", "response_mask")
 # ``reward`` and ``reward_input`` hold these.
 _FIELDS = tuple(

@@ -28,7 +28,8 @@ class LengthReward:
 def trajectory(text: str = "four", **fields: Any) -> RewardTrajectory:
     """A short one."""
     messages = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": text}]
-    return RewardTrajectory(messages, text, text, text, ground_truth="4", num_turns=2, **fields)
+    counted: dict[str, Any] = {"num_turns": 2, "sampled_tokens": len(text)}
+    return RewardTrajectory(messages, text, text, text, ground_truth="4", **counted | fields)
 
 
 @dataclass(kw_only=True)

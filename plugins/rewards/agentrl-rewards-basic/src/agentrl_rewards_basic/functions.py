@@ -3,11 +3,12 @@
 Both read only what the policy wrote in its last turn: a number in a tool's or a user's message earns nothing.
 """
 
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from agentrl_core.api import NoConfig, RewardFunctionContext, RewardResult, RewardTrajectory
 from agentrl_rewards_basic.config import HashAnswerConfig
 from agentrl_rewards_basic.numbers import last_number, normal_form, parse_number
+from agentrl_rewards_basic.rows import ground_truth, row_of
 
 MARKER = "####"
 
@@ -29,7 +30,7 @@ class HashAnswer:
         self.name = context.name
 
     def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
-        truth = _ground_truth(trajectory, self.name)
+        truth = ground_truth(trajectory, self.name)
         _, marker, tail = trajectory.last_text.rpartition(MARKER)
         answer = tail.split("\n", 1)[0].strip()
         if not marker or not answer:
@@ -52,22 +53,11 @@ class ExactNumber:
         self.name = context.name
 
     def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
-        truth = _ground_truth(trajectory, self.name)
+        truth = ground_truth(trajectory, self.name)
         true_number = parse_number(truth)
         if true_number is None:
-            raise ValueError(f"{self.name}: the ground truth of {_row(trajectory)} is {truth!r}, which is not a number")
+            raise ValueError(
+                f"{self.name}: the ground truth of {row_of(trajectory)} is {truth!r}, which is not a number"
+            )
         number = last_number(trajectory.last_text)
         return RewardResult(float(number == true_number), answer="" if number is None else normal_form(str(number)))
-
-
-def _ground_truth(trajectory: RewardTrajectory, name: str) -> str:
-    truth: Any = trajectory.ground_truth
-    text = "" if truth is None else str(truth).strip()
-    if not text:
-        raise ValueError(f"{name}: {_row(trajectory)} has no reward_model.ground_truth")
-    return text
-
-
-def _row(trajectory: RewardTrajectory) -> str:
-    source = f" of {trajectory.data_source!r}" if trajectory.data_source else ""
-    return f"row {trajectory.extra_info.get('index', '(without extra_info.index)')}{source}"
