@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from agentrl_core.cli.main import app
 from agentrl_core.config import load_config
+from agentrl_core.hosting.rewards import RewardWorker
 from agentrl_core.testing.tiny_model import save_tiny_model
 
 ROOT = Path(__file__).parents[1]
@@ -93,6 +94,16 @@ def test_configurations_of_algorithms_are_accepted(workplace: Path, snippet: str
     example = workplace / "examples/calculator"
     (example / "algorithm.yaml").write_text("extends: config.yaml\n" + snippet)
     load_config(example / "algorithm.yaml")
+
+
+@pytest.mark.parametrize("snippet", [text for page, text in blocks("yaml") if page.name == "rewards.md"])
+def test_configurations_of_rewards_are_accepted(workplace: Path, snippet: str) -> None:
+    (code,) = [text for page, text in blocks("python") if page.name == "rewards.md"]
+    example = workplace / "examples/calculator"
+    (example / "mine.py").write_text(code)
+    (example / "mine.yaml").write_text("extends: config.yaml\n" + snippet)
+    config = load_config(example / "mine.yaml").reward
+    RewardWorker(config)
 
 
 @pytest.mark.parametrize(

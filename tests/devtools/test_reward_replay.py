@@ -42,7 +42,7 @@ def trajectory(sample: int, text: str) -> RewardTrajectory:
         messages=[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": text}],
         model_text=f"thinking\n{text}", last_text=text, full_text=f"thinking{text}", ground_truth="4",
         data_source="sums", extra_info={"sample": sample}, tool_rewards=[0.5], turn_scores=[1.0], num_turns=2,
-        row={"level": 3},
+        row={"level": 3}, sampled_tokens=5,
     )  # fmt: skip
 
 

@@ -220,6 +220,18 @@ def test_a_manager_that_fails_is_a_reward_error(make_worker, name: str, message:
         asyncio.run(make_worker(name).score(TRAJECTORY))
 
 
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("length", "returned 10, outside of its range"), ("nan", "returned score=nan"), ("nothing", "returned None")],
+)
+def test_a_bad_score_passes_no_manager(make_slot, name: str, problem: str) -> None:
+    fields: Any = {"isolation": "inline", "range": [0.0, 1.0]}
+    functions = [make_slot(RewardFunctionSlot, FUNCTIONS, each, **fields) for each in ("right", name)]
+    worker = RewardWorker(RewardConfig(functions, make_slot.registered(RewardManagerSlot, "naive")))
+    with pytest.raises(RewardError, match=f"reward function '{name}' {problem}"):
+        asyncio.run(worker.score(TRAJECTORY))
+
+
 def test_a_group_is_revised_together(make_worker) -> None:
     results = [RewardResult(1.0), RewardResult(0.0)]
     revised = asyncio.run(make_worker("Last").score_group([TRAJECTORY] * 2, results))

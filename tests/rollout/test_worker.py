@@ -207,12 +207,13 @@ def test_reward_text_without_tool_output_and_with_it_are_both_offered(make_rollo
         "reward.manager": "./parts.py:Keeps",
     }
     rollout = make_rollout(changes, FILES)
-    rollout([make_row(extra_info={"index": 5}, level=3)])
+    (result,) = rollout([make_row(extra_info={"index": 5}, level=3)])
     (seen,) = rollout.manager._rewarders[0]._instance._manager.seen
     assert "1665" not in seen.model_text and seen.model_text == f"{CALL}\ndone" and seen.last_text == "done"
     assert "1665" in seen.full_text and seen.full_text.startswith(CALL)
     assert (seen.ground_truth, seen.data_source, seen.extra_info) == ("1", "tests", {"index": 5})
     assert seen.row["level"] == 3 and seen.num_turns == 4 and seen.termination == "completed"
+    assert seen.sampled_tokens == sum(result.outputs[0].response_mask) < len(result.outputs[0].response_ids)
 
 
 def test_retry_has_fresh_state(make_rollout, make_row) -> None:
