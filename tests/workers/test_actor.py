@@ -77,8 +77,10 @@ def test_micro_batches_give_the_gradient_of_the_full_batch(make_actor, trainable
     (single, single_metrics), (packed, packed_metrics), (full, full_metrics) = results
     assert full and full_metrics["actor/grad_norm"] > 0
     for name, gradient in full.items():
-        torch.testing.assert_close(single[name], gradient, atol=1e-6, rtol=1e-5)
-        torch.testing.assert_close(packed[name], gradient, atol=1e-6, rtol=1e-5)
+        # Float32 rounds relative to the summands, and a sum over tokens has far larger ones than a mean.
+        scale = float(gradient.abs().max())
+        torch.testing.assert_close(single[name], gradient, atol=5e-6 * scale, rtol=1e-5)
+        torch.testing.assert_close(packed[name], gradient, atol=5e-6 * scale, rtol=1e-5)
     assert single_metrics == pytest.approx(full_metrics, rel=1e-4, abs=1e-6)
     assert packed_metrics == pytest.approx(full_metrics, rel=1e-4, abs=1e-6)
 
