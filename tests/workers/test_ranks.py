@@ -44,6 +44,15 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
                 group["eps"] = eps
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def use_loss(self, name: str) -> None:
+            from agentrl_core.config.schema import PolicyLossSlot
+            from agentrl_core.plugins.resolution import resolve
+
+            plugin = resolve("policy_loss", name)
+            self.config.algorithm.loss = PolicyLossSlot(name, plugin.spec.config(), resolved=plugin)
+            self._ready()
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def move_weights(self) -> None:
             """What offload does to the tensors of a module, with a copy in place of another device."""
             self.module._apply(torch.clone)
@@ -130,6 +139,19 @@ def assert_same_weights(first: Groups, second: Groups, tolerance: float = 1e-5) 
     assert expected.keys() == found.keys()
     for name, tensor in expected.items():
         np.testing.assert_allclose(found[name], tensor, atol=tolerance, rtol=0, err_msg=name)
+
+
+def test_a_loss_that_looks_at_whole_mini_batches_is_the_same_over_ranks(groups_of: Any, batches: list[Any]) -> None:
+    one, several = groups_of(1), groups_of(2)
+    for groups in (one, several):
+        groups["actor"].use_loss("kl_cov")
+    for seed, batch in enumerate(batches[:3]):
+        alone, together = step(one, batch, seed), step(several, batch, seed)
+        for name in ("actor/pg_loss", "actor/grad_norm"):
+            assert math.isclose(alone[name], together[name], rel_tol=1e-4, abs_tol=1e-6), name
+    assert_same_weights(one, several)
+    for groups in (one, several):
+        groups["actor"].use_loss("ppo")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
