@@ -15,6 +15,7 @@ from agentrl_core.cli.main import app
 from agentrl_core.config import load_config
 from agentrl_core.hosting.rewards import RewardWorker
 from agentrl_core.testing.tiny_model import save_tiny_model
+from agentrl_core.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/plugins").glob("*.md"))]
@@ -104,6 +105,14 @@ def test_configurations_of_rewards_are_accepted(workplace: Path, snippet: str) -
     (example / "mine.yaml").write_text("extends: config.yaml\n" + snippet)
     config = load_config(example / "mine.yaml").reward
     RewardWorker(config)
+
+
+@pytest.mark.parametrize("snippet", [text for page, text in blocks("yaml") if page.name == "judges.md"])
+def test_configurations_of_judges_are_accepted(workplace: Path, snippet: str) -> None:
+    example = workplace / "examples/calculator"
+    save_tiny_model(example / "judge-model")
+    (example / "judge.yaml").write_text("extends: config.yaml\n" + snippet)
+    Trainer(load_config(example / "judge.yaml"))
 
 
 @pytest.mark.parametrize(

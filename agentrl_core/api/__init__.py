@@ -22,6 +22,7 @@ _NAMES_OF_MODULE = {
         "EngineContext", "InferenceEngine", "MeasuredEngine", "PausableEngine", "PolicySpan", "SamplingParams",
         "SessionEngine", "SleepingEngine", "TokenOutput",
     ),
+    "engine_client": ("EngineClient", "Engines"),
     "errors": (
         "AgentRLError", "CheckpointError", "ConfigError", "DataError", "DeadlineError", "EngineError",
         "InteractionError", "PluginBrokenError", "PluginConflictError", "PluginDriftError", "PluginError",
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
     from agentrl_core.api.config import *
     from agentrl_core.api.dataset import *
     from agentrl_core.api.engine import *
+    from agentrl_core.api.engine_client import *
     from agentrl_core.api.errors import *
     from agentrl_core.api.hooks import *
     from agentrl_core.api.interaction import *

@@ -13,8 +13,10 @@ trajectory is trained, and ``finalize_interaction`` still called.
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
+
+from agentrl_core.api.engine_client import Engines
 
 
 class InteractionTurn(NamedTuple):
@@ -28,10 +30,17 @@ class InteractionTurn(NamedTuple):
 
 @dataclass(frozen=True)
 class InteractionContext:
-    """What an interaction gets when it is built: the name under which the run knows it, and the run's seed."""
+    """What an interaction gets when it is built.
+
+    Args:
+        name: the name under which the run knows it.
+        seed: of the run.
+        engines: clients of the configured engines, by name.
+    """
 
     name: str
     seed: int = 0
+    engines: Engines = field(default_factory=Engines)
 
 
 class Interaction(ABC):

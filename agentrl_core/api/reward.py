@@ -21,6 +21,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from agentrl_core.api.engine_client import Engines
+
 
 @dataclass(frozen=True)
 class RewardTrajectory:
@@ -90,9 +92,15 @@ class RewardResult:
 
 @dataclass(frozen=True)
 class RewardFunctionContext:
-    """What a reward function gets when it is built: the name under which the run knows it."""
+    """What a reward function gets when it is built.
+
+    Args:
+        name: the name under which the run knows it.
+        engines: clients of the configured engines, by name; none in a child process.
+    """
 
     name: str
+    engines: Engines = field(default_factory=Engines)
 
 
 class RewardFunction(Protocol):

@@ -24,9 +24,10 @@ import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple
 
+from agentrl_core.api.engine_client import Engines
 from agentrl_core.api.json_types import json_type
 
 Isolation = Literal["inline", "process"]
@@ -55,10 +56,12 @@ class ToolContext:
     Args:
         name: the name under which the run knows it.
         seed: of the run.
+        engines: clients of the configured engines, by name; none in a child process.
     """
 
     name: str
     seed: int = 0
+    engines: Engines = field(default_factory=Engines)
 
 
 class Tool(ABC):

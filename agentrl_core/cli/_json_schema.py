@@ -110,6 +110,8 @@ def _value(member: Member) -> dict[str, Any]:
     if is_slot(arm):
         slot = _slot(arm, in_list=False)
         return {"anyOf": [*slot["anyOf"], {"type": "null"}]} if allows_none(member.type) else slot
+    if is_slot(element) and get_origin(arm) is dict:
+        return {"type": "object", "additionalProperties": _slot(element, in_list=False)}
     if is_slot(element):
         return {"type": "array", "items": _slot(element, in_list=True)}
     return _section(arm) if is_section(arm) else _type(member)

@@ -35,7 +35,7 @@ def run(
     from agentrl_core.trainer.checkpoint import checkpoint_path, read_state
     from agentrl_core.trainer.outcomes import make_records
     from agentrl_core.trainer.preparation import Preparation
-    from agentrl_core.trainer.roles import start_engines, start_runtime
+    from agentrl_core.trainer.roles import start_engines, start_named_engines, start_runtime
     from agentrl_core.trainer.validation import validate
 
     set_up_logging(stderr=as_json)
@@ -54,7 +54,7 @@ def run(
     with Progress(*columns, console=rich.get_console(), transient=True) as progress, start_runtime(loaded) as runtime:
         task = progress.add_task("starting the engine", total=None)
         engines = start_engines(loaded, runtime, preparation)
-        manager = AgentLoopManager(loaded, runtime, engines)
+        manager = AgentLoopManager(loaded, runtime, engines, start_named_engines(loaded, runtime))
         try:
             progress.update(task, description=f"answering {len(rows)} prompts")
             metrics, results = validate(loaded, rows, step, manager)

@@ -21,6 +21,7 @@ from agentrl_core.config.schema import (
     HookSlot as HookSlot,
     InteractionSlot as InteractionSlot,
     ModelConfig as ModelConfig,
+    NamedEngineSlot as NamedEngineSlot,
     OptimizerConfig as OptimizerConfig,
     PluginsConfig as PluginsConfig,
     PolicyLossSlot as PolicyLossSlot,

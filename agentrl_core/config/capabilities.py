@@ -6,10 +6,11 @@ A plugin declares its capabilities in its spec, so nothing here imports an imple
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
+from itertools import chain
 from typing import Any
 
 from agentrl_core.api.plugin import KINDS
-from agentrl_core.config.schema import ResolvedConfig, Slot
+from agentrl_core.config.schema import ResolvedConfig, ServedSlot, Slot
 from agentrl_core.config.slots import slots_by_path
 
 Feature = Callable[[ResolvedConfig], str | None]
@@ -54,9 +55,21 @@ def _set(key: str, *unused: object) -> Feature:
     return feature
 
 
-def _parallel(config: ResolvedConfig) -> str | None:
+def _more_than_one(path: str, slot: ServedSlot, *keys: str) -> str | None:
+    return " and ".join(f"{path}.{key}={getattr(slot, key)}" for key in keys if getattr(slot, key) > 1) or None
+
+
+def _devices(path: str, slot_of: Callable[[ResolvedConfig], ServedSlot]) -> tuple[Requirement, ...]:
+    """What the devices of a replica require of its engine."""
     axes = ("tensor_parallel", "pipeline_parallel", "data_parallel")
-    return " and ".join(filter(None, (_set(f"engine.{axis}", 1)(config) for axis in axes))) or None
+    return (
+        Requirement(path, "parallel", lambda config: _more_than_one(path, slot_of(config), *axes)),
+        Requirement(path, "multi_node", lambda config: _more_than_one(path, slot_of(config), "nodes")),
+    )
+
+
+def _devices_of_named(name: str) -> tuple[Requirement, ...]:
+    return _devices(f"engines.{name}", lambda config: config.engines[name])
 
 
 def _log_probs(config: ResolvedConfig) -> str | None:
@@ -69,8 +82,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "logprobs", _log_probs),
     Requirement("rollout.engine", "sleep", _set("engine.sleep", 0), training=True),
     Requirement("rollout.engine", "broadcast", _set("engine.weight_transfer", "auto", "host_memory"), training=True),
-    Requirement("rollout.engine", "parallel", _parallel),
-    Requirement("rollout.engine", "multi_node", _set("engine.nodes", 1)),
+    *_devices("rollout.engine", lambda config: config.rollout.engine),
     Requirement("rollout.agent.loops", "tools", _listed("tools", lambda config: config.tools)),
     Requirement("rollout.agent.loops", "interactions", _listed("interactions", lambda config: config.interactions)),
 )
@@ -86,7 +98,8 @@ def missing_capabilities(
         training: those that only training needs, or those that loading needs already.
         alternatives: what to propose.
     """
-    for requirement in REQUIREMENTS:
+    named = (_devices_of_named(name) for name in config.engines)
+    for requirement in (*REQUIREMENTS, *chain.from_iterable(named)):
         feature = requirement.feature(config)
         if feature is None or requirement.training != training:
             continue

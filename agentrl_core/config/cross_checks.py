@@ -10,13 +10,20 @@ from pathlib import Path
 
 from agentrl_core.config.capabilities import Alternatives, installed_with, missing_capabilities
 from agentrl_core.config.hub import is_hub_name
-from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.config.schema import ResolvedConfig, ServedSlot
 
 _MOST_PARENTS = 3
 _PARALLEL = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 Problems = Iterator[tuple[str, str]]
 Check = Callable[[ResolvedConfig], Problems]
+
+
+def served(config: ResolvedConfig) -> dict[str, ServedSlot]:
+    """The policy's engine and the named ones, by key path."""
+    return {"rollout.engine": config.rollout.engine} | {
+        f"engines.{name}": slot for name, slot in config.engines.items()
+    }
 
 
 def data(config: ResolvedConfig) -> Problems:
@@ -36,18 +43,23 @@ def local_runtime(config: ResolvedConfig) -> Problems:
     """What needs a Ray cluster."""
     if config.cluster.runtime != "local":
         return
-    engine = config.rollout.engine
-    if engine.python is not None:
-        yield (
-            "rollout.engine.python",
-            "an engine in its own environment needs cluster.runtime=ray, found local; set cluster.runtime=ray or "
-            "rollout.engine.python=null",
-        )
+    engine, engines = config.rollout.engine, served(config)
+    for key, slot in engines.items():
+        if slot.python is not None:
+            yield (
+                f"{key}.python",
+                "an engine in its own environment needs cluster.runtime=ray, found local; set cluster.runtime=ray or "
+                f"{key}.python=null",
+            )
     one_process = "the local runtime is one process"
     same_process = "in the local runtime engines are in the trainer's process"
     found: list[tuple[str, object, object, str]] = [
         *((f"cluster.{key}", getattr(config.cluster, key), 1, one_process) for key in ("nodes", "processes_per_node")),
-        *((f"rollout.engine.{key}", getattr(engine, key), 1, one_process) for key in (*_PARALLEL, "nodes")),
+        *(
+            (f"{path}.{key}", getattr(slot, key), 1, one_process)
+            for path, slot in engines.items()
+            for key in (*_PARALLEL, "nodes")
+        ),
         (
             "rollout.engine.weight_transfer",
             engine.weight_transfer.replace("auto", "host_memory"),
@@ -68,13 +80,13 @@ def local_runtime(config: ResolvedConfig) -> Problems:
 
 
 def replicas(config: ResolvedConfig) -> Problems:
-    engine = config.rollout.engine
-    if engine.devices % engine.nodes:
-        yield (
-            "rollout.engine.nodes",
-            f"{engine.devices} device(s) of a replica ({' x '.join(_PARALLEL)}) cannot be spread evenly over "
-            f"{engine.nodes} nodes",
-        )
+    for key, engine in served(config).items():
+        if engine.devices % engine.nodes:
+            yield (
+                f"{key}.nodes",
+                f"{engine.devices} device(s) of a replica ({' x '.join(_PARALLEL)}) cannot be spread evenly over "
+                f"{engine.nodes} nodes",
+            )
 
 
 def deterministic_rollouts(config: ResolvedConfig) -> Problems:
@@ -185,6 +197,7 @@ def files(config: ResolvedConfig) -> Problems:
         "model.path": config.model.path,
         "critic.path": config.critic.path,
         "reference.path": config.reference.path,
+        **{f"engines.{name}.model": slot.model for name, slot in config.engines.items()},
     }
     for key, path in models.items():
         if path is not None and not is_hub_name(path) and not os.path.isfile(os.path.join(path, "config.json")):

@@ -1,7 +1,7 @@
 """The list of options of a dataclass, for `agentrl plugins show` and for the documentation."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_origin
 
 import yaml
 
@@ -25,7 +25,10 @@ REQUIRED = "required"
 
 @dataclass(frozen=True)
 class OptionDoc:
-    """One key: ``path`` from the dataclass (``tools[].timeout`` in a list), ``default`` as YAML or ``"required"``."""
+    """One key: ``path`` from the dataclass (``tools[].timeout`` in a list), ``default`` as YAML or ``"required"``.
+
+    ``engines.NAME.model`` is a key of each entry of a mapping.
+    """
 
     path: str
     type: str
@@ -51,7 +54,7 @@ def _described(cls: type, prefix: str) -> list[OptionDoc]:
             continue
         docs.append(_document(member, path))
         if is_section(element_type(arm)):
-            docs += _described(element_type(arm), f"{path}[].")
+            docs += _described(element_type(arm), f"{path}.NAME." if get_origin(arm) is dict else f"{path}[].")
     return docs
 
 
@@ -64,7 +67,7 @@ def _document(member: Member, path: str) -> OptionDoc:
 
 def _short(tp: Any, default: Any) -> Any:
     """Slots of a default list by name only."""
-    if is_slot(element_type(tp)):
+    if is_slot(element_type(tp)) and isinstance(default, list):
         return [slot.name for slot in default]
     return plain(default)
 

@@ -101,13 +101,17 @@ def _loaded(
 
 def _fetched(config: ResolvedConfig) -> Problems:
     """Put the directory of the cache in place of each model of the hub, last of all: it may be large."""
-    for name in ("model", "critic", "reference"):
-        section: Any = getattr(config, name)
-        if section.path is not None and is_hub_name(section.path):
+    models: list[tuple[str, Any, str]] = [
+        *((name, getattr(config, name), "path") for name in ("model", "critic", "reference")),
+        *((f"engines.{name}", slot, "model") for name, slot in config.engines.items()),
+    ]
+    for name, section, key in models:
+        path = getattr(section, key)
+        if path is not None and is_hub_name(path):
             try:
-                section.path = hub_directory(section.path)
+                setattr(section, key, hub_directory(path))
             except ConfigError as error:
-                yield from ((f"{name}.path", each) for each in error.problems)
+                yield from ((f"{name}.{key}", each) for each in error.problems)
 
 
 def _read(file: Path, home: Path, below: tuple[str, ...]) -> Node:

@@ -119,35 +119,16 @@ def _unpickled(cls: type[Slot], ref: PluginRef | None, fields: dict[str, Any]) -
 
 
 @dataclass
-class EngineSlot(Slot):
+class ServedSlot(Slot):
+    """What the policy's engine and the named engines have in common."""
+
     kind: ClassVar[str] = "engine"
     name: str = option("hf", help="a registered name, 'package:name', or './file.py:object'")
     python: str | None = option(None, path=True, help="Python of the engine's environment (cluster.runtime=ray only)")
-    replicas: int | None = option(
-        None,
-        ge=1,
-        help="number of engine replicas; null: as many as fit on the training processes' devices, 1 if deterministic",
-    )
     tensor_parallel: int = option(1, ge=1, unit="devices", help="number of devices that each layer is split across")
     pipeline_parallel: int = option(1, ge=1, unit="devices", help="number of devices that the layers are split over")
     data_parallel: int = option(1, ge=1, unit="copies", help="data-parallel model copies per replica")
     nodes: int = option(1, ge=1, help="number of hosts per replica; its devices are split evenly")
-    placement: Literal["colocated", "standalone"] = option(
-        "colocated",
-        help="GPUs of the engines: colocated shares those of the training processes, standalone has its own",
-    )
-    sleep: int = option(
-        0,
-        ge=0,
-        le=2,
-        help="memory that engines release while the trainer computes: 0 nothing, 1 the KV cache, 2 also the weights",
-    )
-    weight_transfer: Literal["auto", "host_memory", "broadcast"] = option(
-        "auto",
-        help="how new weights reach engines of other processes: through the memory of hosts, or sent from the actor's "
-        "devices to theirs (NCCL, CUDA IPC where they share a GPU, gloo on the CPU). auto: host_memory, but broadcast "
-        "where a replica has several hosts",
-    )
     max_in_flight: int | None = option(
         None, ge=1, unit="requests", help="maximum concurrent requests per replica; null: no limit"
     )
@@ -165,6 +146,45 @@ class EngineSlot(Slot):
     def devices(self) -> int:
         """Number of devices of one replica."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
+
+
+@dataclass
+class EngineSlot(ServedSlot):
+    replicas: int | None = option(
+        None,
+        ge=1,
+        help="number of engine replicas; null: as many as fit on the training processes' devices, 1 if deterministic",
+    )
+    placement: Literal["colocated", "standalone"] = option(
+        "colocated",
+        help="GPUs of the engines: colocated shares those of the training processes, standalone has its own",
+    )
+    sleep: int = option(
+        0,
+        ge=0,
+        le=2,
+        help="memory that engines release while the trainer computes: 0 nothing, 1 the KV cache, 2 also the weights",
+    )
+    weight_transfer: Literal["auto", "host_memory", "broadcast"] = option(
+        "auto",
+        help="how new weights reach engines of other processes: through the memory of hosts, or sent from the actor's "
+        "devices to theirs (NCCL, CUDA IPC where they share a GPU, gloo on the CPU). auto: host_memory, but broadcast "
+        "where a replica has several hosts",
+    )
+
+
+@dataclass(kw_only=True)
+class NamedEngineSlot(ServedSlot):
+    """A frozen model of ``engines``. On Ray with GPUs each replica has its own."""
+
+    model: str = option(
+        path=True,
+        hub=True,
+        help="directory with weights, config and tokenizer, relative to the config file; or org/name of the hub. Its "
+        "config says in which data type it is loaded",
+    )
+    replicas: int = option(1, ge=1, help="number of engine replicas")
+    max_model_len: int = option(4096, ge=2, unit="tokens", help="maximum length of prompt and answer together")
 
 
 @dataclass
@@ -501,6 +521,9 @@ class Config:
     model: ModelConfig = option()
     data: DataConfig = option()
     rollout: RolloutConfig = option()
+    engines: dict[str, NamedEngineSlot] = option(
+        default_factory=dict, help="engines with frozen models, by name, that rewards, interactions and tools can ask"
+    )
     tools: list[ToolSlot] = option(default_factory=list, help="tools that the policy can call")
     interactions: list[InteractionSlot] = option(default_factory=list, help="plugins that answer in the user's place")
     reward: RewardConfig = option(default_factory=RewardConfig)

@@ -16,9 +16,9 @@ def slots_by_path(section: Any, path: str = "") -> Iterator[tuple[str, Slot]]:
     """The same, each after its key path (``rollout.agent.loops.0``)."""
     if isinstance(section, Slot):
         yield path, section
-    elif isinstance(section, list):
-        for index, item in enumerate(section):
-            yield from slots_by_path(item, f"{path}.{index}")
+    elif isinstance(section, list | dict):
+        for key, item in enumerate(section) if isinstance(section, list) else section.items():
+            yield from slots_by_path(item, f"{path}.{key}")
     elif is_dataclass(section):
         for field in fields(section):
             yield from slots_by_path(getattr(section, field.name), f"{path}.{field.name}".lstrip("."))

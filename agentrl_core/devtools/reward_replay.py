@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agentrl_core.api.engine_client import Engines
 from agentrl_core.api.errors import ConfigError, DataError, RewardError
 from agentrl_core.api.reward import RewardTrajectory
 from agentrl_core.config import RewardFunctionSlot, load_config
@@ -83,14 +84,21 @@ def _function(reward: str, config: Path | None) -> tuple[str, Callable[[RewardTr
         except TypeError as error:
             raise ConfigError(f"reward function {reward!r} has required options ({error}): give --config") from error
         slot = RewardFunctionSlot(reward, options, resolved=plugin)
-        return slot.registered_name, build_reward_function(slot)
+        return slot.registered_name, _built(slot)
     slots = load_config(config, check_files=False).reward.functions
     wanted = reward.rpartition(":")[2]
     found = [slot for slot in slots if slot.registered_name == wanted]
     if not found:
         listed = ", ".join(slot.registered_name for slot in slots) or "none"
         raise ConfigError(f"--reward: {reward!r} is not in reward.functions of {config}; listed: {listed}")
-    return wanted, build_reward_function(found[0])
+    return wanted, _built(found[0])
+
+
+def _built(slot: RewardFunctionSlot) -> Callable[[RewardTrajectory], Any]:
+    reason = "`agentrl reward replay` starts no engines"
+    engines = Engines(user=f"reward function {slot.registered_name!r}", reason=reason)
+    function: Callable[[RewardTrajectory], Any] = build_reward_function(slot, engines)
+    return function
 
 
 def _score(

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agentrl_core.api import ToolError
+from agentrl_core.api import Engines, ToolError
 from agentrl_core.hosting.processes import kill_family
 from agentrl_core.hosting.wire import HEADER, MAX_BYTES, decode
 from agentrl_core.plugins.boundary import deadline
@@ -22,6 +22,12 @@ SAFE_VARIABLES = frozenset(
     "TOKENIZERS_PARALLELISM TRANSFORMERS_OFFLINE TZ USER VIRTUAL_ENV".split()
 )
 """Environment variables that every child gets, and those whose names begin with ``LC_``; none of them is a secret."""
+
+
+def engines_of_child(user: str) -> Engines:
+    """Return no clients, for code in a child process, which gets an error that says why."""
+    reason = "it runs in a child process, which cannot reach engines; set `isolation: inline` in its slot"
+    return Engines(user=user, reason=reason)
 
 
 class RemoteCallError(ToolError):

@@ -1,11 +1,13 @@
 """Rewards: functions with their deadlines, and the worker that combines them with the reward manager."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from agentrl_core.api import (
+    EngineClient,
+    Engines,
     RewardError,
     RewardFunctionContext,
     RewardManager,
@@ -14,14 +16,14 @@ from agentrl_core.api import (
     RewardTrajectory,
 )
 from agentrl_core.config.schema import RewardConfig, RewardFunctionSlot
-from agentrl_core.hosting.process_host import ProcessHost, ProcessPool
+from agentrl_core.hosting.process_host import ProcessHost, ProcessPool, engines_of_child
 from agentrl_core.hosting.tools import is_finite
 from agentrl_core.plugins.boundary import boundary, deadline
 
 
-def build_reward_function(slot: RewardFunctionSlot) -> Any:
-    """The callable of a resolved slot."""
-    return slot.build(RewardFunctionContext(slot.registered_name))
+def build_reward_function(slot: RewardFunctionSlot, engines: Engines) -> Any:
+    """Return the callable of a resolved slot."""
+    return slot.build(RewardFunctionContext(slot.registered_name, engines))
 
 
 class HostedRewardFunction:
@@ -31,19 +33,23 @@ class HostedRewardFunction:
     it, and a packaged one runs where its ``isolation`` says, by default inline.
     """
 
-    def __init__(self, slot: RewardFunctionSlot) -> None:
+    def __init__(self, slot: RewardFunctionSlot, clients: Mapping[str, EngineClient] | None = None) -> None:
         self.name = slot.registered_name
         self.weight = slot.weight
         self._timeout = slot.timeout
         self._range = slot.range
-        function = build_reward_function(slot)
+        title = f"reward function {self.name!r}"
+        function = build_reward_function(slot, Engines(clients, user=title))
         declared = getattr(function, "isolation", "process" if inspect.isfunction(function) else "inline")
-        self._function = function
+        self.function = function
         self._pool: ProcessPool | None = None
         if (slot.isolation or declared) == "process":
-            title = f"reward function {self.name!r}"
+            none = engines_of_child(title)
+            if clients:
+                # Built as the child will build it: a function that needs an engine says so here.
+                build_reward_function(slot, none)
             self._pool = ProcessPool(
-                lambda: ProcessHost(build_reward_function, (slot,), title, slot.env), slot.processes
+                lambda: ProcessHost(build_reward_function, (slot, none), title, slot.env), slot.processes
             )
 
     async def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
@@ -58,7 +64,7 @@ class HostedRewardFunction:
     async def _call(self, trajectory: RewardTrajectory, who: str) -> Any:
         if self._pool is not None:
             return await self._pool.call("", (trajectory,), {}, self._timeout)
-        value = self._function(trajectory)
+        value = self.function(trajectory)
         if not inspect.isawaitable(value):
             return value
         async with deadline(self._timeout, f"{who}: no answer within {self._timeout:g} s"):
@@ -101,10 +107,14 @@ class RewardWorker:
     Args:
         config: the section ``reward``, its slots resolved.
         loops_reward: as in :class:`RewardManagerContext`.
+        clients: of the named engines.
     """
 
-    def __init__(self, config: RewardConfig, loops_reward: bool = False) -> None:
-        self._functions = [HostedRewardFunction(slot) for slot in config.functions]
+    def __init__(
+        self, config: RewardConfig, loops_reward: bool = False, clients: Mapping[str, EngineClient] | None = None
+    ) -> None:
+        self._clients: Mapping[str, Any] = clients or {}
+        self._functions = [HostedRewardFunction(slot, clients) for slot in config.functions]
         context = RewardManagerContext(self._functions, loops_reward)
         self._manager: RewardManager = config.manager.build(context)
         self._timeout = config.timeout
@@ -141,6 +151,10 @@ class RewardWorker:
         with boundary(RewardError, f"reward manager {self._name!r} raised"):
             async with deadline(self._timeout, late):
                 return await call
+
+    async def route(self, engine: str, method: str, *args: Any) -> Any:
+        """Call a method of the router of a named engine."""
+        return getattr(self._clients[engine].router, method)(*args)
 
     async def ping(self) -> None:
         """Answer, which shows that this process and its event loop respond."""

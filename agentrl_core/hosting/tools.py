@@ -2,12 +2,22 @@
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from agentrl_core.api import PluginBrokenError, Tool, ToolContext, ToolError, ToolResponse, ToolResult
+from agentrl_core.api import (
+    EngineClient,
+    Engines,
+    PluginBrokenError,
+    Tool,
+    ToolContext,
+    ToolError,
+    ToolResponse,
+    ToolResult,
+)
 from agentrl_core.config.schema import ToolSlot
-from agentrl_core.hosting.process_host import ProcessHost, ProcessPool
+from agentrl_core.hosting.process_host import ProcessHost, ProcessPool, engines_of_child
 from agentrl_core.plugins.boundary import deadline
 
 _OPTIONAL = ("create", "calc_reward", "release")
@@ -34,18 +44,24 @@ class HostedTool:
     Args:
         slot: a resolved slot of the configuration.
         seed: seed of the run.
+        clients: of the named engines.
     """
 
-    def __init__(self, slot: ToolSlot, seed: int) -> None:
+    def __init__(self, slot: ToolSlot, seed: int, clients: Mapping[str, EngineClient] | None = None) -> None:
         self.timeout = slot.timeout
-        context = ToolContext(name=slot.registered_name, seed=seed)
+        title = f"tool {slot.registered_name!r}"
+        context = ToolContext(slot.registered_name, seed, Engines(clients, user=title))
         self.tool = build_tool(slot, context)
+        self._inline = (slot.isolation or self.tool.isolation) == "inline"
+        if clients and not self._inline:
+            # Built as the child will build it: a tool that needs an engine says so here.
+            context = replace(context, engines=engines_of_child(title))
+            self.tool = build_tool(slot, context)
         self.schema: dict[str, Any] = self.tool.schema
         self.name: str = self.schema["function"]["name"]
         parameters = self.schema["function"].get("parameters", {})
         self.properties: Mapping[str, Any] = parameters.get("properties", {})
         self.required: Sequence[str] = parameters.get("required", ())
-        self._inline = (slot.isolation or self.tool.isolation) == "inline"
         # Methods that a tool does not define need no call and no deadline.
         self._absent = {
             name for name in _OPTIONAL if getattr(getattr(self.tool, name), "__func__", None) is getattr(Tool, name)
@@ -129,10 +145,12 @@ def select_tools(extra_info: Mapping[str, Any], names: Sequence[str]) -> list[st
     return [name for name in names if name in wanted]
 
 
-def tool_schemas(slots: Sequence[ToolSlot], seed: int) -> dict[str, dict[str, Any]]:
+def tool_schemas(
+    slots: Sequence[ToolSlot], seed: int, clients: Mapping[str, EngineClient]
+) -> dict[str, dict[str, Any]]:
     """The schemas of the configured tools by name, in order."""
     schemas: dict[str, dict[str, Any]] = {}
     for slot in slots:
-        schema = build_tool(slot, ToolContext(slot.registered_name, seed)).schema
+        schema = HostedTool(slot, seed, clients).schema
         schemas[schema["function"]["name"]] = schema
     return schemas

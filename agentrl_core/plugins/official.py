@@ -41,6 +41,7 @@ OFFICIAL: dict[tuple[str, str], str] = {
     ("reward_function", "fuzzy_match"): "agentrl-rewards-basic",
     ("reward_function", "hash_answer"): "agentrl-rewards-basic",
     ("reward_function", "json_schema"): "agentrl-rewards-basic",
+    ("reward_function", "judge"): "agentrl-rewards-judge",
     ("reward_function", "length_penalty"): "agentrl-rewards-basic",
     ("reward_function", "math"): "agentrl-rewards-math",
     ("reward_function", "remote"): "agentrl-rewards-basic",

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from agentrl_core.api import (
@@ -20,6 +20,7 @@ from agentrl_core.hosting.rewards import RewardWorker
 from agentrl_core.plugins.boundary import deadline, traced
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.worker import AgentLoopWorker
+from agentrl_core.serving.clients import RoutedClient
 from agentrl_core.serving.replicas import EngineReplicas, close_actors
 
 logger = logging.getLogger(__name__)
@@ -36,25 +37,41 @@ class AgentLoopManager:
         config: resolved.
         runtime: where they run.
         engines: that answer the trajectories' requests; the caller starts and closes them.
+        named: engines with frozen models, by name, for rewards, interactions and tools; closed with the workers.
     """
 
-    def __init__(self, config: ResolvedConfig, runtime: Runtime, engines: EngineReplicas) -> None:
+    def __init__(
+        self,
+        config: ResolvedConfig,
+        runtime: Runtime,
+        engines: EngineReplicas,
+        named: Mapping[str, EngineReplicas] | None = None,
+    ) -> None:
+        self._named = named or {}
+        clients = {
+            name: RoutedClient(name, config.engines[name], each.context, each.servers, config.rollout.turn_timeout)
+            for name, each in self._named.items()
+        }
         self._config = config
         self._runtime = runtime
         self._engines = engines
         self._rewarders = [
-            runtime.actor(RewardWorker, config.reward, config.loops_reward, name=f"reward-{index}", restarts=RESTARTS)
+            runtime.actor(
+                RewardWorker, config.reward, config.loops_reward, clients, name=f"reward-{index}", restarts=RESTARTS
+            )
             for index in range(config.reward.num_workers)
         ]
         self._workers = [
             runtime.actor(
                 AgentLoopWorker, config, self._engines.servers, self._rewarders, name=f"agent-loop-{index}",
                 index=index, max_model_len=engines.context.max_model_len, vocab_size=engines.context.vocab_size,
-                engine_sessions=engines.has_sessions, restarts=RESTARTS,
+                engine_sessions=engines.has_sessions, clients=clients, restarts=RESTARTS,
             )
             for index in range(config.rollout.agent.num_workers)
         ]  # fmt: skip
         self._engines.introduce(self._workers)
+        for each in self._named.values():
+            each.introduce([*self._workers, *self._rewarders])
         self._started: set[ActorHandle] = set()
 
     def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
@@ -63,7 +80,10 @@ class AgentLoopManager:
         Raises:
             RolloutError: more than ``rollout.max_failed_fraction`` failed; holds the first root traceback.
         """
-        results: list[TrajectoryResult] = self._runtime.run(self._engines.watched(self._generate(prompts)))
+        work = self._generate(prompts)
+        for engines in (self._engines, *self._named.values()):
+            work = engines.watched(work)
+        results = self._runtime.run(work)
         self._check_failed(results)
         for result in results:
             if result.failed:
@@ -162,9 +182,19 @@ class AgentLoopManager:
 
         await asyncio.gather(*(revise(index, group) for index, group in enumerate(groups.values())))
 
+    def named_metrics(self) -> dict[str, float]:
+        """Counters of the named engines since the last call, as ``engines/<name>/<counter>``."""
+        return {
+            f"engines/{name}/{key}": value
+            for name, engines in self._named.items()
+            for key, value in engines.metrics().items()
+        }
+
     def close(self) -> None:
-        """Close all workers."""
+        """Close all workers and the named engines."""
         close_actors(self._runtime, [*self._workers, *self._rewarders])
+        for engines in self._named.values():
+            engines.close()
 
 
 def last_line(text: str | None) -> str:

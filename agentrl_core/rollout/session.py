@@ -9,7 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentrl_core.api import (
+    EngineClient,
+    Engines,
     Interaction,
+    InteractionContext,
     InteractionError,
     InteractionTurn,
     Message,
@@ -24,6 +27,7 @@ from agentrl_core.api import (
     ToolResponse,
     TrajectorySession,
 )
+from agentrl_core.config.schema import InteractionSlot
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.hosting.tools import HostedTool, check_result, is_finite, select_tools
 from agentrl_core.plugins.boundary import boundary, deadline
@@ -51,6 +55,12 @@ class HostedInteraction:
 
     interaction: Interaction
     timeout: float
+
+
+def interaction_context(slot: InteractionSlot, seed: int, clients: Mapping[str, EngineClient]) -> InteractionContext:
+    """Return what the interaction of a slot gets when it is built."""
+    name = slot.registered_name
+    return InteractionContext(name, seed, Engines(clients, user=f"interaction {name!r}"))
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,6 @@ from agentrl_core.api import (
     ConfigError,
     DeadlineError,
     EngineError,
-    InteractionContext,
     PluginError,
     RewardError,
     RewardResult,
@@ -30,9 +29,10 @@ from agentrl_core.plugins.boundary import deadline, traced
 from agentrl_core.rollout.batching import COLUMNS, turns_of
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
-from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
+from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment, interaction_context
 from agentrl_core.rollout.trajectory import TemplateBreakError, TrajectoryLimits
 from agentrl_core.rollout.watchdog import Watchdog
+from agentrl_core.serving.clients import RoutedClient
 from agentrl_core.serving.router import AsyncLLMServerManager
 
 WATCHDOG_SECONDS = 60.0
@@ -53,6 +53,7 @@ class AgentLoopWorker:
         max_model_len: tokens of prompt and response together.
         vocab_size: of the model's embedding.
         engine_sessions: the engine has the capability ``sessions``.
+        clients: of the named engines.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class AgentLoopWorker:
         max_model_len: int,
         vocab_size: int,
         engine_sessions: bool,
+        clients: Mapping[str, RoutedClient],
     ) -> None:
+        self._clients = clients
         rollout = config.rollout
         self._config = config
         self._rewarders = rewarders
@@ -82,7 +85,7 @@ class AgentLoopWorker:
         )
         seed = config.trainer.seed
         renderer = HFChatRenderer.from_config(config.model)
-        tools = [HostedTool(slot, seed) for slot in config.tools]
+        tools = [HostedTool(slot, seed, clients) for slot in config.tools]
         clients_bring_tools = any(slot.has("chat_endpoint") for slot in rollout.agent.loops)
         needs_parser = config.tools or clients_bring_tools
         parser = rollout.tool_parser.build(ToolParserContext()) if needs_parser else None
@@ -94,7 +97,7 @@ class AgentLoopWorker:
             tools={tool.name: tool for tool in tools},
             interactions={
                 slot.registered_name: HostedInteraction(
-                    slot.build(InteractionContext(slot.registered_name, seed)), slot.timeout
+                    slot.build(interaction_context(slot, seed, clients)), slot.timeout
                 )
                 for slot in config.interactions
             },
@@ -139,17 +142,9 @@ class AgentLoopWorker:
                 results += await self._wave(keys[wave], rows[wave], prompts.sampling, asyncio.Semaphore(most))
         return results
 
-    async def lost_engines(self) -> list[int]:
-        """Numbers of the engine replicas that this worker leaves out."""
-        return self._engines.lost_servers()
-
-    async def put_engine(self, index: int, server: ActorHandle) -> None:
-        """An engine replica serves again, behind this handle."""
-        self._engines.put_server(index, server)
-
-    async def give_up_engines(self, reason: str) -> None:
-        """No dead engine replica will come back."""
-        self._engines.give_up(reason)
+    async def route(self, engine: str, method: str, *args: Any) -> Any:
+        """Call a method of the router of a named engine; an empty name stands for the policy's engine."""
+        return getattr(self._clients[engine].router if engine else self._engines, method)(*args)
 
     async def _wave(
         self,

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_core.api import ConfigError
-from agentrl_core.config.schema import EngineSlot, ResolvedConfig
+from agentrl_core.config.schema import EngineSlot, ResolvedConfig, ServedSlot
 from agentrl_core.controller.worker_group import Place
 
 
@@ -28,22 +28,21 @@ GpuAssignments = Sequence[Sequence[GpuAssignment]]
 """The assignments of each replica's servers. The first server takes requests."""
 
 
-def assign_anywhere(config: ResolvedConfig) -> GpuAssignments:
+def assign_anywhere(slot: ServedSlot, replicas: int) -> GpuAssignments:
     """Assign each server to any host and all its devices: on the CPU, or in this process."""
-    return [[GpuAssignment()] * config.rollout.engine.nodes] * config.engine_replicas
+    return [[GpuAssignment()] * slot.nodes] * replicas
 
 
-def assign_own_gpus(config: ResolvedConfig) -> GpuAssignments:
+def assign_own_gpus(slot: ServedSlot, replicas: int) -> GpuAssignments:
     """Assign GPUs that no training process has."""
-    slot = config.rollout.engine
-    return [[GpuAssignment(slot.devices // slot.nodes)] * slot.nodes] * config.engine_replicas
+    return [[GpuAssignment(slot.devices // slot.nodes)] * slot.nodes] * replicas
 
 
 def assign_without_training(config: ResolvedConfig) -> GpuAssignments:
     """Assign the GPUs that training processes would have. Small replicas share a GPU if there are more replicas."""
     per_gpu = math.ceil(config.engine_replicas / config.cluster.processes)
     if config.rollout.engine.devices > 1 or per_gpu == 1:
-        return assign_own_gpus(config)
+        return assign_own_gpus(config.rollout.engine, config.engine_replicas)
     return [[GpuAssignment(math.floor(100 / per_gpu) / 100)]] * config.engine_replicas
 
 
@@ -58,9 +57,9 @@ def assign_shared_gpus(config: ResolvedConfig, places: Sequence[Place]) -> GpuAs
     Raises:
         ConfigError: the replicas do not fit.
     """
-    if not all(place.devices for place in places):
-        return assign_anywhere(config)
     slot, replicas = config.rollout.engine, config.engine_replicas
+    if not all(place.devices for place in places):
+        return assign_anywhere(slot, replicas)
     if slot.devices > 1 and replicas * slot.devices > len(places):
         raise ConfigError(
             f"rollout.engine: {replicas} replica(s) of {_shape(slot)} need {replicas * slot.devices} GPUs, the "

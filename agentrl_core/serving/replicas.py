@@ -17,7 +17,7 @@ from agentrl_core.api import (
     TokenOutput,
     WorkerError,
 )
-from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.config.schema import ResolvedConfig, ServedSlot
 from agentrl_core.controller.runtime import ActorHandle, Runtime
 from agentrl_core.plugins.boundary import deadline
 from agentrl_core.serving.placement import GpuAssignments, assign_anywhere
@@ -68,6 +68,7 @@ class EngineReplicas:
         config: resolved.
         context: of replica 0; ``shared_module`` set only if the engine may use the actor's module.
         assignments: of each replica; default: any host, on the CPU.
+        name: key in ``engines`` of an engine with a frozen model, which never gets weights; empty: the policy's.
     """
 
     def __init__(
@@ -76,12 +77,18 @@ class EngineReplicas:
         config: ResolvedConfig,
         context: EngineContext,
         assignments: GpuAssignments | None = None,
+        name: str = "",
     ) -> None:
-        slot = self._slot = config.rollout.engine
+        slot: ServedSlot = config.engines[name] if name else config.rollout.engine
+        self._slot = slot
+        self._sleep = 0 if name else config.rollout.engine.sleep
+        self._name = name
+        self._label = f"engine {name!r}" if name else "engine"
         self.runtime = runtime
         self.context = context
         self.has_sessions = slot.has("sessions")
-        self._assignments = assign_anywhere(config) if assignments is None else assignments
+        replicas = config.engines[name].replicas if name else config.engine_replicas
+        self._assignments = assign_anywhere(slot, replicas) if assignments is None else assignments
         # In addition to the requests there must be room for health checks and for updates.
         self._concurrency = config.rollout.agent.num_workers * config.rollout.agent.max_concurrent + 100
         self._members = [ReplicaState(self._make(replica), slot.restarts) for replica in range(len(self._assignments))]
@@ -99,7 +106,7 @@ class EngineReplicas:
         return [member.server for member in self._members]
 
     def introduce(self, routers: Sequence[ActorHandle]) -> None:
-        """Agent-loop workers to tell of replicas that came back, or will not."""
+        """Set the workers whose routers learn which replicas came back, or will not."""
         self._routers = routers
 
     def _make(self, replica: int) -> list[ActorHandle]:
@@ -107,7 +114,7 @@ class EngineReplicas:
         return [
             self.runtime.actor(
                 EngineServer, slot, replace(self.context, replica=replica, node_rank=host),
-                assigned.devices, name=f"engine-{replica}" + (f".{host}" if host else ""),
+                assigned.devices, name=f"{self._name or 'engine'}-{replica}" + (f".{host}" if host else ""),
                 num_gpus=assigned.num_gpus, node=assigned.node, python=slot.python, max_concurrency=self._concurrency,
             )
             for host, assigned in enumerate(self._assignments[replica])
@@ -137,7 +144,7 @@ class EngineReplicas:
 
         def late() -> str:
             return (
-                f"{server.name} has not answered for {limit:g} s (rollout.engine.start_timeout="
+                f"{server.name} has not answered for {limit:g} s (start_timeout="
                 f"{self._slot.start_timeout:g}).\n{self._last_words(files)}"
             )
 
@@ -194,7 +201,7 @@ class EngineReplicas:
         await asyncio.gather(*(self._examine(index, True) for index in lost if self._members[index].is_alive))
 
     async def _lost(self) -> set[int]:
-        return {index for each in await self._tell("lost_engines") for index in each}
+        return {index for each in await self._tell("lost_servers") for index in each}
 
     async def _examine(self, index: int, is_left_out: bool) -> None:
         member = self._members[index]
@@ -209,7 +216,7 @@ class EngineReplicas:
             self._replace(index, str(error))
             return
         if is_left_out:
-            await self._tell("put_engine", index, member.server)
+            await self._tell("put_server", index, member.server)
 
     def _replace(self, index: int, reason: str) -> None:
         """Begin to replace a dead replica."""
@@ -224,8 +231,8 @@ class EngineReplicas:
         while member.restarts_left > 0:
             member.restarts_left -= 1
             logger.error(
-                "engine replica %d died (%s); restarting it, %d restarts left",
-                index, reason, member.restarts_left,
+                "%s replica %d died (%s); restarting it, %d restarts left",
+                self._label, index, reason, member.restarts_left,
             )  # fmt: skip
             try:
                 for server in member.servers:
@@ -242,19 +249,20 @@ class EngineReplicas:
                 self._loading.discard(index)
             member.is_alive = True
             self._restarts += 1
-            await self._tell("put_engine", index, member.server)
-            logger.warning("engine replica %d is back with weights %s", index, member.version)
+            await self._tell("put_server", index, member.server)
+            weights = "" if self._name else f" with weights {member.version}"
+            logger.warning("%s replica %d is back%s", self._label, index, weights)
             return
-        logger.error("engine replica %d failed permanently (%s)", index, reason)
+        logger.error("%s replica %d failed permanently (%s)", self._label, index, reason)
         if not any(each.is_alive or each.restarts_left for each in self._members):
-            await self._tell("give_up_engines", f"no engine replica is alive and none can be started: {reason}")
+            await self._tell("give_up", f"no {self._label} replica is alive and none can be started: {reason}")
 
     async def _tell(self, method: str, *args: Any) -> list[Any]:
         """The answers of the routers; those that are dead or do not answer in time are left out."""
 
         async def one(router: ActorHandle) -> Any:
             async with deadline(self._slot.health_timeout, "no answer"):
-                return await router.call(method, *args)
+                return await router.call("route", self._name, method, *args)
 
         answers = await asyncio.gather(*map(one, self._routers), return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
@@ -264,9 +272,9 @@ class EngineReplicas:
     @blocking
     async def sleep(self) -> None:
         """Let every replica release what ``rollout.engine.sleep`` says, until it gets new weights."""
-        if self._slot.sleep:
+        if self._sleep:
             self._is_asleep = True
-            await self._ask("sleep", self._slot.sleep)
+            await self._ask("sleep", self._sleep)
 
     @blocking
     async def update_weights(self, weights: Weights) -> None:

@@ -24,7 +24,7 @@ from agentrl_core.api import (
     WeightUpdate,
     WorkerError,
 )
-from agentrl_core.config.schema import EngineSlot
+from agentrl_core.config.schema import ServedSlot
 from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.hosting.processes import family_memory
 from agentrl_core.plugins.boundary import boundary, deadline, with_traceback
@@ -53,7 +53,7 @@ class EngineServer:
 
     def __init__(
         self,
-        slot: EngineSlot,
+        slot: ServedSlot,
         context: EngineContext,
         devices: Sequence[str] | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class EngineServer:
         Raises:
             EngineError: it failed, or its deadline passed; with the last lines of its log.
         """
-        late = f"{self._name} is not healthy after {self._start_timeout:g} s (rollout.engine.start_timeout)."
+        late = f"{self._name} is not healthy after {self._start_timeout:g} s (start_timeout)."
         try:
             async with deadline(self._start_timeout, late, EngineError):
                 with boundary(EngineError, f"{self._name}: start failed:", describe=with_traceback):

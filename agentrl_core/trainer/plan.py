@@ -20,7 +20,8 @@ def devices(config: ResolvedConfig) -> int:
     """Devices of training processes and engines together; without GPUs, processes."""
     engine = config.rollout.engine
     own = config.engine_replicas * engine.devices if engine.placement == "standalone" else 0
-    return config.cluster.processes + own
+    named = sum(slot.replicas * slot.devices for slot in config.engines.values()) * (config.cluster.runtime == "ray")
+    return config.cluster.processes + own + named
 
 
 def check_context(config: ResolvedConfig, max_position_embeddings: int | None) -> None:
@@ -54,6 +55,10 @@ def describe(
         f"micro-batches of up to {actor.micro_batch_tokens} padded tokens",
         f"validation  {validation_rows} prompts x {samples} = {validation_rows * samples} trajectories each time",
         _engine_line(config),
+        *(
+            f"{name:<11} {slot.replicas} x {slot.registered_name}, {slot.devices} device(s) each, frozen {slot.model}"
+            for name, slot in config.engines.items()
+        ),
         *weight_lines(Path(config.model.path), 1 + config.needs_critic, frozen=int(config.needs_reference)),
     ]
     if cluster.processes > 1:

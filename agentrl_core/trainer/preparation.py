@@ -3,7 +3,7 @@
 import inspect
 import logging
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,21 +16,30 @@ from agentrl_core.api import (
     AgentLoopContext,
     AgentRLError,
     ConfigError,
+    EngineClient,
     HookContext,
-    InteractionContext,
-    ToolContext,
     ToolParserContext,
     TrackerContext,
 )
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.config.capabilities import installed_with, missing_capabilities
-from agentrl_core.config.schema import AgentLoopSlot, HookSlot, RewardFunctionSlot, ToolSlot, TrackerSlot
+from agentrl_core.config.schema import (
+    AgentLoopSlot,
+    HookSlot,
+    ModelConfig,
+    NamedEngineSlot,
+    RewardFunctionSlot,
+    ToolSlot,
+    TrackerSlot,
+)
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
-from agentrl_core.hosting.rewards import RewardWorker, build_reward_function
-from agentrl_core.hosting.tools import build_tool
+from agentrl_core.hosting.rewards import HostedRewardFunction, RewardWorker
+from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins.boundary import boundary
 from agentrl_core.plugins.hooks import HookCaller
+from agentrl_core.rollout.session import interaction_context
+from agentrl_core.serving.clients import absent_clients
 from agentrl_core.serving.interpreter import check_interpreter
 from agentrl_core.trainer.checkpoint import CheckpointStore
 from agentrl_core.trainer.plan import check_context, describe, total_steps
@@ -75,10 +84,11 @@ class Preparation:
         missing = missing_capabilities(config, training=True, alternatives=installed_with) if training else ()
         if problems := [f"{key}: {message}" for key, message in missing]:
             raise ConfigError(problems)
-        if engine.python is not None:
-            check_interpreter(engine.python, engine.ref, engine.plugin.spec)
+        for slot in (engine, *config.engines.values()):
+            if slot.python is not None:
+                check_interpreter(slot.python, slot.ref, slot.plugin.spec)
         # Reward workers build these again. Building them here reports a broken reward before anything starts.
-        RewardWorker(config.reward, config.loops_reward)
+        RewardWorker(config.reward, config.loops_reward, absent_clients(config.engines))
         with boundary(ConfigError, f"model.path: {model.path} is not a model transformers can load:"):
             model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         text_config = model_config.get_text_config()
@@ -138,17 +148,22 @@ def _checks(
     yield "cluster.device", lambda: resolve_device(config.cluster.device)
     if config.rollout.engine.python is None:
         yield "rollout.engine", config.rollout.engine.plugin.load
+    clients = absent_clients(config.engines)
+    for name, named in config.engines.items():
+        yield f"engines.{name}", partial(check_frozen_model, named)
+        if named.python is None:
+            yield f"engines.{name}", named.plugin.load
     for path in dict.fromkeys((config.model.path, config.critic.path, config.reference.path)):
         if path is not None:
             yield f"weights in {path}", partial(check_weights, Path(path))
     seed, tools = config.trainer.seed, list[str]()
     yield "rollout.tool_parser", partial(config.rollout.tool_parser.build, ToolParserContext())
     for index, tool in enumerate(config.tools):
-        yield f"tools.{index}", partial(_check_tool, tool, seed, tools)
+        yield f"tools.{index}", partial(_check_tool, tool, seed, clients, tools)
     for index, function in enumerate(config.reward.functions):
-        yield f"reward.functions.{index}", partial(_check_reward_function, function)
+        yield f"reward.functions.{index}", partial(_check_reward_function, function, clients)
     for index, interaction in enumerate(config.interactions):
-        context = InteractionContext(interaction.registered_name, seed)
+        context = interaction_context(interaction, seed, clients)
         yield f"interactions.{index}", partial(interaction.build, context)
     for index, loop in enumerate(config.rollout.agent.loops):
         yield f"rollout.agent.loops.{index}", partial(_check_loop, loop, config, renderer, tools)
@@ -158,8 +173,8 @@ def _checks(
         yield f"hooks.{index}", partial(_check_hook, hook, folder)
 
 
-def _check_tool(slot: ToolSlot, seed: int, names: list[str]) -> None:
-    tool = build_tool(slot, ToolContext(slot.registered_name, seed))
+def _check_tool(slot: ToolSlot, seed: int, clients: Mapping[str, EngineClient], names: list[str]) -> None:
+    tool = HostedTool(slot, seed, clients).tool
     name = tool.schema["function"]["name"]
     if name in names:
         raise ConfigError(f"another tool has the function name {name!r} too, which models call it by; rename one")
@@ -169,8 +184,8 @@ def _check_tool(slot: ToolSlot, seed: int, names: list[str]) -> None:
         raise ConfigError("execute is not a coroutine function; write `async def execute(self, …)`")
 
 
-def _check_reward_function(slot: RewardFunctionSlot) -> None:
-    check_call(build_reward_function(slot), slot.registered_name, "(trajectory)", None)
+def _check_reward_function(slot: RewardFunctionSlot, clients: Mapping[str, EngineClient]) -> None:
+    check_call(HostedRewardFunction(slot, clients).function, slot.registered_name, "(trajectory)", None)
 
 
 def _check_loop(slot: AgentLoopSlot, config: ResolvedConfig, renderer: HFChatRenderer, tools: list[str]) -> None:
@@ -249,6 +264,23 @@ def warn_of_truncated_sampling(config: ResolvedConfig) -> None:
             "distribution (top_p=%g, top_k=%d), which the trainer's log-probs ignore: set top_p=1 and top_k=0",
             needed, sampling.top_p, sampling.top_k,
         )  # fmt: skip
+
+
+def check_frozen_model(slot: NamedEngineSlot) -> None:
+    """Reject a model of ``engines`` that cannot be served.
+
+    Raises:
+        ConfigError, TemplateError: with what to do.
+    """
+    check_weights(Path(slot.model))
+    with boundary(ConfigError, f"{slot.model} is not a model transformers can load:"):
+        model = AutoConfig.from_pretrained(slot.model).get_text_config()
+    HFChatRenderer.from_config(ModelConfig(slot.model))
+    context = getattr(model, "max_position_embeddings", None)
+    if context is not None and slot.max_model_len > context:
+        raise ConfigError(
+            f"max_model_len {slot.max_model_len} is more than the context of {slot.model}, {context}; lower it"
+        )
 
 
 def check_best_metric(config: ResolvedConfig, rows: Sequence[Any]) -> None:

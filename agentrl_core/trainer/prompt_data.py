@@ -24,6 +24,7 @@ from agentrl_core.data.rows import Row
 from agentrl_core.hosting.tools import select_tools, tool_schemas
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.serving.clients import absent_clients
 
 _RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -75,7 +76,7 @@ class PromptLoader:
     def __init__(self, config: ResolvedConfig, renderer: HFChatRenderer) -> None:
         self._config = config
         self._renderer = renderer
-        self._schemas = tool_schemas(config.tools, config.trainer.seed)
+        self._schemas = tool_schemas(config.tools, config.trainer.seed, absent_clients(config.engines))
         self._loops = {slot.registered_name: slot.plugin.spec.capabilities for slot in config.rollout.agent.loops}
         self._default_loop = next(iter(self._loops))
         self._used_tools: set[str] = set()

@@ -4,6 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
+from transformers import AutoConfig
+
 from agentrl_core.api import EngineContext
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import ClassWithInitArgs
@@ -54,10 +56,10 @@ def assign_engines(config: ResolvedConfig, training: WorkerGroup | None) -> GpuA
         ConfigError: the replicas do not fit there.
     """
     if not _on_gpus(config):
-        return assign_anywhere(config)
+        return assign_anywhere(config.rollout.engine, config.engine_replicas)
     engine = config.rollout.engine
     if engine.placement == "standalone":
-        return assign_own_gpus(config)
+        return assign_own_gpus(engine, config.engine_replicas)
     if training is None:
         return assign_without_training(config)
     return assign_shared_gpus(config, training.places())
@@ -71,6 +73,7 @@ def start_runtime(config: ResolvedConfig) -> Runtime:
     """Start the runtime that ``cluster`` asks for. A new Ray cluster gets a CPU for every worker and actor."""
     cluster, engine = config.cluster, config.rollout.engine
     actors = config.engine_replicas * engine.nodes + config.reward.num_workers + config.rollout.agent.num_workers
+    actors += sum(slot.replicas * slot.nodes for slot in config.engines.values())
     return make_runtime(
         cluster.runtime,
         num_cpus=cluster.processes + actors,
@@ -118,7 +121,7 @@ def build_roles(config: ResolvedConfig, runtime: Runtime, preparation: Preparati
         reference=cast("Reference | None", groups.get("reference")),
         teacher=cast("Reference | None", groups.get("teacher")),
         engines=engines,
-        rollout=AgentLoopManager(config, runtime, engines),
+        rollout=AgentLoopManager(config, runtime, engines, start_named_engines(config, runtime)),
         weights=ActorWeights(choose_transport(config, engines.context.shared_module is not None), actor, config),
     )
 
@@ -151,3 +154,27 @@ def start_engines(
     engines = EngineReplicas(runtime, config, context, assign_engines(config, actor))
     engines.start()
     return engines
+
+
+def start_named_engines(config: ResolvedConfig, runtime: Runtime) -> dict[str, EngineReplicas]:
+    """Start the engines of ``engines``, by name. On Ray with GPUs each replica has its own."""
+    assign = assign_own_gpus if _on_gpus(config) and config.cluster.runtime == "ray" else assign_anywhere
+    started = {}
+    for name, slot in config.engines.items():
+        model = AutoConfig.from_pretrained(slot.model)
+        dtype = getattr(model, "dtype", None)
+        context = EngineContext(
+            model_path=slot.model,
+            dtype="float32" if dtype is None else str(dtype).removeprefix("torch."),
+            max_model_len=slot.max_model_len,
+            device=str(resolve_device(config.cluster.device)),
+            seed=config.trainer.seed,
+            vocab_size=int(model.get_text_config().vocab_size),
+            tensor_parallel=slot.tensor_parallel,
+            pipeline_parallel=slot.pipeline_parallel,
+            data_parallel=slot.data_parallel,
+            nodes=slot.nodes,
+        )
+        started[name] = EngineReplicas(runtime, config, context, assign(slot, slot.replicas), name)
+        started[name].start()
+    return started

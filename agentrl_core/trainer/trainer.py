@@ -282,6 +282,7 @@ class Trainer:
         self.preparation.data.update(step, [result for result in results if result.row["uid"].startswith("train-")])
         # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
+        metrics |= self.roles.rollout.named_metrics()
         metrics |= source_metrics(results, self.config.trainer.validation.correct_above)
         metrics["epoch"] = step * self.config.data.batch_size / len(self.preparation.data.train)
         if len(batch):

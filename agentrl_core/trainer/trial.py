@@ -9,6 +9,7 @@ from agentrl_core.hosting.rewards import HostedRewardFunction
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins.boundary import traced
 from agentrl_core.rollout.results import reward_trajectory
+from agentrl_core.serving.clients import absent_clients
 
 _SAMPLES: dict[Any, Any] = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
 
@@ -16,8 +17,9 @@ _SAMPLES: dict[Any, Any] = {"string": "1", "integer": 1, "number": 1.0, "boolean
 async def trial_lines(config: ResolvedConfig, row: Mapping[str, Any]) -> list[str]:
     """One line or traceback for each call. Tools get made-up arguments, rewards an empty answer to ``row``."""
     lines: list[str] = []
+    clients = absent_clients(config.engines)
     for slot in config.tools:
-        tool = HostedTool(slot, config.trainer.seed)
+        tool = HostedTool(slot, config.trainer.seed, clients)
         arguments = dict(_sampled(tool))
         kwargs = (((row.get("extra_info") or {}).get("tools_kwargs") or {}).get(tool.name) or {}).get("create_kwargs")
         what = f"tool {tool.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
@@ -32,7 +34,7 @@ async def trial_lines(config: ResolvedConfig, row: Mapping[str, Any]) -> list[st
             await tool.close()
     ended = [AgentLoopOutput([], [], [], None, Termination.COMPLETED, messages=list(row["raw_prompt"]))]
     for reward in config.reward.functions:
-        function = HostedRewardFunction(reward)
+        function = HostedRewardFunction(reward, clients)
         try:
             result = await function(reward_trajectory(dict(row), ended, Termination.COMPLETED))
             lines.append(f"reward function {function.name} returned {result.score:g} for an empty answer")

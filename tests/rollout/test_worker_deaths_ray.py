@@ -13,6 +13,7 @@ from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout import manager as manager_module
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.serving.replicas import EngineReplicas
+from agentrl_core.trainer.roles import start_named_engines
 
 pytestmark = pytest.mark.ray
 
@@ -51,6 +52,18 @@ class Once(AgentLoopBase):
 def score(trajectory):
     once("kill the reward worker")
     return 1.0
+
+class Mortal(Byte):
+    async def generate(self, *request):
+        once("kill the judge")
+        return await super().generate(*request)
+
+class Asks:
+    def __init__(self, config, context):
+        self.judge = context.engines["judge"]
+
+    async def __call__(self, trajectory):
+        return float(await self.judge.chat([{"role": "user", "content": "good?"}], max_tokens=2) == "b</tool_call>")
 """
 
 
@@ -77,7 +90,8 @@ def make_manager(tiny_run: Any, runtime: Runtime) -> Iterator[Any]:
         }
         config = load_config(tiny_run(settings))
         context = EngineContext(config.model.path, max_model_len=1000, vocab_size=261)
-        made.append(AgentLoopManager(config, runtime, EngineReplicas(runtime, config, context)))
+        named = start_named_engines(config, runtime)
+        made.append(AgentLoopManager(config, runtime, EngineReplicas(runtime, config, context), named))
         made[-1]._engines.start()
         return made[-1]
 
@@ -106,3 +120,17 @@ def test_a_worker_that_dies_or_freezes_costs_only_what_ran_there(
         assert mark.exists() == (not what)
         assert [result.trajectory_id for result in results] == [f"train-{step:06d}-{row:05d}-000" for row in range(8)]
         assert all(result.reward.score == 1.0 and result.attempts <= 2 for result in results)
+
+
+def test_a_judge_that_is_killed_comes_back_and_no_trajectory_is_lost(make_manager: Any, tiny_run: Any) -> None:
+    judge = {"name": "./parts.py:Mortal", "model": str(tiny_run.model), "max_model_len": 500, "health_interval": 0.1}
+    manager = make_manager(
+        engines={"judge": judge}, **{"reward.functions": [{"name": "./parts.py:Asks", "timeout": 200.0}]}
+    )
+    mark: Path = tiny_run.folder / "kill the judge"
+    mark.touch()
+    results = manager.generate_sequences(prompts(8))
+    assert not mark.exists(), "the judge was killed"
+    assert [result.reward.score for result in results] == [1.0] * 8
+    assert all(result.attempts == 1 for result in results)
+    assert manager.named_metrics()["engines/judge/restarts"] == 1

@@ -102,8 +102,8 @@ def test_replicas_that_do_not_fit_are_refused(
 
 def test_a_replica_of_several_hosts_has_an_assignment_on_each(make_config: Any) -> None:
     config = make_config(tensor_parallel=4, replicas=2, nodes=2)
-    assert assign_own_gpus(config) == [[GpuAssignment(2.0)] * 2] * 2
-    assert assign_anywhere(config) == [[GpuAssignment()] * 2] * 2
+    assert assign_own_gpus(config.rollout.engine, 2) == [[GpuAssignment(2.0)] * 2] * 2
+    assert assign_anywhere(config.rollout.engine, 2) == [[GpuAssignment()] * 2] * 2
     assert assign_shared_gpus(config, [Place()] * 4) == [[GpuAssignment()] * 2] * 2
 
 

@@ -2,14 +2,14 @@
 
 import copy
 import inspect
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from agentrl_core.api import RewardFunctionContext, RewardResult, RewardTrajectory
+from agentrl_core.api import EngineClient, Engines, RewardFunctionContext, RewardResult, RewardTrajectory
 from agentrl_core.testing.contracts.case import PluginCase, PluginContract, is_number, run
 
 Scored = tuple[RewardTrajectory, float | None]
@@ -22,14 +22,16 @@ class RewardFunctionCase(PluginCase):
     Args:
         trajectories: some, each with the score that it must get, or None if any number will do.
         repeatable: the same trajectory always gets the same score.
+        engines: stand-ins for the engines that the function asks, by name.
     """
 
     trajectories: Sequence[Scored]
     repeatable: bool = True
+    engines: Mapping[str, EngineClient] = field(default_factory=dict)
 
     def make(self) -> Any:
         """A function as a reward worker builds it."""
-        return self.build(RewardFunctionContext(self.spec.name))
+        return self.build(RewardFunctionContext(self.spec.name, Engines(self.engines)))
 
     def score(self, function: Any, trajectory: RewardTrajectory) -> float:
         """Its score as a float; a test fails where it is none."""

@@ -83,7 +83,7 @@ def test_a_model_that_vllm_does_not_know_is_named(models, tmp_path) -> None:
 def test_an_engine_that_is_not_healthy_in_time_shows_its_last_30_lines(models, tmp_path) -> None:
     message = run_script(START_IN_A_SERVER, tmp_path, models.folder(), "12")
     head, _, lines = message.partition("The last lines of its log:\n")
-    assert "not healthy after 12 s (rollout.engine.start_timeout)" in head
+    assert "not healthy after 12 s (start_timeout)" in head
     assert 0 < len(lines.splitlines()) <= 30
 
 

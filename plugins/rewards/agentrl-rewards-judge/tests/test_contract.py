@@ -1,0 +1,23 @@
+from typing import Any
+
+import pytest
+
+from agentrl_core.api import RewardTrajectory
+from agentrl_core.testing.contracts import RewardFunctionCase, RewardFunctionContract
+from agentrl_rewards_judge.config import JudgeConfig
+from agentrl_rewards_judge.plugin import JUDGE
+
+
+class Counts:
+    """A judge that counts the letters of the answer."""
+
+    async def chat(self, messages: Any, **sampling: Any) -> str:
+        return f"score: {len(messages[0]['content'])}"
+
+
+class TestJudge(RewardFunctionContract):
+    @pytest.fixture
+    def plugin(self) -> RewardFunctionCase:
+        trajectories = [(RewardTrajectory([], text, text, text), float(len(text))) for text in ("four", "4")]
+        config = JudgeConfig(engine="judge", template="{answer}", score=r"score: (\d+)")
+        return RewardFunctionCase(JUDGE, config=config, trajectories=trajectories, engines={"judge": Counts()})
