@@ -102,7 +102,7 @@ def _loaded(
 def _fetched(config: ResolvedConfig) -> Problems:
     """Put the directory of the cache in place of each model of the hub, last of all: it may be large."""
     models: list[tuple[str, Any, str]] = [
-        *((name, getattr(config, name), "path") for name in ("model", "critic", "reference")),
+        *((name, getattr(config, name), "path") for name in ("model", "critic", "reference", "teacher")),
         *((f"engines.{name}", slot, "model") for name, slot in config.engines.items()),
     ]
     for name, section, key in models:

@@ -14,7 +14,7 @@ from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer import Trainer
 
 SCRIPTED = {"rollout.engine": {"name": "scripted"}, "trainer.steps": 1}
-USES = '''
+USES = """
 class Asks:
     def __init__(self, config, context):
         self.engine = context.engines["judge"]
@@ -24,7 +24,7 @@ class Asks:
         again = await self.engine.chat([{"role": "user", "content": trajectory.last_text}], max_tokens=5)
         assert text == again, "a greedy judge repeats itself"
         return len(text)
-'''
+"""
 
 
 def engines(model: Any, name: str = "hf", **fields: Any) -> dict[str, Any]:
@@ -32,7 +32,11 @@ def engines(model: Any, name: str = "hf", **fields: Any) -> dict[str, Any]:
 
 
 def judged(**config: Any) -> dict[str, Any]:
-    return {"reward.functions": [{"name": "judge", "config": {"engine": "judge", "template": "{answer}?", "max_tokens": 64, **config}}]}
+    return {
+        "reward.functions": [
+            {"name": "judge", "config": {"engine": "judge", "template": "{answer}?", "max_tokens": 64, **config}}
+        ]
+    }
 
 
 def test_a_judge_on_the_embedded_engine_scores_the_trajectories_of_a_scripted_policy(
@@ -71,7 +75,7 @@ def test_a_judge_that_says_nonsense_or_nothing_is_a_reward_error_that_shows_why(
 
 def test_an_unknown_engine_is_refused_before_the_run(tiny_run: Any, tiny_model: Any) -> None:
     config = load_config(tiny_run({**SCRIPTED, **engines(tiny_model), **judged(engine="jugde")}))
-    with pytest.raises(ConfigError, match="reward function 'judge' asks for the engine 'jugde', but `engines` has judge"):
+    with pytest.raises(ConfigError, match="function 'judge' asks for the engine 'jugde', but `engines` has judge"):
         Trainer(config)
 
 
