@@ -1,10 +1,16 @@
+import numpy as np
 import pytest
+import torch
 
-from acme_agentrl_extras.plugin import CLOSENESS, CONVERT, SECOND_THOUGHT
-from agentrl_core.api import RewardTrajectory
+from acme_agentrl_extras.plugin import AGREEMENT, CLOSENESS, CONVERT, SECOND_THOUGHT, WEAKEST_PART
+from agentrl_core.api import AdvantageInput, PolicyLossInput, RewardTrajectory
 from agentrl_core.testing.contracts import (
+    AdvantageEstimatorCase,
+    AdvantageEstimatorContract,
     AgentLoopCase,
     AgentLoopContract,
+    PolicyLossCase,
+    PolicyLossContract,
     RewardFunctionCase,
     RewardFunctionContract,
     ToolCase,
@@ -33,3 +39,25 @@ class TestCloseness(RewardFunctionContract):
     def plugin(self) -> RewardFunctionCase:
         scored = [(answer("3000 m"), 1.0), (answer("So it is 3300."), 0.5), (answer("no idea"), 0.0)]
         return RewardFunctionCase(CLOSENESS, trajectories=scored)
+
+
+class TestWeakestPart(AdvantageEstimatorContract):
+    @pytest.fixture
+    def plugin(self) -> AdvantageEstimatorCase:
+        batch = AdvantageInput(
+            torch.zeros(3, 2),
+            torch.tensor([[True, True], [True, True], [True, False]]),
+            np.array(["a", "a", "a"], object),
+            np.array(["t0", "t1", "t2"], object),
+            components={"right": torch.tensor([1.0, 1.0, torch.nan]), "short": torch.tensor([0.9, 0.1, torch.nan])},
+        )
+        expected = torch.tensor([[0.4, 0.4], [-0.4, -0.4], [0.0, 0.0]])
+        return AdvantageEstimatorCase(WEAKEST_PART, known=[(batch, expected)])
+
+
+class TestAgreement(PolicyLossContract):
+    @pytest.fixture
+    def plugin(self) -> PolicyLossCase:
+        old, engine, ones = torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -1.1]]), torch.ones(1, 2)
+        batch = PolicyLossInput(old, old, ones, ones.bool(), rollout_log_probs=engine)
+        return PolicyLossCase(AGREEMENT, known=[(batch, torch.tensor([[1.0, 0.36787944]]))])

@@ -19,3 +19,8 @@ class ConvertConfig:
 @dataclass
 class ClosenessConfig:
     tolerance: float = option(0.1, gt=0, help="relative error that halves the score")
+
+
+@dataclass
+class AgreementConfig:
+    scale: float = option(0.1, gt=0, unit="nats", help="gap between engine and trainer that weighs 1/e")
