@@ -132,10 +132,8 @@ CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 def commands() -> list[str]:
     """Each ``agentrl COMMAND`` in a code span or block of the pages."""
     code = [span for page in PAGES for span in CODE.findall(page.read_text(encoding="utf-8"))]
-    found = {
-        match for span in code for match in re.findall(r"^`{0,3}\s*agentrl ((?:plugins |rollouts )?[a-z]+)", span, re.M)
-    }
-    return sorted(found)
+    command = re.compile(r"^`{0,3}\s*agentrl ((?:plugins |rollouts )?[a-z-]+)", re.MULTILINE)
+    return sorted({match for span in code for match in command.findall(span)})
 
 
 @pytest.mark.parametrize("command", commands())

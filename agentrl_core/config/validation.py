@@ -32,6 +32,34 @@ from agentrl_core.config.writing import leaves, plain
 _UNPACKAGED = "file"
 _NEAR_CHOICE = 0.7
 """So that 'gpu' does not suggest 'cpu'."""
+_VERL = {
+    "algorithm.adv_estimator": "algorithm.advantage",
+    "algorithm.rollout_correction": "algorithm.correction",
+    "critic.cliprange_value": "critic.value_clip",
+    "critic.model": "critic.path",
+    "critic.optim": "critic.optimizer",
+    "custom_reward_function": "reward.functions",
+    "data.filter_overlong_prompts": "data.overlong_prompts",
+    "data.max_response_length": "rollout.max_response_length",
+    "data.shuffle": "data.sampler",
+    "data.train_batch_size": "data.batch_size",
+    "data.truncation": "data.overlong_prompts",
+    "data.val_files": "data.validation_files",
+    "reward_model": "reward",
+    "trainer.default_local_dir": "trainer.output_dir",
+    "trainer.experiment_name": "trainer.name",
+    "trainer.logger": "trainer.trackers",
+    "trainer.n_gpus_per_node": "cluster.processes_per_node",
+    "trainer.nnodes": "cluster.nodes",
+    "trainer.resume_mode": "trainer.resume",
+    "trainer.save_freq": "trainer.checkpoint.interval",
+    "trainer.test_freq": "trainer.validation.interval",
+    "trainer.total_epochs": "trainer.epochs",
+    "trainer.total_training_steps": "trainer.steps",
+    "trainer.val_before_train": "trainer.validation.before",
+}
+"""Frequent keys of verl, by their whole path; the package agentrl-compat-verl has the others."""
+_VERL_SECTION = "actor_rollout_ref"
 
 
 class Resolver(Protocol):
@@ -294,6 +322,11 @@ def _is_number(text: str) -> bool:
 
 def _unknown(key: str, cls: type, known: list[str], path: KeyPath, hints: Sequence[str]) -> str:
     allowed = [*known, "config"] if issubclass(cls, Slot) else known
+    whole = dotted((*path, key))
+    if whole == _VERL_SECTION:
+        return "unknown key, verl's name; `agentrl from-verl` of agentrl-compat-verl converts configurations of verl"
+    if whole in _VERL:
+        return f"unknown key, verl's name; here: {_VERL[whole]}"
     suggestions = [dotted((*path, hint)) for hint in hints if hint.rpartition(".")[2] == key]
     suggestions = suggestions or difflib.get_close_matches(key, allowed, n=1) or places_of(key)
     meant = f" did you mean {' or '.join(repr(name) for name in suggestions)}?" if suggestions else ""

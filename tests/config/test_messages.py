@@ -3,6 +3,8 @@
 import pytest
 
 from agentrl_core.api.errors import ConfigError
+from agentrl_core.config import Config, describe
+from agentrl_core.config.validation import _VERL
 
 
 @pytest.mark.parametrize(
@@ -183,6 +185,16 @@ def test_message(problems, valid, lines, message):
         ),
         ("trainr.steps=1", None),
         (
+            "data.train_batch_size=1",
+            "data.train_batch_size (override 'data.train_batch_size=1'): unknown key, verl's name; here: "
+            "data.batch_size",
+        ),
+        (
+            "actor_rollout_ref.rollout.n=4",
+            "actor_rollout_ref (override 'actor_rollout_ref.rollout.n=4'): unknown key, verl's name; `agentrl "
+            "from-verl` of agentrl-compat-verl converts configurations of verl",
+        ),
+        (
             "trainer.stepz=1",
             "trainer.stepz (override 'trainer.stepz=1'): unknown key; did you mean 'steps'? allowed: name, output_dir, "
             "steps, epochs, seed, resume, trackers, validation, checkpoint, save_rollouts",
@@ -281,3 +293,10 @@ def test_missing_file(tmp_path):
     with pytest.raises(ConfigError) as caught:
         load_config(path)
     assert caught.value.problems == (f"no such file: {path}",)
+
+
+def test_keys_that_verls_names_lead_to_exist() -> None:
+    existing = {option.path for option in describe(Config)}
+    prefixes = {".".join(path.split(".")[: end + 1]) for path in existing for end in range(len(path.split(".")))}
+    assert set(_VERL.values()) <= prefixes
+    assert not set(_VERL) & prefixes

@@ -1,0 +1,367 @@
+"""Turns verl's values into a configuration of agentrl, and says what became of each."""
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from agentrl_compat_verl import keys
+from agentrl_compat_verl.keys import UNSET, Key, NoCounterpartError
+from agentrl_core.api import ConfigError
+
+SECTIONS = ("model", "data", "rollout", "reward", "algorithm", "actor", "critic", "reference", "trainer", "cluster")
+_ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+_CORRECTION = "algorithm.rollout_correction"
+
+
+@dataclass
+class Conversion:
+    """``values``: agentrl's, by dotted key. The others: by verl's key, what became of it; ``added``: by our key."""
+
+    given: Mapping[str, Any]
+    values: dict[str, Any] = field(default_factory=dict)
+    converted: dict[str, str] = field(default_factory=dict)
+    added: dict[str, str] = field(default_factory=dict)
+    default: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    decisions: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def tree(self) -> dict[str, Any]:
+        """The configuration as a YAML file has it."""
+        root: dict[str, Any] = {section: {} for section in SECTIONS}
+        for path, value in self.values.items():
+            *parents, last = path.split(".")
+            node: Any = root
+            for parent in parents:
+                node = node[int(parent)] if isinstance(node, list) else node.setdefault(parent, {})
+            node[last] = value
+        return {section: node for section, node in root.items() if node}
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """A value of verl."""
+        return self.given.get(key, default)
+
+    def number(self, key: str, default: Any = None) -> Any:
+        """A number of verl.
+
+        Raises:
+            ConfigError: it is none.
+        """
+        value = self.given.get(key, default)
+        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
+            return value
+        raise ConfigError(f"{key}: expected a number, found {value!r}")
+
+    def set(self, verl: str, here: str, value: Any, here_default: Any = UNSET) -> None:
+        """Write a value that comes of verl's key, given or by default, unless agentrl has it anyway."""
+        if value == here_default:
+            if verl in self.given:
+                self.default[verl] = f"{here}={_shown(value)} is the default"
+            return
+        self.values[here] = value
+        if verl in self.given:
+            self.converted.setdefault(verl, f"{here}={_shown(value)}")
+        else:
+            self.added[here] = f"{_shown(value)}, verl's default"
+
+    def take(self, table: Iterable[Key]) -> None:
+        """Convert every key of a table."""
+        for key in table:
+            value = self.given.get(key.verl, key.verl_default)
+            if value is UNSET:
+                continue
+            try:
+                self.set(key.verl, key.here, key.convert(value), key.here_default)
+            except NoCounterpartError as error:
+                self.decisions[key.verl] = f"{key.here}: {error}"
+
+    def done(self, *verl: str) -> None:
+        """These keys are part of what another one was converted to."""
+        for key in verl:
+            if key in self.given and not self.is_known(key):
+                self.converted[key] = "part of the above"
+
+    def is_known(self, verl: str) -> bool:
+        return any(verl in said for said in (self.converted, self.default, self.missing, self.decisions))
+
+
+def convert(given: Mapping[str, Any]) -> Conversion:
+    """Convert values by verl's dotted key; those that are left out have verl's defaults."""
+    named = {_renamed(key): value for key, value in given.items()}
+    unset = {key: value for key, value in named.items() if "$" in str(value)}
+    result = Conversion({key: value for key, value in named.items() if key not in unset})
+    for key, value in unset.items():
+        result.decisions[key] = f"the script's variable or command has no value here: {value}"
+    _agent_loop(result)
+    _engine(result)
+    result.take(keys.KEYS)
+    _prompts(result)
+    critic = _estimator(result)
+    _loss(result)
+    _kl(result)
+    _correction(result)
+    _batches(result, "actor", _ACTOR, keys.KEYS)
+    if critic:
+        result.take(keys.CRITIC)
+        _batches(result, "critic", "critic", keys.CRITIC)
+    _validation(result)
+    _run(result)
+    _rewards(result)
+    _rest(result, critic)
+    return result
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _renamed(key: str) -> str:
+    for old, new in keys.RENAMED.items():
+        if key == old or (old.endswith(".") and key.startswith(old)):
+            return new + key.removeprefix(old)
+    return key
+
+
+def _agent_loop(result: Conversion) -> None:
+    turns = f"{_ROLLOUT}.multi_turn"
+    many = [f"{turns}.{name}" for name in ("tool_config_path", "function_tool_path", "interaction_config_path")]
+    tool_agent = result.get(f"{turns}.enable", False) or any(result.get(key) for key in many)
+    result.values["rollout.agent.loops"] = [{"name": "tool_agent", "config": {}} if tool_agent else "single_turn"]
+    result.done(f"{turns}.enable")
+    if tool_agent:
+        result.take(keys.TOOL_AGENT)
+        result.decisions[f"{turns}.max_tool_response_length"] = (
+            "rollout.agent.loops.0.config.max_tool_response_tokens: verl counts characters, agentrl counts tokens"
+        )
+
+
+def _engine(result: Conversion) -> None:
+    key = f"{_ROLLOUT}.name"
+    name = result.get(key, "vllm")
+    if name not in keys.ENGINES:
+        result.decisions[key] = f"rollout.engine: agentrl has no {name!r}; it has {', '.join(keys.ENGINES)}"
+        return
+    result.set(key, "rollout.engine.name", name)
+    result.take(keys.ENGINES[name])
+    if name != "hf":
+        result.decisions[key] = (
+            f"rollout.engine.python: `agentrl engines setup {name}` installs the engine and prints the line"
+        )
+
+
+def _prompts(result: Conversion) -> None:
+    filtered = result.get("data.filter_overlong_prompts", False)
+    key = "data.filter_overlong_prompts" if filtered else "data.truncation"
+    treatment = "filter" if filtered else result.get("data.truncation", "error")
+    result.set(key, "data.overlong_prompts", treatment, "filter")
+    result.done("data.filter_overlong_prompts", "data.truncation")
+
+
+def _estimator(result: Conversion) -> bool:
+    """Whether there is a critic."""
+    key = "algorithm.adv_estimator"
+    theirs = result.get(key, "gae")
+    name = keys.ESTIMATORS.get(theirs)
+    if name is None:
+        result.decisions[key] = f"algorithm.advantage: agentrl has no {theirs!r}; `agentrl plugins list` shows all"
+        return False
+    result.set(key, "algorithm.advantage.name", name)
+    result.take(keys.ESTIMATOR_OPTIONS.get(name, ()))
+    return name in keys.WITH_CRITIC
+
+
+def _loss(result: Conversion) -> None:
+    key = f"{_ACTOR}.policy_loss.loss_mode"
+    mode = result.get(key, "vanilla")
+    if mode not in keys.LOSSES:
+        result.decisions[key] = f"algorithm.loss: agentrl has no {mode!r} as verl defines it; see docs/algorithms.md"
+        return
+    name, options = keys.LOSSES[mode]
+    result.set(key, "algorithm.loss.name", name, "ppo" if mode == "vanilla" else UNSET)
+    if mode.startswith("dppo"):
+        result.values["algorithm.loss.config.divergence"] = mode.removeprefix("dppo_")
+    result.take(options)
+    if result.get(f"{_ACTOR}.clip_ratio_c", 3.0) is None:
+        result.values.pop("algorithm.loss.config.dual_clip", None)
+    aggregation = f"{_ACTOR}.loss_agg_mode"
+    if mode in keys.MEAN_OVER_ROWS:
+        result.set(key, "algorithm.aggregation", "seq-mean-token-mean")
+        result.done(aggregation)
+    else:
+        result.set(aggregation, "algorithm.aggregation", result.get(aggregation, "token-mean"), "token-mean")
+
+
+def _kl(result: Conversion) -> None:
+    if result.get(f"{_ACTOR}.use_kl_loss", False):
+        result.take(keys.REFERENCE)
+        limit = _micro_batch_tokens(result, _REF, "log_prob_micro_batch_size", "log_prob_max_token_len_per_gpu")
+        dynamic = result.get(f"{_REF}.log_prob_use_dynamic_bsz", result.get(f"{_ACTOR}.use_dynamic_bsz", False))
+        source = "log_prob_max_token_len_per_gpu" if dynamic else "log_prob_micro_batch_size_per_gpu"
+        if limit is not None:
+            result.set(f"{_REF}.{source}", "reference.micro_batch_tokens", limit, 32768)
+    result.done(f"{_ACTOR}.use_kl_loss")
+    if result.get("algorithm.use_kl_in_reward", False):
+        result.decisions["algorithm.use_kl_in_reward"] = (
+            "algorithm.kl_coef: the KL penalty is part of the loss here, and not of the reward"
+        )
+
+
+def _correction(result: Conversion) -> None:
+    level = result.get(f"{_CORRECTION}.rollout_is")
+    threshold = result.get(f"{_CORRECTION}.rollout_is_threshold", 2.0)
+    bypass = result.get(f"{_CORRECTION}.bypass_mode", False)
+    parts = [f"{_CORRECTION}.{name}" for name in ("rollout_is_threshold", "rollout_is_batch_normalize", "loss_type")]
+    rejection, bounds = f"{_CORRECTION}.rollout_rs", f"{_CORRECTION}.rollout_rs_threshold"
+    if bypass and result.get(f"{_CORRECTION}.loss_type", "ppo_clip") == "reinforce":
+        result.values["algorithm.loss"] = {"name": "tis_reinforce", "config": {"max_ratio": threshold}}
+        result.values = {k: v for k, v in result.values.items() if not k.startswith("algorithm.loss.")}
+        result.converted[f"{_CORRECTION}.bypass_mode"] = "algorithm.loss.name=tis_reinforce"
+        result.done(f"{_CORRECTION}.rollout_is", *parts)
+    elif bypass:
+        result.decisions[f"{_CORRECTION}.bypass_mode"] = (
+            "algorithm.loss: the actor computes the old log-probs here; dppo and tis_reinforce compare with the engine"
+        )
+    elif level is not None:
+        key = f"{_CORRECTION}.rollout_is"
+        normalize = {"normalize": True} if result.get(f"{_CORRECTION}.rollout_is_batch_normalize", False) else {}
+        low, separator, high = str(threshold).partition("_")
+        if separator:
+            result.set(key, "algorithm.correction.name", "icepop")
+            result.values["algorithm.correction.config"] = {"low": float(low), "high": float(high), **normalize}
+        else:
+            result.set(key, "algorithm.correction.name", keys.CORRECTIONS.get(level, level))
+            result.values["algorithm.correction.config"] = {"max_weight": float(threshold), **normalize}
+        result.done(*parts)
+    low, separator, high = str(result.get(bounds)).partition("_")
+    if result.get(rejection) == "seq_mean_k1" and separator and level is None:
+        result.set(rejection, "algorithm.correction.name", "geometric_rejection")
+        result.values["algorithm.correction.config"] = {"low": float(low), "high": float(high)}
+        result.done(bounds)
+    elif result.get(rejection) is not None:
+        result.decisions[rejection] = "algorithm.correction: there is one correction; geometric_rejection rejects rows"
+        result.done(bounds)
+    result.done(rejection, bounds, *parts, f"{_CORRECTION}.bypass_mode", f"{_CORRECTION}.rollout_is")
+
+
+def _micro_batch_tokens(result: Conversion, section: str, size: str, limit: str) -> int | None:
+    """Tokens per pass: verl's limit, or its number of samples times the longest prompt and response."""
+    dynamic = f"{section}.{'log_prob_' if section == _REF else ''}use_dynamic_bsz"
+    names = [f"{section}.{size}_per_gpu", f"{section}.{size}"]
+    samples = next((result.number(name) for name in names if result.get(name) is not None), None)
+    result.done(dynamic, *names, f"{section}.{limit}")
+    if result.get(dynamic, result.get(f"{_ACTOR}.use_dynamic_bsz", False)):
+        return result.number(f"{section}.{limit}")
+    longest = result.number("data.max_prompt_length", 512) + result.number("data.max_response_length", 512)
+    return None if samples is None else int(samples * longest)
+
+
+def _batches(result: Conversion, role: str, section: str, table: Iterable[Key]) -> None:
+    mini = result.number(f"{section}.ppo_mini_batch_size", result.number(f"{_ACTOR}.ppo_mini_batch_size", 256))
+    batches = max(math.ceil(result.number("data.train_batch_size", 1024) / mini), 1)
+    result.set(f"{section}.ppo_mini_batch_size", f"{role}.mini_batches", batches, 1)
+    dynamic = result.get(f"{section}.use_dynamic_bsz", result.get(f"{_ACTOR}.use_dynamic_bsz", False))
+    source = f"{section}.{'ppo_max_token_len_per_gpu' if dynamic else 'ppo_micro_batch_size_per_gpu'}"
+    tokens = _micro_batch_tokens(result, section, "ppo_micro_batch_size", "ppo_max_token_len_per_gpu")
+    if tokens is not None:
+        result.set(source, f"{role}.micro_batch_tokens", tokens, 16384)
+    epochs = result.number(f"{section}.ppo_epochs", result.number(f"{_ACTOR}.ppo_epochs", 1))
+    if role == "critic":
+        result.set(f"{section}.ppo_epochs", "critic.epochs", epochs, 1)
+    _warmup(result, role, f"{section}.optim", batches * epochs)
+
+
+def _warmup(result: Conversion, role: str, section: str, per_step: int) -> None:
+    """verl's schedule advances once per step, ours with each optimizer step."""
+    steps, key = result.number(f"{section}.lr_warmup_steps", -1), f"{section}.lr_warmup_steps"
+    share = result.number(f"{section}.lr_warmup_steps_ratio", 0.0)
+    total = result.number("trainer.total_training_steps")
+    if steps is None or steps < 0:
+        key, steps = f"{section}.lr_warmup_steps_ratio", None if share and total is None else int(share * (total or 0))
+    if steps is None:
+        result.decisions[key] = (
+            f"{role}.optimizer.warmup_steps: {share} of all steps, times {per_step} optimizer steps in each"
+        )
+    else:
+        result.set(key, f"{role}.optimizer.warmup_steps", steps * per_step, 0)
+    result.done(f"{section}.lr_warmup_steps", f"{section}.lr_warmup_steps_ratio")
+
+
+def _validation(result: Conversion) -> None:
+    temperature = f"{_ROLLOUT}.val_kwargs.temperature"
+    if result.number(temperature, keys.GREEDY) > 0:
+        result.set(temperature, "trainer.validation.greedy", False)
+        result.take(keys.VALIDATION_SAMPLING)
+    else:
+        result.set(temperature, "trainer.validation.n", 0)
+        result.done(*(key.verl for key in keys.VALIDATION_SAMPLING))
+
+
+def _run(result: Conversion) -> None:
+    result.values["cluster.runtime"] = "ray"
+    key = "trainer.resume_mode"
+    mode = result.get(key, "auto")
+    result.set(key, "trainer.resume", keys.RESUME.get(mode) or result.get("trainer.resume_from_path", "auto"), "never")
+    result.done("trainer.resume_from_path")
+    if result.get("trainer.max_actor_ckpt_to_keep", 1) is None:
+        result.values.pop("trainer.checkpoint.keep", None)
+    loggers = keys.as_list(result.get("trainer.logger", []))
+    others = [name for name in loggers if name not in keys.TRACKERS]
+    if others:
+        result.decisions["trainer.logger"] = (
+            f"trainer.trackers: {', '.join(map(str, others))}, if a package registers it; `agentrl plugins list` shows"
+        )
+    else:
+        result.done("trainer.logger")
+
+
+def _rewards(result: Conversion) -> None:
+    key = "reward_model.reward_manager"
+    manager = result.get(key, "naive")
+    if manager == "naive":
+        result.done(key)
+    else:
+        result.decisions[key] = f"reward.manager: verl's is {manager!r}; `agentrl plugins list` shows ours"
+    file, function = result.get("custom_reward_function.path"), result.get("custom_reward_function.name")
+    result.decisions["custom_reward_function"] = (
+        "reward.functions: verl chooses a function by data_source; name one of `agentrl plugins list`, or your own as "
+        "./file.py:function"
+        if file is None
+        else f"reward.functions: {file}:{function or 'compute_score'} gets a RewardTrajectory here; wrap it"
+    )
+    result.done("custom_reward_function.path", "custom_reward_function.name")
+
+
+def _rest(result: Conversion, critic: bool) -> None:
+    """What the tables of prefixes and reasons say of the keys that are left."""
+    tables = (*keys.ENGINES.values(), *keys.ESTIMATOR_OPTIONS.values(), *(table for _, table in keys.LOSSES.values()))
+    every = {row.verl for table in (*tables, keys.CRITIC, keys.REFERENCE, keys.TOOL_AGENT) for row in table}
+    for key, value in result.given.items():
+        if result.is_known(key):
+            continue
+        for prefix, here in keys.PREFIXES.items():
+            if key.startswith(prefix):
+                result.set(key, here + key.removeprefix(prefix), value)
+        if result.is_known(key):
+            continue
+        if value in (None, False, -1):
+            result.default[key] = "off"
+        elif key.startswith("critic.") and not critic:
+            result.default[key] = "no critic is used"
+        elif key.startswith(f"{_REF}.") or key in every:
+            result.default[key] = "not used with the other choices"
+        elif reason := _reason(keys.ALWAYS, key):
+            result.default[key] = reason
+        elif reason := _reason(keys.DECISIONS, key):
+            result.decisions[key] = reason
+        elif reason := _reason(keys.MISSING, key):
+            result.missing[key] = f"agentrl has no {reason}" if " " not in reason.split(";")[0] else reason
+        else:
+            result.missing[key] = "unknown to this converter"
+
+
+def _reason(table: Mapping[str, str], key: str) -> str | None:
+    """That of the key, or of the longest section around it."""
+    parts = key.split(".")
+    return next((table[name] for end in range(len(parts), 0, -1) if (name := ".".join(parts[:end])) in table), None)
