@@ -129,8 +129,8 @@ from agentrl_core.config.validation import _VERL
         ),
         (
             "3: x",
-            "3 (config.yaml:10): unknown key; allowed: model, data, rollout, tools, interactions, reward, algorithm, "
-            "actor, critic, reference, trainer, cluster, hooks, plugins",
+            "3 (config.yaml:10): unknown key; allowed: model, data, rollout, engines, tools, interactions, reward, "
+            "algorithm, actor, critic, reference, teacher, trainer, cluster, hooks, plugins",
         ),
     ],
 )
@@ -149,9 +149,9 @@ def test_message(problems, valid, lines, message):
         (
             "rollout.engine.max_num_seqs=9",
             "rollout.engine.max_num_seqs (override 'rollout.engine.max_num_seqs=9'): unknown key; did you mean "
-            "'rollout.engine.config.max_num_seqs'? allowed: name, python, replicas, tensor_parallel, "
-            "pipeline_parallel, data_parallel, nodes, placement, sleep, weight_transfer, max_in_flight, retry, "
-            "restarts, start_timeout, health_interval, health_timeout, config",
+            "'rollout.engine.config.max_num_seqs'? allowed: name, python, tensor_parallel, "
+            "pipeline_parallel, data_parallel, nodes, max_in_flight, retry, restarts, start_timeout, health_interval, "
+            "health_timeout, replicas, placement, sleep, weight_transfer, config",
         ),
         (
             "rollout.engine.config.mode=slow",

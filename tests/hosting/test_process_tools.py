@@ -299,7 +299,9 @@ def test_what_a_tool_has_started_ends_with_its_process(hosted) -> None:
 
 
 @pytest.mark.parametrize(
-    "value", [{"a": [1, 2.5, None, True, "half a pair: \ud83d"]}, [], RewardResult(1.0, {"m": 2.0})], ids=ascii
+    "value",
+    [{"a": [1, 2.5, None, True, "half a pair: \ud83d"]}, [], RewardResult(1.0, {"m": 2.0}, {"part": 0.5}, [0.25], [])],
+    ids=ascii,
 )
 def test_results_leave_a_process_as_they_are(value) -> None:
     assert decode(encode(value)) == value

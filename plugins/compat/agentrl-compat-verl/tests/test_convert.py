@@ -112,8 +112,20 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], set[str]]] = {
             "data.train_batch_size=512", f"{A}.ppo_mini_batch_size=128", f"{A}.use_dynamic_bsz=True",
             f"{A}.ppo_max_token_len_per_gpu=30000", f"{R}.gpu_memory_utilization=0.8",
         ),
-        {"algorithm.advantage.name": "remax", "rollout.engine.config.mem_fraction": 0.8},
-        {"algorithm.use_kl_in_reward"},
+        {
+            "algorithm.advantage.name": "remax", "rollout.engine.config.mem_fraction": 0.8,
+            "algorithm.kl_placement": "reward", "algorithm.kl_coef": 0.001,
+        },
+        set(),
+    ),
+    "dynamic sampling and an adaptive KL penalty": (
+        (
+            "algorithm.filter_groups.enable=True", "algorithm.filter_groups.metric=acc",
+            "algorithm.filter_groups.max_num_gen_batches=8", "algorithm.use_kl_in_reward=True",
+            "algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.target_kl=0.2",
+        ),
+        {"rollout.resample_rounds": 7, "algorithm.kl_target": 0.2, "algorithm.kl_coef": 0.001},
+        set(),
     ),
     "reinforce++ with a baseline": (
         ("algorithm.adv_estimator=reinforce_plus_plus_baseline", f"{A}.kl_loss_type=mse", "trainer.n_gpus_per_node=16"),

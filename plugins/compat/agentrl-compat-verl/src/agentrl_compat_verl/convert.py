@@ -87,6 +87,10 @@ class Conversion:
         return any(verl in said for said in (self.converted, self.default, self.missing, self.decisions))
 
 
+UNLIMITED_BATCHES = 10
+"""Takes the place of no limit, which agentrl does not have."""
+
+
 def convert(given: Mapping[str, Any]) -> Conversion:
     """Convert values by verl's dotted key; those that are left out have verl's defaults."""
     named = {_renamed(key): value for key, value in given.items()}
@@ -101,6 +105,7 @@ def convert(given: Mapping[str, Any]) -> Conversion:
     critic = _estimator(result)
     _loss(result)
     _kl(result)
+    _dynamic_sampling(result)
     _correction(result)
     _batches(result, "actor", _ACTOR, keys.KEYS)
     if critic:
@@ -202,10 +207,28 @@ def _kl(result: Conversion) -> None:
         if limit is not None:
             result.set(f"{_REF}.{source}", "reference.micro_batch_tokens", limit, 32768)
     result.done(f"{_ACTOR}.use_kl_loss")
-    if result.get("algorithm.use_kl_in_reward", False):
+    if not result.get("algorithm.use_kl_in_reward", False):
+        return
+    if "algorithm.kl_coef" in result.values:
         result.decisions["algorithm.use_kl_in_reward"] = (
-            "algorithm.kl_coef: the KL penalty is part of the loss here, and not of the reward"
+            "algorithm.kl_placement: the KL penalty is part of the loss or of the reward, not of both"
         )
+        return
+    result.set("algorithm.use_kl_in_reward", "algorithm.kl_placement", "reward")
+    result.set("algorithm.kl_ctrl.kl_coef", "algorithm.kl_coef", result.number("algorithm.kl_ctrl.kl_coef", 0.001))
+    if result.get("algorithm.kl_ctrl.type", "fixed") == "adaptive":
+        target = result.number("algorithm.kl_ctrl.target_kl", 0.1)
+        result.set("algorithm.kl_ctrl.target_kl", "algorithm.kl_target", target)
+    result.done("algorithm.kl_ctrl.type")
+
+
+def _dynamic_sampling(result: Conversion) -> None:
+    section = "algorithm.filter_groups"
+    if result.get(f"{section}.enable", False):
+        # verl counts the first round too; 0 is no limit there.
+        batches = result.number(f"{section}.max_num_gen_batches", 0) or UNLIMITED_BATCHES
+        result.set(f"{section}.enable", "rollout.resample_rounds", max(batches - 1, 1))
+    result.done(f"{section}.enable", f"{section}.max_num_gen_batches", f"{section}.metric")
 
 
 def _correction(result: Conversion) -> None:

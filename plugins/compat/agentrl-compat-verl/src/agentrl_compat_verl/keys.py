@@ -370,7 +370,6 @@ MISSING = {
     "ray_kwargs": "options of Ray; cluster.address joins a running cluster",
     "algorithm.pf_ppo": "PF-PPO",
     "algorithm.use_pf_ppo": "PF-PPO",
-    "algorithm.filter_groups": "dynamic sampling",
     "data.image_key": "images",
     "data.video_key": "videos",
     "distillation": "verl's distillation trainer; the estimator on_policy_distillation has a teacher",
@@ -395,7 +394,6 @@ DECISIONS = {
     "data.custom_cls": "data.dataset: port the dataset to ./file.py:Class",
     "data.sampler": "data.sampler: port the sampler to ./file.py:Class",
     "data.train_max_samples": "data.train_files: shorten the files",
-    "algorithm.kl_penalty": "algorithm.kl_coef: the KL penalty is part of the loss here",
-    "algorithm.kl_ctrl": "algorithm.kl_coef: the KL penalty is part of the loss here",
+    "algorithm.kl_penalty": "algorithm.kl_estimator: in the reward the penalty is k1",
 }
 """What a person has to write, by key or section of verl."""
