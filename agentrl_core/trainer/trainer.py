@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from agentrl_core.api import AgentRLError
+from agentrl_core.api import AgentRLError, ConfigError
 from agentrl_core.api.dataset import Split
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
@@ -218,6 +218,11 @@ class Trainer:
         """
         with self.timer.phase("log_probs"):
             measured = "rollout_log_probs" in batch.batch.keys()
+            if not measured and self.config.algorithm.old_log_probs == "rollout":
+                raise ConfigError(
+                    "algorithm.old_log_probs=rollout: some trajectories of this step have no log-probs: an agent loop "
+                    "made rows without response_logprobs; set algorithm.old_log_probs=actor"
+                )
             batch.meta_info["calculate_entropy"] = self.config.algorithm.advantage.has("entropies")
             if measured and self._reuses_log_probs:
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -228,6 +233,9 @@ class Trainer:
             else:
                 batch.union(self.roles.actor.compute_log_prob(batch))
                 gap = logprob_gap(batch, batch.batch["old_log_probs"]) if measured else {}
+                if self.config.algorithm.old_log_probs == "rollout":
+                    # The pass was for entropies.
+                    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
             check_gap(gap, self.config.rollout.max_logprob_gap, f"step {batch.meta_info['step']}")
             metrics |= gap
             if self.roles.reference is not None:
@@ -279,7 +287,9 @@ class Trainer:
     ) -> None:
         """Write records, validate, save a checkpoint, and report to trackers and hooks."""
         self.step = step
-        self.preparation.data.update(step, [result for result in results if result.row["uid"].startswith("train-")])
+        # Prompts of dynamic sampling are not the sampler's choice for this step.
+        chosen = [result for result in results if result.row["uid"].startswith("train-")]
+        self.preparation.data.update(step, chosen)
         # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
         metrics |= self.roles.rollout.named_metrics()
