@@ -35,7 +35,7 @@ from transformers.generation import ContinuousBatchingConfig
 
 from agentrl_core.api import EngineContext, SamplingParams
 from agentrl_core.config import load_config
-from agentrl_core.controller.runtime import make_runtime
+from agentrl_core.controller import make_runtime
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.serving.router import AsyncLLMServerManager
 from agentrl_engine_hf.config import HFEngineConfig

@@ -33,7 +33,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl_core.api import EngineContext, ToolContext
 from agentrl_core.config import ResolvedConfig, load_config
-from agentrl_core.controller.runtime import LocalRuntime
+from agentrl_core.controller import LocalRuntime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import TrajectoryResult

@@ -6,6 +6,7 @@ The names of ``ray_group.py`` are here too; Ray is imported when one of them is 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from agentrl_core.api.errors import ConfigError
 from agentrl_core.controller.decorator import (
     Dispatch,
     Execute,
@@ -15,7 +16,7 @@ from agentrl_core.controller.decorator import (
 )
 from agentrl_core.controller.dispatch import DispatchMode, make_nd_compute_dataproto_dispatch_fn
 from agentrl_core.controller.fused import FusedWorker, create_fused_worker_cls
-from agentrl_core.controller.local import LocalWorkerGroup
+from agentrl_core.controller.local import LocalRuntime, LocalWorkerGroup
 from agentrl_core.controller.resource_pool import (
     RayResourcePool,
     ResourcePool,
@@ -23,7 +24,7 @@ from agentrl_core.controller.resource_pool import (
     merge_resource_pool,
     split_resource_pool,
 )
-from agentrl_core.controller.runtime import ActorHandle, LocalRuntime, Runtime, make_runtime
+from agentrl_core.controller.runtime import ActorHandle, ActorOptions, Runtime
 from agentrl_core.controller.worker import Worker
 from agentrl_core.controller.worker_group import ClassWithInitArgs, WorkerGroup
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "ActorHandle",
+    "ActorOptions",
     "ClassWithInitArgs",
     "Dispatch",
     "DispatchMode",
@@ -57,6 +59,35 @@ __all__ = [
     "split_resource_pool",
     "update_dispatch_mode",
 ]
+
+
+def make_runtime(
+    name: str,
+    *,
+    num_cpus: float | None = None,
+    address: str | None = None,
+    cpu_threads: int | None = None,
+) -> Runtime:
+    """The runtime ``local`` or ``ray``.
+
+    ``cpu_threads`` bounds torch's threads in each process; None leaves this process as it is, and gives Ray's actors
+    what ``OMP_NUM_THREADS`` says here, or 1.
+
+    On Ray: ``address`` joins a cluster, otherwise one is started here with ``num_cpus`` logical CPUs (default: the
+    machine's, at least 32; they count actors and may exceed the cores). Raises ConfigError on another name, or where
+    Ray is not installed.
+    """
+    if name == "local":
+        return LocalRuntime(cpu_threads)
+    if name != "ray":
+        raise ConfigError(f"cluster.runtime: found {name!r}, allowed are 'local' and 'ray'")
+    try:
+        from agentrl_core.controller.ray_runtime import RayRuntime
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise ConfigError("cluster.runtime: ray is not installed: pip install 'agentrl-core[ray]'") from error
+    return RayRuntime(num_cpus=num_cpus, address=address, cpu_threads=cpu_threads)
 
 
 def __getattr__(name: str) -> Any:

@@ -78,6 +78,22 @@ def register(
     return decorate
 
 
+def forwarding(target: Callable[[Any], Callable[..., Any]], is_async: bool) -> Any:
+    """A method that calls what ``target`` returns for its object, which need not be known before the call.
+
+    Args:
+        is_async: the target is, so that the class of the method has async methods too and its calls may overlap.
+    """
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return target(self)(*args, **kwargs)
+
+    async def call_async(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await target(self)(*args, **kwargs)
+
+    return call_async if is_async else call
+
+
 def registrations(cls: type) -> dict[str, Registration]:
     """The registered methods of a class and its bases by name."""
     members = {name: inspect.getattr_static(cls, name) for name in dir(cls)}

@@ -1,11 +1,11 @@
 """Fused workers: one worker object that is all roles of a rank."""
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from agentrl_core.api.errors import WorkerError
-from agentrl_core.controller.decorator import MARK, Registration, registrations
+from agentrl_core.controller.decorator import MARK, Registration, forwarding, registrations
 from agentrl_core.controller.dispatch import MeshPlace
 from agentrl_core.controller.worker import Worker
 from agentrl_core.controller.worker_group import ClassWithInitArgs
@@ -55,15 +55,8 @@ def create_fused_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> type
     return type(f"Fused_{'_'.join(class_dict)}", (FusedWorker,), {"classes": dict(class_dict), **methods})
 
 
-def _forward(role: str, name: str, registration: Registration, is_async: bool) -> Callable[..., Any]:
-    def call(self: FusedWorker, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.fused_workers[role], name)(*args, **kwargs)
-
-    # A group makes room for overlapping calls where it sees that a class has async methods.
-    async def call_async(self: FusedWorker, *args: Any, **kwargs: Any) -> Any:
-        return await getattr(self.fused_workers[role], name)(*args, **kwargs)
-
-    method: Any = call_async if is_async else call
+def _forward(role: str, name: str, registration: Registration, is_async: bool) -> Any:
+    method = forwarding(lambda worker: getattr(worker.fused_workers[role], name), is_async)
     method.__name__ = f"{role}_{name}"
     setattr(method, MARK, registration)
-    return method  # type: ignore[no-any-return]  # one of the two above
+    return method

@@ -1,12 +1,15 @@
-"""Worker groups in this process: one rank after the other, no Ray, exceptions and breakpoints as in any code."""
+"""Everything in this process: one rank after the other, no Ray, exceptions and breakpoints as in any code."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from agentrl_core.api.errors import WorkerError
+import torch
+
+from agentrl_core.api.errors import ConfigError, WorkerError
 from agentrl_core.controller.dispatch import Call
 from agentrl_core.controller.event_loop import EventLoop
+from agentrl_core.controller.runtime import ActorOptions, Runtime
 from agentrl_core.controller.worker import WorkerContext, worker_context
 from agentrl_core.controller.worker_group import ClassWithInitArgs, Fetch, WorkerGroup
 from agentrl_core.protocol import DataProto
@@ -58,3 +61,79 @@ class LocalWorkerGroup(WorkerGroup):
 
 def _own(value: Any) -> Any:
     return value.slice() if isinstance(value, DataProto) else value
+
+
+class LocalActorHandle:
+    """An object of this process; methods run in the caller's thread and event loop."""
+
+    def __init__(self, name: str, instance: Any) -> None:
+        self._name = name
+        self._instance = instance
+
+    @property
+    def name(self) -> str:
+        """The actor's name."""
+        return self._name
+
+    async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Runs the method, and awaits what it returns where that can be awaited. Exceptions are not changed."""
+        if self._instance is None:
+            raise WorkerError(f"actor {self._name!r}: {method!r} was called after the actor was killed")
+        result = getattr(self._instance, method)(*args, **kwargs)
+        return await result if inspect.isawaitable(result) else result
+
+    def kill(self) -> None:
+        """Forgets the object."""
+        self._instance = None
+
+    def restart(self) -> None:
+        """Does nothing: the caller would die as well."""
+
+
+class LocalRuntime(Runtime):
+    """Everything in this process.
+
+    Args:
+        cpu_threads: of torch; None leaves them as they are.
+    """
+
+    def __init__(self, cpu_threads: int | None = None) -> None:
+        super().__init__()
+        if cpu_threads is not None:
+            torch.set_num_threads(cpu_threads)
+        self._groups: list[LocalWorkerGroup] = []
+        self._actors: list[LocalActorHandle] = []
+
+    def worker_group(
+        self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0
+    ) -> LocalWorkerGroup:
+        """A group whose ``workers`` are plain objects."""
+        self._groups.append(LocalWorkerGroup(cls, world_size, role=name, loop=self._loop))
+        return self._groups[-1]
+
+    def colocated_worker_groups(
+        self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1, num_gpus: float = 0
+    ) -> dict[str, LocalWorkerGroup]:
+        """Groups whose ``workers`` are plain objects."""
+        world_size = nodes * processes_per_node
+        return {role: self.worker_group(cls, role, world_size, num_gpus) for role, cls in classes.items()}
+
+    def _actor(self, name: str, options: ActorOptions, cls: ClassWithInitArgs) -> LocalActorHandle:
+        if options.python is not None:
+            raise ConfigError(
+                f"actor {name!r} is to run under {options.python}, but the local runtime has one process: "
+                "set cluster.runtime=ray, or remove the interpreter"
+            )
+        self._actors.append(LocalActorHandle(name, cls()))
+        return self._actors[-1]
+
+    def share(self, value: Any) -> Any:
+        """The value itself."""
+        return value
+
+    def _end(self) -> None:
+        for group in self._groups:
+            group.close()
+        for actor in self._actors:
+            actor.kill()
+        self._loop.close()

@@ -10,9 +10,8 @@ from ray.exceptions import RayActorError
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.controller import ray_placement
 from agentrl_core.controller.dispatch import Call
-from agentrl_core.controller.ray_errors import fetch
+from agentrl_core.controller.ray_failures import Watch, fetch
 from agentrl_core.controller.ray_hosts import NAMESPACE, route_name, start_hosts
-from agentrl_core.controller.ray_watch import Watch
 from agentrl_core.controller.resource_pool import RayResourcePool
 from agentrl_core.controller.worker_group import ClassWithInitArgs, Fetch, Place, WorkerGroup
 from agentrl_core.protocol import DataProto

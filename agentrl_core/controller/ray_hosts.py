@@ -1,6 +1,7 @@
 """The Ray actors in which workers live: one per rank, with a worker of each role."""
 
 import dataclasses
+import functools
 import inspect
 import os
 import socket
@@ -9,7 +10,7 @@ from typing import Any
 
 import ray
 
-from agentrl_core.controller.decorator import registrations
+from agentrl_core.controller.decorator import forwarding, registrations
 from agentrl_core.controller.resource_pool import RayResourcePool
 from agentrl_core.controller.worker import WorkerContext, worker_context
 from agentrl_core.controller.worker_group import ClassWithInitArgs
@@ -96,9 +97,8 @@ class _AsyncHost(_Host):
 def _host_class(classes: Mapping[str, type]) -> type:
     """The host with a method for each registered one of its roles: naming them in arguments costs a tenth of a call."""
     is_async = any(has_async_methods(cls) for cls in classes.values())
-    forward = _forward_async if is_async else _forward
     routes = {
-        route_name(role, method): forward(role, method)
+        route_name(role, method): _forward(role, method, is_async)
         for role, cls in classes.items()
         for method in registrations(cls)
     }
@@ -111,18 +111,8 @@ def route_name(role: str, method: str) -> str:
     return f"{role}__{method}"
 
 
-def _forward(role: str, method: str) -> Any:
-    def call(self: _Host, *args: Any, **kwargs: Any) -> Any:
-        return self.call(role, method, *args, **kwargs)
-
-    return call
-
-
-def _forward_async(role: str, method: str) -> Any:
-    async def call(self: _AsyncHost, *args: Any, **kwargs: Any) -> Any:
-        return await self.call(role, method, *args, **kwargs)
-
-    return call
+def _forward(role: str, method: str, is_async: bool) -> Any:
+    return forwarding(lambda host: functools.partial(host.call, role, method), is_async)
 
 
 def has_async_methods(cls: type) -> bool:

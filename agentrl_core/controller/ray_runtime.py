@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import os
-from collections.abc import Coroutine, Mapping
-from typing import Any, Self, TypeVar
+from collections.abc import Mapping
+from typing import Any
 
 import ray
 from ray._private import ray_constants
@@ -12,15 +12,12 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
-from agentrl_core.controller.event_loop import EventLoop
-from agentrl_core.controller.ray_errors import describe, root_cause
+from agentrl_core.controller.ray_failures import describe, root_cause
 from agentrl_core.controller.ray_group import RayWorkerGroup, create_colocated_worker_cls
 from agentrl_core.controller.ray_hosts import has_async_methods
 from agentrl_core.controller.resource_pool import RayResourcePool
-from agentrl_core.controller.runtime import ActorDiedError
+from agentrl_core.controller.runtime import ActorDiedError, ActorOptions, Runtime
 from agentrl_core.controller.worker_group import ClassWithInitArgs
-
-T = TypeVar("T")
 
 # Logical CPUs only count actors, most of which wait: a laptop's two cores must hold all actors of a small run.
 MIN_LOGICAL_CPUS = 32
@@ -71,7 +68,7 @@ class RayActorHandle:
         ray.kill(self._actor, no_restart=False)
 
 
-class RayRuntime:
+class RayRuntime(Runtime):
     """Worker groups and actors on a Ray cluster.
 
     Uses the Ray that is initialised in this process, and then leaves it running; otherwise joins the cluster at
@@ -84,10 +81,9 @@ class RayRuntime:
         address: str | None = None,
         cpu_threads: int | None = None,
     ) -> None:
-        self._loop = EventLoop()
+        super().__init__()
         self._groups: list[RayWorkerGroup] = []
         self._actors: list[RayActorHandle] = []
-        self._is_open = True
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             cpus = num_cpus or max(os.cpu_count() or 1, MIN_LOGICAL_CPUS)
@@ -105,11 +101,7 @@ class RayRuntime:
                 raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
 
     def worker_group(
-        self,
-        cls: ClassWithInitArgs,
-        name: str,
-        world_size: int = 1,
-        num_gpus: float = 0.0,
+        self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0
     ) -> RayWorkerGroup:
         """One actor with one CPU for every rank. Raises WorkerError if the cluster is too small."""
         self._check_cpus(name, world_size)
@@ -133,28 +125,14 @@ class RayRuntime:
         self._groups.append(group)
         return group.spawn(classes)
 
-    def actor(
-        self,
-        cls: type,
-        *args: Any,
-        name: str,
-        num_cpus: float = 1,
-        num_gpus: float = 0.0,
-        python: str | None = None,
-        node: str = "",
-        max_concurrency: int = 1000,
-        restarts: int = 0,
-        **kwargs: Any,
-    ) -> RayActorHandle:
-        """An actor, under ``python`` where given: an environment with this Ray and this Python's minor version.
-
-        ``node`` is Ray's id of one. Raises WorkerError if the cluster is too small.
-        """
-        self._check_cpus(name, num_cpus)
-        self._check_gpus(name, num_gpus)
-        options: dict[str, Any] = {
-            "num_cpus": num_cpus,
-            "num_gpus": num_gpus,
+    def _actor(self, name: str, options: ActorOptions, cls: ClassWithInitArgs) -> RayActorHandle:
+        # ``options.python`` must be an environment with this Ray and this Python's minor version.
+        self._check_cpus(name, options.num_cpus)
+        self._check_gpus(name, options.num_gpus)
+        node, python, restarts = options.node, options.python, options.restarts
+        remote: dict[str, Any] = {
+            "num_cpus": options.num_cpus,
+            "num_gpus": options.num_gpus,
             # Over the nodes, where there are several.
             "scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False) if node else "SPREAD",
             "runtime_env": {"py_executable": python} if python else {},
@@ -162,12 +140,11 @@ class RayRuntime:
             # Or calls would fail instead of waiting for the new process; each call says itself that it is not repeated.
             "max_task_retries": -1 if restarts else 0,
         }
-        if has_async_methods(cls):
-            options["max_concurrency"] = max_concurrency
-        actor = ray.remote(cls).options(**options).remote(*args, **kwargs)
-        handle = RayActorHandle(name, actor, num_cpus, num_gpus)
-        self._actors.append(handle)
-        return handle
+        if has_async_methods(cls.cls):
+            remote["max_concurrency"] = options.max_concurrency
+        actor = ray.remote(cls.cls).options(**remote).remote(*cls.args, **cls.kwargs)
+        self._actors.append(RayActorHandle(name, actor, options.num_cpus, options.num_gpus))
+        return self._actors[-1]
 
     def _check_cpus(self, name: str, wanted: float) -> None:
         # Ray would let what finds no room wait for ever.
@@ -194,15 +171,7 @@ class RayRuntime:
         """The value in Ray's object store."""
         return ray.put(value)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Runs a coroutine on this process's event loop."""
-        return self._loop.run(coroutine)
-
-    def shutdown(self) -> None:
-        """Ends groups and actors, and Ray too if this runtime started or joined it."""
-        if not self._is_open:
-            return
-        self._is_open = False
+    def _end(self) -> None:
         self._loop.close()
         if ray.is_initialized():
             for group in self._groups:
@@ -211,12 +180,6 @@ class RayRuntime:
                 actor.kill()
             if self._owns_ray:
                 ray.shutdown()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.shutdown()
 
 
 def _threads(cpu_threads: int | None) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from agentrl_core.api import (
     WorkerError,
 )
 from agentrl_core.config.schema import ResolvedConfig
-from agentrl_core.controller.runtime import ActorDiedError, ActorHandle, Runtime
+from agentrl_core.controller.runtime import ActorDiedError, ActorHandle, ActorOptions, Runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.rewards import RewardWorker
 from agentrl_core.plugins.boundary import deadline, traced
@@ -55,9 +55,10 @@ class AgentLoopManager:
         self._config = config
         self._runtime = runtime
         self._engines = engines
+        options = ActorOptions(restarts=RESTARTS)
         self._rewarders = [
             runtime.actor(
-                RewardWorker, config.reward, config.loops_reward, clients, name=f"reward-{index}", restarts=RESTARTS
+                RewardWorker, config.reward, config.loops_reward, clients, name=f"reward-{index}", options=options
             )
             for index in range(config.reward.num_workers)
         ]
@@ -65,7 +66,7 @@ class AgentLoopManager:
             runtime.actor(
                 AgentLoopWorker, config, self._engines.servers, self._rewarders, name=f"agent-loop-{index}",
                 index=index, max_model_len=engines.context.max_model_len, vocab_size=engines.context.vocab_size,
-                engine_sessions=engines.has_sessions, clients=clients, restarts=RESTARTS,
+                engine_sessions=engines.has_sessions, clients=clients, options=options,
             )
             for index in range(config.rollout.agent.num_workers)
         ]  # fmt: skip

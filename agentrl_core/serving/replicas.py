@@ -18,7 +18,7 @@ from agentrl_core.api import (
     WorkerError,
 )
 from agentrl_core.config.schema import ResolvedConfig, ServedSlot
-from agentrl_core.controller.runtime import ActorHandle, Runtime
+from agentrl_core.controller.runtime import ActorHandle, ActorOptions, Runtime
 from agentrl_core.plugins.boundary import deadline
 from agentrl_core.serving.placement import GpuAssignments, assign_anywhere
 from agentrl_core.serving.server import EngineServer, tail_of
@@ -115,7 +115,10 @@ class EngineReplicas:
             self.runtime.actor(
                 EngineServer, slot, replace(self.context, replica=replica, node_rank=host),
                 assigned.devices, name=f"{self._name or 'engine'}-{replica}" + (f".{host}" if host else ""),
-                num_gpus=assigned.num_gpus, node=assigned.node, python=slot.python, max_concurrency=self._concurrency,
+                options=ActorOptions(
+                    num_gpus=assigned.num_gpus, node=assigned.node, python=slot.python,
+                    max_concurrency=self._concurrency,
+                ),
             )
             for host, assigned in enumerate(self._assignments[replica])
         ]  # fmt: skip

@@ -8,8 +8,7 @@ from transformers import AutoConfig
 
 from agentrl_core.api import EngineContext
 from agentrl_core.config.schema import ResolvedConfig
-from agentrl_core.controller import ClassWithInitArgs
-from agentrl_core.controller.runtime import Runtime, make_runtime
+from agentrl_core.controller import ClassWithInitArgs, Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.serving.placement import (

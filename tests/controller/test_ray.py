@@ -18,6 +18,7 @@ import torch.distributed as dist
 from agentrl_core.api.errors import ConfigError, EngineError, WorkerError
 from agentrl_core.controller import (
     ActorHandle,
+    ActorOptions,
     ClassWithInitArgs,
     Dispatch,
     RayClassWithInitArgs,
@@ -30,7 +31,7 @@ from agentrl_core.controller import (
     make_nd_compute_dataproto_dispatch_fn,
     make_runtime,
     merge_resource_pool,
-    ray_watch,
+    ray_failures,
     register,
     split_resource_pool,
 )
@@ -78,6 +79,9 @@ def worker_class() -> type:
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def place(self) -> tuple[int, int, int, str, bool]:
             return self.rank, self.world_size, self.start, os.environ["OMP_NUM_THREADS"], self.master_port > 0
+
+        def variable(self, name: str) -> str:
+            return os.environ[name]
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def pid(self) -> int:
@@ -243,7 +247,7 @@ def test_a_rank_that_dies_idle_surfaces_and_ends_a_call_of_others_that_hangs(run
 def test_a_frozen_rank_is_named_instead_of_hanging_the_run(
     runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(ray_watch, "FROZEN_SECONDS", 5.0)
+    monkeypatch.setattr(ray_failures, "FROZEN_SECONDS", 5.0)
     with runtime.worker_group(ClassWithInitArgs(worker_class()), "frozen", world_size=2) as group:
         pids = group.pid()
         hanging = group.wait_for_ever()
@@ -378,6 +382,22 @@ def test_pools_split_and_merge() -> None:
     pool.close()
 
 
+def test_an_actor_of_your_own_takes_a_share_of_a_ranks_bundle(runtime: RayRuntime) -> None:
+    pool = RayResourcePool([1], num_cpus=1, max_colocate_count=2)
+    actor = ray.remote(actor_class()).options(**pool.actor_options(0)).remote()
+    assert ray.get(actor.echo.remote("here")) == "here"
+    assert pool.actor_options(0)["num_cpus"] == 0.5
+    ray.kill(actor)
+    pool.close()
+
+
+def test_options_of_ray_reach_the_processes_of_a_group(runtime: RayRuntime) -> None:
+    cls = RayClassWithInitArgs(worker_class())
+    cls.update_options(runtime_env={"env_vars": {"MARK": "mine"}})
+    with RayWorkerGroup(RayResourcePool([1]), cls, owns_pool=True) as group:
+        assert group.execute_rank_zero_sync("variable", "MARK") == "mine"
+
+
 def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_needed(runtime: RayRuntime) -> None:
     manager = ResourcePoolManager({"big": [100]}, {"actor": "big"})
     with pytest.raises(WorkerError, match=r"CPU: \d+ seen, 100 needed"):
@@ -385,13 +405,13 @@ def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_needed(runtime
     with pytest.raises(WorkerError, match="could not place the pool 'big'"):
         manager.get_resource_pool("actor").bundles(timeout=0)
     with pytest.raises(WorkerError, match="--num-cpus=101` or more"):
-        runtime.actor(actor_class(), name="too much", num_cpus=101)
+        runtime.actor(actor_class(), name="too much", options=ActorOptions(num_cpus=101))
     ResourcePoolManager({"small": [1]}, {"actor": "small"}).check_resource_available(timeout=20)
 
 
 def test_actors_are_called_from_any_loop_and_can_be_passed_on(runtime: RayRuntime) -> None:
-    first = runtime.actor(actor_class(), name="first", num_cpus=0)
-    second = runtime.actor(actor_class(), name="second", num_cpus=0, python=sys.executable)
+    first = runtime.actor(actor_class(), name="first", options=ActorOptions(num_cpus=0))
+    second = runtime.actor(actor_class(), name="second", options=ActorOptions(num_cpus=0, python=sys.executable))
     assert runtime.run(first.call("echo", "a")) == "a"
     assert asyncio.run(first.call("echo", text="b")) == "b"
     assert runtime.run(first.call("through", second, "c")) == "through c"
@@ -432,7 +452,7 @@ def test_a_ray_that_a_run_starts_listens_on_loopback_only() -> None:
     code = """
 import os
 from pathlib import Path
-from agentrl_core.controller.runtime import make_runtime
+from agentrl_core.controller import make_runtime
 from agentrl_core.hosting.processes import family
 
 class Pid:

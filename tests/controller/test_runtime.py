@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from agentrl_core.api.errors import ConfigError, WorkerError
-from agentrl_core.controller import ActorHandle, ClassWithInitArgs, Worker, make_runtime
+from agentrl_core.controller import ActorHandle, ActorOptions, ClassWithInitArgs, Worker, make_runtime
 
 
 class Echo:
@@ -94,4 +94,4 @@ def test_unsuitable_settings_are_config_errors(monkeypatch: pytest.MonkeyPatch) 
     with pytest.raises(ConfigError, match=r"pip install 'agentrl-core\[ray\]'"):
         make_runtime("ray")
     with make_runtime("local") as runtime, pytest.raises(ConfigError, match="cluster.runtime=ray"):
-        runtime.actor(Echo, "", name="engine", python="/env/bin/python")
+        runtime.actor(Echo, "", name="engine", options=ActorOptions(python="/env/bin/python"))

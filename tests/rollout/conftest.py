@@ -21,7 +21,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.config import load_config
 from agentrl_core.config.schema import Config, Slot
-from agentrl_core.controller.runtime import LocalRuntime
+from agentrl_core.controller import LocalRuntime
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.tools import HostedTool

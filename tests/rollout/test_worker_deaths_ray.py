@@ -8,7 +8,7 @@ import pytest
 
 from agentrl_core.api import EngineContext
 from agentrl_core.config import load_config
-from agentrl_core.controller.runtime import Runtime, make_runtime
+from agentrl_core.controller import Runtime, make_runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout import manager as manager_module
 from agentrl_core.rollout.manager import AgentLoopManager

@@ -8,8 +8,7 @@ import pytest
 from agentrl_core.api import ConfigError, WorkerError
 from agentrl_core.config import load_config
 from agentrl_core.config.schema import Config
-from agentrl_core.controller import ClassWithInitArgs
-from agentrl_core.controller.runtime import make_runtime
+from agentrl_core.controller import ActorOptions, ClassWithInitArgs, make_runtime
 from agentrl_core.controller.worker import Worker
 from agentrl_core.controller.worker_group import Place
 from agentrl_core.serving.placement import (
@@ -167,10 +166,10 @@ def test_ranks_tell_their_gpus_and_actors_go_where_they_are_told(tmp_path: Path)
             found = group.places()
             assert sorted(gpu for place in found for gpu in place.devices) == ["0", "1", "2", "3"]
             assert len({place.node for place in found}) == 1
-            actor = runtime.actor(Shows, name="shows", node=found[0].node)
+            actor = runtime.actor(Shows, name="shows", options=ActorOptions(node=found[0].node))
             node, _ = runtime.run(actor.call("where"))
             assert node == found[0].node
             with pytest.raises(WorkerError, match="'greedy' needs 2 GPUs, but 4 of the 4 .*placement=colocated"):
-                runtime.actor(Shows, name="greedy", num_gpus=2)
+                runtime.actor(Shows, name="greedy", options=ActorOptions(num_gpus=2))
     finally:
         ray.shutdown()

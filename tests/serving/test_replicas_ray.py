@@ -12,7 +12,7 @@ import pytest
 
 from agentrl_core.api import ArrayBucket, EngineContext, EngineError, SamplingParams, WeightUpdate
 from agentrl_core.config import load_config
-from agentrl_core.controller.runtime import Runtime, make_runtime
+from agentrl_core.controller import Runtime, make_runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.engine_kit.memory_files import WeightFile
 from agentrl_core.rollout.batching import to_data_proto
