@@ -21,7 +21,8 @@ import json
 from agentrl_algorithms.config import GRPOConfig, PPOConfig
 from agentrl_algorithms.grpo import GRPO
 from agentrl_algorithms.ppo import PPO
-from agentrl_core.api import Interaction, InteractionTurn, RewardManager, Tracker, hookimpl
+from agentrl_core.api import CorrectionOutput, Interaction, InteractionTurn, PromptSampler, RewardManager
+from agentrl_core.api import RolloutCorrection, Tracker, hookimpl
 from agentrl_core.testing.scripted_config import ScriptedConfig
 from agentrl_core.testing.scripted_engine import ScriptedEngine
 from agentrl_dataset_prompts.config import PromptsConfig
@@ -75,6 +76,19 @@ class Loss(PPO):
     config_class = PPOConfig
 
 
+class Correction(RolloutCorrection):
+    def __call__(self, batch):
+        return CorrectionOutput(batch.response_mask.float())
+
+
+class Sampler(PromptSampler):
+    def __init__(self, config, context):
+        self.context = context
+
+    def batch(self, step):
+        return list(range(self.context.batch_size))
+
+
 class Prompts(PromptsFromFiles):
     config_class = PromptsConfig
 
@@ -104,7 +118,9 @@ EVERY_SLOT: dict[str, Any] = {
     "reward.manager": "./mine.py:Manager",
     "algorithm.advantage": "./mine.py:Estimator",
     "algorithm.loss": "./mine.py:Loss",
+    "algorithm.correction": "./mine.py:Correction",
     "data.dataset": "./mine.py:Prompts",
+    "data.sampler": "./mine.py:Sampler",
     "trainer.trackers": ["./mine.py:Memory"],
     "hooks": ["./mine.py:Bell"],
     "rollout.max_response_length": 400,
