@@ -84,7 +84,7 @@ class Embedded:
         return seconds
 
     def conversations(self, prompts: list[list[int]], keep: bool) -> float:
-        """Turns of all conversations at once; without ``keep`` each turn is a session of its own."""
+        """Turns of all conversations at once; without ``keep`` each turn is its own session."""
         return self._runner.run(self._converse(prompts, keep))
 
     async def _converse(self, prompts: list[list[int]], keep: bool) -> float:

@@ -1,4 +1,4 @@
-"""Everything that only a GPU can show, in parts of which each is a process of its own: `make gpu`.
+"""Everything that only a GPU can show, in parts of which each is its own process: `make gpu`.
 
     python benchmarks/gpu.py [--parts tests local ...] [--output docs/results/gpu.md]
 
@@ -30,7 +30,7 @@ class Part:
 
     Args:
         title: its heading.
-        command: after the interpreter's name; one that makes figures writes them to a page of its own.
+        command: after the interpreter's name; one that makes figures writes them to its own page.
         missing: why it cannot run here; empty where it can.
         has_page: ``--output FILE`` is added to the command.
     """

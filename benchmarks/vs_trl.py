@@ -4,7 +4,7 @@
     python benchmarks/vs_trl.py --trl-python TRL/bin/python [--threads 1 2] [--steps 20] [--json FILE]
 
 Both train the same random model of 1.1 M parameters in float32 on the same prompts: 4 prompts x 8 completions of at
-most 64 tokens, one update a step. Each is a process of its own; while one makes a step the other waits.
+most 64 tokens, one update a step. Each is its own process; while one makes a step the other waits.
 """
 
 import argparse

@@ -34,7 +34,7 @@ class Weights(torch.nn.Module):
 
 
 def read(connection: Connection) -> None:
-    """The engine's side: maps what it is told, then copies it into tensors of its own."""
+    """The engine's side: maps what it is told, then copies it into its own tensors."""
     own: dict[str, np.ndarray] = {}
     while paths := connection.recv():
         mapped = {name: data for bucket in WeightUpdate(files=paths) for name, _, _, data in bucket.tensors()}

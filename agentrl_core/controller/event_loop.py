@@ -13,7 +13,7 @@ class EventLoop:
     """One persistent event loop, run in the thread that calls `run`.
 
     Where that is impossible, because a loop runs in this thread already (a notebook) or this one is busy, coroutines
-    run on a second loop in a thread of its own.
+    run on a second loop in its own thread.
     """
 
     def __init__(self) -> None:

@@ -42,7 +42,7 @@ class FusedWorker(Worker):
 def create_fused_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> type[FusedWorker]:
     """A worker class that is all roles: the method ``update`` of the role ``actor`` is its ``actor_update``.
 
-    Where `create_colocated_worker_cls` gives every role a group of its own over shared processes, this is one worker
+    Where `create_colocated_worker_cls` gives every role its own group over shared processes, this is one worker
     for one group, local or on Ray, whose parts may call each other without a round trip.
     """
     methods: dict[str, Any] = {}

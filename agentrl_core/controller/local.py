@@ -18,7 +18,7 @@ from agentrl_core.protocol import DataProto
 class LocalWorkerGroup(WorkerGroup):
     """Workers as plain objects, in ``workers``, called in rank order.
 
-    For one rank, or for several whose methods do no collective. A worker gets batches with containers of its own, as
+    For one rank, or for several whose methods do no collective. A worker gets batches with its own containers, as
     it would from another process. Async methods run to their end, on ``loop`` where one is given.
     """
 

@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 INTERVAL_SECONDS = 1.0
 FROZEN_SECONDS = 120.0
-"""A process that gives no sign of life for so long is frozen. Computing does not count: a thread of its own answers."""
+"""A process that gives no sign of life for so long is frozen. Computing does not count: its own thread answers."""
 
 # After one rank has failed, the others get this long to fail too, so that the message can name them.
 OTHERS_GRACE_SECONDS = 1.0

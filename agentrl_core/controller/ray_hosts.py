@@ -48,7 +48,7 @@ class _Host:
 
     @ray.method(concurrency_group="watch")  # type: ignore[untyped-decorator]  # Ray has no type for it
     def ping(self) -> None:
-        """Answer while this process moves, also in the middle of a long call: pings have a thread of their own."""
+        """Answer while this process moves, also in the middle of a long call: pings have their own thread."""
 
     def describe(self) -> tuple[int, str, list[str], Any]:
         """World size, this node's address, the roles, and the placement group."""

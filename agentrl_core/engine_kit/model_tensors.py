@@ -83,7 +83,7 @@ def check_weights(
 
 def shapes_of(buckets: Iterable[ArrayBucket]) -> dict[str, tuple[int, ...]]:
     """Shape of each tensor."""
-    # Counts that differ are a problem of their own.
+    # Counts that differ are another problem.
     return {name: tuple(shape) for each in buckets for name, shape in zip(each.names, each.shapes, strict=False)}
 
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 TIMEOUT = 600.0
 """Seconds that ranks wait for each other."""
 GROUP_NAME = "agentrl"
-"""Of the group in ``torch.distributed``, for engines that join it with functions of their own."""
+"""Of the group in ``torch.distributed``, for engines that join it with their own functions."""
 _HANDLE_BYTES = 4096
 
 Tensors = Iterator[tuple[str, "torch.Tensor"]]

@@ -69,7 +69,7 @@ class DataProto:
     arrays of dtype object, one entry per row. ``meta_info`` holds facts about the whole batch; `combine` says how two
     of them merge.
 
-    Every operation returns a batch with containers of its own: assigning a column, a row of an object column or
+    Every operation returns a batch with its own containers: assigning a column, a row of an object column or
     anything in ``meta_info`` never shows in another batch. Tensor storage may be shared (slices, chunks and selections
     of columns are views), and so are the objects in the rows: `writable` gives a private copy. ``to``, ``pop``,
     ``union``, ``rename``, ``reorder`` and ``padding`` modify the batch itself and return it (``pop``: what was

@@ -8,7 +8,7 @@
 Files (`storage`) keep each dense tensor under a name, pickles as ``(buffer, dtype's name, shape)``. Pickle protocol 5
 keeps buffers out of band: Ray's object store then holds a batch without an extra copy, and readers map it without one.
 What a reader maps is shared memory: it is read-only by contract, `DataProto.writable` gives a private copy. No object
-has a class of its own: each costs Ray's pickler more than a small tensor does.
+has its own class: each costs Ray's pickler more than a small tensor does.
 """
 
 import pickle

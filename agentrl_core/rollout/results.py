@@ -26,7 +26,7 @@ class TrajectoryResult:
         tool_reward_turns, turn_score_turns: the policy's turn before each of them, from 0.
         tool_schemas: of the tools that the policy was shown.
         baseline: score of a greedy answer to the same prompt, where the advantage estimator needs it.
-        replaced: another prompt is trained in place of its own, see ``rollout.resample_rounds``.
+        replaced: another prompt is trained in its place, see ``rollout.resample_rounds``.
     """
 
     row: dict[str, Any]

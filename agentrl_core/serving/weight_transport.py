@@ -9,7 +9,7 @@ There are three transports; :func:`choose_transport` picks one for a run, from t
   ``engine_kit/memory_files.py``), and engines map it. An engine that cannot read the file, because it is on another
   host, gets the same tensors as buckets through the runtime's object store; so do engines in the trainer's process.
 - **broadcast**: the actor sends buckets from its devices to those of the engines (``engine_kit/weight_group.py``), for
-  engines with the capability ``broadcast``: NCCL to GPUs of their own, gloo on the CPU, and CUDA IPC to the training
+  engines with the capability ``broadcast``: NCCL to their own GPUs, gloo on the CPU, and CUDA IPC to the training
   processes' GPUs, for engines that also have the capability ``ipc``.
 
 A replica that comes back between two updates gets the current weights by the same transport. Each engine receives a

@@ -101,7 +101,7 @@ def prompt_groups(columns: Columns) -> tuple[Tensor, Tensor]:
 def micro_batches(columns: Columns, max_tokens: int, by_prompt: bool = False) -> list[MicroBatch]:
     """Cut a batch: rows sorted by length, collected so that b * (p + r) <= ``max_tokens``.
 
-    A row that alone is longer is a micro-batch of its own. Every row is in exactly one micro-batch, and none is empty.
+    A row that alone is longer is its own micro-batch. Every row is in exactly one micro-batch, and none is empty.
 
     Args:
         by_prompt: rows of the same prompt stay together as far as they fit, also where their lengths differ.
@@ -213,7 +213,7 @@ def map_micro_batches(
     """Results [b, r] of ``function`` for every micro-batch as columns ``names`` [B, R] on the CPU, in batch order.
 
     They are float32, and 0 under mask 0. ``setting`` is the config key of ``max_tokens``, ``by_prompt`` as in
-    :func:`micro_batches`. Raises WorkerError where memory runs out. Over several ranks each has a batch of its own,
+    :func:`micro_batches`. Raises WorkerError where memory runs out. Over several ranks each has its own batch,
     and all of them must call this.
     """
     mask_BR = columns["response_mask"].cpu()

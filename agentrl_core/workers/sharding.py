@@ -1,6 +1,6 @@
 """A model over several ranks: FSDP2 (``torch.distributed.fsdp.fully_shard``).
 
-Every decoder layer is a unit of its own, what is left (embeddings, final norm, head) belongs to the root. Gradients
+Every decoder layer is its own unit, what is left (embeddings, final norm, head) belongs to the root. Gradients
 are summed over the ranks, not averaged: the loss of a micro-batch is already divided by the denominator of the whole
 mini-batch.
 """

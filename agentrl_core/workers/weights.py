@@ -99,7 +99,7 @@ class ModelWeights:
             yield self._converted({name: t.cpu() if on_host else t for name, t in whole.items()}) if keeps else {}
 
     def array_buckets(self, bucket_bytes: int) -> Iterator[ArrayBucket]:
-        """The same as raw bytes on the host; a tensor that has a bucket of its own there is not copied."""
+        """The same as raw bytes on the host; a tensor that has its own bucket there is not copied."""
         for tensors in self.buckets(bucket_bytes):
             yield replace(_described(tensors), data=_flat(tensors).numpy())
 

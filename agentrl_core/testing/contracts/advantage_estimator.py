@@ -81,7 +81,7 @@ def rewarded(batch: AdvantageInput, token_rewards_BR: Tensor) -> AdvantageInput:
 
 
 def _outcomes_moved(batch: AdvantageInput, mask_BR: Tensor) -> AdvantageInput:
-    """The batch with this mask, a part of its own; each row's outcome stands on its new last token."""
+    """The batch with this part of its mask; each row's outcome stands on its new last token."""
     rewards_BR = batch.token_rewards.clone()
     for mask, change in ((batch.response_mask, -1), (mask_BR, 1)):
         for row in mask.any(-1).nonzero().squeeze(-1).tolist():

@@ -183,7 +183,7 @@ class Served:
             await engine.close_session(name)
 
     async def together(self, prompts: Sequence[Sequence[int]], tag: str = "r", **params: Any) -> list[TokenOutput]:
-        """Many requests at once, each with a seed of its own."""
+        """Many requests at once, each with its own seed."""
         return list(
             await asyncio.gather(
                 *(

@@ -7,7 +7,7 @@ PLUGIN = PluginSpec(
     kind="engine",
     name="sglang",
     api_version=1,
-    summary="an SGLang server process, in an environment of its own (rollout.engine.python)",
+    summary="an SGLang server process, in its own environment (rollout.engine.python)",
     factory="agentrl_engine_sglang.engine:SGLangEngine",
     config=SGLangConfig,
     requires=("aiohttp>=3.10", "sglang>=0.5.21"),

@@ -16,7 +16,7 @@ LAST_LINES = 30
 
 
 class ServerProcess:
-    """A command in a process group of its own, whose output goes to a file.
+    """A command in its own process group, whose output goes to a file.
 
     The group is killed by :meth:`kill`, or when the process that called :meth:`start` ends.
 

@@ -42,7 +42,7 @@ class ServerWeights:
     def check(self, update: WeightUpdate) -> None:
         """Raises EngineError where an update cannot reach all processes of the server."""
         if update.shared:
-            raise EngineError("the sglang engine runs in a process of its own: it cannot share the actor's module")
+            raise EngineError("the sglang engine runs in its own process: it cannot share the actor's module")
         if update.broadcast is not None:
             self._check_group()
         elif self._context.nodes > 1:

@@ -7,7 +7,7 @@ PLUGIN = PluginSpec(
     kind="engine",
     name="vllm",
     api_version=1,
-    summary="vLLM's AsyncLLM, in an environment of its own (rollout.engine.python)",
+    summary="vLLM's AsyncLLM, in its own environment (rollout.engine.python)",
     factory="agentrl_engine_vllm.engine:make_engine",
     config=VLLMConfig,
     requires=("vllm>=0.32",),

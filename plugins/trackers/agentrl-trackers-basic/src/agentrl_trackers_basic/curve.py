@@ -31,7 +31,7 @@ _Points = list[tuple[int, float]]
 def draw_curve(metrics_file: Path, png_path: Path, title: str) -> Path:
     """Draw one run: reward per step, and every validation accuracy; returns ``png_path``.
 
-    Rewards that leave 0..1 get a panel of their own above the accuracies.
+    Rewards that leave 0..1 get their own panel above the accuracies.
 
     Raises:
         DataError: the file is absent, or holds neither a reward nor a validation.
