@@ -16,6 +16,18 @@ from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer import Trainer
 
 Fit = Callable[..., RunDir]
+SEES = """
+import json
+from agentrl_core.api import hookimpl
+
+class Sees:
+    def __init__(self, config, context):
+        self.file = context.run_dir / "old.json"
+
+    @hookimpl
+    def on_batch_ready(self, batch):
+        self.file.write_text(json.dumps(batch.batch["old_log_probs"][batch.batch["response_mask"].bool()].tolist()))
+"""
 SLOTS = {"advantage_estimator": "advantage", "policy_loss": "loss", "rollout_correction": "correction"}
 NAMES = [(SLOTS[kind], name) for kind, name in OFFICIAL if kind in SLOTS]
 
@@ -29,6 +41,21 @@ def test_a_run_with_it_updates_the_policy(fit: Fit, tiny_model: Path, slot: str,
     assert metrics["actor/grad_norm"] > 0 and math.isfinite(metrics["actor/pg_loss"])
     if slot == "correction":
         assert any(key.startswith("correction/") for key in metrics)
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "optimal_token_baseline"])
+@pytest.mark.parametrize(("source", "passes"), [("rollout", True), ("actor", False)])
+def test_old_log_probs_come_from_where_the_key_says(
+    fit: Fit, tmp_path: Path, estimator: str, source: str, passes: bool
+) -> None:
+    """The scripted engine reports -0.5 for every token; the actor computes other values."""
+    (tmp_path / "sees.py").write_text(SEES)
+    run = fit({
+        "trainer.steps": 1, "rollout.engine": {"name": "scripted", "config": {"turns": ["aB"], "log_prob": -0.5}},
+        "algorithm.advantage": {"name": estimator}, "algorithm.old_log_probs": source, "hooks": ["./sees.py:Sees"],
+    })  # fmt: skip
+    values = json.loads((run.path / "old.json").read_text())
+    assert values and all(value == -0.5 for value in values) is passes
 
 
 def test_kl_in_the_reward_loads_a_reference_and_adapts(fit: Fit) -> None:
