@@ -102,8 +102,8 @@ class WeightUpdate:
 
     Args:
         buckets: all tensors, tied weights once, under the first of their names.
-        files: the same in safetensors files on this host, held in memory where the host can: an engine with worker
-            processes of its own passes the paths on, and they map the files. They hold still until
+        files: the same in safetensors files on this host, held in memory where the host can: an engine with its own
+            worker processes passes the paths on, and they map the files. They hold still until
             ``update_weights`` returns, and are overwritten later.
         shared: the engine generates with the actor's module itself, so nothing moves; only caches are reset and the
             version is taken over.
