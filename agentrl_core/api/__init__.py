@@ -27,7 +27,7 @@ _NAMES_OF_MODULE = {
         "AgentRLError", "CheckpointError", "ConfigError", "DataError", "DeadlineError", "EngineError",
         "InteractionError", "PluginBrokenError", "PluginConflictError", "PluginDriftError", "PluginError",
         "PluginIncompatibleError", "PluginNotFoundError", "PluginRequirementError", "ProtocolError", "RewardError",
-        "RolloutError", "TemplateError", "ToolError", "WorkerError",
+        "RolloutError", "TemplateError", "ToolError", "ToolUnavailableError", "WorkerError",
     ),
     "hooks": ("EndedTrajectory", "HookContext", "HookSpecs", "hookimpl"),
     "interaction": ("Interaction", "InteractionContext", "InteractionTurn"),

@@ -269,7 +269,7 @@ class AgentLoopContext:
     Args:
         renderer: tokenizer and chat template.
         tool_parser: the configured parser.
-        tools: names of the configured tools, in order.
+        tools: names of the configured tools' functions, in order.
         interactions: names of the configured interactions, in order.
         max_response_length: tokens after the prompt, all turns together.
     """

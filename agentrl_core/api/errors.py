@@ -13,6 +13,7 @@
     ├── TemplateError            a tokenizer or chat template that cannot serve
     ├── EngineError              the inference engine or the connection to it
     ├── ToolError                a tool call that failed (the model sees an observation)
+    │   └── ToolUnavailableError     what the tool needs failed (the trajectory is retried)
     ├── InteractionError         an interaction (environment) that failed
     ├── RewardError              a reward function or manager
     ├── DeadlineError            an await passed its deadline
@@ -91,6 +92,10 @@ class EngineError(AgentRLError):
 
 class ToolError(AgentRLError):
     """A tool call failed. The model sees an observation and continues."""
+
+
+class ToolUnavailableError(ToolError):
+    """What a tool needs failed: a sandbox, a server, a disk. Infrastructure: the trajectory is retried."""
 
 
 class InteractionError(AgentRLError):

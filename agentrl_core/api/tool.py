@@ -11,8 +11,12 @@ own (``isolation = "process"``, where a call that passes its deadline is killed)
         async def execute(self, instance_id, parameters, **kwargs):
             return ToolResult(ToolResponse(str(evaluate(parameters["expression"]))))
 
-What ``execute`` raises, and a call that passes its deadline, is an observation that the model reads; what ``create``
-raises fails the trajectory, which starts again from a fresh state. ``calc_reward`` returns a float or None.
+What ``execute`` raises, and a call that passes its deadline, is an observation that the model reads. What ``create``
+raises, and a ToolUnavailableError of any method, fails the trajectory, which starts again from a fresh state.
+``calc_reward`` returns a float or None.
+
+A tool may offer several functions: it overrides ``schemas``, and ``execute`` gets ``function``, the name of the called
+one.
 
 A plain typed function is a tool too: :class:`FunctionTool` makes the schema from its signature and docstring.
 """
@@ -85,9 +89,18 @@ class Tool(ABC):
         """A trajectory begins. ``create_kwargs`` come from the row's ``extra_info.tools_kwargs``."""
         return None
 
+    @property
+    def schemas(self) -> Sequence[dict[str, Any]]:
+        """The schemas of all functions that the tool offers to the model."""
+        return (self.schema,)
+
     @abstractmethod
     async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> ToolResult:
-        """One call. May raise: the model then sees the error as an observation."""
+        """One call. May raise: the model then sees the error as an observation.
+
+        Raises:
+            ToolUnavailableError: the fault is the infrastructure's, not the model's; the trajectory is retried.
+        """
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float | None:
         """A reward for the final state, or None. Called once when the trajectory ends."""

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agentrl_core.api import Engines, ToolError
+from agentrl_core.api import Engines, ToolError, ToolUnavailableError
 from agentrl_core.hosting.processes import kill_family
 from agentrl_core.hosting.wire import HEADER, MAX_BYTES, decode
 from agentrl_core.plugins.boundary import deadline
@@ -80,6 +80,7 @@ class ProcessHost:
         Raises:
             DeadlineError: no answer within ``timeout`` seconds; the process was killed.
             RemoteCallError: the user's code raised.
+            ToolUnavailableError: the user's code raised this.
             ToolError: the process died.
         """
         async with self._one_call:
@@ -128,6 +129,8 @@ class ProcessHost:
             if not done:
                 self.kill()
         if status == "error":
+            if reply[0] == ToolUnavailableError.__name__:
+                raise ToolUnavailableError(str(reply[1]))
             raise RemoteCallError(*map(str, reply))
         return reply[0]
 

@@ -27,14 +27,19 @@ def build_tool(slot: ToolSlot, context: ToolContext) -> Tool:
     """Build the tool object of a resolved slot.
 
     Raises:
-        PluginBrokenError: the factory built no tool, or one without a valid schema.
+        PluginBrokenError: the factory built no tool, or one without valid schemas.
     """
     tool = slot.build(context)
     if not isinstance(tool, Tool):
         raise PluginBrokenError(f"tool {context.name!r}: its factory built a {type(tool).__name__}, not a Tool")
-    schema = getattr(tool, "schema", None)
-    if not isinstance(schema, Mapping) or not isinstance(schema.get("function"), Mapping):
-        raise PluginBrokenError(f"tool {context.name!r}: its schema is not an OpenAI function schema: {schema!r}")
+    schemas: list[Any] = (
+        list(tool.schemas) if type(tool).schemas is not Tool.schemas else [getattr(tool, "schema", None)]
+    )
+    for schema in schemas:
+        if not isinstance(schema, Mapping) or not isinstance(schema.get("function"), Mapping):
+            raise PluginBrokenError(f"tool {context.name!r}: its schema is not an OpenAI function schema: {schema!r}")
+    if not schemas:
+        raise PluginBrokenError(f"tool {context.name!r} offers no functions")
     return tool
 
 
@@ -57,11 +62,9 @@ class HostedTool:
             # Built as the child will build it: a tool that needs an engine says so here.
             context = replace(context, engines=engines_of_child(title))
             self.tool = build_tool(slot, context)
-        self.schema: dict[str, Any] = self.tool.schema
-        self.name: str = self.schema["function"]["name"]
-        parameters = self.schema["function"].get("parameters", {})
-        self.properties: Mapping[str, Any] = parameters.get("properties", {})
-        self.required: Sequence[str] = parameters.get("required", ())
+        self.schemas: dict[str, dict[str, Any]] = {each["function"]["name"]: each for each in self.tool.schemas}
+        self._several = type(self.tool).schemas is not Tool.schemas
+        self.name: str = slot.registered_name if self._several else next(iter(self.schemas))
         # Methods that a tool does not define need no call and no deadline.
         self._absent = {
             name for name in _OPTIONAL if getattr(getattr(self.tool, name), "__func__", None) is getattr(Tool, name)
@@ -70,12 +73,26 @@ class HostedTool:
         self._pool = ProcessPool(self._make, slot.processes)
         self._owned: dict[str, ProcessHost] = {}
 
+    async def execute(
+        self, instance_id: str, function: str, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Call one of the tool's functions, as :meth:`call` does."""
+        if self._several:
+            kwargs = {**kwargs, "function": function}
+        return await self.call("execute", instance_id, arguments, kwargs=kwargs)
+
+    def parameters(self, function: str) -> tuple[Mapping[str, Any], Sequence[str]]:
+        """The schemas of a function's parameters by name, and the names of the required ones."""
+        parameters = self.schemas[function]["function"].get("parameters", {})
+        return parameters.get("properties", {}), parameters.get("required", ())
+
     async def call(self, method: str, instance_id: str, *args: Any, kwargs: Mapping[str, Any]) -> Any:
         """Call a lifecycle method within the deadline.
 
         Raises:
             DeadlineError: the deadline passed. Exceptions of the tool pass unchanged (from a process: as a ToolError).
             ToolError: a stateful tool's process exited, and the trajectory's state there is lost.
+            ToolUnavailableError: of the tool, unchanged.
         """
         if self._inline:
             if method in self._absent:
@@ -147,10 +164,7 @@ def select_tools(extra_info: Mapping[str, Any], names: Sequence[str]) -> list[st
 
 def tool_schemas(
     slots: Sequence[ToolSlot], seed: int, clients: Mapping[str, EngineClient]
-) -> dict[str, dict[str, Any]]:
-    """The schemas of the configured tools by name, in order."""
-    schemas: dict[str, dict[str, Any]] = {}
-    for slot in slots:
-        schema = HostedTool(slot, seed, clients).schema
-        schemas[schema["function"]["name"]] = schema
-    return schemas
+) -> dict[str, list[dict[str, Any]]]:
+    """The schemas of each configured tool by its name, in order."""
+    tools = [HostedTool(slot, seed, clients) for slot in slots]
+    return {tool.name: list(tool.schemas.values()) for tool in tools}

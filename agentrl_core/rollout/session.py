@@ -25,6 +25,7 @@ from agentrl_core.api import (
     ToolOutcome,
     ToolParser,
     ToolResponse,
+    ToolUnavailableError,
     TrajectorySession,
 )
 from agentrl_core.config.schema import InteractionSlot
@@ -120,6 +121,7 @@ class RolloutSession(TrajectorySession):
         self._extra: Mapping[str, Any] = self.row.get("extra_info") or {}
         self._env = environment
         self._open_tools: dict[str, HostedTool] | None = None
+        self._functions: dict[str, HostedTool] = {}
         self._interaction: HostedInteraction | None = None
         self._interaction_asked = False
         self._engine_sessions: set[str] = set()
@@ -177,7 +179,8 @@ class RolloutSession(TrajectorySession):
                 self._open_tools[name] = tool
                 with self.timed("tools", f"creating tool {name!r}"):
                     await tool.call("create", self._key.request_id, kwargs=self._tool_kwargs(name, "create_kwargs"))
-            self.report.tool_schemas = [tool.schema for tool in self._open_tools.values()]
+                self._functions |= dict.fromkeys(tool.schemas, tool)
+            self.report.tool_schemas = [tool.schemas[name] for name, tool in self._functions.items()]
         return self.report.tool_schemas
 
     async def call_tool(self, call: ToolCall) -> ToolOutcome:
@@ -185,6 +188,8 @@ class RolloutSession(TrajectorySession):
             try:
                 with boundary(ToolError):
                     text, failed = await self._execute(call), False
+            except ToolUnavailableError:
+                raise
             except ToolError as error:
                 text, failed = f"Error: {error}", True
                 if not isinstance(error, CallError):
@@ -198,21 +203,19 @@ class RolloutSession(TrajectorySession):
         return ToolOutcome(message, ToolResponse(text), failed)
 
     async def _execute(self, call: ToolCall) -> str:
-        tools = self._open_tools or {}
-        tool = tools.get(call.name)
+        tool = self._functions.get(call.name)
         if tool is None:
-            raise CallError(f"there is no tool {call.name!r}; available: {', '.join(tools) or 'none'}")
-        missing = [name for name in tool.required if name not in call.arguments]
-        unknown = [name for name in call.arguments if tool.properties and name not in tool.properties]
+            raise CallError(f"there is no tool {call.name!r}; available: {', '.join(self._functions) or 'none'}")
+        properties, required = tool.parameters(call.name)
+        missing = [name for name in required if name not in call.arguments]
+        unknown = [name for name in call.arguments if properties and name not in properties]
         if missing or unknown:
             raise CallError(
-                f"tool {call.name!r} takes the arguments {', '.join(tool.properties) or 'none'}; "
+                f"tool {call.name!r} takes the arguments {', '.join(properties) or 'none'}; "
                 f"missing: {', '.join(missing) or 'none'}; unknown: {', '.join(unknown) or 'none'}"
             )
-        kwargs = self._tool_kwargs(call.name, "execute_kwargs")
-        result = check_result(
-            call.name, await tool.call("execute", self._key.request_id, call.arguments, kwargs=kwargs)
-        )
+        kwargs = self._tool_kwargs(tool.name, "execute_kwargs")
+        result = check_result(call.name, await tool.execute(self._key.request_id, call.name, call.arguments, kwargs))
         if result.reward is not None:
             self._tool_reward(call.name, float(result.reward))
         for name, value in result.metrics.items():
@@ -317,6 +320,7 @@ class RolloutSession(TrajectorySession):
         for session in sorted(self._engine_sessions):
             await self._quietly(self._env.servers.close_session(session), "close_session of the engine")
         self._open_tools = {}
+        self._functions = {}
         self._interaction = None
         self._engine_sessions.clear()
 

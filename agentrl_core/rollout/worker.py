@@ -105,7 +105,7 @@ class AgentLoopWorker:
         context = AgentLoopContext(
             renderer=renderer,
             tool_parser=parser,
-            tools=tuple(self._environment.tools),
+            tools=tuple(name for tool in tools for name in tool.schemas),
             interactions=tuple(self._environment.interactions),
             max_response_length=rollout.max_response_length,
         )

@@ -174,11 +174,11 @@ def _checks(
 
 
 def _check_tool(slot: ToolSlot, seed: int, clients: Mapping[str, EngineClient], names: list[str]) -> None:
-    tool = HostedTool(slot, seed, clients).tool
-    name = tool.schema["function"]["name"]
-    if name in names:
-        raise ConfigError(f"another tool has the function name {name!r} too, which models call it by; rename one")
-    names.append(name)
+    hosted = HostedTool(slot, seed, clients)
+    tool = hosted.tool
+    if shared := sorted(hosted.schemas.keys() & names):
+        raise ConfigError(f"another tool has the function name {shared[0]!r} too, which models call it by; rename one")
+    names.extend(hosted.schemas)
     check_call(tool.execute, "execute", "(instance_id, parameters)", "id", {})
     if not inspect.iscoroutinefunction(tool.execute):
         raise ConfigError("execute is not a coroutine function; write `async def execute(self, …)`")

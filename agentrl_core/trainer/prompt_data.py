@@ -123,7 +123,8 @@ class PromptLoader:
     def _row_schemas(self, row: Row) -> list[dict[str, Any]]:
         if "tools" not in self._loops[row.get("agent_name") or self._default_loop]:
             return []
-        return [self._schemas[name] for name in select_tools(row.get("extra_info") or {}, list(self._schemas))]
+        names = select_tools(row.get("extra_info") or {}, list(self._schemas))
+        return [schema for name in names for schema in self._schemas[name]]
 
     def _check_row(self, row: Row, where: str) -> None:
         if not isinstance(row.get("raw_prompt"), list):

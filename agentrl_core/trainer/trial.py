@@ -1,6 +1,6 @@
 """Calls each tool and reward function once, for ``agentrl train --run-tools``."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl_core.api import AgentLoopOutput, Termination
@@ -20,12 +20,13 @@ async def trial_lines(config: ResolvedConfig, row: Mapping[str, Any]) -> list[st
     clients = absent_clients(config.engines)
     for slot in config.tools:
         tool = HostedTool(slot, config.trainer.seed, clients)
-        arguments = dict(_sampled(tool))
+        called = next(iter(tool.schemas))
+        arguments = dict(_sampled(*tool.parameters(called)))
         kwargs = (((row.get("extra_info") or {}).get("tools_kwargs") or {}).get(tool.name) or {}).get("create_kwargs")
-        what = f"tool {tool.name}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
+        what = f"tool {called}({', '.join(f'{name}={value!r}' for name, value in arguments.items())})"
         try:
             await tool.call("create", "trial", kwargs=kwargs or {})
-            result = await tool.call("execute", "trial", arguments, kwargs={})
+            result = await tool.execute("trial", called, arguments, {})
             lines.append(f"{what} returned {result.response.text!r}")
         except Exception as error:  # noqa: BLE001 - a tool may raise anything, and this is here to show it
             lines.append(f"{what} failed:\n{traced(error)}")
@@ -45,7 +46,7 @@ async def trial_lines(config: ResolvedConfig, row: Mapping[str, Any]) -> list[st
     return lines
 
 
-def _sampled(tool: HostedTool) -> Iterator[tuple[str, Any]]:
-    for name in tool.required:
-        schema = tool.properties.get(name, {})
+def _sampled(properties: Mapping[str, Any], required: Sequence[str]) -> Iterator[tuple[str, Any]]:
+    for name in required:
+        schema = properties.get(name, {})
         yield name, next(iter(schema.get("enum", ())), _SAMPLES.get(schema.get("type"), "1"))

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from agentrl_core.api import DeadlineError, PluginBrokenError, RewardResult, ToolCall, ToolError
+from agentrl_core.api import DeadlineError, PluginBrokenError, RewardResult, ToolCall, ToolError, ToolUnavailableError
 from agentrl_core.config.schema import ToolSlot
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.hosting.wire import decode, encode
@@ -26,6 +26,9 @@ class Stateless(Tool):
         x = parameters["x"]
         if x == "pid":
             return ToolResult(ToolResponse(str(os.getpid())), 0.5, {"calls": 1.0})
+        if x == "unavailable":
+            from agentrl_core.api import ToolUnavailableError
+            raise ToolUnavailableError("no sandbox")
         if x == "spin":
             while True:
                 pass
@@ -130,6 +133,16 @@ def run(tool: HostedTool, scenario) -> None:
 
 def execute(tool: HostedTool, x: str, instance: str = "i"):
     return tool.call("execute", instance, {"x": x}, kwargs={})
+
+
+def test_an_unavailable_tool_says_so_through_its_process(hosted) -> None:
+    tool = hosted("Stateless", processes=1)
+
+    async def scenario() -> None:
+        with pytest.raises(ToolUnavailableError, match="^no sandbox$"):
+            await execute(tool, "unavailable")
+
+    run(tool, scenario)
 
 
 def test_tool_that_raises_returns_megabytes_or_nonsense_is_an_observation(hosted, make_session) -> None:
@@ -321,7 +334,7 @@ def test_results_that_cannot_leave_a_process(hosted) -> None:
 
 def test_a_typed_function_of_a_file_is_a_tool_in_a_process(hosted, make_session) -> None:
     tool = hosted("shout")
-    assert tool.schema["function"]["parameters"]["properties"]["times"] == {"type": "integer"}
+    assert tool.tool.schema["function"]["parameters"]["properties"]["times"] == {"type": "integer"}
 
     async def scenario() -> None:
         session = make_session([tool])

@@ -13,6 +13,7 @@ from agentrl_core.api import (
     InteractionTurn,
     RewardError,
     ToolCall,
+    ToolUnavailableError,
 )
 from agentrl_core.config.schema import ToolSlot
 from agentrl_core.hosting.tools import HostedTool
@@ -52,6 +53,24 @@ class Spy(Tool):
     async def release(self, instance_id, **kwargs):
         await self._call("release", instance_id, kwargs)
 
+class Several(Tool):
+    def __init__(self, config, context):
+        super().__init__(config, context)
+        self.calls = []
+
+    @property
+    def schemas(self):
+        return [function_schema(name, "Does it.", {"x": {"type": "string"}}) for name in ("get", "put")]
+
+    async def create(self, instance_id, **kwargs):
+        self.calls.append("create")
+
+    async def execute(self, instance_id, parameters, function):
+        return ToolResult(ToolResponse(f"{function} {parameters['x']}"))
+
+    async def release(self, instance_id, **kwargs):
+        self.calls.append("release")
+
 class Other(Tool):
     schema = function_schema("other", "Another one.", {})
 
@@ -80,7 +99,7 @@ CALL = ToolCall("spy", {"x": "this"}, "call00001")
 def test_a_tool_is_created_once_per_trajectory_not_once_per_call(spy, make_session) -> None:
     async def scenario() -> None:
         session = make_session([spy])
-        assert await session.open_tools() == await session.open_tools() == [spy.schema]
+        assert await session.open_tools() == await session.open_tools() == [spy.tool.schema]
         for _ in range(3):
             await session.call_tool(CALL)
         await session.collect_rewards()
@@ -128,6 +147,35 @@ def test_a_tool_message_answers_its_call(spy, make_session) -> None:
             "role": "tool", "name": "spy", "tool_call_id": "call00001", "content": "saw this",
         }  # fmt: skip
         assert session.report.tool_rewards == [0.25] and not outcome.failed
+
+    asyncio.run(scenario())
+
+
+def test_a_tool_of_several_functions_has_one_life(make_slot, spy, make_session) -> None:
+    several = HostedTool(make_slot(ToolSlot, TOOLS, "Several"), seed=0)
+
+    async def scenario() -> None:
+        session = make_session([several, spy])
+        names = [schema["function"]["name"] for schema in await session.open_tools()]
+        assert names == ["get", "put", "spy"]
+        outcomes = [await session.call_tool(ToolCall(name, {"x": "1"}, "")) for name in ("get", "put", "set")]
+        assert [outcome.message["content"] for outcome in outcomes] == [
+            "get 1", "put 1", "Error: there is no tool 'set'; available: get, put, spy",
+        ]  # fmt: skip
+        await session.close()
+
+    asyncio.run(scenario())
+    assert several.tool.calls == ["create", "release"]
+
+
+def test_a_tool_that_is_unavailable_fails_the_trajectory(spy, make_session) -> None:
+    async def scenario() -> None:
+        session = make_session([spy])
+        await session.open_tools()
+        spy.tool.misbehave["execute"] = ToolUnavailableError("the sandbox did not start")
+        with pytest.raises(ToolUnavailableError, match="did not start"):
+            await session.call_tool(CALL)
+        assert not session.report.tool_calls
 
     asyncio.run(scenario())
 

@@ -18,12 +18,14 @@ class ToolCase(PluginCase):
 
     Args:
         arguments: of a call that succeeds.
+        function: the function that is called, of a tool that offers several.
         expected: the text of its response, or None if any will do.
         create_kwargs, execute_kwargs: what a row's ``tools_kwargs`` would hold.
         repeatable: the same call in a fresh trajectory gives the same text.
     """
 
     arguments: Mapping[str, Any]
+    function: str = ""
     expected: str | None = None
     create_kwargs: Mapping[str, Any] = field(default_factory=dict)
     execute_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -36,7 +38,12 @@ class ToolCase(PluginCase):
 
     async def call(self, tool: Tool, instance: str) -> ToolResult:
         """One call with the case's arguments."""
-        return await tool.execute(instance, copy.deepcopy(dict(self.arguments)), **self.execute_kwargs)
+        return await self.execute(tool, instance, copy.deepcopy(dict(self.arguments)))
+
+    async def execute(self, tool: Tool, instance: str, arguments: dict[str, Any]) -> ToolResult:
+        """One call with these arguments."""
+        function = {"function": self.function} if self.function else {}
+        return await tool.execute(instance, arguments, **function, **self.execute_kwargs)
 
     async def whole(self, tool: Tool, instance: str) -> ToolResult:
         """A trajectory with one call."""
@@ -54,18 +61,22 @@ class ToolContract(PluginContract):
 
     def test_schema_is_an_openai_function(self, plugin: ToolCase) -> None:
         """The model is told of the tool in the form that chat templates render."""
-        schema = plugin.make().schema
-        json.dumps(schema)
-        assert schema.get("type") == "function", f"schema['type'] is {schema.get('type')!r}, not 'function'"
-        function = schema["function"]
-        name, description = function.get("name", ""), function.get("description", "")
-        assert re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name), f"the name {name!r} is not 1 to 64 of A-Za-z0-9_-"
-        assert description.strip(), "the description is empty: the model cannot know what the tool does"
-        parameters = function.get("parameters", {})
-        assert parameters.get("type") == "object", "schema['function']['parameters']['type'] is not 'object'"
+        called = {}
+        for schema in plugin.make().schemas:
+            json.dumps(schema)
+            assert schema.get("type") == "function", f"schema['type'] is {schema.get('type')!r}, not 'function'"
+            function = schema["function"]
+            name, description = function.get("name", ""), function.get("description", "")
+            assert re.fullmatch(r"[A-Za-z0-9_-]{1,64}", name), f"the name {name!r} is not 1 to 64 of A-Za-z0-9_-"
+            assert description.strip(), "the description is empty: the model cannot know what the tool does"
+            parameters = function.get("parameters", {})
+            assert parameters.get("type") == "object", "schema['function']['parameters']['type'] is not 'object'"
+            unknown = set(parameters.get("required", [])) - set(parameters.get("properties", {}))
+            assert not unknown, f"required names {sorted(unknown)}, which are no properties"
+            called[name] = parameters
+        assert not plugin.function or plugin.function in called, f"no function {plugin.function!r} among {list(called)}"
+        parameters = called[plugin.function or next(iter(called))]
         properties, required = parameters.get("properties", {}), parameters.get("required", [])
-        unknown = set(required) - set(properties)
-        assert not unknown, f"required names {sorted(unknown)}, which are no properties"
         assert set(plugin.arguments) <= set(properties), "the case's arguments are not all properties of the schema"
         assert set(required) <= set(plugin.arguments), "the case's arguments lack required ones"
 
@@ -87,7 +98,7 @@ class ToolContract(PluginContract):
         async def main() -> None:
             tool, arguments = plugin.make(), copy.deepcopy(dict(plugin.arguments))
             await tool.create("a", **plugin.create_kwargs)
-            await tool.execute("a", arguments, **plugin.execute_kwargs)
+            await plugin.execute(tool, "a", arguments)
             await tool.release("a")
             assert arguments == plugin.arguments, f"execute changed its arguments to {arguments}"
 
