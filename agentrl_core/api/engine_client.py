@@ -57,6 +57,12 @@ class Engines(dict[str, EngineClient]):
         super().__init__(clients or {})
         self._user = user
         self._reason = reason
+        self.asked: set[str] = set()
+        """Names that were looked up with ``engines[name]``."""
+
+    def __getitem__(self, name: str) -> EngineClient:
+        self.asked.add(name)
+        return super().__getitem__(name)
 
     def __missing__(self, name: str) -> EngineClient:
         found = f"`engines` has {', '.join(self) or 'none'}; name one of these, or add {name!r} to `engines`"

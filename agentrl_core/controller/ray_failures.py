@@ -128,13 +128,13 @@ def _group_error(method: str, labels: Sequence[str], handles: Sequence[Any], err
     for label, handle in zip(labels, handles, strict=True):
         if handle in done:
             try:
-                ray.get(handle, timeout=0)
+                ray.get(handle, timeout=OTHERS_GRACE_SECONDS)
             except GetTimeoutError:
                 continue
             except Exception as failure:  # noqa: BLE001 - Ray raises the task's own exception class
-                failures[label] = failure
-    same = [label for label, failure in failures.items() if repr(failure) == repr(error)]
-    first = next(iter(same or failures), labels[0])
+                failures[label] = str(failure)
+    # The text has the id of the process; the exceptions themselves may be equal on all ranks.
+    first = next((label for label, text in failures.items() if text == str(error)), f"one of {len(labels)} ranks")
     others = [label for label in failures if label != first]
     also = f"\nAlso failed: {', '.join(others)}" if others else ""
     return WorkerError(describe(f"{first}, in {method!r}", error) + also)

@@ -84,14 +84,15 @@ class RayWorkerGroup(WorkerGroup):
         try:
             places = self._fetcher("place", ranks)([actor.place.remote() for actor in actors])
             self.nodes = [address for address, _ in places]
+            self._watch = Watch(role, actors, self.nodes)
             for name, item in classes.items():
                 plain = ray.put(ClassWithInitArgs(item.cls, *item.args, **item.kwargs))
                 built = [actor.build.remote(name, plain, *places[0]) for actor in actors]
+                self._watch.last_calls = [f"{name}.__init__"] * len(actors)
                 self._fetcher(f"{name}.__init__", ranks)(built)
         except WorkerError:
             self.close()
             raise
-        self._watch = Watch(role, actors, self.nodes)
 
     def _attach(self, cls: type, role: str, actors: list[Any], roles: Mapping[str, type]) -> None:
         WorkerGroup.__init__(self, cls, role, len(actors))

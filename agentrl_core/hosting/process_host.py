@@ -8,7 +8,7 @@ import asyncio
 import os
 import pickle
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from agentrl_core.api import Engines, ToolError, ToolUnavailableError
@@ -24,10 +24,21 @@ SAFE_VARIABLES = frozenset(
 """Environment variables that every child gets, and those whose names begin with ``LC_``; none of them is a secret."""
 
 
-def engines_of_child(user: str) -> Engines:
-    """Return no clients, for code in a child process, which gets an error that says why."""
+def engines_of_child(user: str, asked: Iterable[str]) -> Engines:
+    """Return no clients, for code in a child process.
+
+    Args:
+        user: who runs there.
+        asked: names of the engines that it looked up when it was built here.
+
+    Raises:
+        ConfigError: it looked one up; says why there is none.
+    """
     reason = "it runs in a child process, which cannot reach engines; set `isolation: inline` in its slot"
-    return Engines(user=user, reason=reason)
+    none = Engines(user=user, reason=reason)
+    for name in asked:
+        none[name]
+    return none
 
 
 class RemoteCallError(ToolError):

@@ -39,15 +39,13 @@ class HostedRewardFunction:
         self._timeout = slot.timeout
         self._range = slot.range
         title = f"reward function {self.name!r}"
-        function = build_reward_function(slot, Engines(clients, user=title))
+        engines = Engines(clients, user=title)
+        function = build_reward_function(slot, engines)
         declared = getattr(function, "isolation", "process" if inspect.isfunction(function) else "inline")
         self.function = function
         self._pool: ProcessPool | None = None
         if (slot.isolation or declared) == "process":
-            none = engines_of_child(title)
-            if clients:
-                # Built as the child will build it: a function that needs an engine says so here.
-                build_reward_function(slot, none)
+            none = engines_of_child(title, engines.asked)
             self._pool = ProcessPool(
                 lambda: ProcessHost(build_reward_function, (slot, none), title, slot.env), slot.processes
             )

@@ -58,10 +58,8 @@ class HostedTool:
         context = ToolContext(slot.registered_name, seed, Engines(clients, user=title))
         self.tool = build_tool(slot, context)
         self._inline = (slot.isolation or self.tool.isolation) == "inline"
-        if clients and not self._inline:
-            # Built as the child will build it: a tool that needs an engine says so here.
-            context = replace(context, engines=engines_of_child(title))
-            self.tool = build_tool(slot, context)
+        if not self._inline:
+            context = replace(context, engines=engines_of_child(title, context.engines.asked))
         self.schemas: dict[str, dict[str, Any]] = {each["function"]["name"]: each for each in self.tool.schemas}
         self._several = type(self.tool).schemas is not Tool.schemas
         self.name: str = slot.registered_name if self._several else next(iter(self.schemas))

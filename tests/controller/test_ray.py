@@ -97,6 +97,12 @@ def worker_class() -> type:
         def fail_everywhere(self) -> None:
             raise ValueError(f"from rank {self.rank}")
 
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def fail_alike(self, folder: str) -> None:
+            while self.rank == 0 and not Path(folder, "seen").exists():
+                threading.Event().wait(0.01)
+            raise ValueError("the same words")
+
         @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
         def wait_for_ever(self) -> None:
             threading.Event().wait()
@@ -221,6 +227,21 @@ def test_ranks_that_failed_too_are_named(group: RayWorkerGroup) -> None:
         group.fail_everywhere()
 
 
+def test_the_rank_that_failed_first_is_named_where_all_fail_with_the_same_words(
+    group: RayWorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = ray_failures._group_error
+
+    def after_the_first(*args: Any) -> WorkerError:
+        (tmp_path / "seen").touch()
+        return original(*args)
+
+    monkeypatch.setattr(ray_failures, "_group_error", after_the_first)
+    monkeypatch.setattr(ray_failures, "OTHERS_GRACE_SECONDS", 60.0)
+    with pytest.raises(WorkerError, match=r"^rank 1 of 2(.|\n)*Also failed: rank 0 of 2"):
+        group.fail_alike(str(tmp_path))
+
+
 def test_a_rank_that_raises_or_dies_is_named_while_another_hangs(runtime: RayRuntime) -> None:
     with runtime.worker_group(ClassWithInitArgs(worker_class()), "failing", world_size=2) as group:
         with pytest.raises(
@@ -259,6 +280,20 @@ def test_a_frozen_rank_is_named_instead_of_hanging_the_run(
         for call in (hanging.get, group.pid):
             with pytest.raises(WorkerError, match=frozen):
                 call()
+
+
+def test_a_rank_that_freezes_in_its_constructor_is_named_instead_of_hanging_the_start(
+    runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Freezing(Worker):
+        def __init__(self) -> None:
+            if self.rank == 1:
+                os.kill(os.getpid(), signal.SIGSTOP)
+
+    monkeypatch.setattr(ray_failures, "FROZEN_SECONDS", 5.0)
+    frozen = r"rank 1 of 2 of 'stuck' on node .* is frozen(.|\n)*the last method called on it was stuck\.__init__"
+    with pytest.raises(WorkerError, match=frozen):
+        runtime.worker_group(ClassWithInitArgs(Freezing), "stuck", world_size=2)
 
 
 def test_an_error_in_the_constructor_names_the_rank(runtime: RayRuntime) -> None:

@@ -7,10 +7,21 @@ import time
 
 import pytest
 
-from agentrl_core.api import DeadlineError, PluginBrokenError, RewardResult, ToolCall, ToolError, ToolUnavailableError
-from agentrl_core.config.schema import ToolSlot
+from agentrl_core.api import (
+    ConfigError,
+    DeadlineError,
+    NoConfig,
+    PluginBrokenError,
+    RewardResult,
+    ToolCall,
+    ToolError,
+    ToolUnavailableError,
+)
+from agentrl_core.config.schema import RewardFunctionSlot, ToolSlot
+from agentrl_core.hosting.rewards import HostedRewardFunction
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.hosting.wire import decode, encode
+from agentrl_core.serving.clients import AbsentClient
 
 TOOLS = '''
 import os, time
@@ -353,3 +364,52 @@ def test_what_is_not_a_tool_is_refused_when_the_worker_starts(make_slot) -> None
     source = "class Odd:\n    def __init__(self, config, context): pass\n"
     with pytest.raises(PluginBrokenError, match="built a Odd, not a Tool"):
         HostedTool(make_slot(ToolSlot, source, "Odd"), seed=0)
+
+
+COUNTED = """
+from agentrl_core.api import NoConfig, Tool, ToolResponse, ToolResult, function_schema
+
+def note():
+    with open(PATH, "a") as file:
+        file.write("built\\n")
+
+class Counted(Tool):
+    isolation = "process"
+    schema = function_schema("counted", "Notes each build.", {})
+    config_class = NoConfig
+
+    def __init__(self, config, context):
+        note()
+        if ASKS:
+            context.engines["judge"]
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResult(ToolResponse("done"))
+
+class Score:
+    config_class = NoConfig
+    isolation = "process"
+
+    def __init__(self, config, context):
+        note()
+
+    def __call__(self, trajectory):
+        return 1.0
+"""
+
+
+@pytest.mark.parametrize("kind", ["tool", "reward function"])
+def test_a_plugin_in_a_child_process_is_built_once_here_where_the_run_has_engines(make_slot, tmp_path, kind) -> None:
+    code = COUNTED + f"\nASKS, PATH = False, {str(tmp_path / 'builds')!r}"
+    clients = {"judge": AbsentClient()}
+    if kind == "tool":
+        HostedTool(make_slot(ToolSlot, code, "Counted", config=NoConfig()), 0, clients)
+    else:
+        HostedRewardFunction(make_slot(RewardFunctionSlot, code, "Score", config=NoConfig()), clients)
+    assert (tmp_path / "builds").read_text() == "built\n"
+
+
+def test_a_tool_in_a_child_process_that_asks_for_an_engine_is_refused(make_slot, tmp_path) -> None:
+    code = COUNTED + f"\nASKS, PATH = True, {str(tmp_path / 'builds')!r}"
+    with pytest.raises(ConfigError, match="asks for the engine 'judge', but it runs in a child process"):
+        HostedTool(make_slot(ToolSlot, code, "Counted", config=NoConfig()), 0, {"judge": AbsentClient()})
