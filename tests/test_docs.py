@@ -154,8 +154,8 @@ def test_generated_pages_are_current(name: str) -> None:
 
 
 SEAMS = (
-    "agent_loop", "engine", "tool", "tool_parser", "interaction", "reward", "algorithm", "dataset", "sampler",
-    "tracker", "hooks",
+    "agent_loop", "engine", "tool", "tool_parser", "interaction", "environment", "reward", "algorithm", "dataset",
+    "sampler", "tracker", "hooks",
 )  # fmt: skip
 
 

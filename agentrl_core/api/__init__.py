@@ -23,11 +23,12 @@ _NAMES_OF_MODULE = {
         "SessionEngine", "SleepingEngine", "TokenOutput",
     ),
     "engine_client": ("EngineClient", "Engines"),
+    "environment": ("Environment", "EnvironmentContext", "Episode"),
     "errors": (
         "AgentRLError", "CheckpointError", "ConfigError", "DataError", "DeadlineError", "EngineError",
-        "InteractionError", "PluginBrokenError", "PluginConflictError", "PluginDriftError", "PluginError",
-        "PluginIncompatibleError", "PluginNotFoundError", "PluginRequirementError", "ProtocolError", "RewardError",
-        "RolloutError", "TemplateError", "ToolError", "ToolUnavailableError", "WorkerError",
+        "EpisodeError", "InteractionError", "PluginBrokenError", "PluginConflictError", "PluginDriftError",
+        "PluginError", "PluginIncompatibleError", "PluginNotFoundError", "PluginRequirementError", "ProtocolError",
+        "RewardError", "RolloutError", "TemplateError", "ToolError", "ToolUnavailableError", "WorkerError",
     ),
     "hooks": ("EndedTrajectory", "HookContext", "HookSpecs", "hookimpl"),
     "interaction": ("Interaction", "InteractionContext", "InteractionTurn"),
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from agentrl_core.api.dataset import *
     from agentrl_core.api.engine import *
     from agentrl_core.api.engine_client import *
+    from agentrl_core.api.environment import *
     from agentrl_core.api.errors import *
     from agentrl_core.api.hooks import *
     from agentrl_core.api.interaction import *

@@ -39,6 +39,7 @@ class Termination(StrEnum):
     MAX_TURNS = "max_turns"
     TOOL_ERROR = "tool_error"
     ENV_ERROR = "env_error"
+    EPISODE_ERROR = "episode_error"
     ENGINE_ERROR = "engine_error"
     REWARD_ERROR = "reward_error"
     TIMEOUT = "timeout"
@@ -60,7 +61,8 @@ _TRAINED = frozenset({
     Termination.COMPLETED, Termination.LENGTH, Termination.MAX_TURNS, Termination.TOOL_ERROR, Termination.ENV_ERROR,
 })  # fmt: skip
 _RETRIED = frozenset({
-    Termination.ENGINE_ERROR, Termination.REWARD_ERROR, Termination.TIMEOUT, Termination.ABORTED,
+    Termination.EPISODE_ERROR, Termination.ENGINE_ERROR, Termination.REWARD_ERROR, Termination.TIMEOUT,
+    Termination.ABORTED,
 })  # fmt: skip
 
 
@@ -196,15 +198,20 @@ class Trajectory(ABC):
 
 @dataclass(frozen=True)
 class ToolOutcome:
-    """One tool call, done. ``message`` is ready for :meth:`Trajectory.add_messages`."""
+    """One tool call, finished. ``message`` is ready for :meth:`Trajectory.add_messages`; with ``done`` it is the last
+    one of the trajectory."""
 
     message: Message
     response: ToolResponse
     failed: bool = False
+    done: bool = False
 
 
 class TrajectorySession(ABC):
-    """One trajectory's handle on the world: its tools and interaction are opened once and always released."""
+    """One trajectory's handle on the world: tools and a partner, opened once and always released.
+
+    Both come from the configuration or from the row's environment; a loop sees no difference.
+    """
 
     trajectory_id: str
 
@@ -229,7 +236,8 @@ class TrajectorySession(ABC):
 
     @abstractmethod
     async def open_interaction(self) -> bool:
-        """Start this row's interaction, once; False if the row names none (``extra_info.interaction_kwargs``)."""
+        """Start this row's interaction, once; False if it has neither one (``extra_info.interaction_kwargs``) nor an
+        environment."""
 
     @abstractmethod
     async def interact(self, messages: Sequence[Message]) -> InteractionTurn:

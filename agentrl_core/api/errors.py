@@ -14,7 +14,8 @@
     ├── EngineError              the inference engine or the connection to it
     ├── ToolError                a tool call that failed (the model sees an observation)
     │   └── ToolUnavailableError     what the tool needs failed (the trajectory is retried)
-    ├── InteractionError         an interaction (environment) that failed
+    ├── InteractionError         an interaction that failed
+    ├── EpisodeError             an environment that could not begin a task
     ├── RewardError              a reward function or manager
     ├── DeadlineError            an await passed its deadline
     ├── RolloutError             more trajectories failed than the run allows
@@ -100,6 +101,10 @@ class ToolUnavailableError(ToolError):
 
 class InteractionError(AgentRLError):
     """An interaction failed."""
+
+
+class EpisodeError(AgentRLError):
+    """An environment could not begin a task. The trajectory is retried."""
 
 
 class RewardError(AgentRLError):

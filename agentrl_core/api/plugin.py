@@ -77,6 +77,7 @@ KINDS: dict[str, PluginKind] = {
         PluginKind("tool", "agentrl.tools", 1, "tool"),
         PluginKind("tool_parser", "agentrl.tool_parsers", 1, "tool-call parser"),
         PluginKind("interaction", "agentrl.interactions", 1, "interaction"),
+        PluginKind("environment", "agentrl.environments", 1, "environment"),
         PluginKind("reward_manager", "agentrl.reward_managers", 1, "reward manager", {
             "group": "scores all samples of a prompt together",
             "tool_rewards": "uses the rewards that tools return",

@@ -41,6 +41,7 @@ class RewardTrajectory:
         tool_reward_turns, turn_score_turns: the turn of the policy, from 0, that earned each of them; empty if the loop
             set those itself.
         num_turns: as in ``AgentLoopOutput``.
+        environment: what the row's environment gave, its calls and replies included; None without one.
         sampled_tokens: number of tokens that the policy sampled, all turns; 0 in records of runs that did not keep it.
         termination: a value of ``Termination``.
         row: all other fields of the dataset row.
@@ -62,6 +63,7 @@ class RewardTrajectory:
     tool_reward_turns: Sequence[int] = ()
     turn_score_turns: Sequence[int] = ()
     sampled_tokens: int = 0
+    environment: "RewardResult | None" = None
 
 
 @dataclass(frozen=True)

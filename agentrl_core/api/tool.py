@@ -46,11 +46,13 @@ class ToolResponse:
 
 
 class ToolResult(NamedTuple):
-    """What ``execute`` returns: the response, a reward for this call (or None), and metrics."""
+    """What ``execute`` returns: the response, a reward for this call (or None), metrics, and whether the trajectory
+    ends with this call."""
 
     response: ToolResponse
     reward: float | None = None
     metrics: dict[str, float] = {}
+    done: bool = False
 
 
 @dataclass(frozen=True)

@@ -45,10 +45,10 @@ def run(
         step = read_state(found).step
         changes = [*changes, f"model.path={json.dumps(str(found / 'actor'))}"]
     loaded = load_config(config, changes)
-    if not loaded.data.validation_files:
-        raise ConfigError("data.validation_files: expected at least one file to evaluate on, found none")
     preparation = Preparation.of(loaded, training=False)
     rows = preparation.data.validation
+    if not rows:
+        raise ConfigError("data.validation_files: expected at least one file to evaluate on, found none")
     directory = _new_directory(loaded, output)
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
     with Progress(*columns, console=rich.get_console(), transient=True) as progress, start_runtime(loaded) as runtime:

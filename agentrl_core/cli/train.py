@@ -77,7 +77,7 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
         say(f"  agentrl train {arguments} --resume")
     if "rollouts" in held:
         say(f"  agentrl rollouts show {shown} -n 3")
-    if loaded.data.validation_files:
+    if trainer.preparation.data.validation:
         say(f"  agentrl eval {arguments} --checkpoint {shown}/checkpoints/latest")
     say(f"  agentrl export {shown}/checkpoints/latest out/")
     if trainer.stop.number is not None:

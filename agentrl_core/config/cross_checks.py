@@ -27,10 +27,13 @@ def served(config: ResolvedConfig) -> dict[str, ServedSlot]:
 
 
 def data(config: ResolvedConfig) -> Problems:
-    if not config.data.train_files:
-        yield "data.train_files", "expected at least one file, found none"
+    if not config.data.train_files and not config.environments:
+        yield (
+            "data.train_files",
+            "expected at least one file, or an environment in `environments`; found none",
+        )
     best, validation = config.trainer.checkpoint.best_metric, config.trainer.validation
-    if best is not None and not config.data.validation_files:
+    if best is not None and not config.data.validation_files and not config.environments:
         yield "trainer.checkpoint.best_metric", f"'{best}' is never measured without data.validation_files"
     if config.data.validation_files and not validation.greedy and validation.n == 0:
         yield (
@@ -169,7 +172,12 @@ def plugins(config: ResolvedConfig) -> Problems:
     loops, manager = config.rollout.agent.loops, config.reward.manager
     if not loops:
         yield "rollout.agent.loops", "expected at least one agent loop, found none; see `agentrl plugins list`"
-    lists = (("rollout.agent.loops", loops), ("tools", config.tools), ("interactions", config.interactions))
+    lists = (
+        ("rollout.agent.loops", loops),
+        ("tools", config.tools),
+        ("interactions", config.interactions),
+        ("environments", config.environments),
+    )
     for path, slots in lists:
         names = [slot.registered_name for slot in slots]
         for index, name in enumerate(names):
@@ -183,7 +191,8 @@ def plugins(config: ResolvedConfig) -> Problems:
         if function.range is not None and (len(function.range) != 2 or function.range[0] >= function.range[1]):
             yield f"reward.functions.{index}.range", f"expected [lowest, highest], found {function.range}"
     others = (*((manager, name) for name in ("tool_rewards", "turn_scores")), *((loop, "rewards") for loop in loops))
-    if not config.reward.functions and not any(slot.has(capability) for slot, capability in others):
+    given = config.reward.functions or config.environments
+    if not given and not any(slot.has(capability) for slot, capability in others):
         yield (
             "reward.functions",
             "nothing gives a reward: no function is configured, no agent loop returns rewards, and reward manager "

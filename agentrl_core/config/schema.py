@@ -214,6 +214,12 @@ class InteractionSlot(Slot):
 
 
 @dataclass
+class EnvironmentSlot(Slot):
+    kind: ClassVar[str] = "environment"
+    timeout: float = option(30.0, gt=0, unit="seconds", help="time limit of one call, reply, start or score")
+
+
+@dataclass
 class RewardManagerSlot(Slot):
     kind: ClassVar[str] = "reward_manager"
     name: str = option("naive", help="a registered name, 'package:name', or './file.py:object'")
@@ -298,9 +304,10 @@ class ModelConfig:
 @dataclass
 class DataConfig:
     train_files: list[str] = option(
+        default_factory=list,
         path=True,
         help="Parquet or JSON Lines files, relative to the config file: names, patterns (data/*.parquet) or addresses "
-        "(hf://…, s3://…)",
+        "(hf://…, s3://…); not needed where environments have tasks",
     )
     validation_files: list[str] = option(default_factory=list, path=True, help="the same, for validation")
     batch_size: int = option(32, ge=1, unit="prompts", help="prompts per step")
@@ -526,6 +533,9 @@ class Config:
     )
     tools: list[ToolSlot] = option(default_factory=list, help="tools that the policy can call")
     interactions: list[InteractionSlot] = option(default_factory=list, help="plugins that answer in the user's place")
+    environments: list[EnvironmentSlot] = option(
+        default_factory=list, help="environments: their tasks are rows, in addition to those of data.train_files"
+    )
     reward: RewardConfig = option(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = option(default_factory=AlgorithmConfig)
     actor: ActorConfig = option(default_factory=ActorConfig)

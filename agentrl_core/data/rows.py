@@ -56,8 +56,8 @@ class PromptBatch:
 
 
 def fingerprint(rows: Sequence[dict[str, Any]]) -> str:
-    """A hash of the prompts in their order; a checkpoint keeps it to notice that the data has changed."""
+    """A hash of the prompts, or tasks, in their order; a checkpoint keeps it to notice that the data has changed."""
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(json.dumps(row["raw_prompt"], sort_keys=True, default=str).encode())
+        digest.update(json.dumps(row["raw_prompt"] or row, sort_keys=True, default=str).encode())
     return digest.hexdigest()[:16]

@@ -14,6 +14,7 @@ from typing import Any
 from agentrl_core.api.agent_loop import AgentLoopContext, ChatRenderer, TruncationSide
 from agentrl_core.api.algorithm import AlgorithmContext
 from agentrl_core.api.engine import PausableEngine, SessionEngine, SleepingEngine
+from agentrl_core.api.environment import EnvironmentContext
 from agentrl_core.api.errors import PluginBrokenError
 from agentrl_core.api.hooks import HookContext
 from agentrl_core.api.interaction import InteractionContext
@@ -29,6 +30,7 @@ _BASES = {
     "tool": "tool:Tool",
     "tool_parser": "tool_parser:ToolParser",
     "interaction": "interaction:Interaction",
+    "environment": "environment:Environment",
     "reward_manager": "reward:RewardManager",
     "advantage_estimator": "algorithm:AdvantageEstimator",
     "policy_loss": "algorithm:PolicyLoss",
@@ -179,6 +181,7 @@ def _context(spec: PluginSpec, directory: Path) -> Any:
         "tool": lambda: ToolContext(spec.name),
         "tool_parser": ToolParserContext,
         "interaction": lambda: InteractionContext(spec.name),
+        "environment": lambda: EnvironmentContext(spec.name),
         "reward_manager": lambda: RewardManagerContext((_Zero(),)),
         "reward_function": lambda: RewardFunctionContext(spec.name),
         "advantage_estimator": lambda: AlgorithmContext(group_size=2),

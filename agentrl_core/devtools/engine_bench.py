@@ -52,9 +52,10 @@ def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> E
         EngineError: the engine did not start, or a request failed.
     """
     preparation = Preparation.of(config)
-    renderer, rows, sampling = preparation.renderer, preparation.data.train, config.rollout.sampling
+    renderer, data, sampling = preparation.renderer, preparation.data, config.rollout.sampling
+    messages = [row["raw_prompt"] for row in data.train if row["raw_prompt"]] or [data.first_prompt]
     prompts = [
-        renderer.encode(renderer.render(rows[number % len(rows)]["raw_prompt"], generation_prompt=True))
+        renderer.encode(renderer.render(messages[number % len(messages)], generation_prompt=True))
         for number in range(requests)
     ]
     params = SamplingParams(

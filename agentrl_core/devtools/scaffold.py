@@ -49,6 +49,7 @@ _RECIPES = {
     "tool": _Recipe("Tool", "tool", "counts the words of a text"),
     "tool_parser": _Recipe("Parser", "parser", "reads calls written as JSON in tags"),
     "interaction": _Recipe("Interaction", "interaction", "asks again until the answer is right"),
+    "environment": _Recipe("Environment", "environment", "asks for the sum of two numbers"),
     "reward_manager": _Recipe("Manager", "manager", "scales the weighted sum of the functions"),
     "reward_function": _Recipe("Reward", "reward", "1 if the last turn ends with the ground truth"),
     "advantage_estimator": _Recipe("Estimator", "estimator", "the reward above a baseline"),

@@ -99,6 +99,16 @@ def check_score(who: str, value: Any) -> RewardResult:
     return replace(result, score=number)
 
 
+class EnvironmentScore:
+    """What environments gave, as a configured function that managers combine with others; 0 without an environment."""
+
+    name = "environment"
+    weight = 1.0
+
+    async def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
+        return trajectory.environment or RewardResult(0.0)
+
+
 class RewardWorker:
     """Scores trajectories one by one when they end. Built once, in this process or as an actor.
 
@@ -106,14 +116,20 @@ class RewardWorker:
         config: the section ``reward``, its slots resolved.
         loops_reward: as in :class:`RewardManagerContext`.
         clients: of the named engines.
+        environments: the run has environments, which score.
     """
 
     def __init__(
-        self, config: RewardConfig, loops_reward: bool = False, clients: Mapping[str, EngineClient] | None = None
+        self,
+        config: RewardConfig,
+        loops_reward: bool = False,
+        clients: Mapping[str, EngineClient] | None = None,
+        environments: bool = False,
     ) -> None:
         self._clients: Mapping[str, Any] = clients or {}
         self._functions = [HostedRewardFunction(slot, clients) for slot in config.functions]
-        context = RewardManagerContext(self._functions, loops_reward)
+        scores = [EnvironmentScore()] if environments else []
+        context = RewardManagerContext([*self._functions, *scores], loops_reward)
         self._manager: RewardManager = config.manager.build(context)
         self._timeout = config.timeout
         self._name = config.manager.name

@@ -38,6 +38,18 @@ class TrajectoryKey:
     def seed(self, turn: int, branch: int = 0) -> int:
         """Seed of one turn in [0, 2^63): a function of run, step, prompt, sample and turn, and of nothing else."""
         text = f"{self.run_seed}/{self.split}/{self.step}/{self.prompt}/{self.sample}/{branch}/{turn}"
+        return self._hashed(text)
+
+    @property
+    def task_seed(self) -> int:
+        """Seed of the environment's episode in [0, 2^63): the same for all samples and attempts of a prompt, its greedy
+        baseline included. A validation prompt has the same one at every step."""
+        split = self.split.removesuffix(".greedy")
+        where = "validation" if split.startswith("validation") else f"{split}/{self.step}"
+        return self._hashed(f"{self.run_seed}/task/{where}/{self.prompt}")
+
+    @staticmethod
+    def _hashed(text: str) -> int:
         return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
     def next_attempt(self) -> "TrajectoryKey":

@@ -58,10 +58,11 @@ class AgentLoopManager:
         options = ActorOptions(restarts=RESTARTS)
         self._rewarders = [
             runtime.actor(
-                RewardWorker, config.reward, config.loops_reward, clients, name=f"reward-{index}", options=options
+                RewardWorker, config.reward, config.loops_reward, clients, bool(config.environments),
+                name=f"reward-{index}", options=options,
             )
             for index in range(config.reward.num_workers)
-        ]
+        ]  # fmt: skip
         self._workers = [
             runtime.actor(
                 AgentLoopWorker, config, self._engines.servers, self._rewarders, name=f"agent-loop-{index}",

@@ -9,14 +9,18 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from agentrl_core.api import (
+    ConfigError,
     EngineClient,
     Engines,
+    EpisodeError,
     Interaction,
     InteractionContext,
     InteractionError,
     InteractionTurn,
     Message,
     RewardError,
+    RewardResult,
+    RewardTrajectory,
     SamplingParams,
     Termination,
     TokenOutput,
@@ -25,11 +29,13 @@ from agentrl_core.api import (
     ToolOutcome,
     ToolParser,
     ToolResponse,
+    ToolResult,
     ToolUnavailableError,
     TrajectorySession,
 )
 from agentrl_core.config.schema import InteractionSlot
 from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.hosting.environments import HostedEnvironment, HostedEpisode
 from agentrl_core.hosting.tools import HostedTool, check_result, is_finite, select_tools
 from agentrl_core.plugins.boundary import boundary, deadline
 from agentrl_core.rollout.identity import TrajectoryKey
@@ -52,10 +58,16 @@ class Servers(Protocol):
 
 @dataclass(frozen=True)
 class HostedInteraction:
-    """A configured interaction with its deadline."""
+    """A configured interaction, or an episode in its place, with its deadline."""
 
     interaction: Interaction
     timeout: float
+    kind: str = "interaction"
+
+    @property
+    def title(self) -> str:
+        """For messages."""
+        return f"{self.kind} {self.interaction.context.name!r}"
 
 
 def interaction_context(slot: InteractionSlot, seed: int, clients: Mapping[str, EngineClient]) -> InteractionContext:
@@ -74,6 +86,7 @@ class SessionEnvironment:
     servers: Servers
     tools: Mapping[str, HostedTool]
     interactions: Mapping[str, HostedInteraction]
+    environments: Mapping[str, HostedEnvironment] = field(default_factory=dict)
     pacer: Pacer = field(default_factory=Pacer)
     reported: set[tuple[str, type[BaseException]]] = field(default_factory=set)
     """Tools with the kinds of failures that the log shows already."""
@@ -120,8 +133,9 @@ class RolloutSession(TrajectorySession):
         self.row: dict[str, Any] = copied(dict(row))
         self._extra: Mapping[str, Any] = self.row.get("extra_info") or {}
         self._env = environment
+        self._episode: HostedEpisode | None = None
         self._open_tools: dict[str, HostedTool] | None = None
-        self._functions: dict[str, HostedTool] = {}
+        self._functions: dict[str, HostedTool | HostedEpisode] = {}
         self._interaction: HostedInteraction | None = None
         self._interaction_asked = False
         self._engine_sessions: set[str] = set()
@@ -138,6 +152,13 @@ class RolloutSession(TrajectorySession):
             self._sample,
             sibling=self.builder,
         )
+        limits = self._env.limits
+        longest = limits.max_model_len - limits.max_response_length
+        if self._episode is not None and self.builder.num_tokens > longest and not self.builder.counts.turns:
+            raise EpisodeError(
+                f"the first messages of {self._episode.title} have {self.builder.num_tokens} tokens (tool schemas "
+                f"included), more than data.max_prompt_length={longest}; raise it, or let the environment write less"
+            )
         return self.builder
 
     def enter(self, state: str) -> float:
@@ -165,6 +186,28 @@ class RolloutSession(TrajectorySession):
         await self._env.pacer.wait()
         return output
 
+    # Environment ------------------------------------------------------------------------------------------------
+
+    async def open_environment(self) -> None:
+        """Begin the task of a row that names an environment; its messages become the row's prompt.
+
+        Raises:
+            EpisodeError: the environment could not begin it.
+        """
+        name = self.row.get("environment")
+        if name is None:
+            return
+        environment = self._env.environments.get(name)
+        if environment is None:
+            raise ConfigError(
+                f"the row names the environment {name!r}; configured: {', '.join(self._env.environments) or 'none'}"
+            )
+        with self.timed("environment", f"opening {environment.title}"):
+            self._episode = await environment.open(copied(self.row), self._key.task_seed)
+        self.row["raw_prompt"] = self._episode.messages
+        self._interaction = HostedInteraction(self._episode.partner, self._episode.timeout, "environment")
+        self._interaction_asked = True
+
     # Tools ------------------------------------------------------------------------------------------------------
 
     def _tool_kwargs(self, name: str, which: str) -> dict[str, Any]:
@@ -173,12 +216,15 @@ class RolloutSession(TrajectorySession):
     async def open_tools(self) -> list[dict[str, Any]]:
         if self._open_tools is None:
             self._open_tools = {}
+            self._functions |= dict.fromkeys(self._episode.schemas, self._episode) if self._episode is not None else {}
             for name in select_tools(self._extra, list(self._env.tools)):
                 tool = self._env.tools[name]
                 # Before create: a create that fails half-way is released too.
                 self._open_tools[name] = tool
                 with self.timed("tools", f"creating tool {name!r}"):
                     await tool.call("create", self._key.request_id, kwargs=self._tool_kwargs(name, "create_kwargs"))
+                if both := self._functions.keys() & tool.schemas.keys():
+                    raise ConfigError(f"tool {name!r} and another one both offer {', '.join(sorted(both))}; rename one")
                 self._functions |= dict.fromkeys(tool.schemas, tool)
             self.report.tool_schemas = [tool.schemas[name] for name, tool in self._functions.items()]
         return self.report.tool_schemas
@@ -187,11 +233,12 @@ class RolloutSession(TrajectorySession):
         with self.timed("tools", f"calling tool {call.name!r}"):
             try:
                 with boundary(ToolError):
-                    text, failed = await self._execute(call), False
+                    result = await self._execute(call)
+                text, failed, done = result.response.text, False, result.done
             except ToolUnavailableError:
                 raise
             except ToolError as error:
-                text, failed = f"Error: {error}", True
+                text, failed, done = f"Error: {error}", True, False
                 if not isinstance(error, CallError):
                     self._report_failure(call.name, error.__cause__ or error)
         self.report.count("tool_calls")
@@ -200,9 +247,9 @@ class RolloutSession(TrajectorySession):
             {"name": call.name, "arguments": call.arguments, "response": text[:2000], "failed": failed}
         )
         message: Message = {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
-        return ToolOutcome(message, ToolResponse(text), failed)
+        return ToolOutcome(message, ToolResponse(text), failed, done)
 
-    async def _execute(self, call: ToolCall) -> str:
+    async def _execute(self, call: ToolCall) -> ToolResult:
         tool = self._functions.get(call.name)
         if tool is None:
             raise CallError(f"there is no tool {call.name!r}; available: {', '.join(self._functions) or 'none'}")
@@ -220,7 +267,7 @@ class RolloutSession(TrajectorySession):
             self._tool_reward(call.name, float(result.reward))
         for name, value in result.metrics.items():
             self.report.count(f"tool/{call.name}/{name}", float(value))
-        return result.response.text
+        return result
 
     def _report_failure(self, name: str, error: BaseException) -> None:
         """Show the first failure of each kind of each tool: a broken tool would look like a bad policy."""
@@ -284,8 +331,8 @@ class RolloutSession(TrajectorySession):
         return turn
 
     async def _interact(self, hosted: HostedInteraction, call: Awaitable[Any], what: str) -> Any:
-        with self.timed("interaction", f"{what} interaction {hosted.interaction.context.name!r}"):
-            late = f"interaction {hosted.interaction.context.name!r}: no answer within {hosted.timeout:g} s"
+        with self.timed(hosted.kind, f"{what} {hosted.title}"):
+            late = f"{hosted.title}: no answer within {hosted.timeout:g} s"
             async with deadline(hosted.timeout, late, InteractionError):
                 return await call
 
@@ -310,8 +357,25 @@ class RolloutSession(TrajectorySession):
                 self.report.turn_scores.append(_number(value, "calculate_score of the interaction"))
                 self.report.turn_score_turns.append(self._turn)
 
+    async def score_episode(self, trajectory: RewardTrajectory) -> RewardResult | None:
+        """What the environment gives for the trajectory; None without one.
+
+        Raises:
+            RewardError: its score failed, or is not a finite number.
+        """
+        if self._episode is None:
+            return None
+        seen = self.report
+        calls = zip(seen.tool_reward_names, seen.tool_reward_turns, seen.tool_rewards, strict=True)
+        earned = [(turn, reward) for name, turn, reward in calls if name in self._episode.schemas]
+        earned += zip(seen.turn_score_turns, seen.turn_scores, strict=True)
+        with self.timed("environment", f"being scored by {self._episode.title}"):
+            return await self._episode.score(trajectory, earned)
+
     async def close(self) -> None:
         """Release everything that was opened. Never raises: a failure is logged and counted."""
+        if self._episode is not None:
+            await self._quietly(self._episode.close(), f"close of the episode of {self._episode.title}")
         for name, tool in (self._open_tools or {}).items():
             await self._quietly(self._release(name, tool), f"release of tool {name!r}")
         if self._interaction is not None:
@@ -321,7 +385,7 @@ class RolloutSession(TrajectorySession):
             await self._quietly(self._env.servers.close_session(session), "close_session of the engine")
         self._open_tools = {}
         self._functions = {}
-        self._interaction = None
+        self._episode = self._interaction = None
         self._engine_sessions.clear()
 
     async def _release(self, name: str, tool: HostedTool) -> None:

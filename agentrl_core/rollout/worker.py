@@ -3,6 +3,7 @@
 import asyncio
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from agentrl_core.api import (
@@ -12,6 +13,7 @@ from agentrl_core.api import (
     ConfigError,
     DeadlineError,
     EngineError,
+    EpisodeError,
     PluginError,
     RewardError,
     RewardResult,
@@ -23,6 +25,7 @@ from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import PromptBatch
+from agentrl_core.hosting.environments import HostedEnvironment
 from agentrl_core.hosting.rewards import check_score
 from agentrl_core.hosting.tools import HostedTool, is_finite
 from agentrl_core.plugins.boundary import deadline, traced
@@ -87,7 +90,7 @@ class AgentLoopWorker:
         renderer = HFChatRenderer.from_config(config.model)
         tools = [HostedTool(slot, seed, clients) for slot in config.tools]
         clients_bring_tools = any(slot.has("chat_endpoint") for slot in rollout.agent.loops)
-        needs_parser = config.tools or clients_bring_tools
+        needs_parser = config.tools or config.environments or clients_bring_tools
         parser = rollout.tool_parser.build(ToolParserContext()) if needs_parser else None
         self._environment = SessionEnvironment(
             renderer=renderer,
@@ -101,6 +104,7 @@ class AgentLoopWorker:
                 )
                 for slot in config.interactions
             },
+            environments={slot.registered_name: HostedEnvironment(slot, seed, clients) for slot in config.environments},
         )
         context = AgentLoopContext(
             renderer=renderer,
@@ -227,6 +231,7 @@ class AgentLoopWorker:
         """Run the loop and score what it returns."""
         result = session.report
         await session.open_engine()
+        await session.open_environment()
         name = session.row.get("agent_name") or self._default_loop
         if name not in self._loops:
             raise ConfigError(f"agent_name is {name!r}; rollout.agent.loops lists {', '.join(self._loops)}")
@@ -251,7 +256,8 @@ class AgentLoopWorker:
         if result.sampled_tokens:
             own = outputs[-1].reward_score
             result.reward = None if own is None else check_score(f"agent loop {name!r}", own)
-            result.reward_input = reward_trajectory(result.row, outputs, result.termination)
+            seen = reward_trajectory(result.row, outputs, result.termination)
+            result.reward_input = replace(seen, environment=await session.score_episode(seen))
             if result.reward is None:
                 with session.timed("reward", "being scored"):
                     result.reward = await self._score(result)
@@ -279,6 +285,8 @@ class AgentLoopWorker:
             await loop.close()
         for tool in self._environment.tools.values():
             await tool.close()
+        for environment in self._environment.environments.values():
+            await environment.close()
 
 
 async def uninterrupted(cleanup: Coroutine[Any, Any, None]) -> None:
@@ -312,6 +320,8 @@ def classify(error: Exception) -> Termination:
     """At which boundary a trajectory failed."""
     if isinstance(error, RewardError):
         return Termination.REWARD_ERROR
+    if isinstance(error, EpisodeError):
+        return Termination.EPISODE_ERROR
     if isinstance(error, (EngineError, WorkerError)):
         return Termination.ENGINE_ERROR
     if isinstance(error, (DeadlineError, TimeoutError)):

@@ -12,7 +12,7 @@ from typing import Any, TextIO, cast
 from agentrl_core.api.agent_loop import AgentLoopOutput, Termination
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
-from agentrl_core.api.reward import RewardTrajectory
+from agentrl_core.api.reward import RewardResult, RewardTrajectory
 from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.run_dir import rollout_file_name
 
@@ -41,8 +41,8 @@ class RolloutRecord(AgentLoopOutput):
         timings: seconds by name.
         advantage: mean advantage of the trajectory's sampled tokens.
         reward_input: what rewards saw and no other field has: ``model_text``, ``last_text``, ``full_text``,
-            ``extra_info``, ``row``, ``sampled_tokens``, and ``termination`` before scoring. Only the last row of a
-            scored trajectory has it; None in the others.
+            ``extra_info``, ``row``, ``sampled_tokens``, ``environment``, and ``termination`` before scoring. Only the
+            last row of a scored trajectory has it; None in the others.
     """
 
     schema_version: int = SCHEMA_VERSION
@@ -107,7 +107,16 @@ class RolloutRecord(AgentLoopOutput):
         return record
 
 
-_REWARD_INPUT = ("model_text", "last_text", "full_text", "extra_info", "row", "termination", "sampled_tokens")
+_REWARD_INPUT = (
+    "model_text",
+    "last_text",
+    "full_text",
+    "extra_info",
+    "row",
+    "termination",
+    "sampled_tokens",
+    "environment",
+)
 _REQUIRED = ("step", "split", "uid", "trajectory_id", "prompt_ids", "response_ids", "response_mask")
 # ``reward`` and ``reward_input`` hold these.
 _FIELDS = tuple(
@@ -169,6 +178,8 @@ def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:
     names = {item.name for item in fields(RewardTrajectory)}.difference(_REWARD_INPUT)
     seen = {name: getattr(record, name) for name in names} | record.reward_input
     empty: dict[str, Any] = {name: () for name, value in seen.items() if value == []}
+    if isinstance(given := seen.get("environment"), dict):
+        empty["environment"] = RewardResult(**given)
     return RewardTrajectory(**seen | empty)
 
 

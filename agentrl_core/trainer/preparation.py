@@ -88,7 +88,7 @@ class Preparation:
             if slot.python is not None:
                 check_interpreter(slot.python, slot.ref, slot.plugin.spec)
         # Reward workers build these again. Building them here reports a broken reward before anything starts.
-        RewardWorker(config.reward, config.loops_reward, absent_clients(config.engines))
+        RewardWorker(config.reward, config.loops_reward, absent_clients(config.engines), bool(config.environments))
         with boundary(ConfigError, f"model.path: {model.path} is not a model transformers can load:"):
             model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         text_config = model_config.get_text_config()

@@ -10,6 +10,7 @@ from agentrl_core.api import (
     ConfigError,
     DataError,
     DatasetContext,
+    Message,
     PromptDataset,
     PromptOutcome,
     PromptSampler,
@@ -18,11 +19,14 @@ from agentrl_core.api import (
 )
 from agentrl_core.api.dataset import Split
 from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.controller.event_loop import EventLoop
 from agentrl_core.data.overlong import fit_prompts
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import Row
+from agentrl_core.data.template_check import require_tool_role
+from agentrl_core.hosting.environments import HostedEnvironment
 from agentrl_core.hosting.tools import select_tools, tool_schemas
-from agentrl_core.plugins.boundary import hang_reported
+from agentrl_core.plugins.boundary import boundary, hang_reported
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.serving.clients import absent_clients
 
@@ -33,13 +37,17 @@ _TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "releas
 
 @dataclass(frozen=True)
 class PromptData:
-    """Rows that fit, the sampler over the training rows, and the tokens of the longest prompt."""
+    """Rows that fit, the sampler over the training rows, and the tokens of the longest prompt.
+
+    ``first_prompt`` holds the messages of a training prompt: an environment writes its own only when a task begins.
+    """
 
     train: Sequence[Row]
     validation: Sequence[Row]
     sampler: PromptSampler
     longest_prompt: int
     batch_size: int
+    first_prompt: Sequence[Message]
 
     def batch(self, step: int) -> list[Row]:
         """Return the training rows of a step.
@@ -82,22 +90,109 @@ class PromptLoader:
         self._used_tools: set[str] = set()
         self._used_interactions: set[str] = set()
         self._longest = 0
+        seed, clients = config.trainer.seed, absent_clients(config.engines)
+        self._environments = [HostedEnvironment(slot, seed, clients) for slot in config.environments]
 
     def load(self) -> PromptData:
         """Load both splits, filtered or cut to ``data.max_prompt_length``.
 
         Raises:
             DataError: a file or row that cannot be used.
-            ConfigError: a tool or interaction that no row can reach.
+            ConfigError: a tool or interaction that no row can reach, or an environment that does not fit the run.
+            EpisodeError: an environment cannot begin its first task.
         """
         data = self._config.data
         train = self._split("train", data.train_files)
-        validation = self._split("validation", data.validation_files) if data.validation_files else []
+        validation = self._split("validation", data.validation_files)
         self._check_reached()
+        first_prompt = self._try_environments(train)
         sampler = data.sampler.build(SamplerContext(train, data.batch_size, self._config.trainer.seed))
-        return PromptData(train, validation, sampler, self._longest, data.batch_size)
+        return PromptData(train, validation, sampler, self._longest, data.batch_size, first_prompt)
 
     def _split(self, split: Split, files: Sequence[str]) -> list[Row]:
+        """The rows of the files, and the tasks of the environments."""
+        rows, tasks, without = self._file_rows(split, files) if files else [], list[Row](), list[str]()
+        for environment in self._environments:
+            name = environment.name
+            with boundary(DataError, f"{environment.title}: tasks({split!r}) raised"), hang_reported(environment.title):
+                own = environment.environment.tasks(split)
+                given = [{"data_source": name, **task, "environment": name} for task in own or ()]
+            if own is None:
+                without.append(name)
+            for index, row in enumerate(given):
+                row.setdefault("raw_prompt", [])
+                self._check_row(row, f"{environment.title}: {split} task {index}")
+            tasks += given
+        for index, row in enumerate(rows):
+            if "environment" not in row and without:
+                rows[index] = {**row, "environment": without[0]}
+            elif row.get("environment") not in (None, *(each.name for each in self._environments)):
+                raise DataError(
+                    f"data: {split} row {index}: environment is {row['environment']!r}; configured: "
+                    f"{', '.join(each.name for each in self._environments) or 'none'}"
+                )
+        if len(without) > 1 and any(row["environment"] == without[0] for row in rows):
+            raise DataError(
+                f"data: {split} rows name no environment, but {', '.join(without)} have no tasks of their own; add a "
+                "column `environment`"
+            )
+        return rows + tasks
+
+    def _try_environments(self, rows: Sequence[Row]) -> Sequence[Message]:
+        """Begin the first task of each environment, check it against the run; return messages of a prompt."""
+        first: Sequence[Message] = rows[0]["raw_prompt"] if rows else []
+
+        async def each() -> Sequence[Message]:
+            messages = first
+            for environment in self._environments:
+                try:
+                    messages = await self._try(environment, rows) or messages
+                finally:
+                    await environment.close()
+            return messages
+
+        if not self._environments:
+            return first
+        loop = EventLoop()
+        try:
+            return loop.run(each())
+        finally:
+            loop.close()
+
+    async def _try(self, environment: HostedEnvironment, rows: Sequence[Row]) -> Sequence[Message]:
+        title, config = environment.title, self._config
+        row = next((row for row in rows if row.get("environment") == environment.name), None)
+        if row is None:
+            raise ConfigError(
+                f"{title} has no training task: its tasks('train') gives none, and no row of data.train_files names it"
+            )
+        if not (environment.environment.scores or config.reward.functions or config.loops_reward):
+            raise ConfigError(f"{title} gives no rewards: add a function to reward.functions, or let it score")
+        episode = await environment.open(row, 0)
+        try:
+            loop = row.get("agent_name") or self._default_loop
+            used = {"tools": bool(episode.schemas), "interactions": episode.replies}
+            for capability in (name for name, needed in used.items() if needed and name not in self._loops[loop]):
+                raise ConfigError(
+                    f"{title} {'offers tools' if capability == 'tools' else 'answers the policy'}, but the agent loop "
+                    f"{loop!r} lacks the capability {capability!r}; add one that has it to rollout.agent.loops, such "
+                    "as tool_agent"
+                )
+            if episode.schemas:
+                require_tool_role(self._renderer)
+            schemas = list(episode.schemas.values()) + self._row_schemas(row)
+            prompt = self._renderer.render(episode.messages, schemas, generation_prompt=True)
+            self._longest = max(self._longest, len(self._renderer.encode(prompt)))
+            if self._longest > config.data.max_prompt_length:
+                raise ConfigError(
+                    f"data.max_prompt_length is {config.data.max_prompt_length}, but the first task of {title} has a "
+                    f"prompt of {self._longest} tokens (tool schemas included); raise it"
+                )
+            return episode.messages
+        finally:
+            await episode.close()
+
+    def _file_rows(self, split: Split, files: Sequence[str]) -> list[Row]:
         slot = self._config.data.dataset
         found = [name for file in files for name in _matching(file)]
         context = DatasetContext(found, split, self._renderer, self._row_schemas, self._config.data.max_prompt_length)

@@ -131,7 +131,7 @@ class Trainer:
     def _compare_with_engines(self) -> None:
         """Compare each engine's log-probs with those of the actor, before the first step."""
         if self.config.rollout.engine.has("logprobs"):
-            prompt = self.renderer.render(self.preparation.data.train[0]["raw_prompt"], generation_prompt=True)
+            prompt = self.renderer.render(self.preparation.data.first_prompt, generation_prompt=True)
             compare_with_engines(self.config, self.roles.engines, self.roles.actor, self.renderer.encode(prompt))
             # Drop what the engines counted: it belongs to no step.
             self.roles.engines.metrics()

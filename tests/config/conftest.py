@@ -81,6 +81,7 @@ SPECS = [
     _spec("tool", "calculator"),
     _spec("tool", "search", ToolOptions),
     _spec("interaction", "tutor"),
+    _spec("environment", "game"),
     _spec("reward_manager", "naive"),
     _spec("reward_manager", "tools_only", NoConfig, "tool_rewards"),
     _spec("reward_function", "exact"),

@@ -135,7 +135,8 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
         ),
         (
             ["data.train_files=[]"],
-            "data.train_files (override 'data.train_files=[]'): expected at least one file, found none",
+            "data.train_files (override 'data.train_files=[]'): expected at least one file, or an environment in "
+            "`environments`; found none",
         ),
     ],
 )

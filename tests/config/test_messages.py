@@ -129,8 +129,8 @@ from agentrl_core.config.validation import _VERL
         ),
         (
             "3: x",
-            "3 (config.yaml:10): unknown key; allowed: model, data, rollout, engines, tools, interactions, reward, "
-            "algorithm, actor, critic, reference, teacher, trainer, cluster, hooks, plugins",
+            "3 (config.yaml:10): unknown key; allowed: model, data, rollout, engines, tools, interactions, "
+            "environments, reward, algorithm, actor, critic, reference, teacher, trainer, cluster, hooks, plugins",
         ),
     ],
 )
@@ -248,8 +248,6 @@ def test_required_keys_of_an_empty_file(problems):
     assert problems("") == [
         "model.path (config.yaml): required key is missing (directory with weights, config and tokenizer, relative to "
         "the config file; or a model of the Hugging Face hub: org/name, org/name@revision)",
-        "data.train_files (config.yaml): required key is missing (Parquet or JSON Lines files, relative to the config "
-        "file: names, patterns (data/*.parquet) or addresses (hf://…, s3://…))",
         "rollout.agent.loops (config.yaml): required key is missing (agent loops that rows select with agent_name; "
         "the first is the default)",
     ]

@@ -21,8 +21,8 @@ import json
 from agentrl_algorithms.config import GRPOConfig, PPOConfig
 from agentrl_algorithms.grpo import GRPO
 from agentrl_algorithms.ppo import PPO
-from agentrl_core.api import CorrectionOutput, Interaction, InteractionTurn, PromptSampler, RewardManager
-from agentrl_core.api import RolloutCorrection, Tracker, hookimpl
+from agentrl_core.api import CorrectionOutput, Environment, Episode, Interaction, InteractionTurn, PromptSampler
+from agentrl_core.api import RewardManager, RolloutCorrection, Tracker, hookimpl
 from agentrl_core.testing.scripted_config import ScriptedConfig
 from agentrl_core.testing.scripted_engine import ScriptedEngine
 from agentrl_dataset_prompts.config import PromptsConfig
@@ -57,10 +57,22 @@ class Nod(Interaction):
         return InteractionTurn(terminate=True, text="", reward=0.25)
 
 
+class World(Environment):
+    def tasks(self, split):
+        return [{}] if split == "train" else []
+
+    async def open(self, task, seed):
+        return Idle()
+
+
+class Idle(Episode):
+    messages = [{"role": "user", "content": "Hello"}]
+
+
 class Manager(RewardManager):
     async def score(self, trajectory):
-        (function,) = self.context.functions
-        return await function(trajectory)
+        function, environment = self.context.functions
+        return await (function if trajectory.environment is None else environment)(trajectory)
 
 
 def heard(trajectory):
@@ -114,6 +126,7 @@ EVERY_SLOT: dict[str, Any] = {
     "rollout.tool_parser": "./mine.py:Parser",
     "tools": ["./mine.py:shout"],
     "interactions": ["./mine.py:Nod"],
+    "environments": ["./mine.py:World"],
     "reward.functions": ["./mine.py:heard"],
     "reward.manager": "./mine.py:Manager",
     "algorithm.advantage": "./mine.py:Estimator",

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from agentrl_core.testing.contracts.agent_loop import AgentLoopCase, AgentLoopContract
     from agentrl_core.testing.contracts.dataset import DatasetCase, DatasetContract
     from agentrl_core.testing.contracts.engine import EngineCase, EngineContract
+    from agentrl_core.testing.contracts.environment import EnvironmentCase, EnvironmentContract
     from agentrl_core.testing.contracts.interaction import InteractionCase, InteractionContract
     from agentrl_core.testing.contracts.policy_loss import PolicyLossCase, PolicyLossContract
     from agentrl_core.testing.contracts.reward_function import RewardFunctionCase, RewardFunctionContract
@@ -41,6 +42,8 @@ __all__ = [
     "DatasetContract",
     "EngineCase",
     "EngineContract",
+    "EnvironmentCase",
+    "EnvironmentContract",
     "InteractionCase",
     "InteractionContract",
     "PluginCase",
@@ -68,6 +71,7 @@ _MODULES = {
     "AgentLoop": "agent_loop",
     "Dataset": "dataset",
     "Engine": "engine",
+    "Environment": "environment",
     "Interaction": "interaction",
     "PolicyLoss": "policy_loss",
     "RewardFunction": "reward_function",

@@ -123,7 +123,11 @@ class Episode:
         self.invalid_turns = self.invalid_turns + 1 if all(outcome.failed for outcome in outcomes) else 0
         limit = self.config.max_invalid_calls
         give_up = limit is not None and self.invalid_turns >= limit
-        fits = self.trajectory.add_messages([self._cut(m) for m in messages], generation_prompt=not give_up)
+        done = any(outcome.done for outcome in outcomes)
+        over = give_up or done
+        fits = self.trajectory.add_messages([self._cut(m) for m in messages], generation_prompt=not over)
+        if done:
+            return self._terminated(Termination.COMPLETED)
         if give_up:
             return self._terminated(Termination.TOOL_ERROR)
         return State.GENERATING if fits else self._terminated(Termination.LENGTH)
