@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from agentrl_core.cli.main import app
 from agentrl_core.config import load_config
 from agentrl_core.hosting.rewards import RewardWorker
+from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.testing.tiny_model import save_tiny_model
 from agentrl_core.trainer import Trainer
 
@@ -113,6 +114,14 @@ def test_configurations_of_judges_are_accepted(workplace: Path, snippet: str) ->
     save_tiny_model(example / "judge-model")
     (example / "judge.yaml").write_text("extends: config.yaml\n" + snippet)
     Trainer(load_config(example / "judge.yaml"))
+
+
+@pytest.mark.parametrize("snippet", [text for page, text in blocks("yaml") if page.name == "tools.md"])
+def test_configurations_of_tools_are_accepted(workplace: Path, snippet: str) -> None:
+    example = workplace / "examples/calculator"
+    (example / "mine.yaml").write_text("extends: config.yaml\n" + snippet)
+    config = load_config(example / "mine.yaml")
+    assert [HostedTool(slot, seed=0).schemas for slot in config.tools]
 
 
 @pytest.mark.parametrize(

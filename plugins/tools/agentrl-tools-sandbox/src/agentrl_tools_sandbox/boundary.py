@@ -1,0 +1,178 @@
+"""What confines a sandbox: sandlock (Landlock and seccomp), bubblewrap (namespaces), or nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from agentrl_core.api import PluginRequirementError
+from agentrl_tools_sandbox.config import MIB, SandboxConfig
+
+PACKAGE = Path(__file__).parent
+SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+WORK = "/sandbox"
+INSTALL = (
+    "Install one of them: `pip install sandlock` (needs Linux 6.7 or newer with Landlock), or bubblewrap from your "
+    "distribution (`apt-get install bubblewrap`; needs user namespaces or root). To run code with the rights of this "
+    "process instead, set `unsafe: true`"
+)
+_INTERPRETER = """
+import json, sys
+packages = [path for path in sys.path if path.endswith("-packages")]
+print(json.dumps([sys.executable, sys.prefix, sys.base_prefix, *packages]))
+"""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start sandboxes: the arguments of ``launch.py`` for a directory and the read end of a pipe."""
+
+    boundary: str
+    specification: Callable[[str, int], dict[str, Any]]
+
+    def command(self, folder: str, lifeline: int) -> list[str]:
+        """The command that runs one sandbox."""
+        spec = {**self.specification(folder, lifeline), "folder": folder, "lifeline": lifeline}
+        return [sys.executable, "-I", "-S", str(PACKAGE / "launch.py"), json.dumps(spec)]
+
+
+def choose(config: SandboxConfig, trial: Callable[[Launch], str]) -> Launch:
+    """The first boundary that is allowed and works here.
+
+    Args:
+        config: the options of the tool.
+        trial: runs an empty sandbox; returns why it failed, or "".
+
+    Raises:
+        PluginRequirementError: none works, and ``unsafe`` is not set. It says why, and what to install.
+    """
+    paths = interpreter(config.python or sys.executable)
+    if config.unsafe:
+        return _unconfined(config, paths)
+    makers = {"sandlock": _sandlock, "bubblewrap": _bubblewrap}
+    reasons = []
+    for name in makers if config.boundary == "auto" else [config.boundary]:
+        try:
+            launch = makers[name](config, paths)
+        except PluginRequirementError as error:
+            reasons.append(f"{name}: {error}")
+            continue
+        if not (reason := trial(launch)):
+            return launch
+        reasons.append(f"{name}: {reason}")
+    raise PluginRequirementError(f"no sandbox works on this machine. {'; '.join(reasons)}. {INSTALL}")
+
+
+@lru_cache
+def interpreter(python: str) -> tuple[str, ...]:
+    """An interpreter, and the directories that it needs.
+
+    Raises:
+        PluginRequirementError: it cannot be run.
+    """
+    try:
+        done = subprocess.run(
+            [python, "-I", "-c", _INTERPRETER], stdin=subprocess.DEVNULL, capture_output=True, timeout=60, check=True
+        )
+    except (OSError, subprocess.SubprocessError) as error:
+        raise PluginRequirementError(f"python: {python} cannot be run: {error}") from error
+    executable, *folders = json.loads(done.stdout.splitlines()[-1])
+    return executable, *dict.fromkeys([*folders, str(Path(executable).resolve().parent)])
+
+
+def guest_command(config: SandboxConfig, python: str, memory: int, processes: int, user: int = 0) -> list[str]:
+    """The command inside the sandbox; limits of -1 are held by the boundary."""
+    limits = {"memory": memory, "processes": processes, "disk": config.max_disk * MIB, "user": user}
+    settings = {"limits": limits, "max_output": config.max_output}
+    return [python, "-I", "-c", (PACKAGE / "guest.py").read_text(), json.dumps(settings)]
+
+
+def environment(work: str) -> dict[str, str]:
+    """The variables in a sandbox: none of this process's."""
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    return {"PATH": "/usr/local/bin:/usr/bin:/bin", "LANG": "C.UTF-8", "HOME": work, "TMPDIR": work, **threads}
+
+
+def _readable(config: SandboxConfig, paths: Sequence[str]) -> list[str]:
+    wanted = dict.fromkeys([*SYSTEM, *paths[1:], *config.readable])
+    found = [path for path in wanted if os.path.exists(path)]
+    return [path for path in found if not any(other in map(str, Path(path).parents) for other in found)]
+
+
+def _sandlock(config: SandboxConfig, paths: Sequence[str]) -> Launch:
+    found = find_spec("sandlock")
+    if found is None or found.origin is None:
+        raise PluginRequirementError("the package is not installed")
+    site = str(Path(found.origin).parent.parent)
+    command = guest_command(config, paths[0], -1, -1)
+    readable = [*_readable(config, paths), *DEVICES]
+
+    def specification(folder: str, lifeline: int) -> dict[str, Any]:
+        policy = {
+            "fs_readable": readable,
+            "fs_writable": [folder, "/dev/null"],
+            "clean_env": True,
+            "env": environment(folder),
+            "max_memory": config.max_memory * MIB,
+            "max_processes": config.max_processes,
+            "max_open_files": 1024,
+            "no_coredump": True,
+            "cwd": folder,
+        }
+        return {"sandlock": site, "policy": policy, "command": command, "max_disk": config.max_disk * MIB}
+
+    return Launch("sandlock", specification)
+
+
+def _bubblewrap(config: SandboxConfig, paths: Sequence[str]) -> Launch:
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise PluginRequirementError("there is no command bwrap in PATH")
+    size = str(config.max_disk * MIB)
+    root = os.geteuid() == 0
+    spaces = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")] if root else ["--unshare-all"]
+    arguments = [bwrap, *spaces, "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    if root:
+        # For the change to another user, which drops them.
+        arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+    for name, value in environment(WORK).items():
+        arguments += ["--setenv", name, value]
+    readable = _readable(config, paths)
+    for parent in sorted(
+        {str(parent) for path in readable for parent in Path(path).parents if parent != parent.parent}
+    ):
+        if not any(Path(parent).is_relative_to(path) for path in readable):
+            # By default only root may enter it.
+            arguments += ["--perms", "0755", "--dir", parent]
+    for path in readable:
+        arguments += ["--ro-bind", path, path]
+    arguments += ["--proc", "/proc", "--dev", "/dev"]
+    for path in ("/dev/shm", WORK):
+        arguments += ["--perms", "1777", "--size", size, "--tmpfs", path]
+    # The rest is memory without a limit.
+    arguments += ["--symlink", WORK, "/tmp", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
+
+    def specification(folder: str, lifeline: int) -> dict[str, Any]:
+        # Root is exempt from the limit on processes, which counts those of a user: an id that nobody else has.
+        user = (1 << 24) + int.from_bytes(os.urandom(3), "big") if root else 0
+        command = guest_command(config, paths[0], config.max_memory * MIB, config.max_processes, user)
+        return {"command": [*arguments, "--", *command], "env": {}}
+
+    return Launch("bubblewrap", specification)
+
+
+def _unconfined(config: SandboxConfig, paths: Sequence[str]) -> Launch:
+    command = guest_command(config, paths[0], config.max_memory * MIB, -1)
+
+    def specification(folder: str, lifeline: int) -> dict[str, Any]:
+        return {"command": command, "env": environment(folder), "max_disk": config.max_disk * MIB}
+
+    return Launch("none", specification)

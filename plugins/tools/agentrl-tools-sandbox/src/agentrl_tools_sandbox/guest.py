@@ -1,0 +1,242 @@
+"""The program inside a sandbox: it runs code, shell commands and file operations, one request at a time.
+
+It reads requests from stdin and writes replies to stdout, one JSON object a line. It uses the standard library only,
+because its text is all that the sandbox gets. The boundary around it is what protects the host: code that runs here may
+change this program, but that only changes what the model itself reads.
+"""
+
+import ast
+import ctypes
+import json
+import linecache
+import os
+import resource
+import signal
+import struct
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+READ_LINES = 2000
+LINUX_CAPABILITY_VERSION_3 = 0x20080522
+
+
+class Deadline(BaseException):
+    """The time of a call is over."""
+
+
+class Output:
+    """What a call and its children write to stdout and stderr, in a file in memory."""
+
+    def __init__(self) -> None:
+        self.file = os.memfd_create("output")
+
+    def text(self, limit: int) -> str:
+        """The output; of a longer one the beginning and the end."""
+        size = os.fstat(self.file).st_size
+        if size <= limit:
+            return os.pread(self.file, size, 0).decode(errors="replace")
+        head, tail = os.pread(self.file, limit // 2, 0), os.pread(self.file, limit // 2, size - limit // 2)
+        cut = f"\n[{size - 2 * (limit // 2)} bytes were cut]\n"
+        return head.decode(errors="replace") + cut + tail.decode(errors="replace")
+
+
+class Guest:
+    """Serves the requests of one sandbox.
+
+    Args:
+        max_output: bytes of output that a reply may hold.
+    """
+
+    def __init__(self, max_output: int) -> None:
+        self.max_output = max_output
+        self.pid = os.getpid()
+        self.names: dict[str, Any] = {"__name__": "__main__"}
+
+    def python(self, code: str, timeout: float) -> dict[str, Any]:
+        """Execute code with the names that earlier code defined. The value of a last expression is printed."""
+        output, failed, late = Output(), True, False
+        standard = os.dup(1), os.dup(2)
+        os.dup2(output.file, 1)
+        os.dup2(output.file, 2)
+        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        signal.signal(signal.SIGALRM, _raise_deadline)
+        try:
+            # Again and again, for code that catches everything.
+            signal.setitimer(signal.ITIMER_REAL, timeout, 0.2)
+            try:
+                self._execute(code)
+                failed = False
+            except SystemExit as error:
+                failed = error.code not in (None, 0)
+                if failed:
+                    sys.stderr.write(f"SystemExit: {error.code}\n")
+            except Deadline:
+                late = True
+            except BaseException as error:  # noqa: BLE001 - whatever the code raises is its result
+                frames = error.__traceback__
+                while frames is not None and frames.tb_frame.f_code.co_filename != "<code>":
+                    frames = frames.tb_next
+                sys.stderr.write("".join(traceback.format_exception(error.with_traceback(frames))))
+        except Deadline:
+            late = True
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            if os.getpid() != self.pid:
+                os._exit(0)
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(OSError, ValueError):
+                stream.flush()
+        for number, saved in enumerate(standard, start=1):
+            os.dup2(saved, number)
+            os.close(saved)
+        return self._reply(output, failed=failed or late, late=late)
+
+    def _execute(self, code: str) -> None:
+        tree = ast.parse(code, "<code>")
+        linecache.cache["<code>"] = (len(code), None, code.splitlines(keepends=True), "<code>")
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        exec(compile(tree, "<code>", "exec"), self.names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), "<code>", "eval"), self.names)
+            if value is not None:
+                print(repr(value))  # noqa: T201 - to the model
+
+    def shell(self, command: str, timeout: float) -> dict[str, Any]:
+        """Run a shell command in the working directory."""
+        output = Output()
+        child = subprocess.Popen(
+            ["/bin/sh", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=output.file,
+            stderr=output.file,
+            start_new_session=True,
+        )
+        try:
+            code, late = child.wait(timeout), False
+        except subprocess.TimeoutExpired:
+            code, late = 0, True
+        with suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
+        return self._reply(output, failed=late or code != 0, late=late, code=code)
+
+    def read(self, path: str, first_line: int, lines: int) -> dict[str, Any]:
+        """Lines of a text file."""
+        size = os.path.getsize(path)
+        with open(path, "rb") as file:
+            for _ in range(first_line - 1):
+                file.readline(self.max_output)
+            data, count = b"", 0
+            while count < min(lines, READ_LINES) and len(data) < self.max_output and (line := file.readline(4096)):
+                data, count = data + line, count + line.endswith(b"\n")
+            rest = size - file.tell()
+        text = data.decode(errors="replace")
+        return {"text": text + (f"\n[{rest} more bytes]" if rest > 0 and len(text) >= self.max_output else "")}
+
+    def write(self, path: str, content: str) -> dict[str, Any]:
+        """Create or replace a text file, with its directories."""
+        if folder := os.path.dirname(path):
+            os.makedirs(folder, exist_ok=True)
+        with open(path, "w") as file:
+            file.write(content)
+        return {"text": f"wrote {len(content.encode())} bytes to {path}"}
+
+    def list(self, path: str) -> dict[str, Any]:
+        """Names in a directory, directories with a slash."""
+        names = sorted(entry.name + "/" * entry.is_dir() for entry in os.scandir(path))
+        shown, length = 0, 0
+        while shown < len(names) and length < self.max_output:
+            length += len(names[shown]) + 1
+            shown += 1
+        more = [f"[{len(names) - shown} more]"] if shown < len(names) else []
+        return {"text": "\n".join(names[:shown] + more) or "[empty]"}
+
+    def replace(self, path: str, old: str, new: str) -> dict[str, Any]:
+        """Replace a text that occurs once."""
+        with open(path) as file:
+            text = file.read()
+        if (count := text.count(old) if old else 0) != 1:
+            raise ValueError(f"the old text occurs {count} times in {path}; it must occur exactly once")
+        with open(path, "w") as file:
+            file.write(text.replace(old, new))
+        return {"text": f"replaced 1 occurrence in {path}"}
+
+    def _reply(self, output: Output, **fields: Any) -> dict[str, Any]:
+        text = output.text(self.max_output)
+        os.close(output.file)
+        return {"text": text, **fields}
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The reply to a request; what a file operation raises becomes ``error``."""
+        operation: Callable[..., dict[str, Any]] = getattr(self, request.pop("do"))
+        try:
+            return operation(**request)
+        except (OSError, ValueError, MemoryError, RecursionError) as error:
+            return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _raise_deadline(*_: Any) -> None:
+    raise Deadline
+
+
+def drop_capabilities() -> None:
+    """Give up root's privileges for good: a boundary sets no_new_privs. Others have none."""
+    header, none = struct.pack("=Ii", LINUX_CAPABILITY_VERSION_3, 0), bytes(24)
+    ctypes.CDLL(None).capset(header, none)
+
+
+def limit_resources(memory: int, processes: int, disk: int, user: int) -> None:
+    """Limit this process and all its children.
+
+    Args:
+        memory, disk: bytes that a process may map, and that a file may have.
+        processes: of the user that this sandbox runs as.
+        user: id of a user that nobody else has; 0: stay who we are. Root is exempt from the limit on processes.
+    """
+    if user:
+        with suppress(OSError):
+            os.setgroups([])
+            os.setresgid(user, user, user)
+            os.setresuid(user, user, user)
+    for which, limit in (
+        (resource.RLIMIT_AS, memory),
+        (resource.RLIMIT_FSIZE, disk),
+        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_CORE, 0),
+    ):
+        if limit >= 0:
+            resource.setrlimit(which, (limit, limit))
+
+
+def main() -> None:
+    """Serve until stdin closes."""
+    settings = json.loads(sys.argv[1])
+    sys.argv[:] = [""]
+    limit_resources(**settings["limits"])
+    drop_capabilities()
+    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    null = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(null, number)
+    tempfile.tempdir = os.getcwd()
+    guest = Guest(settings["max_output"])
+    reply: dict[str, Any] = {"ready": True}
+    while True:
+        replies.write(json.dumps(reply).encode() + b"\n")
+        replies.flush()
+        line = requests.readline()
+        if not line:
+            return
+        start = time.monotonic()
+        reply = guest.answer(json.loads(line))
+        reply["seconds"] = time.monotonic() - start
+
+
+if __name__ == "__main__":
+    main()

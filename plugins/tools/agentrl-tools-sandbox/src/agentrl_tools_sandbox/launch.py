@@ -1,0 +1,115 @@
+"""Starts one sandbox and waits for it; a process between agentrl and the sandbox, with few imports.
+
+It stops the sandbox when the pipe to agentrl says so or closes, so that no sandbox outlives its trajectory, or agentrl.
+When the sandbox has ended, it kills what that left behind and deletes its directory.
+"""
+
+import ctypes
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+PR_SET_CHILD_SUBREAPER = 36
+DISK_INTERVAL = 0.25
+"""Seconds between two looks at the size of the sandbox's directory."""
+
+
+def start_sandlock(spec: dict[str, Any]) -> tuple[Callable[[], int], Callable[[], None]]:
+    """Start the command in sandlock; returns what waits for it and what kills it."""
+    sys.path.append(spec["sandlock"])
+    from sandlock import Sandbox
+
+    process = Sandbox(**spec["policy"]).popen(spec["command"], stdin=0, stdout=0, stderr=0)
+
+    def wait() -> int:
+        result = process.wait()
+        return result.exit_code if result.exit_code >= 0 else 128 + signal.SIGKILL
+
+    return wait, process.kill
+
+
+def start_command(spec: dict[str, Any]) -> tuple[Callable[[], int], Callable[[], None]]:
+    """Start the command, which may be bubblewrap's; as :func:`start_sandlock`."""
+    process = subprocess.Popen(spec["command"], env=spec["env"], cwd=spec["folder"], start_new_session=True)
+
+    def wait() -> int:
+        code = process.wait()
+        return code if code >= 0 else 128 - code
+
+    return wait, process.kill
+
+
+def size_of(folder: str) -> int:
+    """Bytes of all files in a directory; each counts one block at least."""
+    size = 0
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with suppress(OSError):
+                size += max(os.lstat(os.path.join(path, name)).st_blocks * 512, 4096)
+        size += 4096
+    return size
+
+
+def kill_descendants() -> None:
+    """Kill every process below this one, until there is none. Orphans become children of this process."""
+    while True:
+        parents = {}
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            with suppress(OSError):
+                parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        found, new = set[int](), {os.getpid()}
+        while new:
+            found |= new
+            new = {pid for pid, parent in parents.items() if parent in new} - found
+        found.discard(os.getpid())
+        for pid in found:
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        with suppress(ChildProcessError):
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        if not found:
+            return
+        time.sleep(0.01)
+
+
+def main() -> int:
+    """Run the sandbox of the specification; returns its exit code."""
+    spec = json.loads(sys.argv[1])
+    os.set_inheritable(spec["lifeline"], False)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    start = start_sandlock if "policy" in spec else start_command
+    try:
+        wait, kill = start(spec)
+
+        def watch() -> None:
+            # bubblewrap limits the size of the directory itself.
+            interval = DISK_INTERVAL if "max_disk" in spec else None
+            while not select.select([spec["lifeline"]], [], [], interval)[0]:
+                if size_of(spec["folder"]) > spec["max_disk"]:
+                    break
+            with suppress(OSError):
+                kill()
+
+        threading.Thread(target=watch, daemon=True).start()
+        return wait()
+    finally:
+        kill_descendants()
+        shutil.rmtree(spec["folder"], ignore_errors=True)
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stderr.flush()
+    # Without waiting for threads.
+    os._exit(code)

@@ -1,0 +1,28 @@
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from agentrl_core.testing.contracts import ToolCase, ToolContract
+from agentrl_tools_sandbox.config import PythonConfig, ShellConfig
+from agentrl_tools_sandbox.plugin import PYTHON, SHELL
+
+
+class TestPython(ToolContract):
+    @pytest.fixture(params=[False, True], ids=["a sandbox per call", "a sandbox per trajectory"])
+    def plugin(self, request: pytest.FixtureRequest, any_boundary: Mapping[str, Any]) -> ToolCase:
+        config = PythonConfig(keep_state=request.param, **any_boundary)
+        return ToolCase(PYTHON, config=config, arguments={"code": "print(6 * 7)"}, expected="42")
+
+
+class TestShell(ToolContract):
+    @pytest.fixture
+    def plugin(self, any_boundary: Mapping[str, Any]) -> ToolCase:
+        return ToolCase(
+            SHELL,
+            config=ShellConfig(**any_boundary),
+            function="shell",
+            arguments={"command": "cat greeting; date >> greeting"},
+            create_kwargs={"files": {"greeting": "hello"}},
+            expected="hello",
+        )
