@@ -1,7 +1,6 @@
 """``agentrl plugins``: list, show, check, new."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from agentrl_core.config.describe import OptionDoc
-    from agentrl_core.config.schema import Slot
 
 SCHEMA_VERSION = 1
 _STYLES = {"ok": "green", "external": "cyan", "missing-extra": "yellow", "blocked": "yellow"}
@@ -132,7 +130,7 @@ def _row_as_json(row: PluginRow) -> dict[str, Any]:
 
 
 def _shown_as_json(row: PluginRow, spec: PluginSpec | None) -> dict[str, Any]:
-    from agentrl_core.cli._json_schema import json_schema
+    from agentrl_core.devtools.json_schema import json_schema
 
     shown: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "plugin": _row_as_json(row)}
     if spec is not None:
@@ -259,18 +257,11 @@ def _option_lines(options: list["OptionDoc"]) -> list[str]:
 
 def _slot_path(kind: str) -> tuple[str, bool]:
     """Where a configuration names a plugin of this kind, and whether it is a list."""
+    from agentrl_core.config.introspect import element_type, is_slot, keys, union_arms
     from agentrl_core.config.schema import Config
 
-    return next((path, is_list) for path, slot, is_list in _slots(Config, "") if slot.kind == kind)
-
-
-def _slots(section: type, prefix: str) -> Iterator[tuple[str, "type[Slot]", bool]]:
-    from agentrl_core.config.introspect import element_type, is_section, is_slot, members, union_arms
-
-    for member in members(section).values():
-        path = f"{prefix}{member.name}"
-        (arm, *_), element = union_arms(member.type), element_type(member.type)
-        if is_slot(arm) or is_slot(element):
-            yield path, arm if is_slot(arm) else element, is_slot(element)
-        elif is_section(arm):
-            yield from _slots(arm, f"{path}.")
+    for path, member in keys(Config):
+        for tp, is_list in ((union_arms(member.type)[0], False), (element_type(member.type), True)):
+            if is_slot(tp) and tp.kind == kind:
+                return ".".join(path), is_list
+    raise PluginError(f"no configuration names a {kind}")

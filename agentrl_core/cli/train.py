@@ -96,7 +96,7 @@ def _dry_run(config: ResolvedConfig, run_tools: bool = False) -> None:
     for line in ("", *preparation.lines(config)):
         say(line)
     if run_tools:
-        from agentrl_core.trainer.trial import trial_lines
+        from agentrl_core.devtools.trial import trial_lines
 
         for line in ("", *asyncio.run(trial_lines(config, preparation.data.train[0]))):
             say(line)

@@ -1,7 +1,7 @@
 """What the loader needs to know about option dataclasses: their members, and words for their types."""
 
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from operator import ge, gt, le, lt
@@ -100,6 +100,15 @@ def member_of(tp: Any, key: Any) -> Member:
     if not others and is_section(arm) and key in members(arm):
         return members(arm)[key]
     return Member(str(key), element_type(tp), NO_INFO, None)
+
+
+def keys(cls: type, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Member]]:
+    """Every key of an option dataclass and of the sections below it, with its path; not those in lists and mappings."""
+    for name, member in members(cls).items():
+        yield (*path, name), member
+        (arm, *_) = union_arms(member.type)
+        if is_section(arm):
+            yield from keys(arm, (*path, name))
 
 
 def bounds(info: OptionInfo) -> str:

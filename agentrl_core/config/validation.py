@@ -20,6 +20,7 @@ from agentrl_core.config.introspect import (
     found,
     is_section,
     is_slot,
+    keys,
     members,
     union_arms,
     within,
@@ -335,13 +336,5 @@ def _unknown(key: str, cls: type, known: list[str], path: KeyPath, hints: Sequen
 
 def places_of(key: str, most: int = 3) -> list[str]:
     """Full paths at which the schema has a key of this name; none where there are more than ``most``."""
-    places = [dotted(path) for path in _paths(Config, ()) if path[-1] == key]
+    places = [dotted(path) for path, _ in keys(Config) if path[-1] == key]
     return places if len(places) <= most else []
-
-
-def _paths(cls: type, path: KeyPath) -> Iterable[KeyPath]:
-    for name, member in members(cls).items():
-        yield (*path, name)
-        (arm, *_) = union_arms(member.type)
-        if is_section(arm):
-            yield from _paths(arm, (*path, name))

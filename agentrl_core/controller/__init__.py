@@ -1,64 +1,41 @@
 """Worker groups: a distributed step that reads as if it were one process.
 
-The names of ``ray_group.py`` are here too; Ray is imported when one of them is first asked for.
+The names of ``ray_group.py`` and ``ray_pool.py`` are here too; Ray is imported when one of them is first asked for.
 """
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.controller.decorator import (
-    Dispatch,
-    Execute,
-    register,
-    register_dispatch_mode,
-    update_dispatch_mode,
+from agentrl_core.controller.decorator import Dispatch as Dispatch
+from agentrl_core.controller.decorator import Execute as Execute
+from agentrl_core.controller.decorator import register as register
+from agentrl_core.controller.decorator import register_dispatch_mode as register_dispatch_mode
+from agentrl_core.controller.decorator import update_dispatch_mode as update_dispatch_mode
+from agentrl_core.controller.dispatch import DispatchMode as DispatchMode
+from agentrl_core.controller.dispatch import (
+    make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
 )
-from agentrl_core.controller.dispatch import DispatchMode, make_nd_compute_dataproto_dispatch_fn
-from agentrl_core.controller.fused import FusedWorker, create_fused_worker_cls
-from agentrl_core.controller.local import LocalRuntime, LocalWorkerGroup
-from agentrl_core.controller.resource_pool import (
-    RayResourcePool,
-    ResourcePool,
-    ResourcePoolManager,
-    merge_resource_pool,
-    split_resource_pool,
-)
-from agentrl_core.controller.runtime import ActorHandle, ActorOptions, Runtime
-from agentrl_core.controller.worker import Worker
-from agentrl_core.controller.worker_group import ClassWithInitArgs, WorkerGroup
+from agentrl_core.controller.fused import FusedWorker as FusedWorker
+from agentrl_core.controller.fused import create_fused_worker_cls as create_fused_worker_cls
+from agentrl_core.controller.local import LocalRuntime as LocalRuntime
+from agentrl_core.controller.local import LocalWorkerGroup as LocalWorkerGroup
+from agentrl_core.controller.runtime import ActorHandle as ActorHandle
+from agentrl_core.controller.runtime import ActorOptions as ActorOptions
+from agentrl_core.controller.runtime import Runtime as Runtime
+from agentrl_core.controller.worker import Worker as Worker
+from agentrl_core.controller.worker_group import ClassWithInitArgs as ClassWithInitArgs
+from agentrl_core.controller.worker_group import WorkerGroup as WorkerGroup
 
 if TYPE_CHECKING:
-    from agentrl_core.controller.ray_group import RayClassWithInitArgs, RayWorkerGroup, create_colocated_worker_cls
-
-__all__ = [
-    "ActorHandle",
-    "ActorOptions",
-    "ClassWithInitArgs",
-    "Dispatch",
-    "DispatchMode",
-    "Execute",
-    "FusedWorker",
-    "LocalRuntime",
-    "LocalWorkerGroup",
-    "RayClassWithInitArgs",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "ResourcePool",
-    "ResourcePoolManager",
-    "Runtime",
-    "Worker",
-    "WorkerGroup",
-    "create_colocated_worker_cls",
-    "create_fused_worker_cls",
-    "make_nd_compute_dataproto_dispatch_fn",
-    "make_runtime",
-    "merge_resource_pool",
-    "register",
-    "register_dispatch_mode",
-    "split_resource_pool",
-    "update_dispatch_mode",
-]
+    from agentrl_core.controller.ray_group import RayClassWithInitArgs as RayClassWithInitArgs
+    from agentrl_core.controller.ray_group import RayWorkerGroup as RayWorkerGroup
+    from agentrl_core.controller.ray_group import create_colocated_worker_cls as create_colocated_worker_cls
+    from agentrl_core.controller.ray_pool import RayResourcePool as RayResourcePool
+    from agentrl_core.controller.ray_pool import ResourcePool as ResourcePool
+    from agentrl_core.controller.ray_pool import ResourcePoolManager as ResourcePoolManager
+    from agentrl_core.controller.ray_pool import merge_resource_pool as merge_resource_pool
+    from agentrl_core.controller.ray_pool import split_resource_pool as split_resource_pool
 
 
 def make_runtime(
@@ -90,7 +67,16 @@ def make_runtime(
     return RayRuntime(num_cpus=num_cpus, address=address, cpu_threads=cpu_threads)
 
 
+_ON_RAY = {
+    "ray_group": ("RayClassWithInitArgs", "RayWorkerGroup", "create_colocated_worker_cls"),
+    "ray_pool": (
+        "RayResourcePool", "ResourcePool", "ResourcePoolManager", "merge_resource_pool", "split_resource_pool",
+    ),
+}  # fmt: skip
+
+
 def __getattr__(name: str) -> Any:
-    if name in {"RayClassWithInitArgs", "RayWorkerGroup", "create_colocated_worker_cls"}:
-        return getattr(import_module("agentrl_core.controller.ray_group"), name)
+    for module, names in _ON_RAY.items():
+        if name in names:
+            return getattr(import_module(f"agentrl_core.controller.{module}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

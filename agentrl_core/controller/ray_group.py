@@ -6,13 +6,13 @@ from typing import Any
 
 import ray
 from ray.exceptions import RayActorError
+from ray.util.placement_group import remove_placement_group
 
 from agentrl_core.api.errors import WorkerError
-from agentrl_core.controller import ray_placement
 from agentrl_core.controller.dispatch import Call
 from agentrl_core.controller.ray_failures import Watch, fetch
 from agentrl_core.controller.ray_hosts import NAMESPACE, route_name, start_hosts
-from agentrl_core.controller.resource_pool import RayResourcePool
+from agentrl_core.controller.ray_pool import RayResourcePool
 from agentrl_core.controller.worker_group import ClassWithInitArgs, Fetch, Place, WorkerGroup
 from agentrl_core.protocol import DataProto
 
@@ -195,7 +195,8 @@ class RayWorkerGroup(WorkerGroup):
                 self._watch.stop()
             for actor in actors:
                 ray.kill(actor)
-            ray_placement.remove_placement_groups(list(dict.fromkeys(self._placement_groups)))
+            for group in dict.fromkeys(self._placement_groups):
+                remove_placement_group(group)
         if self._owned_pool is not None:
             self._owned_pool.close()
 

@@ -11,7 +11,7 @@ from typing import Any
 import ray
 
 from agentrl_core.controller.decorator import forwarding, registrations
-from agentrl_core.controller.resource_pool import RayResourcePool
+from agentrl_core.controller.ray_pool import RayResourcePool
 from agentrl_core.controller.worker import WorkerContext, worker_context
 from agentrl_core.controller.worker_group import ClassWithInitArgs
 

@@ -15,7 +15,7 @@ from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
 from agentrl_core.controller.ray_failures import describe, root_cause
 from agentrl_core.controller.ray_group import RayWorkerGroup, create_colocated_worker_cls
 from agentrl_core.controller.ray_hosts import has_async_methods
-from agentrl_core.controller.resource_pool import RayResourcePool
+from agentrl_core.controller.ray_pool import RayResourcePool
 from agentrl_core.controller.runtime import ActorDiedError, ActorOptions, Runtime
 from agentrl_core.controller.worker_group import ClassWithInitArgs
 

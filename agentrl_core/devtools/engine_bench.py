@@ -1,10 +1,13 @@
 """Starts an engine as a run would, and measures start-up time, speed, log-prob gap and memory."""
 
+import asyncio
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
-from agentrl_core.api import SamplingParams
+from agentrl_core.api import SamplingParams, TokenOutput
 from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.trainer.logprob_gap import GAP, gap_of_answers
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.roles import start_engines, start_runtime, start_workers
@@ -68,9 +71,9 @@ def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> E
         engines = start_engines(config, runtime, preparation, actor)
         start_seconds = time.perf_counter() - start
         try:
-            engines.answer(prompts[:WARM_UP], params, concurrency)
+            runtime.run(_answers(engines, prompts[:WARM_UP], params, concurrency))
             start = time.perf_counter()
-            outputs = engines.answer(prompts, params, concurrency)
+            outputs = runtime.run(_answers(engines, prompts, params, concurrency))
             seconds = time.perf_counter() - start
             memory = engines.memory()
         finally:
@@ -78,3 +81,17 @@ def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> E
         gap = gap_of_answers(list(zip(prompts, outputs, strict=True)), sampling.temperature, actor)
     tokens = sum(len(output.token_ids) for output in outputs)
     return EngineFigures(start_seconds, tokens, seconds, gap.get(f"{GAP}_mean"), gap.get(f"{GAP}_max"), memory)
+
+
+async def _answers(
+    engines: EngineReplicas, prompts: Sequence[Sequence[int]], params: SamplingParams, concurrency: int
+) -> list[TokenOutput]:
+    """One answer to each prompt, round-robin over the replicas; request i has seed i."""
+    slots = asyncio.Semaphore(concurrency)
+
+    async def one(number: int, prompt: Sequence[int]) -> TokenOutput:
+        async with slots:
+            replica, seeded = number % len(engines.servers), replace(params, seed=number)
+            return await engines.sample(replica, prompt, seeded, f"answer-{number}")
+
+    return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))

@@ -1,80 +1,41 @@
 """Which distribution brings which of agentrl's own plugins, for the `pip install` line of an error."""
 
-OFFICIAL: dict[tuple[str, str], str] = {
-    ("advantage_estimator", "gae"): "agentrl-algorithms",
-    ("advantage_estimator", "grpo"): "agentrl-algorithms",
-    ("advantage_estimator", "turn_gae"): "agentrl-algorithms",
-    ("advantage_estimator", "rloo"): "agentrl-algorithms",
-    ("advantage_estimator", "turn_rloo"): "agentrl-algorithms",
-    ("advantage_estimator", "reinforce_plus_plus"): "agentrl-algorithms",
-    ("advantage_estimator", "reinforce_plus_plus_baseline"): "agentrl-algorithms",
-    ("advantage_estimator", "remax"): "agentrl-algorithms",
-    ("advantage_estimator", "opo"): "agentrl-algorithms",
-    ("advantage_estimator", "gpg"): "agentrl-algorithms",
-    ("advantage_estimator", "gdpo"): "agentrl-algorithms",
-    ("advantage_estimator", "grpo_passk"): "agentrl-algorithms",
-    ("advantage_estimator", "maxrl"): "agentrl-algorithms",
-    ("advantage_estimator", "optimal_token_baseline"): "agentrl-algorithms",
-    ("advantage_estimator", "optimal_turn_baseline"): "agentrl-algorithms",
-    ("advantage_estimator", "on_policy_distillation"): "agentrl-algorithms",
-    ("agent_loop", "single_turn"): "agentrl-loop-single-turn",
-    ("agent_loop", "tool_agent"): "agentrl-loop-tool-agent",
-    ("dataset", "prompts"): "agentrl-dataset-prompts",
-    ("engine", "hf"): "agentrl-engine-hf",
-    ("engine", "sglang"): "agentrl-engine-sglang",
-    ("engine", "vllm"): "agentrl-engine-vllm",
-    ("interaction", "tutor"): "agentrl-interactions-basic",
-    ("policy_loss", "cispo"): "agentrl-algorithms",
-    ("policy_loss", "clip_cov"): "agentrl-algorithms",
-    ("policy_loss", "dppo"): "agentrl-algorithms",
-    ("policy_loss", "dro"): "agentrl-algorithms",
-    ("policy_loss", "gmpo"): "agentrl-algorithms",
-    ("policy_loss", "gpg"): "agentrl-algorithms",
-    ("policy_loss", "gspo"): "agentrl-algorithms",
-    ("policy_loss", "kl_cov"): "agentrl-algorithms",
-    ("policy_loss", "ppo"): "agentrl-algorithms",
-    ("policy_loss", "sapo"): "agentrl-algorithms",
-    ("policy_loss", "sft"): "agentrl-algorithms",
-    ("policy_loss", "tis_reinforce"): "agentrl-algorithms",
-    ("reward_function", "exact_match"): "agentrl-rewards-basic",
-    ("reward_function", "exact_number"): "agentrl-rewards-basic",
-    ("reward_function", "fuzzy_match"): "agentrl-rewards-basic",
-    ("reward_function", "hash_answer"): "agentrl-rewards-basic",
-    ("reward_function", "json_schema"): "agentrl-rewards-basic",
-    ("reward_function", "judge"): "agentrl-rewards-judge",
-    ("reward_function", "length_penalty"): "agentrl-rewards-basic",
-    ("reward_function", "math"): "agentrl-rewards-math",
-    ("reward_function", "remote"): "agentrl-rewards-basic",
-    ("reward_function", "repetition_penalty"): "agentrl-rewards-basic",
-    ("reward_function", "tags"): "agentrl-rewards-basic",
-    ("reward_manager", "batch"): "agentrl-rewards-basic",
-    ("reward_manager", "by_source"): "agentrl-rewards-basic",
-    ("reward_manager", "dapo"): "agentrl-rewards-basic",
-    ("reward_manager", "naive"): "agentrl-rewards-basic",
-    ("reward_manager", "rate_limited"): "agentrl-rewards-basic",
-    ("sampler", "curriculum"): "agentrl-dataset-prompts",
-    ("sampler", "mixture"): "agentrl-dataset-prompts",
-    ("sampler", "sequential"): "agentrl-dataset-prompts",
-    ("sampler", "shuffle"): "agentrl-dataset-prompts",
-    ("rollout_correction", "token_tis"): "agentrl-algorithms",
-    ("rollout_correction", "sequence_tis"): "agentrl-algorithms",
-    ("rollout_correction", "token_mis"): "agentrl-algorithms",
-    ("rollout_correction", "sequence_mis"): "agentrl-algorithms",
-    ("rollout_correction", "icepop"): "agentrl-algorithms",
-    ("rollout_correction", "geometric_rejection"): "agentrl-algorithms",
-    ("rollout_correction", "percentile_rejection"): "agentrl-algorithms",
-    ("tool", "calculator"): "agentrl-tools-basic",
-    ("tool", "python"): "agentrl-tools-sandbox",
-    ("tool", "remote_python"): "agentrl-tools-sandbox",
-    ("tool", "shell"): "agentrl-tools-sandbox",
-    ("tool_parser", "hermes"): "agentrl-tool-parsers",
-    ("tracker", "console"): "agentrl-trackers-basic",
-    ("tracker", "curve"): "agentrl-trackers-basic",
-    ("tracker", "jsonl"): "agentrl-trackers-basic",
-    ("tracker", "tensorboard"): "agentrl-trackers-basic",
+_BROUGHT = {
+    "agentrl-algorithms": {
+        "advantage_estimator": "gae gdpo gpg grpo grpo_passk maxrl on_policy_distillation opo optimal_token_baseline "
+        "optimal_turn_baseline reinforce_plus_plus reinforce_plus_plus_baseline remax rloo turn_gae turn_rloo",
+        "policy_loss": "cispo clip_cov dppo dro gmpo gpg gspo kl_cov ppo sapo sft tis_reinforce",
+        "rollout_correction": "geometric_rejection icepop percentile_rejection sequence_mis sequence_tis token_mis "
+        "token_tis",
+    },
+    "agentrl-dataset-prompts": {
+        "dataset": "prompts",
+        "sampler": "curriculum mixture sequential shuffle",
+    },
+    "agentrl-engine-hf": {"engine": "hf"},
+    "agentrl-engine-sglang": {"engine": "sglang"},
+    "agentrl-engine-vllm": {"engine": "vllm"},
+    "agentrl-interactions-basic": {"interaction": "tutor"},
+    "agentrl-loop-single-turn": {"agent_loop": "single_turn"},
+    "agentrl-loop-tool-agent": {"agent_loop": "tool_agent"},
+    "agentrl-rewards-basic": {
+        "reward_function": "exact_match exact_number fuzzy_match hash_answer json_schema length_penalty remote "
+        "repetition_penalty tags",
+        "reward_manager": "batch by_source dapo naive rate_limited",
+    },
+    "agentrl-rewards-judge": {"reward_function": "judge"},
+    "agentrl-rewards-math": {"reward_function": "math"},
+    "agentrl-tool-parsers": {"tool_parser": "hermes"},
+    "agentrl-tools-basic": {"tool": "calculator"},
+    "agentrl-tools-sandbox": {"tool": "python remote_python shell"},
+    "agentrl-trackers-basic": {"tracker": "console curve jsonl tensorboard"},
 }
+"""By distribution and kind: names of plugins."""
 
-
-def official_names(kind: str) -> list[str]:
-    """Names of one kind that some distribution of ours brings."""
-    return [name for of_kind, name in OFFICIAL if of_kind == kind]
+OFFICIAL: dict[tuple[str, str], str] = {
+    (kind, name): package
+    for package, kinds in _BROUGHT.items()
+    for kind, names in kinds.items()
+    for name in names.split()
+}
+"""The distribution of each plugin, by kind and name."""

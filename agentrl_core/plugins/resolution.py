@@ -38,7 +38,7 @@ from agentrl_core.plugins.file_plugin import (
     top_level_names,
     unread_spec,
 )
-from agentrl_core.plugins.official import OFFICIAL, official_names
+from agentrl_core.plugins.official import OFFICIAL
 from agentrl_core.plugins.registration import (
     BLOCK_VARIABLE,
     Registration,
@@ -226,7 +226,7 @@ def _not_found(kind: str, name: str, installed: list[Registration], base_dir: Pa
     if package and elsewhere:
         parts.append("it comes from " + ", ".join(elsewhere))
     names = sorted({each.name for each in of_kind})
-    nearest = _nearest(plain, [*names, *official_names(kind)])
+    nearest = _nearest(plain, [*names, *(each for of_kind, each in OFFICIAL if of_kind == kind)])
     if nearest and nearest != plain:
         parts.append(f"did you mean {nearest!r}?")
     if nearest not in names and (kind, nearest) in OFFICIAL:

@@ -214,7 +214,7 @@ class EngineReplicas:
                 await asyncio.gather(*(server.call("health") for server in member.servers))
                 if is_left_out and not self.context.deterministic:
                     # Processes behind the engine may hang although it answers.
-                    await self._sample(index, [0], SamplingParams(1), f"check-{index}")
+                    await self.sample(index, [0], SamplingParams(1), f"check-{index}")
         except AgentRLError as error:
             self._replace(index, str(error))
             return
@@ -338,25 +338,10 @@ class EngineReplicas:
     @blocking
     async def probe(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[TokenOutput]:
         """What each replica answers to one request, in their order; no trajectory, tool or reward takes part."""
-        calls = (self._sample(replica, prompt_ids, params, "probe") for replica in range(len(self._members)))
+        calls = (self.sample(replica, prompt_ids, params, "probe") for replica in range(len(self._members)))
         return list(await asyncio.gather(*calls))
 
-    @blocking
-    async def answer(
-        self, prompts: Sequence[Sequence[int]], params: SamplingParams, concurrency: int
-    ) -> list[TokenOutput]:
-        """One answer to each prompt, round-robin over the replicas, at most ``concurrency`` at a time; request i has
-        seed i."""
-        slots = asyncio.Semaphore(concurrency)
-
-        async def one(number: int, prompt: Sequence[int]) -> TokenOutput:
-            async with slots:
-                replica, seeded = number % len(self._members), replace(params, seed=number)
-                return await self._sample(replica, prompt, seeded, f"answer-{number}")
-
-        return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))
-
-    async def _sample(
+    async def sample(
         self, replica: int, prompt_ids: Sequence[int], params: SamplingParams, request_id: str
     ) -> TokenOutput:
         """One request to one replica, without routing."""

@@ -1,13 +1,13 @@
 """Starts the training workers, engines and agent-loop workers of a run."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from transformers import AutoConfig
 
 from agentrl_core.api import EngineContext
-from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.config.schema import ResolvedConfig, ServedSlot
 from agentrl_core.controller import ClassWithInitArgs, Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
 from agentrl_core.rollout.manager import AgentLoopManager
@@ -136,18 +136,11 @@ def start_engines(
     """
     slot = config.rollout.engine
     workers = getattr(actor, "workers", None)
-    context = EngineContext(
-        model_path=config.model.path,
-        dtype=config.model.dtype,
+    context = replace(
+        _context(config, slot, config.model.path, config.model.dtype),
         max_model_len=max_model_len(config),
-        device=str(resolve_device(config.cluster.device)),
-        seed=config.trainer.seed,
         deterministic=config.rollout.deterministic,
         vocab_size=preparation.vocab_size,
-        tensor_parallel=slot.tensor_parallel,
-        pipeline_parallel=slot.pipeline_parallel,
-        data_parallel=slot.data_parallel,
-        nodes=slot.nodes,
         shared_module=workers[0].module if workers and slot.has("shared_module") else None,
     )
     engines = EngineReplicas(runtime, config, context, assign_engines(config, actor))
@@ -162,18 +155,24 @@ def start_named_engines(config: ResolvedConfig, runtime: Runtime) -> dict[str, E
     for name, slot in config.engines.items():
         model = AutoConfig.from_pretrained(slot.model)
         dtype = getattr(model, "dtype", None)
-        context = EngineContext(
-            model_path=slot.model,
-            dtype="float32" if dtype is None else str(dtype).removeprefix("torch."),
+        context = replace(
+            _context(config, slot, slot.model, "float32" if dtype is None else str(dtype).removeprefix("torch.")),
             max_model_len=slot.max_model_len,
-            device=str(resolve_device(config.cluster.device)),
-            seed=config.trainer.seed,
             vocab_size=int(model.get_text_config().vocab_size),
-            tensor_parallel=slot.tensor_parallel,
-            pipeline_parallel=slot.pipeline_parallel,
-            data_parallel=slot.data_parallel,
-            nodes=slot.nodes,
         )
         started[name] = EngineReplicas(runtime, config, context, assign(slot, slot.replicas), name)
         started[name].start()
     return started
+
+
+def _context(config: ResolvedConfig, slot: ServedSlot, model_path: str, dtype: str) -> EngineContext:
+    return EngineContext(
+        model_path=model_path,
+        dtype=dtype,
+        device=str(resolve_device(config.cluster.device)),
+        seed=config.trainer.seed,
+        tensor_parallel=slot.tensor_parallel,
+        pipeline_parallel=slot.pipeline_parallel,
+        data_parallel=slot.data_parallel,
+        nodes=slot.nodes,
+    )

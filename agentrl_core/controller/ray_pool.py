@@ -1,9 +1,13 @@
-"""Resource pools: on how many processes of which nodes a role runs. Nothing here imports Ray before it is needed."""
+"""Resource pools: on how many processes of which nodes a role runs."""
 
 import itertools
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from agentrl_core.api.errors import ConfigError, WorkerError
 
@@ -82,36 +86,33 @@ class RayResourcePool(ResourcePool):
 
         It holds one of the ``max_colocate_count`` shares of the bundle, as the group's own process of that rank does.
         """
-        from agentrl_core.controller import ray_placement
-
         group, bundle = self.bundles()[rank]
         share = {name: amount / self.max_colocate_count for name, amount in self.bundle.items()}
-        strategy = ray_placement.in_bundle(group, bundle)
+        strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
         return {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0), "scheduling_strategy": strategy}
 
     def bundles(self, timeout: float = 60.0) -> list[tuple[Any, int]]:
         """For every rank its placement group and bundle. Raises WorkerError if Ray cannot place them in ``timeout``."""
         if self._bundles is None:
-            from agentrl_core.controller import ray_placement
-
-            groups = ray_placement.create_placement_groups(
-                [[self.bundle] * count for count in self.process_on_nodes],
-                self.strategy,
-                self.name_prefix,
-                timeout,
-                self.detached,
-            )
-            numbered = zip(groups, self.process_on_nodes, strict=True)
-            self._bundles = [(group, bundle) for group, count in numbered for bundle in range(count)]
+            lifetime = "detached" if self.detached else None
+            nodes = [[self.bundle] * count for count in self.process_on_nodes]
+            groups = [placement_group(bundles, strategy=self.strategy, lifetime=lifetime) for bundles in nodes]
+            self._bundles = [(group, bundle) for group in groups for bundle in range(group.bundle_count)]
+            deadline = time.monotonic() + timeout
+            if not all(group.wait(max(deadline - time.monotonic(), 0.0)) for group in groups):
+                self.close()
+                raise WorkerError(
+                    f"Ray could not place the pool {self.name_prefix!r} within {timeout:g} s: needed {nodes} "
+                    f"({self.strategy} on each node), free {ray.available_resources()}, in all "
+                    f"{ray.cluster_resources()}"
+                )
         return self._bundles
 
     def close(self) -> None:
         """Gives the placement groups back."""
-        if self._bundles is not None:
-            from agentrl_core.controller import ray_placement
-
-            ray_placement.remove_placement_groups(list(dict.fromkeys(group for group, _ in self._bundles)))
-            self._bundles = None
+        for group in dict.fromkeys(group for group, _ in self._bundles or ()):
+            remove_placement_group(group)
+        self._bundles = None
 
     @classmethod
     def _sharing(cls, pool: "RayResourcePool", bundles: list[tuple[Any, int]]) -> "RayResourcePool":
@@ -186,12 +187,10 @@ class ResourcePoolManager:
 
         Raises WorkerError with what was seen and what is needed after ``timeout`` seconds.
         """
-        from agentrl_core.controller import ray_placement
-
         needed = self.needed()
         deadline = time.monotonic() + timeout
         while True:
-            seen = ray_placement.available_resources()
+            seen = ray.available_resources()
             missing = {name: amount for name, amount in needed.items() if seen.get(name, 0.0) < amount}
             if not missing:
                 return
