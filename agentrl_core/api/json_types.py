@@ -1,37 +1,45 @@
 """The one way from a Python annotation to a JSON schema: for tools' parameters and for plugins' options."""
 
-import types
-from collections.abc import Callable
-from dataclasses import is_dataclass
-from typing import Any, Literal, Union, get_args, get_origin
-
-_SIMPLE = {bool: "boolean", int: "integer", float: "number", str: "string", types.NoneType: "null"}
+from collections.abc import Callable, Mapping
+from typing import Any
 
 
 def json_type(hint: Any, section: Callable[[type], dict[str, Any]] | None = None) -> dict[str, Any]:
-    """The JSON schema of values of an annotation.
+    """The JSON schema of values of an annotation, by pydantic, without titles and references.
 
     Args:
         hint: an evaluated annotation.
-        section: makes the schema of a dataclass; None: dataclasses have none.
+        section: makes the schema of a dataclass; None: as pydantic does.
 
     Raises:
         TypeError: the annotation has no JSON type.
     """
-    origin, arguments = get_origin(hint), get_args(hint)
-    kind = origin or hint
-    if hint is Any:
-        return {}
-    if hint in _SIMPLE:
-        return {"type": _SIMPLE[hint]}
-    if section is not None and isinstance(hint, type) and is_dataclass(hint):
-        return section(hint)
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [json_type(argument, section) for argument in arguments]}
-    if kind in (list, tuple):
-        return {"type": "array", **({"items": json_type(arguments[0], section)} if arguments else {})}
-    if kind is dict:
-        return {"type": "object", **({"additionalProperties": json_type(arguments[1], section)} if arguments else {})}
-    raise TypeError(f"{hint!r} has no JSON type; allowed are str, int, float, bool, list, dict, Literal and unions")
+    from pydantic import PydanticUserError, TypeAdapter
+    from pydantic.json_schema import GenerateJsonSchema
+
+    class Generator(GenerateJsonSchema):
+        def dataclass_schema(self, schema: Any) -> dict[str, Any]:
+            return section(schema["cls"]) if section is not None else super().dataclass_schema(schema)
+
+    try:
+        schema = TypeAdapter(hint).json_schema(schema_generator=Generator)
+    except PydanticUserError as error:
+        raise TypeError(f"{hint!r} has no JSON type: {str(error).splitlines()[0]}") from error
+    inlined: dict[str, Any] = _inlined(schema, schema.pop("$defs", {}), ())
+    return inlined
+
+
+def _inlined(schema: Any, definitions: Mapping[str, Any], within: tuple[str, ...]) -> Any:
+    """The schema with definitions in place of references to them: chat templates and models follow none."""
+    if isinstance(schema, list):
+        return [_inlined(item, definitions, within) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    if "$ref" in schema:
+        name = schema["$ref"].rpartition("/")[2]
+        if name in within:
+            raise TypeError(f"{name} refers to itself, which a schema without references cannot express")
+        rest = {key: value for key, value in schema.items() if key != "$ref"}
+        return {**_inlined(definitions[name], definitions, (*within, name)), **rest}
+    kept = {key: value for key, value in schema.items() if key != "title" or not isinstance(value, str)}
+    return {key: _inlined(value, definitions, within) for key, value in kept.items()}

@@ -22,16 +22,16 @@ A plain typed function is a tool too: :class:`FunctionTool` makes the schema fro
 """
 
 import inspect
-import json
 import re
 import types
 import typing
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from agentrl_core.api.engine_client import Engines
+from agentrl_core.api.errors import ToolError
 from agentrl_core.api.json_types import json_type
 
 Isolation = Literal["inline", "process"]
@@ -125,25 +125,44 @@ def function_schema(
 class FunctionTool(Tool):
     """A tool made of one typed function, sync or async.
 
-    The model sees what it returns as ``str``; dicts, lists and tuples as JSON.
+    Arguments are converted to the parameters' types, also to dataclasses and pydantic models. The model sees what the
+    function returns as ``str``; dicts, lists, tuples, dataclasses and pydantic models as JSON.
     """
 
     isolation: ClassVar[Isolation] = "process"
 
     def __init__(self, function: Callable[..., Any], context: ToolContext) -> None:
+        from pydantic import TypeAdapter
+
         super().__init__(None, context)
         self.function = function
         self.schema = schema_of(function, context.name)
+        hints = typing.get_type_hints(function, include_extras=True)
+        self._types = {name: TypeAdapter(hints[name]) for name in inspect.signature(function).parameters}
 
     async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> ToolResult:
-        result = self.function(**parameters)
+        result = self.function(**{name: self._converted(name, value) for name, value in parameters.items()})
         if inspect.isawaitable(result):
             result = await result
         if isinstance(result, ToolResult):
             return result
-        if isinstance(result, dict | list | tuple):
-            result = json.dumps(result, ensure_ascii=False, default=str)
-        return ToolResult(result if isinstance(result, ToolResponse) else ToolResponse(str(result)))
+        if isinstance(result, ToolResponse):
+            return ToolResult(result)
+        if isinstance(result, dict | list | tuple) or is_dataclass(result) or hasattr(result, "model_dump_json"):
+            from pydantic_core import to_json
+
+            return ToolResult(ToolResponse(to_json(result, fallback=str).decode()))
+        return ToolResult(ToolResponse(str(result)))
+
+    def _converted(self, name: str, value: Any) -> Any:
+        from pydantic import ValidationError
+
+        try:
+            return self._types[name].validate_python(value) if name in self._types else value
+        except ValidationError as error:
+            details = ((each["loc"], each["msg"]) for each in error.errors())
+            problems = [f"{'.'.join(map(str, (name, *place)))}: {message}" for place, message in details]
+            raise ToolError("; ".join(problems)) from error
 
 
 def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
@@ -155,7 +174,7 @@ def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:
     Raises:
         TypeError: a parameter has no annotation, has one without a JSON type, or is ``*args`` or ``**kwargs``.
     """
-    hints = typing.get_type_hints(function)
+    hints = typing.get_type_hints(function, include_extras=True)
     docstring = inspect.getdoc(function) or ""
     properties: dict[str, Any] = {}
     required: list[str] = []
@@ -180,9 +199,7 @@ def _parameter_type(hint: Any) -> dict[str, Any]:
     """As :func:`json_type`; a value that may be None is described by what else it may be: models leave it out."""
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = typing.Union[tuple(arm for arm in typing.get_args(hint) if arm is not types.NoneType)]  # noqa: UP007
-    schema = json_type(hint)
-    kinds = {type(choice) for choice in schema.get("enum", ())}
-    return {**json_type(kinds.pop()), **schema} if len(kinds) == 1 else schema
+    return json_type(hint)
 
 
 def _described(docstring: str, parameter: str) -> str:

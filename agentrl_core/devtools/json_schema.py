@@ -101,7 +101,8 @@ def _member(member: Member) -> dict[str, Any]:
     words, value = _words(member), _value(member)
     if is_section(member.type):
         words.pop("default", None)
-    return {**words, **value} if value.get("type") == "string" else {**words, "anyOf": [value, _REFERENCE]}
+    any_text = value.get("type") == "string" and "enum" not in value
+    return {**words, **value} if any_text else {**words, "anyOf": [value, _REFERENCE]}
 
 
 def _value(member: Member) -> dict[str, Any]:

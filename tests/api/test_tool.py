@@ -2,11 +2,18 @@
 
 import asyncio
 import json
-from typing import Any, Literal
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import BaseModel, Field
 
-from agentrl_core.api import FunctionTool, ToolContext, schema_of
+from agentrl_core.api import FunctionTool, ToolContext, ToolError, schema_of
+
+
+@dataclass
+class Tree:
+    children: "list[Tree]"
 
 
 def search(query: str, limit: int | float = 5, tags: list[str] | None = None) -> Any:
@@ -58,11 +65,80 @@ def test_parameters_that_a_model_cannot_pass_by_name_are_refused() -> None:
 
 
 def test_a_parameter_without_a_json_type_is_named() -> None:
-    def hash_of(data: bytes) -> str:
-        return str(data)
+    class Node:
+        pass
 
-    with pytest.raises(TypeError, match=r"hash_of: parameter data: bytes: <class 'bytes'> has no JSON type"):
+    def hash_of(node: Node) -> str:
+        return str(node)
+
+    hash_of.__annotations__["node"] = Node
+    with pytest.raises(TypeError, match=r"hash_of: parameter node: .*Node'> has no JSON type"):
         schema_of(hash_of)
+
+
+@dataclass
+class Place:
+    """A place on the map."""
+
+    x: int
+    y: int = 0
+
+
+class Trip(BaseModel):
+    stops: list[Place]
+    title: str = Field("holidays", description="its name")
+
+
+def plan(
+    trip: Trip, start: Place, mode: Literal["walk", "ride"] = "walk", budget: int | str | None = None,
+    days: Annotated[int, Field(ge=1, description="how long")] = 1,
+) -> Any:  # fmt: skip
+    """Plans a trip.
+
+    Args:
+        start: where it begins
+    """
+    return {"start": start, "first": trip.stops[0].x, "trip": trip}
+
+
+def test_dataclasses_and_pydantic_models_become_objects_without_references() -> None:
+    properties = schema_of(plan)["function"]["parameters"]["properties"]
+    place = {"x": {"type": "integer"}, "y": {"type": "integer", "default": 0}}
+    assert properties["start"] == {
+        "type": "object", "properties": place, "required": ["x"], "description": "where it begins",
+    }  # fmt: skip
+    assert properties["trip"]["properties"]["stops"]["items"]["properties"] == place
+    assert properties["trip"]["properties"]["title"] == {
+        "type": "string", "default": "holidays", "description": "its name",
+    }  # fmt: skip
+    assert properties["mode"] == {"type": "string", "enum": ["walk", "ride"]}
+    assert properties["budget"] == {"anyOf": [{"type": "integer"}, {"type": "string"}]}
+    assert properties["days"] == {"type": "integer", "minimum": 1, "description": "how long"}
+
+
+def test_arguments_are_converted_and_results_are_json() -> None:
+    tool = FunctionTool(plan, ToolContext("plan"))
+    arguments = {"trip": {"stops": [{"x": "3"}]}, "start": {"x": 1}}
+    result = json.loads(asyncio.run(tool.execute("1", arguments)).response.text)
+    assert result == {
+        "start": {"x": 1, "y": 0}, "first": 3, "trip": {"stops": [{"x": 3, "y": 0}], "title": "holidays"},
+    }  # fmt: skip
+
+
+def test_an_argument_of_the_wrong_type_is_an_error_that_names_its_place() -> None:
+    tool = FunctionTool(plan, ToolContext("plan"))
+    with pytest.raises(ToolError, match=r"^trip\.stops\.0\.x: Input should be a valid integer"):
+        asyncio.run(tool.execute("1", {"trip": {"stops": [{"x": "far"}]}, "start": {"x": 1}}))
+    with pytest.raises(ToolError, match=r"^mode: Input should be 'walk' or 'ride'$"):
+        asyncio.run(tool.execute("1", {"trip": {"stops": []}, "start": {"x": 1}, "mode": "fly"}))
+
+
+def test_a_type_that_refers_to_itself_is_refused() -> None:
+    def walk(tree: Tree) -> str:
+        return str(tree)
+
+    with pytest.raises(TypeError, match="walk: parameter tree: .*Tree refers to itself"):
+        schema_of(walk)
 
 
 def test_the_model_sees_a_dict_as_json() -> None:

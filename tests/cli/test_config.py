@@ -130,7 +130,7 @@ def test_the_schema_carries_help_units_bounds_and_choices() -> None:
         "tokens",
     )
     assert length["anyOf"][0] == {"type": "integer", "minimum": 1}
-    assert rollout["template_break"]["anyOf"][0] == {"enum": ["fork", "mask", "error"]}
+    assert rollout["template_break"]["anyOf"][0] == {"type": "string", "enum": ["fork", "mask", "error"]}
 
 
 def test_a_broken_plugin_does_not_keep_the_schema_from_the_editor(isolated_plugins: IsolatedPlugins) -> None:

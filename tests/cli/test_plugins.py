@@ -165,7 +165,7 @@ def test_show_as_json_has_a_json_schema(isolated_plugins: IsolatedPlugins) -> No
         "description": "how loud",
         "default": 3,
     }
-    assert properties["style"] == {"enum": ["plain", "bold"], "default": "plain"}
+    assert properties["style"] == {"type": "string", "enum": ["plain", "bold"], "default": "plain"}
     assert properties["voice"]["properties"]["pitch"]["exclusiveMinimum"] == 0
     assert properties["voice"]["properties"]["pitch"]["x-unit"] == "Hz"
     assert properties["names"] == {"type": "array", "items": {"type": "string"}, "default": []}
