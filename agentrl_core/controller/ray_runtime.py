@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import pickle
 from collections.abc import Mapping
 from typing import Any
 
@@ -33,6 +34,10 @@ class RayActorHandle:
         self.num_cpus = num_cpus
         self.num_gpus = num_gpus
         self._was_killed = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # As bytes: Ray warns of handles that are arguments of actors with restarts, as if they could be lost.
+        return _handle, (self._name, pickle.dumps(self._actor), self.num_cpus, self.num_gpus)
 
     @property
     def name(self) -> str:
@@ -66,6 +71,10 @@ class RayActorHandle:
     def restart(self) -> None:
         """Kills the actor's process; Ray starts a new one if the actor has restarts left."""
         ray.kill(self._actor, no_restart=False)
+
+
+def _handle(name: str, actor: bytes, num_cpus: float, num_gpus: float) -> RayActorHandle:
+    return RayActorHandle(name, pickle.loads(actor), num_cpus, num_gpus)
 
 
 class RayRuntime(Runtime):

@@ -512,3 +512,31 @@ with make_runtime("ray", num_cpus=2) as runtime:
     found = {line.partition(" ")[2] for line in done.stdout.splitlines() if line.startswith("listens:")}
     loopback = {"0100007F", "0000000000000000FFFF00000100007F", "00000000000000000000000001000000"}
     assert found and found <= loopback, done.stdout + done.stderr
+
+
+def test_an_actor_that_restarts_and_has_a_handle_brings_no_warning_of_ray(
+    runtime: RayRuntime, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Asking:
+        def __init__(self, other: ActorHandle) -> None:
+            self.other = other
+
+        async def ask(self) -> int:
+            answer: int = await self.other.call("pid")
+            return answer
+
+        async def die(self) -> None:
+            os._exit(1)
+
+    class Pid:
+        def pid(self) -> int:
+            return os.getpid()
+
+    other = runtime.actor(Pid, name="other")
+    asking = runtime.actor(Asking, other, name="asking", options=ActorOptions(restarts=1))
+    pid = runtime.run(other.call("pid"))
+    assert runtime.run(asking.call("ask")) == pid
+    with pytest.raises(WorkerError, match="died"):
+        runtime.run(asking.call("die"))
+    assert runtime.run(asking.call("ask")) == pid
+    assert "constructor arguments" not in capfd.readouterr().err
