@@ -13,8 +13,8 @@ from agentrl_core.hosting.processes import family
 logger = logging.getLogger(__name__)
 MEMORY = Path("/dev/shm")
 RECORD = "agentrl-memory-of-"
-KINDS = ("agentrl-", "psm_", "sem.mp-")
-"""Beginnings of the names that agentrl and Python's multiprocessing, for the engines, give to shared memory."""
+KINDS = ("agentrl-", "psm_", "sem.mp-", "sgl_shm_")
+"""Beginnings of the names that agentrl, Python's multiprocessing and SGLang give to shared memory."""
 
 
 @contextmanager

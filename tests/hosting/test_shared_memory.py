@@ -17,7 +17,7 @@ from agentrl_core.hosting import shared_memory
 memory = shared_memory.MEMORY = Path(sys.argv[1])
 (memory / "agentrl-weights-x").mkdir()
 maps = []
-for name in ("psm_1", "sem.mp-1", "agentrl-weights-x/weights", "foreign"):
+for name in ("psm_1", "sem.mp-1", "sgl_shm_mq_1", "agentrl-weights-x/weights", "foreign"):
     (memory / name).write_bytes(b"0" * 4096)
     with open(memory / name, "r+b") as file:
         maps.append(mmap.mmap(file.fileno(), 0))
