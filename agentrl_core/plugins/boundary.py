@@ -109,61 +109,41 @@ def boundary(
         raise error(f"{_text(message)} {describe(failure)}".lstrip()) from cause
 
 
-class _HangReporter:
-    """One thread that reports every block that hangs; a hook for each trajectory is too often for a thread each."""
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._blocks: dict[object, tuple[str, int, float]] = {}
-        self._wakes = float("inf")
-        self._thread: threading.Thread | None = None
-
-    def begin(self, block: object, what: str) -> None:
-        now = time.monotonic()
-        with self._changed:
-            self._blocks[block] = (what, threading.get_ident(), now)
-            # After a fork the thread is gone.
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._run, name="agentrl-hang-report", daemon=True)
-                self._thread.start()
-            elif now + HANG_SECONDS < self._wakes:
-                self._changed.notify()
-
-    def end(self, block: object) -> None:
-        with self._changed:
-            del self._blocks[block]
-
-    def _run(self) -> None:
-        reported: dict[object, float] = {}
-        while True:
-            with self._changed:
-                reported = {block: reported.get(block, start) for block, (_, _, start) in self._blocks.items()}
-                self._wakes = min(reported.values(), default=float("inf")) + HANG_SECONDS
-                wait = self._wakes - time.monotonic()
-                if wait > 0:
-                    self._changed.wait(None if wait == float("inf") else wait)
-                    continue
-                hanging = [block for block, last in reported.items() if last + HANG_SECONDS <= time.monotonic()]
-                found = [(block, *self._blocks[block]) for block in hanging]
-            for block, what, thread, start in found:
-                reported[block] = time.monotonic()
-                stack = "".join(traceback.format_stack(sys._current_frames().get(thread))[-3:])
-                seconds = reported[block] - start
-                logger.warning("%s has not returned for %.0f s, and the run waits for it:\n%s", what, seconds, stack)
-
-
-_hang_reporter = _HangReporter()
+_blocks: dict[object, tuple[str, int, float]] = {}
+"""What runs in each block, in which thread, since when."""
+_reporter: threading.Thread | None = None
+"""One for all blocks: a hook for each trajectory is too often for a thread each."""
 
 
 @contextmanager
 def hang_reported(what: str) -> Iterator[None]:
     """Log where the block stands while it hangs. Foreign code in this thread can be reported, but not stopped."""
+    global _reporter
     block = object()
-    _hang_reporter.begin(block, what)
+    _blocks[block] = (what, threading.get_ident(), time.monotonic())
+    # After a fork the thread is gone.
+    if _reporter is None or not _reporter.is_alive():
+        _reporter = threading.Thread(target=_report_hangs, name="agentrl-hang-report", daemon=True)
+        _reporter.start()
     try:
         yield
     finally:
-        _hang_reporter.end(block)
+        del _blocks[block]
+
+
+def _report_hangs() -> None:
+    reported: dict[object, float] = {}
+    while True:
+        time.sleep(min(1.0, HANG_SECONDS))
+        now, blocks = time.monotonic(), dict(_blocks)
+        reported = {block: reported.get(block, start) for block, (_, _, start) in blocks.items()}
+        for block, (what, thread, start) in blocks.items():
+            if now - reported[block] >= HANG_SECONDS:
+                reported[block] = now
+                stack = "".join(traceback.format_stack(sys._current_frames().get(thread))[-3:])
+                logger.warning(
+                    "%s has not returned for %.0f s, and the run waits for it:\n%s", what, now - start, stack
+                )
 
 
 def _text(message: Message) -> str:

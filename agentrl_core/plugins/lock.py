@@ -4,7 +4,7 @@ import json
 import os
 import platform
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass, replace
 from pathlib import Path
 
 import agentrl_core
@@ -14,35 +14,28 @@ from agentrl_core.api.plugin import KINDS, PluginRef
 SCHEMA_VERSION = 1
 
 
-@dataclass(frozen=True, order=True)
-class LockedPlugin:
-    """One plugin; ``version`` is the sha256 of the text where ``dist`` is ``file``."""
-
-    kind: str
-    name: str
-    dist: str
-    version: str
-
-
 @dataclass(frozen=True)
 class Lock:
-    """The versions of agentrl-core, of Python, and of every plugin of a run, in a stable order."""
+    """The versions of agentrl-core, of Python, and of every plugin of a run, without its text, in a stable order."""
 
     agentrl_core: str
     python: str
-    plugins: tuple[LockedPlugin, ...]
+    plugins: tuple[PluginRef, ...]
 
 
 def lock_of(refs: Iterable[PluginRef]) -> Lock:
     """The lock of these plugins in this interpreter."""
-    plugins = {LockedPlugin(ref.kind, ref.name, ref.dist, ref.version) for ref in refs}
-    return Lock(agentrl_core.__version__, platform.python_version(), tuple(sorted(plugins)))
+    plugins = {replace(ref, source="") for ref in refs}
+    return Lock(agentrl_core.__version__, platform.python_version(), tuple(sorted(plugins, key=astuple)))
 
 
 def write_lock(path: Path, refs: Iterable[PluginRef]) -> Lock:
     """Write the lock of these plugins; the file is either the old or the new one, never half of it."""
     lock = lock_of(refs)
-    text = json.dumps({"schema_version": SCHEMA_VERSION, **asdict(lock)}, indent=2) + "\n"
+    content = {"schema_version": SCHEMA_VERSION, **asdict(lock)}
+    for plugin in content["plugins"]:
+        del plugin["source"]
+    text = json.dumps(content, indent=2) + "\n"
     unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.write_text(text, encoding="utf-8")
     os.replace(unfinished, path)
@@ -61,7 +54,7 @@ def read_lock(path: Path) -> Lock:
             raise PluginError(
                 f"{path} has schema_version {content['schema_version']}, this agentrl-core reads {SCHEMA_VERSION}"
             )
-        plugins = tuple(LockedPlugin(**entry) for entry in content["plugins"])
+        plugins = tuple(PluginRef(**entry) for entry in content["plugins"])
         return Lock(content["agentrl_core"], content["python"], plugins)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise PluginError(f"cannot read the lock file {path}: {type(error).__name__}: {error}") from error

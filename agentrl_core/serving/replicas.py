@@ -131,15 +131,12 @@ class EngineReplicas:
         await asyncio.gather(*(self._boot(member) for member in self._members))
 
     async def _boot(self, member: ReplicaState) -> None:
-        # Hosts wait for each other as they start.
-        rendezvous = await self._rendezvous(member) if len(member.servers) > 1 else ""
-        await asyncio.gather(*(self._boot_server(server, rendezvous) for server in member.servers))
-
-    async def _rendezvous(self, member: ReplicaState) -> str:
         try:
-            return str(await member.server.call("rendezvous"))
+            # Hosts wait for each other as they start.
+            rendezvous = str(await member.server.call("rendezvous")) if len(member.servers) > 1 else ""
         except WorkerError as error:
             raise EngineError(f"{member.server.name} died as it started: {error}") from error
+        await asyncio.gather(*(self._boot_server(server, rendezvous) for server in member.servers))
 
     async def _boot_server(self, server: ActorHandle, rendezvous: str) -> None:
         limit = self._slot.start_timeout + START_GRACE
@@ -148,7 +145,7 @@ class EngineReplicas:
         def late() -> str:
             return (
                 f"{server.name} has not answered for {limit:g} s (start_timeout="
-                f"{self._slot.start_timeout:g}).\n{self._last_words(files)}"
+                f"{self._slot.start_timeout:g}).\n{_last_words(files)}"
             )
 
         try:
@@ -156,12 +153,7 @@ class EngineReplicas:
                 _, files = await server.call("process")
                 await server.call("start", rendezvous)
         except WorkerError as error:
-            raise EngineError(f"{server.name} died as it started: {error}\n{self._last_words(files)}") from error
-
-    @staticmethod
-    def _last_words(files: Sequence[str]) -> str:
-        text = tail_of(files)
-        return f"The last lines of its log:\n{text}" if text else ""
+            raise EngineError(f"{server.name} died as it started: {error}\n{_last_words(files)}") from error
 
     # Watch ------------------------------------------------------------------------------------------------------
 
@@ -194,17 +186,13 @@ class EngineReplicas:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._slot.health_interval)
-            alive = [index for index, each in enumerate(self._members) if each.is_alive]
-            lost = await self._lost()
-            await asyncio.gather(*(self._examine(index, index in lost) for index in alive))
+            await self._look(everywhere=True)
 
-    async def _look(self) -> None:
-        """Examine those that the routers have left out."""
-        lost = await self._lost()
-        await asyncio.gather(*(self._examine(index, True) for index in lost if self._members[index].is_alive))
-
-    async def _lost(self) -> set[int]:
-        return {index for each in await self._tell("lost_servers") for index in each}
+    async def _look(self, everywhere: bool = False) -> None:
+        """Examine the replicas that the routers have left out, or all that are alive."""
+        alive = [index for index, each in enumerate(self._members) if each.is_alive]
+        lost = {index for each in await self._tell("lost_servers") for index in each}
+        await asyncio.gather(*(self._examine(index, index in lost) for index in alive if everywhere or index in lost))
 
     async def _examine(self, index: int, is_left_out: bool) -> None:
         member = self._members[index]
@@ -396,3 +384,8 @@ class EngineReplicas:
 
         asked = ((member, member.servers if every_host else member.servers[:1]) for member in self._members)
         return list(await asyncio.gather(*(one(member, server) for member, servers in asked for server in servers)))
+
+
+def _last_words(files: Sequence[str]) -> str:
+    text = tail_of(files)
+    return f"The last lines of its log:\n{text}" if text else ""
