@@ -36,7 +36,6 @@ def advantage_input(batch: DataProto) -> AdvantageInput:
         entropies=column("entropys"),
         teacher_log_probs=column("teacher_log_probs"),
         baselines=column("baselines"),
-        data_sources=objects["data_source"],
     )
 
 

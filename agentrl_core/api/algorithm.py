@@ -54,7 +54,6 @@ class AdvantageInput:
         entropies: [B, R] float32 in nats, of the distributions behind ``old_log_probs``. Capability ``entropies``.
         teacher_log_probs: [B, R] float32 of ``teacher.path``. Capability ``teacher_log_probs``.
         baselines: [B] float32; the score of a greedy answer to the row's prompt. Capability ``greedy_baseline``.
-        data_sources: [B] object array, ``data_source`` of the rows.
     """
 
     token_rewards: "torch.Tensor"
@@ -73,7 +72,6 @@ class AdvantageInput:
     entropies: "torch.Tensor | None" = field(default=None, kw_only=True)
     teacher_log_probs: "torch.Tensor | None" = field(default=None, kw_only=True)
     baselines: "torch.Tensor | None" = field(default=None, kw_only=True)
-    data_sources: "np.ndarray[Any, Any] | None" = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         scores: Any = self.scores

@@ -30,11 +30,13 @@ class SamplerContext:
         rows: the training rows that fit, at least one.
         batch_size: prompts of one step; may exceed the number of rows.
         seed: of the run.
+        reward_range: lowest and highest weighted sum of the reward functions; None unless all declare their ``range``.
     """
 
     rows: Sequence[Mapping[str, Any]]
     batch_size: int
     seed: int
+    reward_range: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ _BROUGHT = {
     "agentrl-engine-hf": {"engine": "hf"},
     "agentrl-engine-sglang": {"engine": "sglang"},
     "agentrl-engine-vllm": {"engine": "vllm"},
-    "agentrl-interactions-basic": {"interaction": "tutor"},
+    "agentrl-interactions-basic": {"interaction": "simulated_user tutor"},
     "agentrl-loop-single-turn": {"agent_loop": "single_turn"},
     "agentrl-loop-tool-agent": {"agent_loop": "tool_agent"},
     "agentrl-rewards-basic": {
@@ -23,7 +23,7 @@ _BROUGHT = {
         "repetition_penalty tags",
         "reward_manager": "batch by_source dapo naive rate_limited",
     },
-    "agentrl-rewards-judge": {"reward_function": "judge"},
+    "agentrl-rewards-judge": {"reward_function": "judge reward_model"},
     "agentrl-rewards-math": {"reward_function": "math"},
     "agentrl-tool-parsers": {"tool_parser": "hermes"},
     "agentrl-tools-basic": {"tool": "calculator"},

@@ -27,6 +27,7 @@ class TrajectoryResult:
         tool_schemas: of the tools that the policy was shown.
         baseline: score of a greedy answer to the same prompt, where the advantage estimator needs it.
         replaced: another prompt is trained in its place, see ``rollout.resample_rounds``.
+        further: its prompt was added by these rounds; the sampler did not choose it for this step.
     """
 
     row: dict[str, Any]
@@ -48,6 +49,7 @@ class TrajectoryResult:
     tool_schemas: list[dict[str, Any]] = field(default_factory=list)
     baseline: float | None = None
     replaced: bool = False
+    further: bool = False
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a counter of ``metrics``."""

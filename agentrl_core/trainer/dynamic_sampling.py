@@ -23,7 +23,7 @@ def fill(step: int, results: list[TrajectoryResult], rounds: int, more: More) ->
         more: samples them.
 
     Returns:
-        All trajectories, of which those of groups without signal are marked ``replaced``.
+        All trajectories. Those of groups without signal are marked ``replaced``, those of further prompts ``further``.
 
     Raises:
         RolloutError: after the last round the batch is not full.
@@ -34,6 +34,8 @@ def fill(step: int, results: list[TrajectoryResult], rounds: int, more: More) ->
         if not missing:
             break
         further = more(number, missing)
+        for result in further:
+            result.further = True
         everything += further
         missing = _mark_replaced(further)
     if missing:

@@ -106,7 +106,8 @@ class PromptLoader:
         validation = self._split("validation", data.validation_files)
         self._check_reached()
         first_prompt = self._try_environments(train)
-        sampler = data.sampler.build(SamplerContext(train, data.batch_size, self._config.trainer.seed))
+        context = SamplerContext(train, data.batch_size, self._config.trainer.seed, _reward_range(self._config))
+        sampler = data.sampler.build(context)
         return PromptData(train, validation, sampler, self._longest, data.batch_size, first_prompt)
 
     def _split(self, split: Split, files: Sequence[str]) -> list[Row]:
@@ -308,3 +309,12 @@ def _media(row: Row) -> str:
     contents = [message["content"] for message in row["raw_prompt"] if isinstance(message.get("content"), list)]
     kinds = [str(part.get("type")) for content in contents for part in content if "text" not in part]
     return next(iter([*columns, *(f"a message has a part of type {kind}" for kind in kinds)]), "")
+
+
+def _reward_range(config: ResolvedConfig) -> tuple[float, float] | None:
+    """Lowest and highest weighted sum of the reward functions; None if one declares no range."""
+    functions = config.reward.functions
+    ends = [sorted(function.weight * end for end in function.range) for function in functions if function.range]
+    if not ends or len(ends) < len(functions):
+        return None
+    return sum(low for low, _ in ends), sum(high for _, high in ends)

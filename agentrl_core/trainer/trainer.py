@@ -287,9 +287,7 @@ class Trainer:
     ) -> None:
         """Write records, validate, save a checkpoint, and report to trackers and hooks."""
         self.step = step
-        # Prompts of dynamic sampling are not the sampler's choice for this step.
-        chosen = [result for result in results if result.row["uid"].startswith("train-")]
-        self.preparation.data.update(step, chosen)
+        self.preparation.data.update(step, [result for result in results if not result.further])
         # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
         metrics |= self.roles.rollout.named_metrics()

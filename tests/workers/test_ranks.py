@@ -15,12 +15,16 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.controller import ClassWithInitArgs, make_runtime
 from agentrl_core.controller.runtime import Runtime
+from agentrl_core.plugins.official import OFFICIAL
 
 pytestmark = pytest.mark.ray
 
 ALGORITHM = {"kl_coef": 0.1, "entropy_coef": 0.01, "aggregation": "seq-mean-token-mean"}
 UPDATE = {"mini_batches": 2, "epochs": 2, "micro_batch_tokens": 40, "grad_clip": 0.5}
 Groups = Mapping[str, Any]
+LOSSES = [name for kind, name in OFFICIAL if kind == "policy_loss"]
+LOSS_OPTIONS = {"clip_cov": {"share": 0.3, "cov_low": 0.0}, "kl_cov": {"share": 0.3}}
+"""With the defaults not one token of so small a batch is chosen."""
 
 
 def roles(config: Any) -> dict[str, ClassWithInitArgs]:
@@ -44,12 +48,13 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
                 group["eps"] = eps
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def use_loss(self, name: str) -> None:
+        def use_loss(self, name: str, options: Mapping[str, Any], micro_batch_tokens: int) -> None:
             from agentrl_core.config.schema import PolicyLossSlot
             from agentrl_core.plugins.resolution import resolve
 
             plugin = resolve("policy_loss", name)
-            self.config.algorithm.loss = PolicyLossSlot(name, plugin.spec.config(), resolved=plugin)
+            self.config.algorithm.loss = PolicyLossSlot(name, plugin.spec.config(**options), resolved=plugin)
+            self.config.actor.micro_batch_tokens = micro_batch_tokens
             self._ready()
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -141,18 +146,36 @@ def assert_same_weights(first: Groups, second: Groups, tolerance: float = 1e-5) 
         np.testing.assert_allclose(found[name], tensor, atol=tolerance, rtol=0, err_msg=name)
 
 
-def test_a_loss_that_looks_at_whole_mini_batches_is_the_same_over_ranks(groups_of: Any, batches: list[Any]) -> None:
-    one, several = groups_of(1), groups_of(2)
-    # Not kl_cov: its penalty |log pi - log pi_old| begins at 0, where the sign of rounding decides the gradient.
-    for groups in (one, several):
-        groups["actor"].use_loss("clip_cov")
-    for seed, batch in enumerate(batches[:3]):
-        alone, together = step(one, batch, seed), step(several, batch, seed)
-        for name in ("actor/pg_loss", "actor/grad_norm"):
-            assert math.isclose(alone[name], together[name], rel_tol=1e-4, abs_tol=1e-6), name
-    assert_same_weights(one, several)
-    for groups in (one, several):
-        groups["actor"].use_loss("ppo")
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_loss_is_the_same_over_ranks_and_micro_batches(groups_of: Any, batches: list[Any], ranks: int) -> None:
+    one, several = groups_of(1), groups_of(ranks)
+    try:
+        for name in LOSSES:
+            found = []
+            for groups, micro_batch_tokens in ((one, 1000), (one, 40), (several, 40)):
+                groups["actor"].use_loss(name, LOSS_OPTIONS.get(name, {}), micro_batch_tokens)
+                found.append(two_mini_batches(groups, batches[0]))
+            for other in found[1:]:
+                assert other == pytest.approx(found[0], rel=1e-4, abs=1e-6), name
+            assert found[0]["actor/grad_norm"] > 0
+    finally:
+        for groups in (one, several):
+            groups["actor"].use_loss("ppo", {}, UPDATE["micro_batch_tokens"])
+
+
+def two_mini_batches(groups: Groups, batch: Any) -> dict[str, float]:
+    """The metrics of one update from the initial weights; the loss of the second mini-batch shows the first step."""
+    groups["actor"].init_model()
+    batch = batch.slice()
+    batch.union(groups["actor"].compute_log_prob(batch))
+    batch.union(groups["reference"].compute_ref_log_prob(batch))
+    mask = batch.batch["response_mask"]
+    generator = torch.Generator().manual_seed(0)
+    batch.batch["advantages"] = torch.randn(mask.shape, generator=generator) * mask
+    noise = 0.1 * torch.randn(mask.shape, generator=generator)
+    batch.batch["rollout_log_probs"] = (batch.batch["old_log_probs"] + noise) * mask
+    metrics: dict[str, float] = groups["actor"].update(batch)[0]
+    return metrics
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

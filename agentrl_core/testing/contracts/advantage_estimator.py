@@ -48,10 +48,9 @@ def example(seed: int = 0) -> AdvantageInput:
         for turn in set(turns_BR[row, sampled].tolist()):
             turn_rewards_BT[row, turn] = torch.randn((), generator=generator)
             rewards_BR[row, (turns_BR[row] == turn).nonzero()[-1]] += turn_rewards_BT[row, turn]
-    groups, trajectories, sources = np.empty(8, object), np.empty(8, object), np.empty(8, object)
+    groups, trajectories = np.empty(8, object), np.empty(8, object)
     groups[:] = ["a"] * 4 + ["b"] * 4
     trajectories[:] = [f"t{row}" for row in range(8)]
-    sources[:] = ["source"] * 8
     log_probs = {
         name: torch.where(mask_BR, -3 * torch.rand(8, 6, generator=generator), 0.0)
         for name in ("old_log_probs", "rollout_log_probs", "ref_log_probs", "teacher_log_probs", "entropies")
@@ -62,7 +61,7 @@ def example(seed: int = 0) -> AdvantageInput:
         rewards_BR, mask_BR, groups, trajectories, torch.randn(8, 6, generator=generator), outcomes=outcomes_B,
         scores=scores_B, turn_ids=turns_BR, turn_rewards=turn_rewards_BT,
         components={"first": first, "second": scores_B - first},
-        baselines=torch.randn(2, generator=generator).repeat_interleave(4), data_sources=sources, **log_probs,
+        baselines=torch.randn(2, generator=generator).repeat_interleave(4), **log_probs,
     )  # fmt: skip
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl_core.api import Interaction, InteractionContext, InteractionTurn, Message
+from agentrl_core.api import EngineClient, Engines, Interaction, InteractionContext, InteractionTurn, Message
 from agentrl_core.testing.contracts.case import PluginCase, PluginContract, is_number, run
 
 
@@ -18,15 +18,17 @@ class InteractionCase(PluginCase):
         conversations: message lists that end with an assistant's message.
         kwargs: of ``start_interaction``, from the row's ``interaction_kwargs``.
         repeatable: the same conversation in a fresh trajectory gets the same answer.
+        engines: stand-ins for the engines that the interaction asks, by name.
     """
 
     conversations: Sequence[Sequence[Message]]
     kwargs: Mapping[str, Any] = field(default_factory=dict)
     repeatable: bool = True
+    engines: Mapping[str, EngineClient] = field(default_factory=dict)
 
     def make(self) -> Interaction:
         """An interaction as a worker builds it."""
-        interaction: Interaction = self.build(InteractionContext(self.spec.name))
+        interaction: Interaction = self.build(InteractionContext(self.spec.name, engines=Engines(self.engines)))
         return interaction
 
     async def whole(self, interaction: Interaction, instance: str) -> list[InteractionTurn]:

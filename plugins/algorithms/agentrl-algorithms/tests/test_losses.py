@@ -172,7 +172,8 @@ def kl_cov(rows: Rows, share: float, kl_coef: float = 1.0) -> list[list[Tensor]]
     chosen = sorted(cov, key=lambda key: (-cov[key], key))[:count]
 
     def loss(i: int, t: int, token: Token) -> Tensor:
-        penalty = kl_coef * abs(token.log_prob - token.old) if (i, t) in chosen else 0.0
+        # D_KL(pi_old || pi) of the paper's equation, as the unbiased estimate that is never negative.
+        penalty = kl_coef * (ratio(token) - 1 - (token.log_prob - token.old)) if (i, t) in chosen else 0.0
         return -token.advantage * ratio(token) + penalty
 
     return [[loss(i, t, token) for t, token in enumerate(row)] for i, row in enumerate(rows)]

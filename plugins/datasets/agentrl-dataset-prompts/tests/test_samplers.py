@@ -105,3 +105,19 @@ def test_recent_rewards_count_most_and_prompts_without_rewards_keep_their_mean()
     for step, rewards in enumerate([[0.0, 1.0], [1.0, 1.0], []], start=1):
         sampler.update(step, [PromptOutcome(1, rewards)])
     assert sampler.state_dict() == {"means": {"1": 0.75}}
+
+
+def test_rewards_are_scaled_by_their_declared_range() -> None:
+    sampler = Curriculum(CurriculumConfig(), SamplerContext(rows(a=2), 1, 0, reward_range=(-10.0, 10.0)))
+    sampler.update(1, [PromptOutcome(0, [-10.0, 10.0]), PromptOutcome(1, [5.0])])
+    assert sampler.state_dict() == {"means": {"0": 0.5, "1": 0.75}}
+
+
+def test_rewards_outside_of_the_range_count_as_its_end_and_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    sampler = Curriculum(CurriculumConfig(), context(2, 1))
+    sampler.update(1, [PromptOutcome(0, [-3.0]), PromptOutcome(1, [8.0])])
+    assert sampler.state_dict() == {"means": {"0": 0.0, "1": 1.0}}
+    assert [record.message for record in caplog.records] == [
+        "data.sampler=curriculum: a mean reward of -3 is outside of 0..1 and counts as the nearest end. Declare "
+        "reward.functions[].range"
+    ]

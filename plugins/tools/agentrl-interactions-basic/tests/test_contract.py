@@ -1,7 +1,10 @@
+from typing import Any
+
 import pytest
 
 from agentrl_core.testing.contracts import InteractionCase, InteractionContract
-from agentrl_interactions_basic.plugin import TUTOR
+from agentrl_interactions_basic.config import SimulatedUserConfig
+from agentrl_interactions_basic.plugin import SIMULATED_USER, TUTOR
 
 
 class TestTutor(InteractionContract):
@@ -10,3 +13,25 @@ class TestTutor(InteractionContract):
         conversations = [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "#### 5"}]]
         conversations.append([*conversations[0], {"role": "assistant", "content": "#### 4"}])
         return InteractionCase(TUTOR, conversations=conversations, kwargs={"ground_truth": "4"})
+
+
+class Echoes:
+    """A model that counts the messages that it read."""
+
+    async def chat(self, messages: Any, **sampling: Any) -> str:
+        return f"{len(messages)} messages so far"
+
+
+class TestSimulatedUser(InteractionContract):
+    @pytest.fixture
+    def plugin(self) -> InteractionCase:
+        conversations = [[{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "5"}]]
+        conversations.append([*conversations[0], {"role": "assistant", "content": "4"}])
+        config = SimulatedUserConfig(engine="user", instructions="You want {goal}.")
+        return InteractionCase(
+            SIMULATED_USER,
+            config=config,
+            conversations=conversations,
+            kwargs={"goal": "a sum"},
+            engines={"user": Echoes()},
+        )

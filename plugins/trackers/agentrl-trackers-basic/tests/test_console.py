@@ -161,3 +161,10 @@ def test_a_resumed_run_shows_the_curve_from_its_start(tmp_path: Path) -> None:
     console.log({"validation/calculator/accuracy_greedy": 0.9}, 3)
     console.finish("completed")
     assert "calculator acc 0.00 -> 0.90 (greedy)" in file.getvalue()
+
+
+def test_one_validation_is_shown_once(tmp_path: Path) -> None:
+    console, file, _ = tracker(tmp_path, terminal=False)
+    console.log({"validation/calculator/accuracy_greedy": 0.9}, 3)
+    console.finish("completed")
+    assert "calculator acc 0.90 (greedy)" in file.getvalue()

@@ -18,6 +18,8 @@ class MixtureConfig:
 
 @dataclass
 class CurriculumConfig:
-    target: float = option(0.5, help="mean reward of the prompts that are drawn most")
+    target: float = option(
+        0.5, ge=0, le=1, help="mean reward of the prompts that are drawn most, as a share of the declared range"
+    )
     width: float = option(0.25, gt=0, help="distance from the target at which the weight has fallen to 0.61")
     floor: float = option(0.05, gt=0, le=1, help="lowest weight of a prompt; that of an untried prompt is 1")

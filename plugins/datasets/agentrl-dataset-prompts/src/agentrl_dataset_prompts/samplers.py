@@ -1,5 +1,6 @@
 """Which prompts a step trains on: in order, shuffled, by weights of their sources, or by their success so far."""
 
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,8 @@ import numpy as np
 
 from agentrl_core.api import DataError, NoConfig, PromptOutcome, PromptSampler, SamplerContext
 from agentrl_dataset_prompts.config import CurriculumConfig, MixtureConfig
+
+logger = logging.getLogger(__name__)
 
 
 class _Stream:
@@ -109,6 +112,7 @@ def _check_weights(weights: Mapping[str, float], rows: Mapping[str, Sequence[int
 class Curriculum(PromptSampler):
     """Draws prompts whose recent mean reward is near ``target``, without repetition within a batch.
 
+    Rewards are scaled to 0..1 by the range that the reward functions declare; without one they should be in 0..1.
     The weight of a prompt is exp(-((mean - target) / width)^2 / 2), at least ``floor``; a prompt that was never tried
     has weight 1. The mean is exponential: half of it is the last step in which the prompt was drawn. Prompts that
     always or never succeed have no advantage in group-based estimators, so they are drawn rarely.
@@ -120,6 +124,7 @@ class Curriculum(PromptSampler):
         self._config = config
         self._context = context
         self._means = np.full(len(context.rows), np.nan)
+        self._warned = False
 
     def batch(self, step: int) -> list[int]:
         random = np.random.default_rng([self._context.seed, step])
@@ -134,8 +139,18 @@ class Curriculum(PromptSampler):
     def update(self, step: int, outcomes: Sequence[PromptOutcome]) -> None:
         for outcome in outcomes:
             if outcome.rewards:
-                mean, before = float(np.mean(outcome.rewards)), self._means[outcome.row]
+                mean, before = self._scaled(float(np.mean(outcome.rewards))), self._means[outcome.row]
                 self._means[outcome.row] = mean if np.isnan(before) else (before + mean) / 2
+
+    def _scaled(self, reward: float) -> float:
+        low, high = self._context.reward_range or (0.0, 1.0)
+        if not low <= reward <= high and not self._warned:
+            self._warned = True
+            logger.warning(
+                "data.sampler=curriculum: a mean reward of %g is outside of %g..%g and counts as the nearest end. "
+                "Declare reward.functions[].range", reward, low, high,
+            )  # fmt: skip
+        return min(max((reward - low) / (high - low), 0.0), 1.0)
 
     def state_dict(self) -> dict[str, Any]:
         tried = np.flatnonzero(~np.isnan(self._means))

@@ -1,6 +1,7 @@
-"""Options of the judge."""
+"""Options of the judge and of the reward model."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from agentrl_core.api import option
 
@@ -22,3 +23,16 @@ class JudgeConfig:
     retries: int = option(2, ge=0, help="further answers that the judge may give after one without a verdict")
     temperature: float = option(0.0, ge=0, help="of the judge's first answer; further ones are sampled at 1")
     max_tokens: int = option(512, ge=1, unit="tokens", help="maximum length of the judge's answer")
+
+
+@dataclass
+class RewardModelConfig:
+    model: str = option(help="directory of a transformers model for sequence classification, with its tokenizer")
+    scores: Literal["last", "turns"] = option(
+        "last", help="what is scored: the whole conversation, or also each turn of the policy, by the change in score"
+    )
+    label: int | None = option(None, ge=0, help="label whose log-probability is the score; null: a model of one label")
+    batch_size: int = option(16, ge=1, unit="conversations", help="most that are computed at a time")
+    max_length: int = option(4096, ge=1, unit="tokens", help="longest conversation; a longer one is a reward_error")
+    dtype: Literal["float32", "bfloat16", "float16"] = option("float32", help="data type of the weights")
+    device: str = option("auto", help="auto (a GPU if the reward worker sees one), cpu, cuda, or cuda:1")

@@ -40,7 +40,7 @@ class Tutor(Interaction):
         self, instance_id: str, messages: Sequence[dict[str, Any]], **kwargs: Any
     ) -> InteractionTurn:
         lesson = self._lessons[instance_id]
-        _, marker, tail = _text(messages[-1]).rpartition(self.config.answer_marker)
+        _, marker, tail = text_of(messages[-1]).rpartition(self.config.answer_marker)
         answer = _comparable(tail.split("\n", 1)[0]) if marker else None
         right = answer == lesson.ground_truth
         lesson.scores.append(float(right))
@@ -72,7 +72,8 @@ def _comparable(answer: str) -> str:
     return minus + whole + fraction
 
 
-def _text(message: Mapping[str, Any]) -> str:
+def text_of(message: Mapping[str, Any]) -> str:
+    """The text of a message, whose content may have parts."""
     content = message.get("content") or ""
     if isinstance(content, str):
         return content

@@ -83,7 +83,9 @@ class ConsoleTracker(Tracker):
         progress = self._progress
         parts = [f"run {progress.run_name} {status} at step {progress.step} after {duration(progress.elapsed)}"]
         for accuracy, points in sorted(progress.accuracies.items()):
-            parts.append(f"{accuracy.source} acc {points[0][1]:.2f} -> {points[-1][1]:.2f} ({accuracy.mode})")
+            # One validation is no progress.
+            shown = " -> ".join(f"{value:.2f}" for _, value in [*points[:-1][:1], points[-1]])
+            parts.append(f"{accuracy.source} acc {shown} ({accuracy.mode})")
         return "  ".join(parts)
 
 

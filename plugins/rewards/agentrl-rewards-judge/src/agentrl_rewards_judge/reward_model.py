@@ -1,0 +1,125 @@
+"""A discriminative reward model: a transformers model that reads a conversation and returns a number.
+
+Shapes: N conversations of a batch, L tokens.
+"""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import torch
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+from agentrl_core.api import ConfigError, RewardError, RewardFunctionContext, RewardResult, RewardTrajectory
+from agentrl_rewards_judge.config import RewardModelConfig
+
+Pending = tuple[list[int], "asyncio.Future[float]"]
+
+
+class RewardModel:
+    """Scores a conversation with ``AutoModelForSequenceClassification``, at its last token.
+
+    The conversation is rendered with the chat template of the model's own tokenizer. A model with one label scores its
+    logit; of several labels ``label`` says which one's log-probability counts.
+
+    With ``scores: turns``, what the k-th turn of the policy earns is by how much the score after it is higher than
+    after the turn before; the first turn earns its whole score. The sum is the score of the whole conversation.
+
+    Conversations that wait while a batch is computed make the next batch, so none waits for others to come.
+
+    Raises:
+        RewardError: the conversation is longer than ``max_length``, or the policy said nothing.
+    """
+
+    isolation: ClassVar[str] = "inline"
+
+    def __init__(self, config: RewardModelConfig, context: RewardFunctionContext) -> None:
+        _check(config)
+        self._config = config
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(config.model)
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(f"model: the tokenizer of {config.model} has no chat template")
+        self._model: Any = AutoModelForSequenceClassification.from_pretrained(config.model, dtype=config.dtype).eval()
+        device = config.device
+        if device == "auto":
+            device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model.to(device)
+        # The model takes the last token that is no padding as the end of the conversation.
+        known = (self._model.config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
+        self._padding = next((token for token in known if token is not None), 0)
+        self._model.config.pad_token_id = self._padding
+        self._waiting: list[Pending] = []
+        self._working: asyncio.Task[None] | None = None
+
+    async def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
+        turns = [index for index, message in enumerate(trajectory.messages) if message["role"] == "assistant"]
+        if not turns:
+            raise RewardError(f"the reward model {self._config.model} has nothing to score: the policy said nothing")
+        ends = turns if self._config.scores == "turns" else turns[-1:]
+        scores = await asyncio.gather(*(self._score(trajectory.messages[: end + 1]) for end in ends))
+        if self._config.scores == "last":
+            return RewardResult(scores[0])
+        earned = [after - before for before, after in zip([0.0, *scores], scores, strict=False)]
+        return RewardResult(scores[-1], turn_rewards=earned)
+
+    async def _score(self, messages: Sequence[Mapping[str, Any]]) -> float:
+        ids: list[int] = self._tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False)
+        if len(ids) > self._config.max_length:
+            raise RewardError(
+                f"the conversation has {len(ids)} tokens for the reward model {self._config.model}, allowed are "
+                f"max_length={self._config.max_length}"
+            )
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[float] = loop.create_future()
+        self._waiting.append((ids, future))
+        if self._working is None or self._working.done():
+            self._working = loop.create_task(self._work())
+        return await future
+
+    async def _work(self) -> None:
+        """Batches of what waits, until nothing does."""
+        while self._waiting:
+            # Of similar length: padding is computed too.
+            self._waiting.sort(key=lambda each: len(each[0]))
+            batch, self._waiting = self._waiting[: self._config.batch_size], self._waiting[self._config.batch_size :]
+            try:
+                scores = await asyncio.to_thread(self._compute, [ids for ids, _ in batch])
+            except Exception as error:  # noqa: BLE001 - whoever waits for the batch gets it
+                for _, future in batch:
+                    if not future.done():
+                        future.set_exception(RewardError(f"the reward model failed: {type(error).__name__}: {error}"))
+                continue
+            for (_, future), score in zip(batch, scores, strict=True):
+                if not future.done():
+                    future.set_result(score)
+
+    @torch.inference_mode()
+    def _compute(self, conversations: Sequence[list[int]]) -> list[float]:
+        longest = max(map(len, conversations))
+        ids_NL = torch.full((len(conversations), longest), self._padding)
+        mask_NL = torch.zeros_like(ids_NL)
+        for row, ids in enumerate(conversations):
+            ids_NL[row, : len(ids)], mask_NL[row, : len(ids)] = torch.tensor(ids), 1
+        device = self._model.device
+        logits = self._model(input_ids=ids_NL.to(device), attention_mask=mask_NL.to(device)).logits.float()
+        chosen = logits[:, 0] if logits.shape[-1] == 1 else logits.log_softmax(-1)[:, self._config.label]
+        scores: list[float] = chosen.tolist()
+        return scores
+
+
+def _check(config: RewardModelConfig) -> None:
+    """Raises ConfigError, before weights are read."""
+    try:
+        model: Any = AutoConfig.from_pretrained(config.model)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model: cannot read {config.model}: {' '.join(str(error).split())}") from error
+    if not any("SequenceClassification" in name for name in model.architectures or ()):
+        found = ", ".join(model.architectures or ()) or "none"
+        raise ConfigError(
+            f"model: {config.model} has the architecture {found}; expected one for sequence classification. A model "
+            "that generates text judges with the function 'judge'"
+        )
+    if model.num_labels > 1 and config.label is None:
+        raise ConfigError(f"label: {config.model} has {model.num_labels} labels; say which one is the good one")
+    if config.label is not None and config.label >= model.num_labels:
+        raise ConfigError(f"label: found {config.label}; allowed are 0 to {model.num_labels - 1}")

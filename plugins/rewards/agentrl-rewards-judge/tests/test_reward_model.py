@@ -1,0 +1,122 @@
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+from agentrl_core.api import ConfigError, RewardError, RewardFunctionContext, RewardResult, RewardTrajectory
+from agentrl_rewards_judge.config import RewardModelConfig
+from agentrl_rewards_judge.reward_model import RewardModel
+
+LONG = [
+    {"role": "user", "content": "2 + 2?"},
+    {"role": "assistant", "content": "let me see"},
+    {"role": "tool", "content": "4"},
+    {"role": "assistant", "content": "four"},
+]
+CONVERSATIONS = [LONG, LONG[:2], [*LONG, {"role": "user", "content": "and 3?"}, {"role": "assistant", "content": "7"}]]
+
+
+def trajectory(messages: Any) -> RewardTrajectory:
+    return RewardTrajectory(messages, "", "", "")
+
+
+def alone(path: Path, messages: Any) -> torch.Tensor:
+    """The logits of one conversation without padding, by transformers itself."""
+    model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32)
+    ids = AutoTokenizer.from_pretrained(path).apply_chat_template(messages, return_tensors="pt", return_dict=False)
+    with torch.no_grad():
+        return model(ids).logits[0]
+
+
+def make(path: Path, **config: Any) -> RewardModel:
+    return RewardModel(RewardModelConfig(model=str(path), **config), RewardFunctionContext("reward_model"))
+
+
+def scored(function: RewardModel, conversations: Any) -> list[RewardResult]:
+    async def play() -> list[RewardResult]:
+        return list(await asyncio.gather(*(function(trajectory(each)) for each in conversations)))
+
+    return asyncio.run(play())
+
+
+def test_a_batch_scores_what_each_conversation_scores_alone(
+    reward_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function, sizes = make(reward_model, batch_size=2), []
+    compute = function._compute
+
+    def counted(batch: Any) -> list[float]:
+        sizes.append(len(batch))
+        return compute(batch)
+
+    monkeypatch.setattr(function, "_compute", counted)
+    results = scored(function, CONVERSATIONS)
+    expected = [float(alone(reward_model, each)) for each in CONVERSATIONS]
+    assert [each.score for each in results] == pytest.approx(expected, abs=1e-5)
+    assert len({round(score, 3) for score in expected}) == 3, "the conversations differ"
+    assert sizes == [2, 1]
+    assert [each.score for each in scored(function, CONVERSATIONS)] == pytest.approx(expected, abs=1e-5)
+
+
+def test_turns_earn_what_they_change(reward_model: Path) -> None:
+    (result,) = scored(make(reward_model, scores="turns"), [LONG])
+    first, last = float(alone(reward_model, LONG[:2])), float(alone(reward_model, LONG))
+    assert result.score == pytest.approx(last, abs=1e-5)
+    assert result.turn_rewards == pytest.approx([first, last - first], abs=1e-5)
+
+
+def test_the_log_probability_of_a_label_is_the_score(two_labels: Path) -> None:
+    (result,) = scored(make(two_labels, label=1), [LONG])
+    assert result.score == pytest.approx(float(alone(two_labels, LONG).log_softmax(-1)[1]), abs=1e-5)
+
+
+def test_what_cannot_be_scored_is_a_reward_error_of_that_trajectory(reward_model: Path) -> None:
+    function = make(reward_model, max_length=60)
+    with pytest.raises(RewardError, match="has [0-9]+ tokens for the reward model .*, allowed are max_length=60"):
+        scored(function, [CONVERSATIONS[2]])
+    with pytest.raises(RewardError, match="the policy said nothing"):
+        scored(function, [LONG[:1]])
+    assert scored(function, [LONG[:2]])
+
+
+def test_a_batch_that_fails_is_reported_to_all_that_wait_and_the_next_one_works(
+    reward_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = make(reward_model)
+
+    def fail(batch: Any) -> list[float]:
+        raise MemoryError("no memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(function, "_compute", fail)
+        with pytest.raises(RewardError, match="the reward model failed: MemoryError: no memory"):
+            scored(function, CONVERSATIONS)
+    assert len(scored(function, CONVERSATIONS)) == 3
+
+
+@pytest.mark.parametrize(
+    ("labels", "config", "message"),
+    [
+        (1, {"label": 1}, "label: found 1; allowed are 0 to 0"),
+        (2, {}, "has 2 labels; say which one is the good one"),
+    ],
+)
+def test_a_wrong_label_is_refused(
+    reward_model: Path, two_labels: Path, labels: int, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        make(reward_model if labels == 1 else two_labels, **config)
+
+
+def test_a_model_that_generates_or_is_not_there_is_refused(tmp_path: Path) -> None:
+    from agentrl_core.testing.tiny_model import save_tiny_model
+
+    save_tiny_model(tmp_path / "causal")
+    with pytest.raises(ConfigError, match="has the architecture Qwen3ForCausalLM; expected one for sequence"):
+        make(tmp_path / "causal")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ConfigError, match="model: cannot read .*empty"):
+        make(tmp_path / "empty")
