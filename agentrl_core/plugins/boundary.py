@@ -7,8 +7,8 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 
@@ -68,45 +68,64 @@ def _foreign(frames: TracebackType | None) -> TracebackType | None:
     return found or frames
 
 
-@asynccontextmanager
-async def deadline(seconds: float, message: Message, error: type[AgentRLError] = DeadlineError) -> AsyncIterator[None]:
+class deadline:  # noqa: N801 - used like a function; a generator with @asynccontextmanager takes twice the time
     """Cancel the block after ``seconds``; a TimeoutError that the block itself raises passes unchanged.
 
     Raises:
         AgentRLError: ``error`` with ``message``, because the time is over.
     """
-    try:
-        async with asyncio.timeout(seconds) as timer:
-            yield
-    except TimeoutError:
-        if not timer.expired():
-            raise
-        raise error(_text(message)) from None
+
+    __slots__ = ("_error", "_message", "_seconds", "_timer")
+
+    def __init__(self, seconds: float, message: Message, error: type[AgentRLError] = DeadlineError) -> None:
+        self._seconds = seconds
+        self._message = message
+        self._error = error
+
+    async def __aenter__(self) -> None:
+        self._timer = asyncio.timeout(self._seconds)
+        await self._timer.__aenter__()
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._timer.__aexit__(kind, failure, trace)
+        except TimeoutError:
+            raise self._error(_text(self._message)) from None
 
 
-@contextmanager
-def boundary(
-    error: type[AgentRLError],
-    message: Message = "",
-    *,
-    keep: tuple[type[Exception], ...] = (),
-    describe: Callable[[Exception], str] = described,
-) -> Iterator[None]:
+class boundary:  # noqa: N801 - as above
     """Turn what the block raises into ``error``: ``message``, followed by what ``describe`` returns for the exception.
 
     Errors of the class ``error`` or of ``keep`` pass unchanged. A DeadlineError keeps its text, which is complete.
     """
-    try:
-        yield
-    except error:
-        raise
-    except Exception as failure:  # noqa: BLE001 - the one place that may: foreign code raises anything
-        if isinstance(failure, keep):
-            raise
+
+    __slots__ = ("_describe", "_error", "_keep", "_message")
+
+    def __init__(
+        self,
+        error: type[AgentRLError],
+        message: Message = "",
+        *,
+        keep: tuple[type[Exception], ...] = (),
+        describe: Callable[[Exception], str] = described,
+    ) -> None:
+        self._error = error
+        self._message = message
+        self._keep = (error, *keep)
+        self._describe = describe
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, failure: BaseException | None, trace: object) -> None:
+        if not isinstance(failure, Exception) or isinstance(failure, self._keep):
+            return
         if isinstance(failure, DeadlineError):
-            raise error(str(failure)) from failure
-        cause = None if describe is with_traceback else failure
-        raise error(f"{_text(message)} {describe(failure)}".lstrip()) from cause
+            raise self._error(str(failure)) from failure
+        cause = None if self._describe is with_traceback else failure
+        raise self._error(f"{_text(self._message)} {self._describe(failure)}".lstrip()) from cause
 
 
 _blocks: dict[object, tuple[str, int, float]] = {}

@@ -8,8 +8,7 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,7 +115,7 @@ class EngineServer:
             EngineError: the request failed.
             WorkerError: it failed, and the engine is not healthy either: this replica is of no use any more.
         """
-        async with self._requests.request():
+        async with self._requests:
             try:
                 output: TokenOutput = await self._ask("generate", prompt_ids, params, request_id)
             except EngineError as error:
@@ -162,15 +161,20 @@ class EngineServer:
 
     async def _ask(self, method: str, *args: Any, late: str = "") -> Any:
         """Call the engine's method; with ``late`` it has ``start_timeout`` seconds."""
-        message = f"{self._name} {late} within {self._start_timeout:g} s"
-        async with deadline(self._start_timeout, message, WorkerError) if late else nullcontext():
-            # As text: the class of a foreign exception may not exist in the caller's interpreter.
-            with boundary(EngineError, f"{self._name}: {method} failed:", describe=with_traceback):
-                return await getattr(self._engine, method)(*args)
+        if late:
+            message = f"{self._name} {late} within {self._start_timeout:g} s"
+            async with deadline(self._start_timeout, message, WorkerError):
+                return await self._ask(method, *args)
+        # As text: the class of a foreign exception may not exist in the caller's interpreter.
+        with boundary(EngineError, lambda: f"{self._name}: {method} failed:", describe=with_traceback):
+            return await getattr(self._engine, method)(*args)
 
 
 class RequestStats:
-    """Counts the requests that wait for the engine, those that it serves, and the tokens that they get."""
+    """Counts the requests that wait for the engine, those that it serves, and the tokens that they get.
+
+    ``async with`` holds one request, from its arrival to its answer.
+    """
 
     def __init__(self, max_in_flight: int | None) -> None:
         self._slots = None if max_in_flight is None else asyncio.Semaphore(max_in_flight)
@@ -183,9 +187,8 @@ class RequestStats:
         self._max_waiting, self._max_running = self._waiting, self._running
         self._requests, self._serving_seconds, self.tokens = 0, 0.0, 0
 
-    @asynccontextmanager
-    async def request(self) -> AsyncIterator[None]:
-        """One request, from its arrival to its answer."""
+    async def __aenter__(self) -> None:
+        """A request has arrived."""
         self._requests += 1
         if self._slots is not None:
             queues = self._slots.locked()
@@ -199,14 +202,14 @@ class RequestStats:
             self._busy_since = time.perf_counter()
         self._running += 1
         self._max_running = max(self._max_running, self._running)
-        try:
-            yield
-        finally:
-            self._running -= 1
-            if not self._running:
-                self._serving_seconds += time.perf_counter() - self._busy_since
-            if self._slots is not None:
-                self._slots.release()
+
+    async def __aexit__(self, *error: object) -> None:
+        """It has been answered."""
+        self._running -= 1
+        if not self._running:
+            self._serving_seconds += time.perf_counter() - self._busy_since
+        if self._slots is not None:
+            self._slots.release()
 
     def take(self) -> dict[str, float]:
         """``requests``; ``queue_max`` and ``running_max``, the most at once; ``tokens`` sampled in
