@@ -7,16 +7,18 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
 from agentrl_core.api import ChatRenderer, ConfigError, Message, TemplateError, TruncationSide
 from agentrl_core.config.schema import ModelConfig
+from agentrl_core.data.bridge import Bridge
 from agentrl_core.plugins.boundary import boundary
 
 _MOST_CHARACTERS_PER_TOKEN = 256
 _BATCH = 512
+T = TypeVar("T")
 # Divides a control token in a text from outside; encoding leaves it out. No text contains it: it is no character.
 _MARK = "\ufdd0"
 _TRUSTED = ("system", "developer", "assistant")
@@ -47,6 +49,14 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 
+def _remember(known: dict[str, T], key: str, value: T) -> T:
+    """Keep the value, and no more than 1,024."""
+    if len(known) >= 1024:
+        known.pop(next(iter(known)))
+    known[key] = value
+    return value
+
+
 def _generation_stops(model: Path) -> tuple[int, ...]:
     file = model / "generation_config.json"
     stops = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
@@ -66,6 +76,7 @@ class HFChatRenderer(ChatRenderer):
         self._template_kwargs = dict(template_kwargs or {})
         # The Rust tokenizer without its Python wrapper: 3x less time on the short texts that tools return.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._texts: dict[str, str] = {}
         self._prompts: dict[str, list[int]] = {}
         self._heads: dict[str, list[int] | None] = {}
         self._model_stops: tuple[int, ...] = ()
@@ -96,6 +107,11 @@ class HFChatRenderer(ChatRenderer):
         after = self.encode(text.rpartition(answer)[2].lstrip())[:1]
         return [token for token in after if token in self.tokenizer.get_added_vocab().values()]
 
+    @cached_property
+    def bridge(self) -> Bridge:
+        """What the template writes between two turns."""
+        return Bridge(self, [self.decode([stop]) for stop in self.stop_token_ids], self._from_outside)
+
     @property
     def pad_token_id(self) -> int:
         """Id under masked positions; its value never matters."""
@@ -112,7 +128,7 @@ class HFChatRenderer(ChatRenderer):
 
         with boundary(TemplateError, failed, describe=str):
             text = self.tokenizer.apply_chat_template(
-                [message if message.get("role") in _TRUSTED else self._from_outside(message) for message in messages],
+                [self._from_outside(message) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -122,6 +138,8 @@ class HFChatRenderer(ChatRenderer):
 
     def _from_outside(self, message: Message) -> Message:
         """The message of a user, tool or environment: what looks like a control token in it is text, and stays text."""
+        if message.get("role") in _TRUSTED:
+            return message
         content = message.get("content")
         if isinstance(content, str):
             return {**message, "content": self._as_text(content)}
@@ -150,13 +168,23 @@ class HFChatRenderer(ChatRenderer):
             return cast(list[int], self._backend.encode(text, add_special_tokens=False).ids)
         return cast(list[int], self.tokenizer.encode(text, add_special_tokens=False))
 
+    def render_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
+        """The prompt's text and ids, remembering the last prompts: the samples of a group share theirs."""
+        try:
+            key = json.dumps([messages, tools])
+        except (TypeError, ValueError):
+            text = self.render(messages, tools, generation_prompt=True)
+        else:
+            text = self._texts.get(key) or _remember(
+                self._texts, key, self.render(messages, tools, generation_prompt=True)
+            )
+        return text, self.encode_prompt(text)
+
     def encode_prompt(self, text: str) -> list[int]:
         """Like :meth:`encode`, remembering the last prompts: the samples of a group share theirs."""
         ids = self._prompts.get(text)
         if ids is None:
-            if len(self._prompts) >= 1024:
-                self._prompts.pop(next(iter(self._prompts)))
-            ids = self._prompts[text] = self._encode_after_head(text)
+            ids = _remember(self._prompts, text, self._encode_after_head(text))
         return list(ids)
 
     def _encode_after_head(self, text: str) -> list[int]:

@@ -37,6 +37,7 @@ class TemplateReport:
         tools: renders tool schemas.
         tool_role: takes tool messages.
         breaks: transitions at which history is rewritten, each with the text where it first differs.
+        rewrites: roles of the messages at which that happens.
     """
 
     system: bool
@@ -44,6 +45,7 @@ class TemplateReport:
     tool_role: bool
     breaks: tuple[str, ...]
     errors: tuple[str, ...] = ()
+    rewrites: frozenset[str] = frozenset()
 
     @property
     def append_only(self) -> bool:
@@ -77,12 +79,16 @@ def check_template(renderer: ChatRenderer) -> TemplateReport:
     transitions.append(("a user message after an answer with reasoning", [_USER, _THINK], [_NEXT], []))
     if tool_role:
         transitions.append(("a tool message after a call", [_USER, _CALL], [_TOOL], [_SCHEMA]))
+        thought = {**_CALL, "content": f"{_THINK['content']}, let me look"}
+        transitions.append(("a tool message after a call with reasoning", [_USER, thought], [_TOOL], [_SCHEMA]))
         later = [_USER, _CALL, _TOOL, _PLAIN]
         transitions.append(("a user message after a tool was used", later, [_NEXT], [_SCHEMA]))
-    breaks += [
-        found for name, before, added, tools in transitions if (found := _break(renderer, name, before, added, tools))
-    ]
-    return TemplateReport(system is not None, shows_tools, tool_role, tuple(breaks), tuple(errors))
+    rewrites = {"user", "tool"} if breaks else set()
+    for name, before, added, tools in transitions:
+        if found := _break(renderer, name, before, added, tools):
+            breaks.append(found)
+            rewrites.add(added[0]["role"])
+    return TemplateReport(system is not None, shows_tools, tool_role, tuple(breaks), tuple(errors), frozenset(rewrites))
 
 
 def _unfaithful(renderer: ChatRenderer) -> list[str]:

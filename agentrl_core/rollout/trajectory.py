@@ -1,8 +1,9 @@
 """The token record of a trajectory.
 
 Token in, token out: what the policy sampled is appended as it came, and the prompt of the next turn starts with the
-exact ids of the turn before. New messages are rendered as text, compared with the text so far, and only the new text
-is encoded. Where the chat template rewrites history, ``rollout.template_break`` decides.
+exact ids of the turn before. New messages are rendered as text, alone where the template was proven to append only,
+otherwise with the whole conversation, which is compared with the text so far; only the new text is encoded. Where the
+chat template rewrites history, ``rollout.template_break`` decides.
 """
 
 import math
@@ -54,6 +55,7 @@ class SharedCounts:
     turns: int = 0
     tool_calls: int = 0
     template_breaks: int = 0
+    template_mismatches: int = 0
 
 
 class TokenRow(AgentLoopOutput):
@@ -131,10 +133,12 @@ class TrajectoryBuilder(Trajectory):
         self._texts: list[str] = []
         self._full_text = ""
         self._stop_text = ""
-        self._text = renderer.render(self.messages, tools, generation_prompt=True)
-        # The template's own text up to the last context; the text differs where it rewords the policy's turns.
-        self._rendered = self._text
-        self._rows = [TokenRow(renderer.encode_prompt(self._text), renderer.shown(self._text))]
+        self._text, ids = renderer.render_prompt(self.messages, tools)
+        # The context that the template wrote: the prompt, and what follows each turn.
+        self._contexts = [self._text]
+        self._asked = True
+        self._bridged = False
+        self._rows = [TokenRow(ids, renderer.shown(self._text))]
 
     @property
     def row(self) -> TokenRow:
@@ -217,10 +221,20 @@ class TrajectoryBuilder(Trajectory):
         return ToolCall(call.name, call.arguments, f"call{self._calls:05d}")
 
     def add_messages(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> bool:
-        full = self._renderer.render([*self.messages, *messages], self._tools, generation_prompt=generation_prompt)
-        suffix = self._suffix(full)
-        if suffix is None:
-            return self._start_new_row(full, messages)
+        def whole() -> str:
+            return self._renderer.render([*self.messages, *messages], self._tools, generation_prompt=generation_prompt)
+
+        suffix = self._renderer.bridge.text(
+            self.messages[-1],
+            messages,
+            generation_prompt=generation_prompt,
+            stopped=bool(self._stop_text),
+            whole=lambda: self._suffix(whole()),
+        )
+        if suffix is not None:
+            self._bridged = True
+        elif (suffix := self._suffix(full := whole())) is None:
+            return self._start_new_row(full, messages, generation_prompt)
         ids = self._renderer.encode(suffix)
         if len(ids) > self.remaining:
             return False
@@ -228,7 +242,8 @@ class TrajectoryBuilder(Trajectory):
         self._used += len(ids)
         self._text += suffix
         self._full_text += self._renderer.shown(suffix)
-        self._rendered = full
+        self._contexts.append(suffix)
+        self._asked = generation_prompt
         self.messages += messages
         return True
 
@@ -238,10 +253,13 @@ class TrajectoryBuilder(Trajectory):
             return full[len(self._text) :]
         # The template writes the last turn in its own words (spacing of a call, say). What follows the turn is the
         # template's in any case, and what the policy wrote stays as sampled.
+        sampled = self.messages[-1].get("role") == "assistant"
+        before = self.messages[:-1] if sampled else self.messages
+        rendered = self._renderer.render(before, self._tools, generation_prompt=self._asked)
         alone = self._renderer.render(self.messages, self._tools)
-        if not alone.startswith(self._rendered) or not full.startswith(self._rendered):
+        if not alone.startswith(rendered) or not full.startswith(rendered):
             return None
-        turn, rest = alone[len(self._rendered) :], full[len(self._rendered) :]
+        turn, rest = alone[len(rendered) :], full[len(rendered) :]
         stops = [self._renderer.decode([stop]) for stop in self._renderer.stop_token_ids]
         stop = min((stop for stop in stops if stop in turn), key=turn.find, default="")
         end = rest.find(stop) if stop else len(turn) if rest.startswith(turn) else -1
@@ -251,7 +269,19 @@ class TrajectoryBuilder(Trajectory):
         # the head of what follows.
         return rest[end:].removeprefix(stop or self._stop_text) if self._stop_text else rest[end:]
 
-    def _start_new_row(self, full: str, messages: Sequence[Message]) -> bool:
+    def _check_bridges(self) -> None:
+        """One whole rendering shows whether what followed each turn was right."""
+        self._bridged = False
+        sampled = self.messages[-1].get("role") == "assistant"
+        whole = self._renderer.render(self.messages, self._tools, generation_prompt=self._asked and not sampled)
+        at = len(self._contexts[0]) if whole.startswith(self._contexts[0]) else -1
+        for context in self._contexts[1:]:
+            at = -1 if at < 0 or (found := whole.find(context, at)) < 0 else found + len(context)
+        if at < 0:
+            self.counts.template_mismatches += 1
+            self._renderer.bridge.distrust(self._key.trajectory_id)
+
+    def _start_new_row(self, full: str, messages: Sequence[Message], generation_prompt: bool) -> bool:
         if self._limits.template_break == "error":
             raise TemplateBreakError(
                 f"trajectory {self._key.trajectory_id}: the chat template rewrites the history when a message of role "
@@ -265,7 +295,7 @@ class TrajectoryBuilder(Trajectory):
         if self._limits.template_break == "mask":
             self._rows.clear()
         self._rows.append(TokenRow(ids, self._renderer.shown(full)))
-        self._text = self._rendered = full
+        self._text, self._contexts, self._asked = full, [full], generation_prompt
         self._full_text += "".join(f"\n{message.get('content') or ''}\n" for message in messages)
         self.messages += messages
         return True
@@ -276,6 +306,7 @@ class TrajectoryBuilder(Trajectory):
         twin._branch = self._next_branch()
         twin.messages = list(self.messages)
         twin._texts = list(self._texts)
+        twin._contexts = list(self._contexts)
         twin._rows = [TokenRow(self.row.prompt_ids + self.row.response_ids, self._renderer.shown(self._text))]
         return twin
 
@@ -284,6 +315,8 @@ class TrajectoryBuilder(Trajectory):
         return self.counts.branches
 
     def finish(self, termination: Termination) -> AgentLoopOutput | list[AgentLoopOutput]:
+        if self._bridged:
+            self._check_bridges()
         rows: list[AgentLoopOutput] = [row for row in self._rows if any(row.response_mask)] or [self._rows[-1]]
         for row in rows:
             row.termination = termination

@@ -223,6 +223,7 @@ class AgentLoopWorker:
         if session.builder is not None:
             counts = session.builder.counts
             result.metrics["template_breaks"] = float(counts.template_breaks)
+            result.metrics["template_mismatches"] = float(counts.template_mismatches)
             # An agent behind the endpoint runs its own tools; a loop may call tools that the policy did not ask for.
             result.metrics["tool_calls"] = float(max(len(result.tool_calls), counts.tool_calls))
         return result

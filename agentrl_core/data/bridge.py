@@ -1,0 +1,182 @@
+"""What a chat template writes between two turns of the policy, without rendering the conversation again.
+
+Where a template only appends, the text that follows a turn is the same frame each time, filled with the texts of the
+new messages: the frame is found once, by rendering a short conversation with markers in their place. A frame is used
+only where no probe of ``template_check`` saw the template rewrite history at messages of that role, where filling it
+gave what the template gives for awkward texts, and where it gave what the whole conversation did when it was first met.
+"""
+
+import json
+import logging
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from agentrl_core.api import ChatRenderer, Message, TemplateError
+from agentrl_core.data.template_check import check_template
+
+logger = logging.getLogger(__name__)
+Slot = tuple[int, str]
+"""A text that varies: number of the new message, or of the turn's call before 0, and the field."""
+_FIELDS = frozenset({"role", "content", "name", "tool_call_id"})
+_QUESTION: Message = {"role": "user", "content": "question"}
+_AWKWARD = ("", "7", '{"a": [1]}', " \n\"a\" 'b' <c> & {d} {{ e }} \\ é\t\n ")
+_FORMS: tuple[Callable[[str], str], ...] = (
+    lambda text: text,
+    str.strip,
+    lambda text: json.dumps(text, ensure_ascii=False)[1:-1],
+)
+"""How templates write a content: as it is, trimmed, or within JSON."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What one frame serves: roles of the new messages, texts that vary, does a generation prompt follow."""
+
+    roles: tuple[str, ...]
+    slots: tuple[Slot, ...]
+    generation_prompt: bool
+
+
+@dataclass(frozen=True)
+class Frame:
+    """The text after a turn, in pieces; between two pieces stands a text that varies."""
+
+    stop: str
+    pieces: tuple[str, ...]
+    slots: tuple[Slot, ...]
+    form: Callable[[str], str]
+
+    def fill(self, texts: Mapping[Slot, str]) -> str:
+        filled = [self.pieces[0]]
+        for slot, piece in zip(self.slots, self.pieces[1:], strict=True):
+            filled += self.form(texts[slot]) if slot[1] == "content" else texts[slot], piece
+        return "".join(filled)
+
+
+class Bridge:
+    """Writes what follows a turn.
+
+    Args:
+        renderer: with the template of the policy.
+        stops: texts that end a turn.
+        as_shown: a message as the template gets it, where its text cannot become a control token.
+    """
+
+    def __init__(self, renderer: ChatRenderer, stops: Sequence[str], as_shown: Callable[[Message], Message]) -> None:
+        self._renderer = renderer
+        self._stops = stops
+        self._as_shown = as_shown
+        self._rewrites = check_template(renderer).rewrites
+        self._start = len(renderer.render([_QUESTION]))
+        self._frames: dict[Shape, Frame | None] = {}
+        self._proven: set[Shape] = set()
+        self._trusted = True
+
+    def text(
+        self,
+        turn: Message,
+        added: Sequence[Message],
+        *,
+        generation_prompt: bool,
+        stopped: bool,
+        whole: Callable[[], str | None],
+    ) -> str | None:
+        """The text after the turn; None where only the whole conversation can tell.
+
+        Args:
+            turn: the last message, the policy's.
+            added: what follows it.
+            generation_prompt: the policy answers next.
+            stopped: the policy sampled the token that ends its turn.
+            whole: the same by way of the whole conversation; called for the first turn of a shape.
+        """
+        if not self._trusted or turn.get("role") != "assistant" or not added:
+            return None
+        texts = self._texts(turn, added)
+        if texts is None:
+            return None
+        shape = Shape(tuple(message["role"] for message in added), tuple(texts), generation_prompt)
+        if shape not in self._frames:
+            self._frames[shape] = self._frame(shape)
+        frame = self._frames[shape]
+        if frame is None:
+            return None
+        suffix = frame.fill(texts)
+        suffix = suffix if stopped else frame.stop + suffix
+        if shape not in self._proven:
+            if suffix != whole():
+                self._frames[shape] = None
+                return None
+            self._proven.add(shape)
+        return suffix
+
+    def distrust(self, trajectory: str) -> None:
+        """The whole conversation of a trajectory was rendered in other words: no frame is used any more."""
+        self._trusted = False
+        logger.warning(
+            "trajectory %s: the chat template renders the whole conversation in other words than turn by turn. It was "
+            "trained as the model saw it, and rollout/template_mismatches counts it; this process renders whole "
+            "conversations from now on, which takes longer", trajectory,
+        )  # fmt: skip
+
+    def _texts(self, turn: Message, added: Sequence[Message]) -> dict[Slot, str] | None:
+        """The texts that vary; None where a message holds something else."""
+        texts: dict[Slot, str] = {}
+        for number, call in enumerate(turn.get("tool_calls") or (), 1):
+            texts[-number, "name"] = call["function"]["name"]
+        for number, message in enumerate(added):
+            if not _FIELDS.issuperset(message) or message.get("role") in self._rewrites:
+                return None
+            for field, text in self._as_shown(message).items():
+                if not isinstance(text, str):
+                    return None
+                if field != "role":
+                    texts[number, field] = text
+        return texts
+
+    def _frame(self, shape: Shape) -> Frame | None:
+        # Nine characters: some templates accept no other id.
+        markers = {slot: f"zq{number:05d}qz" for number, slot in enumerate(shape.slots)}
+        try:
+            stop, text = self._rendered(shape, markers)
+            parts = re.split(r"zq(\d{5})qz", text)
+            slots = tuple(shape.slots[int(number)] for number in parts[1::2])
+            for form in _FORMS:
+                frame = Frame(stop, tuple(parts[::2]), slots, form)
+                if all(self._fits(frame, shape, markers, text) for text in _AWKWARD):
+                    return frame
+        except (TemplateError, LookupError):
+            pass
+        return None
+
+    def _fits(self, frame: Frame, shape: Shape, markers: Mapping[Slot, str], text: str) -> bool:
+        texts = {slot: text if slot[1] == "content" else marker for slot, marker in markers.items()}
+        return self._rendered(shape, texts) == (frame.stop, frame.fill(texts))
+
+    def _rendered(self, shape: Shape, texts: Mapping[Slot, str]) -> tuple[str, str]:
+        """The text that ends a turn, and what follows it.
+
+        Raises:
+            TemplateError: the template refuses such messages.
+            LookupError: it ends turns with none of the stops.
+        """
+        turn: Message = {"role": "assistant", "content": "answer"}
+        added: list[dict[str, Any]] = [{"role": role} for role in shape.roles]
+        ids = [texts[slot] for slot in shape.slots if slot[1] == "tool_call_id"]
+        calls: list[dict[str, Any]] = []
+        for slot in shape.slots:
+            if slot[0] >= 0:
+                added[slot[0]][slot[1]] = texts[slot]
+            else:
+                id = ids[len(calls)] if len(calls) < len(ids) else f"call{len(calls):05d}"
+                calls.append({"type": "function", "id": id, "function": {"name": texts[slot], "arguments": {}}})
+        if calls:
+            turn["tool_calls"] = calls
+        messages = [_QUESTION, turn, *added]
+        rest = self._renderer.render(messages, generation_prompt=shape.generation_prompt)[self._start :]
+        stop = min((stop for stop in self._stops if stop in rest), key=rest.find, default="")
+        if not stop:
+            raise LookupError
+        return stop, rest[rest.index(stop) + len(stop) :]
