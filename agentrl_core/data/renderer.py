@@ -108,9 +108,14 @@ class HFChatRenderer(ChatRenderer):
         return [token for token in after if token in self.tokenizer.get_added_vocab().values()]
 
     @cached_property
+    def stop_texts(self) -> dict[int, str]:
+        """The text of each of the stop tokens."""
+        return {stop: self.decode([stop]) for stop in self.stop_token_ids}
+
+    @cached_property
     def bridge(self) -> Bridge:
         """What the template writes between two turns."""
-        return Bridge(self, [self.decode([stop]) for stop in self.stop_token_ids], self._from_outside)
+        return Bridge(self, list(self.stop_texts.values()), self._from_outside)
 
     @property
     def pad_token_id(self) -> int:

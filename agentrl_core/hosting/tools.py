@@ -95,7 +95,7 @@ class HostedTool:
         if self._inline:
             if method in self._absent:
                 return None
-            async with deadline(self.timeout, f"tool {self.name!r}: no answer within {self.timeout:g} s"):
+            async with deadline(self.timeout, lambda: f"tool {self.name!r}: no answer within {self.timeout:g} s"):
                 return await getattr(self.tool, method)(instance_id, *args, **kwargs)
         call = (method, (instance_id, *args), dict(kwargs), self.timeout)
         if self.tool.stateful:

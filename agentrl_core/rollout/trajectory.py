@@ -172,24 +172,22 @@ class TrajectoryBuilder(Trajectory):
         max_tokens = self.remaining if limit is None else min(limit, self.remaining)
         if max_tokens <= 0:
             return Turn((), "", "length", "")
-        stop_ids = self._renderer.stop_token_ids
         params = SamplingParams(
             max_tokens=max_tokens,
             seed=self._key.seed(self._turns, self._branch),
-            stop_token_ids=stop_ids,
+            stop_token_ids=self._renderer.stop_token_ids,
             **{name: sampling_params[name] for name in _SAMPLING[:-1] if name in sampling_params},
         )
         row = self.row
         output = await self._sample(row.prompt_ids + row.response_ids, params, self.request_id)
         check_output(output, max_tokens)
         self._turns += 1
-        return self._record_turn(output, stop_ids)
+        return self._record_turn(output)
 
-    def _record_turn(self, output: TokenOutput, stop_ids: tuple[int, ...]) -> Turn:
+    def _record_turn(self, output: TokenOutput) -> Turn:
         ids = output.token_ids
-        stopped = bool(ids) and ids[-1] in stop_ids
-        text = self._renderer.decode(ids[:-1] if stopped else ids)
-        self._stop_text = self._renderer.decode(ids[-1:]) if stopped else ""
+        self._stop_text = self._renderer.stop_texts.get(ids[-1], "") if ids else ""
+        text = self._renderer.decode(ids[:-1] if self._stop_text else ids)
         self.row.append_sampled(output, text + self._stop_text, self.counts.turns)
         self.counts.turns += 1
         self._used += len(ids)
@@ -260,8 +258,8 @@ class TrajectoryBuilder(Trajectory):
         if not alone.startswith(rendered) or not full.startswith(rendered):
             return None
         turn, rest = alone[len(rendered) :], full[len(rendered) :]
-        stops = [self._renderer.decode([stop]) for stop in self._renderer.stop_token_ids]
-        stop = min((stop for stop in stops if stop in turn), key=turn.find, default="")
+        stops = [stop for stop in self._renderer.stop_texts.values() if stop in turn]
+        stop = min(stops, key=turn.find, default="")
         end = rest.find(stop) if stop else len(turn) if rest.startswith(turn) else -1
         if end < 0 or not _keeps(rest[:end], self.messages[-1]):
             return None

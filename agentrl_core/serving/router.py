@@ -220,7 +220,7 @@ class AsyncLLMServerManager:
             await self._bounded(f"close_session of {session_id}", call)
 
     async def _bounded(self, what: str, call: Any) -> Any:
-        async with deadline(self._turn_timeout, f"{what}: no answer within {self._turn_timeout:g} s"):
+        async with deadline(self._turn_timeout, lambda: f"{what}: no answer within {self._turn_timeout:g} s"):
             return await call
 
 
