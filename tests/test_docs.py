@@ -1,6 +1,7 @@
 """The documentation runs: its Python, its configurations, its commands; its tables are current, its links lead on."""
 
 import importlib.util
+import os
 import re
 import subprocess
 import sys
@@ -117,8 +118,11 @@ def test_configurations_of_judges_are_accepted(workplace: Path, snippet: str) ->
 
 
 @pytest.mark.parametrize("snippet", [text for page, text in blocks("yaml") if page.name == "tools.md"])
-def test_configurations_of_tools_are_accepted(workplace: Path, snippet: str) -> None:
+def test_configurations_of_tools_are_accepted(workplace: Path, snippet: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", str(Path(sys.executable).parent), prepend=os.pathsep)
     example = workplace / "examples/calculator"
+    (server,) = [text for page, text in blocks("python") if page.name == "tools.md"]
+    (workplace / "notes_server.py").write_text(server)
     (example / "mine.yaml").write_text("extends: config.yaml\n" + snippet)
     config = load_config(example / "mine.yaml")
     assert [HostedTool(slot, seed=0).schemas for slot in config.tools]

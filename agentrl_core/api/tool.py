@@ -112,6 +112,10 @@ class Tool(ABC):
         """The trajectory has ended, completed or failed."""
         return None
 
+    async def close(self) -> None:
+        """The worker ends: stop what all trajectories shared. Not called in a child process."""
+        return None
+
 
 def function_schema(
     name: str, description: str, properties: dict[str, Any], required: Sequence[str] | None = None

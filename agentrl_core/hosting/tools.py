@@ -118,7 +118,9 @@ class HostedTool:
                 await owned.close()
 
     async def close(self) -> None:
-        """Stop all processes."""
+        """Stop all processes, and what the tool's trajectories shared."""
+        if self._inline:
+            await self.tool.close()
         await self._pool.close()
         for host in self._owned.values():
             await host.close()

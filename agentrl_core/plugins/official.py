@@ -25,6 +25,7 @@ _BROUGHT = {
     },
     "agentrl-rewards-judge": {"reward_function": "judge reward_model"},
     "agentrl-rewards-math": {"reward_function": "math"},
+    "agentrl-tool-mcp": {"tool": "mcp"},
     "agentrl-tool-parsers": {"tool_parser": "hermes"},
     "agentrl-tools-basic": {"tool": "calculator"},
     "agentrl-tools-sandbox": {"tool": "python remote_python shell"},

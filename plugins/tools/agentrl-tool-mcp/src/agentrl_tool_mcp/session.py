@@ -1,0 +1,162 @@
+"""One session with an MCP server, owned by a task: the SDK wants it closed by the task that opened it."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+import mcp
+import mcp_types
+from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared._httpx_utils import create_mcp_http_client
+
+from agentrl_core.api import ToolError, ToolUnavailableError
+from agentrl_tool_mcp.config import ServerConfig
+
+LOST = {mcp_types.CONNECTION_CLOSED}
+
+
+class Session:
+    """An open session.
+
+    Args:
+        name: of the server.
+        config: how to reach it.
+    """
+
+    def __init__(self, name: str, config: ServerConfig) -> None:
+        self.name = name
+        self.tools: dict[str, mcp_types.Tool] = {}
+        self._config = config
+        self._client: mcp.Client | None = None
+        self._stop = asyncio.Event()
+        self._owner: asyncio.Task[None] | None = None
+
+    async def open(self, timeout: float) -> None:
+        """Connect and list the tools.
+
+        Raises:
+            ToolUnavailableError: the server did not start, or not in time. It says why.
+        """
+        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._owner = asyncio.create_task(self._own(opened))
+        try:
+            async with asyncio.timeout(timeout):
+                await asyncio.shield(opened)
+        except BaseException as error:
+            await asyncio.shield(self.close())
+            if isinstance(error, TimeoutError):
+                raise ToolUnavailableError(f"MCP server {self.name!r} did not answer within {timeout:g} s") from None
+            raise
+
+    async def _own(self, opened: asyncio.Future[None]) -> None:
+        with tempfile.TemporaryFile("w+", errors="replace") as log:
+            try:
+                async with AsyncExitStack() as stack:
+                    self._client = await stack.enter_async_context(await self._connect(stack, log))
+                    await self._list()
+                    opened.set_result(None)
+                    await self._stop.wait()
+            except Exception as error:  # noqa: BLE001 - the SDK raises anything, in groups
+                if not opened.done():
+                    log.seek(0)
+                    said = log.read()[-2000:].strip()
+                    reason = f"{_innermost(error)}{f'; it wrote: {said}' if said else ''}"
+                    what = " ".join(self._config.command) or self._config.url
+                    message = f"MCP server {self.name!r} ({what}) cannot be used: {reason}"
+                    opened.set_exception(ToolUnavailableError(message))
+            finally:
+                self._client = None
+
+    async def _connect(self, stack: AsyncExitStack, log: Any) -> mcp.Client:
+        if self._config.command:
+            program, *arguments = self._config.command
+            env = {name: os.environ[name] for name in self._config.env if name in os.environ}
+            parameters = StdioServerParameters(command=program, args=arguments, env=env, cwd=self._config.cwd)
+            transport = stdio_client(parameters, errlog=log)
+        else:
+            http = await stack.enter_async_context(create_mcp_http_client(headers=dict(self._config.headers)))
+            transport = streamable_http_client(self._config.url or "", http_client=http)
+        return mcp.Client(transport, cache=None)
+
+    async def _list(self) -> None:
+        assert self._client is not None, "open"
+        tools, cursor = {}, None
+        while True:
+            page = await self._client.list_tools(cursor=cursor)
+            tools |= {tool.name: tool for tool in page.tools}
+            cursor = page.next_cursor
+            if not cursor:
+                break
+        self.tools = tools
+
+    async def call(self, tool: str, arguments: Mapping[str, Any], shown: Mapping[str, Any]) -> str:
+        """Call a tool; returns the text of its result.
+
+        Args:
+            shown: the input schema that the model was shown.
+
+        Raises:
+            ToolError: the tool said that the call failed.
+            ToolUnavailableError: the server died, or is not the one that the model was shown any more.
+        """
+        if self._client is None:
+            raise ToolUnavailableError(f"MCP server {self.name!r} is gone")
+        self._check(tool, shown)
+        try:
+            try:
+                result = await self._client.call_tool(tool, dict(arguments))
+                text, failed = "\n".join(_text(block) for block in result.content), result.is_error
+            except mcp.MCPError as error:
+                if error.code in LOST:
+                    raise
+                text, failed = str(error), True
+            if failed:
+                # The model's fault, unless the tool is not the one that it was shown.
+                await self._list()
+        except (mcp.MCPError, OSError) as error:
+            await self.close()
+            raise ToolUnavailableError(f"MCP server {self.name!r} died in a call of {tool!r}: {error}") from error
+        if failed:
+            self._check(tool, shown)
+            raise ToolError(text or "the tool failed")
+        return text
+
+    def _check(self, tool: str, shown: Mapping[str, Any]) -> None:
+        if tool not in self.tools or self.tools[tool].input_schema != shown:
+            what = "has another schema" if tool in self.tools else "is gone"
+            raise ToolUnavailableError(
+                f"MCP server {self.name!r} changed its tools: {tool!r} {what} since the start of the run. "
+                "Start the run again to train with the new ones"
+            )
+
+    @property
+    def alive(self) -> bool:
+        """The session is open, as far as it is known."""
+        return self._client is not None and not self._stop.is_set()
+
+    async def close(self) -> None:
+        """Close the session, and end a server that this session started."""
+        self._stop.set()
+        if self._owner is not None:
+            if self._client is None:
+                # Still connecting: there is nothing that waits for the event.
+                self._owner.cancel()
+            await asyncio.wait([self._owner])
+
+
+def _text(block: Any) -> str:
+    if isinstance(block, mcp_types.TextContent):
+        return block.text
+    if isinstance(block, mcp_types.EmbeddedResource) and isinstance(block.resource, mcp_types.TextResourceContents):
+        return block.resource.text
+    return f"[{block.type} is not shown]"
+
+
+def _innermost(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,126 @@
+"""MCP servers over stdio and HTTP: real ones, in processes of their own."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from agentrl_core.api import ConfigError, ToolContext
+from agentrl_tool_mcp import tool as tool_module
+from agentrl_tool_mcp.config import McpConfig, ServerConfig
+from agentrl_tool_mcp.tool import McpTool
+
+ADD = ("add", {"text": "milk"})
+
+
+def test_tools_are_offered_with_their_schemas(notes) -> None:
+    schemas = {each["function"]["name"]: each["function"] for each in McpTool(config(notes), CONTEXT).schemas}
+    assert list(schemas) == ["add", "variable", "fail", "die", "notes_change"]
+    assert schemas["add"]["description"] == "Adds a note."
+    assert schemas["add"]["parameters"]["required"] == ["text"]
+    assert schemas["add"]["parameters"]["properties"]["times"]["type"] == "integer"
+
+
+CONTEXT = ToolContext("mcp")
+
+
+def config(notes: ServerConfig, **options) -> McpConfig:
+    return McpConfig({"notes": notes}, **options)
+
+
+def test_each_trajectory_has_its_own_session(talk, notes) -> None:
+    texts = talk({"notes": notes}, ("a", *ADD), ("a", *ADD), ("b", *ADD))
+    assert texts == ["1 notes", "2 notes", "1 notes"]
+
+
+def test_a_shared_session_serves_all_trajectories(talk, notes) -> None:
+    assert talk({"notes": notes}, ("a", *ADD), ("b", *ADD), session="shared") == ["1 notes", "2 notes"]
+
+
+def test_a_server_over_http(talk, url) -> None:
+    texts = talk({"notes": ServerConfig(url=url)}, ("a", *ADD), ("b", *ADD), ("b", "fail", {}))
+    assert texts[:2] == ["1 notes", "2 notes"]
+    assert texts[2].startswith("ToolError") and "no such note" in texts[2]
+
+
+def test_a_failed_call_and_wrong_arguments_are_errors_for_the_model(talk, notes) -> None:
+    texts = talk({"notes": notes}, ("a", "fail", {}), ("a", "add", {"text": "x", "times": "often"}), ("a", *ADD))
+    assert texts[0].startswith("ToolError") and "no such note" in texts[0]
+    assert texts[1].startswith("ToolError") and "times" in texts[1]
+    assert texts[2] == "1 notes"
+
+
+def test_the_server_gets_only_the_variables_that_are_named(talk, notes, monkeypatch) -> None:
+    monkeypatch.setenv("MY_SECRET", "s3cret")
+    call = ("a", "variable", {"name": "MY_SECRET"})
+    assert talk({"notes": notes}, call) == ["none"]
+    assert talk({"notes": replace(notes, env=["MY_SECRET"])}, call) == ["s3cret"]
+
+
+def test_a_server_that_dies_costs_its_trajectory_only(talk, notes) -> None:
+    texts = talk({"notes": notes}, ("a", *ADD), ("a", "die", {}), ("a", *ADD), ("b", *ADD))
+    assert texts == [
+        "1 notes",
+        "ToolUnavailableError: MCP server 'notes' died in a call of 'die': Connection closed",
+        "ToolUnavailableError: MCP server 'notes' is gone",
+        "1 notes",
+    ]
+
+
+def test_a_shared_server_that_dies_is_started_again(talk, notes) -> None:
+    texts = talk({"notes": notes}, ("a", *ADD), ("a", "die", {}), ("b", *ADD), session="shared")
+    assert texts[1].startswith("ToolUnavailableError") and texts[::2] == ["1 notes", "1 notes"]
+
+
+def test_an_http_server_that_dies_is_unavailable(talk, url) -> None:
+    texts = talk({"notes": ServerConfig(url=url)}, ("a", *ADD), ("a", "die", {}), ("b", *ADD))
+    assert [text.partition(":")[0] for text in texts] == ["1 notes", "ToolUnavailableError", "ToolUnavailableError"]
+
+
+def test_a_server_that_changes_its_tools_says_so(talk, notes) -> None:
+    texts = talk({"notes": notes}, ("a", *ADD), ("a", "notes_change", {}), ("a", *ADD), ("b", *ADD))
+    assert texts[1:] == [
+        "changed",
+        "ToolUnavailableError: MCP server 'notes' changed its tools: 'add' is gone since the start of the run. "
+        "Start the run again to train with the new ones",
+        "1 notes",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("server", "message"),
+    [
+        (ServerConfig(command=["/nowhere/server"]), r"'notes' \(/nowhere/server\) cannot be used: FileNotFoundError"),
+        (ServerConfig(command=[sys.executable, "-c", "raise SystemExit('no licence')"]), "it wrote: no licence"),
+        (ServerConfig(url="http://127.0.0.1:9/mcp"), r"\(http://127.0.0.1:9/mcp\) cannot be used: ConnectError"),
+        (ServerConfig(), "servers.notes: give either command .* or url"),
+        (ServerConfig(command=["x"], url="http://x"), "servers.notes: give either command .* or url"),
+    ],
+)
+def test_a_server_that_cannot_be_used_is_refused_before_the_run(server, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        McpTool(config(server), CONTEXT)
+
+
+def test_a_server_that_says_nothing_is_refused_in_time() -> None:
+    silent = ServerConfig(command=[sys.executable, "-c", "import time; time.sleep(1000)"])
+    with pytest.raises(ConfigError, match="did not answer within 0.5 s"):
+        McpTool(config(silent, start_timeout=0.5), CONTEXT)
+
+
+def test_wrong_choices_of_tools_are_refused(notes) -> None:
+    with pytest.raises(ConfigError, match="servers is empty"):
+        McpTool(McpConfig({}), CONTEXT)
+    with pytest.raises(ConfigError, match=r"servers.notes.tools: the server has no subtract; it has add, "):
+        McpTool(config(replace(notes, tools=["subtract"])), CONTEXT)
+    with pytest.raises(ConfigError, match="'other' and tool 'add' of 'notes' would both be called 'add'. Set `prefix"):
+        McpTool(McpConfig({"notes": notes, "other": notes}), CONTEXT)
+    both = McpConfig({"notes": replace(notes, tools=["add"]), "other": replace(notes, tools=["add"])}, prefix=True)
+    assert [each["function"]["name"] for each in McpTool(both, CONTEXT).schemas] == ["notes_add", "other_add"]
+
+
+def test_a_server_is_asked_for_its_tools_once(notes, monkeypatch) -> None:
+    monkeypatch.setattr(tool_module, "_listed", {})
+    McpTool(config(notes), CONTEXT)
+    monkeypatch.setattr(tool_module, "_in_thread", None)
+    assert McpTool(config(notes), CONTEXT).schemas
