@@ -4,7 +4,9 @@ import asyncio
 import logging
 import os
 import pickle
-from collections.abc import Mapping
+import threading
+import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -23,6 +25,7 @@ from agentrl_core.controller.worker_group import ClassWithInitArgs
 # Logical CPUs only count actors, most of which wait: a laptop's two cores must hold all actors of a small run.
 MIN_LOGICAL_CPUS = 32
 LOOPBACK = "127.0.0.1"
+_OF_RAY = ("raylet", "gcs_server")
 
 
 class RayActorHandle:
@@ -77,6 +80,15 @@ def _handle(name: str, actor: bytes, num_cpus: float, num_gpus: float) -> RayAct
     return RayActorHandle(name, pickle.loads(actor), num_cpus, num_gpus)
 
 
+def _watch_ray(processes: Mapping[str, Any], report: Callable[[str], None], is_open: Callable[[], bool]) -> None:
+    # Often: within about a second after the raylet's death Ray ends this process without a word to Python.
+    while is_open():
+        if dead := [name for name, process in processes.items() if process.poll() is not None]:
+            report(f"Ray's {dead[0]} died")
+            return
+        time.sleep(0.1)
+
+
 class RayRuntime(Runtime):
     """Worker groups and actors on a Ray cluster.
 
@@ -108,6 +120,13 @@ class RayRuntime(Runtime):
             except (ConnectionError, RuntimeError, ValueError) as error:
                 aim = f"reached at {address}" if address else "started"
                 raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
+
+    def when_lost(self, report: Callable[[str], None]) -> None:
+        """See :meth:`Runtime.when_lost`. A Ray that this process did not start is not watched."""
+        if self._owns_ray and (node := ray._private.worker._global_node) is not None:
+            processes = {name: node.all_processes[name][0].process for name in _OF_RAY if name in node.all_processes}
+            arguments = (processes, report, lambda: self._is_open)
+            threading.Thread(target=_watch_ray, args=arguments, name="agentrl-ray-watch", daemon=True).start()
 
     def worker_group(
         self, cls: ClassWithInitArgs, name: str, world_size: int = 1, num_gpus: float = 0.0

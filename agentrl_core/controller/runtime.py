@@ -1,7 +1,7 @@
 """Where workers and actors live: in this process (``local.py``), or on Ray. The code that uses them is the same."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
@@ -96,6 +96,10 @@ class Runtime(ABC):
     @abstractmethod
     def share(self, value: Any) -> Any:
         """What to pass to several actors in the place of a large value, which then travels once to each node."""
+
+    def when_lost(self, report: Callable[[str], None]) -> None:
+        """Calls ``report`` with the reason, from another thread, if what carries the whole runtime dies."""
+        return None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine to its end from synchronous code, always on the same event loop.

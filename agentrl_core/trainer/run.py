@@ -90,6 +90,7 @@ class Run:
         self._writer = RolloutWriter(self._directory.rollouts_dir)
         self._trackers = Trackers()
         self._finished: int | None = None
+        self._status: RunStatus = "running"
         self.hooks = HookCaller([])
         # Lines are kept until begin(), because log.txt belongs to an earlier run until then.
         file = LogFile(self._directory.log_file, encoding="utf-8", delay=True)
@@ -219,6 +220,14 @@ class Run:
         if owed and all(row["step"] != step for row in self._directory.read_metrics()):
             self.log(step, metrics)
 
+    def note_loss(self, reason: str) -> None:
+        """Record that the run fails now; what died may end this process before :meth:`recording` can."""
+        self._status = "failed"
+        if self._finished is not None:
+            with suppress(OSError):
+                self._directory.write_state("failed", self._finished)
+        logger.error("%s: the run ends here. `agentrl train … --resume` continues from the newest checkpoint", reason)
+
     def _end(self, status: RunStatus) -> None:
         if self._finished is not None:
             with suppress(OSError):  # a full disk, which may be why the run failed, must not hide the reason
@@ -277,7 +286,7 @@ class Run:
         """Report a finished step to trackers, ``state.json`` and hooks."""
         self._trackers.log(dict(sorted(metrics.items())), step)
         self._finished = step
-        self._directory.write_state("running", step)
+        self._directory.write_state(self._status, step)
         self.hooks.on_step_end(step=step, metrics=metrics)
 
 

@@ -112,6 +112,7 @@ class Trainer:
     def _started(self, runtime: Runtime) -> Iterator[None]:
         """Start workers and engines, send the weights, validate; close everything however the run ends."""
         remove_orphans()
+        runtime.when_lost(self.run.note_loss)
         logger.info("starting workers and engines")
         self._roles = build_roles(self.config, runtime, self.preparation)
         try:
