@@ -84,6 +84,26 @@ def test_getting_started_trains(workplace: Path, monkeypatch: pytest.MonkeyPatch
     assert (workplace / "runs/letters/metrics.jsonl").exists()
 
 
+def test_the_environment_of_the_docs_trains(workplace: Path) -> None:
+    """The first files of the page, with a tiny model in place of the hub's."""
+    page = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
+    (environment, _), (config,) = (
+        [text for found, text in BLOCK.findall(page) if found == it] for it in ("python", "yaml")
+    )
+    (workplace / "environment.py").write_text(environment)
+    (workplace / "config.yaml").write_text(config)
+    overrides = ["model.path=examples/calculator/model", "trainer.steps=1", "data.max_prompt_length=2048"]
+    overrides += [
+        "rollout.max_response_length=8",
+        "rollout.n=2",
+        "data.batch_size=2",
+        "trainer.validation.before=false",
+    ]
+    overrides += ["trainer.validation.max_prompts=1", "trainer.name=environment"]
+    assert CliRunner().invoke(app, ["train", "config.yaml", *overrides]).exit_code == 0
+    assert (workplace / "runs/environment/metrics.jsonl").exists()
+
+
 @pytest.mark.parametrize("snippet", [text for page, text in blocks("yaml") if page.name == "training-on-many-gpus.md"])
 def test_configurations_for_many_gpus_are_accepted(workplace: Path, snippet: str) -> None:
     example = workplace / "examples/calculator"

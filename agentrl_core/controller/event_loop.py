@@ -2,9 +2,8 @@
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from typing import Any, TypeVar, cast
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -72,32 +71,6 @@ def interrupt() -> None:
     loop.call_soon_threadsafe(lambda: None)  # wakes a loop that waits for input
     if current is not None:
         raise asyncio.CancelledError
-
-
-async def in_daemon_thread(function: Callable[..., T], *args: Any) -> T:
-    """What ``function`` returns, run in a thread that nobody waits for when this coroutine or the process ends."""
-    loop = asyncio.get_running_loop()
-    outcome: asyncio.Future[T] = loop.create_future()
-
-    def settle(value: T | None, error: BaseException | None) -> None:
-        if outcome.cancelled():
-            return
-        if error is None:
-            outcome.set_result(cast(T, value))
-        else:
-            outcome.set_exception(error)
-
-    def run() -> None:
-        value, error = None, None
-        try:
-            value = function(*args)
-        except BaseException as raised:  # noqa: BLE001 - handed on to whoever awaits it
-            error = raised
-        with suppress(RuntimeError):  # the loop has been closed meanwhile
-            loop.call_soon_threadsafe(settle, value, error)
-
-    threading.Thread(target=run, name=f"agentrl-{function.__name__}", daemon=True).start()
-    return await outcome
 
 
 def _is_loop_running_here() -> bool:

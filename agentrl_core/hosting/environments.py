@@ -48,7 +48,10 @@ class HostedEnvironment:
         self.environment: Environment = slot.build(context)
         if not isinstance(self.environment, Environment):
             kind = type(self.environment).__name__
-            raise PluginBrokenError(f"{self.title}: its factory built a {kind}, not an Environment")
+            raise PluginBrokenError(
+                f"{self.title}: its factory built a {kind}, not an Environment; a class without this base needs a "
+                "method `reset`"
+            )
 
     async def open(self, row: Mapping[str, Any], seed: int) -> "HostedEpisode":
         """Begin the task of a row.

@@ -8,9 +8,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
+from typing import TypeVar, cast
 
 import agentrl_core
 from agentrl_core.api.errors import AgentRLError, DeadlineError
@@ -20,6 +21,7 @@ HANG_SECONDS = 60.0
 """A call that takes longer is reported, and again each time that this time has passed."""
 _TRACEBACK = "Traceback (most recent call last):"
 _OURS = str(Path(agentrl_core.__file__).parent) + os.sep
+T = TypeVar("T")
 Message = str | Callable[[], str]
 """A message, or a function that composes it when it is needed."""
 
@@ -126,6 +128,32 @@ class boundary:  # noqa: N801 - as above
             raise self._error(str(failure)) from failure
         cause = None if self._describe is with_traceback else failure
         raise self._error(f"{_text(self._message)} {self._describe(failure)}".lstrip()) from cause
+
+
+async def in_daemon_thread(function: Callable[..., T], *args: object) -> T:
+    """What ``function`` returns, run in a thread that nobody waits for when this coroutine or the process ends."""
+    loop = asyncio.get_running_loop()
+    outcome: asyncio.Future[T] = loop.create_future()
+
+    def settle(value: T | None, error: BaseException | None) -> None:
+        if outcome.cancelled():
+            return
+        if error is None:
+            outcome.set_result(cast(T, value))
+        else:
+            outcome.set_exception(error)
+
+    def run() -> None:
+        value, error = None, None
+        try:
+            value = function(*args)
+        except BaseException as raised:  # noqa: BLE001 - handed on to whoever awaits it
+            error = raised
+        with suppress(RuntimeError):  # the loop has been closed meanwhile
+            loop.call_soon_threadsafe(settle, value, error)
+
+    threading.Thread(target=run, name="agentrl-foreign-code", daemon=True).start()
+    return await outcome
 
 
 _blocks: dict[object, tuple[str, int, float]] = {}

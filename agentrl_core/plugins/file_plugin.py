@@ -19,6 +19,7 @@ from typing import Any
 from agentrl_core.api.config import NoConfig
 from agentrl_core.api.errors import PluginBrokenError, PluginDriftError, PluginNotFoundError
 from agentrl_core.api.plugin import KINDS, PluginRef, PluginSpec
+from agentrl_core.plugins.class_environment import ClassConfig, is_environment_class
 from agentrl_core.plugins.spec import capability_problems, config_problems, describe_exception
 
 FILE_DIST = "file"
@@ -83,7 +84,8 @@ def load_file_object(ref: PluginRef) -> Any:
 def file_spec(ref: PluginRef) -> PluginSpec:
     """The spec of a file's object: its attributes ``config_class`` and ``capabilities`` count where it has them."""
     found = load_file_object(ref)
-    config = getattr(found, "config_class", NoConfig)
+    default = ClassConfig if ref.kind == "environment" and is_environment_class(found) else NoConfig
+    config = getattr(found, "config_class", default)
     capabilities: Any = getattr(found, "capabilities", frozenset())
     problems = config_problems(config) + capability_problems(ref.kind, capabilities)
     if problems:

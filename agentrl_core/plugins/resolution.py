@@ -27,6 +27,7 @@ from agentrl_core.api.errors import (
 from agentrl_core.api.plugin import KINDS, PluginRef, PluginSpec
 from agentrl_core.api.tool import FunctionTool
 from agentrl_core.plugins.boundary import boundary
+from agentrl_core.plugins.class_environment import ClassEnvironment, is_environment_class
 from agentrl_core.plugins.discovery import conflict_text, is_external
 from agentrl_core.plugins.file_plugin import (
     FILE_DIST,
@@ -91,6 +92,8 @@ class ResolvedPlugin:
         with boundary(PluginBrokenError, what, keep=(AgentRLError,), describe=describe_exception):
             if is_plain_function(self.ref, factory):
                 return FunctionTool(factory, context) if self.ref.kind == "tool" else factory
+            if self.ref.kind == "environment" and is_environment_class(factory):
+                return ClassEnvironment(factory, config, context)
             return factory(config, context)
 
     @property

@@ -24,8 +24,8 @@ from typing import Any, Literal
 from agentrl_core.api import ConfigError, WeightUpdate
 from agentrl_core.api.weights import Broadcast
 from agentrl_core.config.schema import ResolvedConfig
-from agentrl_core.controller.event_loop import in_daemon_thread
 from agentrl_core.controller.runtime import ActorHandle
+from agentrl_core.plugins.boundary import in_daemon_thread
 from agentrl_core.workers.models import resolve_device
 from agentrl_core.workers.protocols import Actor
 

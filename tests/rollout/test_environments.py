@@ -209,7 +209,7 @@ def test_a_run_trains_on_an_environment_alone(fit: Callable[..., Any], tiny_run:
         ({"environments": ["./world.py:Empty"]}, ConfigError, "environment 'Empty' has no training task"),
         ({"environments": ["./world.py:Refuses"]}, EpisodeError, "could not begin the task .*no display"),
         ({"environments": ["./world.py:Odd"]}, DataError, r"tasks\('train'\) raised IndexError: no such task"),
-        ({"environments": ["./world.py:NotOne"]}, Exception, "built a NotOne, not an Environment"),
+        ({"environments": ["./world.py:NotOne"]}, Exception, "built a NotOne, not an Environment; a class without"),
         ({"environments": ["./world.py:Mute"]}, ConfigError, "environment 'Mute' gives no rewards"),
         ({"environments": []}, ConfigError, "at least one file, or an environment"),
         (
@@ -245,8 +245,6 @@ class Mute(World):
 
 class NotOne:
     def __init__(self, config, context): ...
-
-    def reset(self): ...
 """
     (tiny_run.folder / "world.py").write_text(WORLD + more)
     settings = RUN | {"data.train_files": None, "rollout.engine": {"name": "scripted"}} | changes
