@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import asdict
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -19,7 +20,6 @@ from agentrl_core.plugins.spec import load_spec
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from agentrl_core.config.describe import OptionDoc
 
 SCHEMA_VERSION = 1
 _STYLES = {"ok": "green", "external": "cyan", "missing-extra": "yellow", "blocked": "yellow"}
@@ -226,33 +226,25 @@ def _print_options(console: "Console", spec: PluginSpec) -> None:
 
 
 def _yaml_fragment(row: PluginRow, spec: PluginSpec) -> str:
-    from agentrl_core.config.describe import describe
+    import yaml
 
-    name = f"{row.dist}:{row.name}" if row.status == "duplicate" else row.name
-    body = [f"name: {name}", *_option_lines(describe(spec.config))]
+    from agentrl_core.config.describe import REQUIRED, describe
+    from agentrl_core.config.writing import commented
+
+    slot: dict[str, Any] = {"name": f"{row.dist}:{row.name}" if row.status == "duplicate" else row.name}
     path, is_list = _slot_path(row.kind)
-    if is_list:
-        body = [("- " if index == 0 else "  ") + line for index, line in enumerate(body)]
-    keys = path.split(".")
-    lines = ["  " * depth + f"{key}:" for depth, key in enumerate(keys)]
-    return "\n".join([*lines, *("  " * len(keys) + line for line in body)])
-
-
-def _option_lines(options: list["OptionDoc"]) -> list[str]:
-    """The options as nested YAML, without the options of a list's elements."""
-    lines: list[str] = []
-    above: list[str] = []
-    for option in options:
-        *sections, key = option.path.split(".")
-        if any(section.endswith("[]") for section in sections):
-            continue
-        for depth, section in enumerate(sections):
-            if above[: depth + 1] != sections[: depth + 1]:
-                lines.append("  " * (depth + 1) + f"{section}:")
-        above = sections
-        value = "???" if option.default == "required" else option.default
-        lines.append("  " * (len(sections) + 1) + f"{key}: {value}" + (f"  # {option.help}" if option.help else ""))
-    return ["config:", *lines] if lines else []
+    comments: dict[str, str] = {}
+    for option in describe(spec.config):
+        *sections, key = ("config", *option.path.split("."))
+        # The options of a list's elements have no place in an empty list.
+        if not any(section.endswith("[]") for section in sections):
+            section = reduce(lambda parent, name: parent.setdefault(name, {}), sections, slot)
+            section[key] = "???" if option.default == REQUIRED else yaml.safe_load(option.default)
+            comments[".".join((path, *(["0"] if is_list else []), *sections, key))] = option.help
+    tree: Any = [slot] if is_list else slot
+    for key in reversed(path.split(".")):
+        tree = {key: tree}
+    return commented(tree, comments).rstrip()
 
 
 def _slot_path(kind: str) -> tuple[str, bool]:

@@ -57,11 +57,11 @@ def _with_references(tree: dict[str, Any], config: Config) -> dict[str, Any]:
 
 def to_yaml(config: Config) -> str:
     """YAML that :func:`load_config` reads back to an equal :class:`Config`; every default is written out."""
-    return _dumped(config, 120)
+    return _dumped(written(config), 120)
 
 
-def _dumped(config: Config, width: int) -> str:
-    text: str = yaml.dump(written(config), Dumper=Dumper, sort_keys=False, allow_unicode=True, width=width)
+def _dumped(tree: Mapping[str, Any], width: int) -> str:
+    text: str = yaml.dump(tree, Dumper=Dumper, sort_keys=False, allow_unicode=True, width=width)
     return text
 
 
@@ -77,12 +77,18 @@ def leaves(value: Any, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Any]]:
 
 def to_commented_yaml(config: Config, comments: Mapping[str, str]) -> str:
     """:func:`to_yaml` with one value a line, and behind it, in one column, the comment of its key path."""
-    text = _dumped(config, sys.maxsize)
+    return commented(written(config), comments)
+
+
+def commented(tree: Mapping[str, Any], comments: Mapping[str, str]) -> str:
+    """The YAML of plain containers with a comment behind each value whose key path has one."""
+    text = _dumped(tree, sys.maxsize)
     paths = {int(leaf.origin.label.removeprefix(":")) - 1: path for path, leaf in leaves(read_text(text))}
     lines = text.splitlines()
     column = min(_MOST_COMMENT_COLUMN, max(len(lines[index]) for index in paths) + 2)
     for index, path in paths.items():
-        lines[index] = f"{lines[index]:<{column - 2}}  # {comments[dotted(path)]}"
+        if comment := comments.get(dotted(path)):
+            lines[index] = f"{lines[index]:<{column - 2}}  # {comment}"
     return "\n".join(lines) + "\n"
 
 
