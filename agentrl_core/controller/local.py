@@ -67,18 +67,13 @@ class LocalActorHandle:
     """An object of this process; methods run in the caller's thread and event loop."""
 
     def __init__(self, name: str, instance: Any) -> None:
-        self._name = name
+        self.name = name
         self._instance = instance
-
-    @property
-    def name(self) -> str:
-        """The actor's name."""
-        return self._name
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Runs the method, and awaits what it returns where that can be awaited. Exceptions are not changed."""
         if self._instance is None:
-            raise WorkerError(f"actor {self._name!r}: {method!r} was called after the actor was killed")
+            raise WorkerError(f"actor {self.name!r}: {method!r} was called after the actor was killed")
         result = getattr(self._instance, method)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
 

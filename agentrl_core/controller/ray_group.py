@@ -54,11 +54,13 @@ class RayWorkerGroup(WorkerGroup):
     driver until a group that owns them is closed; `from_detached` finds them.
     """
 
-    nodes: list[str]
-    resource_pool: RayResourcePool | None
-    _owned_pool: RayResourcePool | None
-    _placement_groups: list[Any]
-    _watch: Watch | None
+    nodes: Sequence[str] = ()
+    resource_pool: RayResourcePool | None = None
+    _owned_pool: RayResourcePool | None = None
+    _owns_actors = False
+    _num_cpus = 0.0
+    _placement_groups: Sequence[Any] = ()
+    _watch: Watch | None = None
 
     def __init__(
         self,
@@ -98,13 +100,6 @@ class RayWorkerGroup(WorkerGroup):
         WorkerGroup.__init__(self, cls, role, len(actors))
         self._roles = dict(roles)
         self._actors = actors
-        self.nodes = []
-        self.resource_pool = None
-        self._owned_pool = None
-        self._owns_actors = False
-        self._num_cpus = 0.0
-        self._placement_groups = []
-        self._watch = None
 
     @classmethod
     def from_detached(cls, name: str, classes: Mapping[str, type], owns_actors: bool = False) -> "RayWorkerGroup":

@@ -32,7 +32,7 @@ class RayActorHandle:
     """An actor of a plain class on Ray. Handles can be pickled and passed to other actors."""
 
     def __init__(self, name: str, actor: Any, num_cpus: float, num_gpus: float) -> None:
-        self._name = name
+        self.name = name
         self._actor = actor
         self.num_cpus = num_cpus
         self.num_gpus = num_gpus
@@ -40,18 +40,13 @@ class RayActorHandle:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # As bytes: Ray warns of handles that are arguments of actors with restarts, as if they could be lost.
-        return _handle, (self._name, pickle.dumps(self._actor), self.num_cpus, self.num_gpus)
-
-    @property
-    def name(self) -> str:
-        """The actor's name."""
-        return self._name
+        return _handle, (self.name, pickle.dumps(self._actor), self.num_cpus, self.num_gpus)
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method from any event loop; cancelling the call cancels an async method over there."""
         if self._was_killed:
             # Ray may still carry out what comes shortly after a kill.
-            raise WorkerError(f"actor {self._name!r}, in {method!r}: it was killed")
+            raise WorkerError(f"actor {self.name!r}, in {method!r}: it was killed")
         reference = getattr(self._actor, method).options(max_task_retries=0).remote(*args, **kwargs)
         try:
             return await reference
@@ -63,7 +58,7 @@ class RayActorHandle:
             if isinstance(root, AgentRLError):
                 raise root from error
             kind = ActorDiedError if isinstance(error, RayActorError) else WorkerError
-            raise kind(describe(f"actor {self._name!r}, in {method!r}", error)) from root
+            raise kind(describe(f"actor {self.name!r}, in {method!r}", error)) from root
 
     def kill(self) -> None:
         """Ends the actor's process."""

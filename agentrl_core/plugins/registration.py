@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 
+from packaging.utils import canonicalize_name
+
 from agentrl_core.api.errors import PluginNotFoundError
 from agentrl_core.api.plugin import CLI_GROUP, KINDS, RESERVED_GROUPS
 
@@ -94,11 +96,7 @@ def is_blocked(registration: Registration, blocked: Iterable[str]) -> bool:
 
 def same_package(one: str, other: str) -> bool:
     """Whether two distribution names are the same by the rules of packaging (case, ``-``, ``_``, ``.``)."""
-    return _normalised(one) == _normalised(other)
-
-
-def _normalised(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name).lower()
+    return canonicalize_name(one) == canonicalize_name(other)
 
 
 def _is_stray(group: str) -> bool:
@@ -114,7 +112,7 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
             # Reading hundreds of distributions takes little, parsing them all would not.
             if text is None or "agentrl." not in text:
                 continue
-            name = _normalised(_name_and_version(dist)[0])
+            name = canonicalize_name(_name_and_version(dist)[0])
             if name not in seen and _is_first_on_path(name, text):
                 found.extend(each for each in dist.entry_points if each.group.startswith("agentrl."))
             seen.add(name)

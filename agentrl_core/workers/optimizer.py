@@ -45,7 +45,8 @@ class ScheduledAdamW:
         self._config = config
         self._grad_clip = grad_clip
         self._total_steps = total_steps
-        self._steps = 0
+        self.steps = 0
+        """Steps so far, by which the schedule goes."""
         first, second = config.betas
         self._adamw = torch.optim.AdamW(
             self._parameters, lr=config.lr, betas=(first, second), weight_decay=config.weight_decay
@@ -54,7 +55,7 @@ class ScheduledAdamW:
     @property
     def lr(self) -> float:
         """Learning rate of the next step."""
-        return learning_rate(self._config, self._steps, self._total_steps)
+        return learning_rate(self._config, self.steps, self._total_steps)
 
     def zero_grad(self) -> None:
         self._adamw.zero_grad(set_to_none=True)
@@ -69,17 +70,8 @@ class ScheduledAdamW:
                 group["lr"] = lr
             self._adamw.step()
         self.zero_grad()
-        self._steps += 1
+        self.steps += 1
         return StepReport(grad_norm, lr, skipped)
-
-    @property
-    def steps(self) -> int:
-        """Steps so far, by which the schedule goes."""
-        return self._steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self._steps = steps
 
     def moments(self) -> dict[str, Tensor]:
         """AdamW's state as ``name.exp_avg``, ``name.exp_avg_sq`` (like the parameter) and ``name.step``.
