@@ -2,7 +2,6 @@
 
 import json
 import shlex
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -67,44 +66,19 @@ def bench_engines(
 
     Exits with code 1 if an engine doesn't start.
     """
-    from agentrl_core.config import load_config
-    from agentrl_core.devtools.engine_bench import measure_engine
+    from agentrl_core.devtools.engine_bench import measure_engines, row_of
 
     set_up_logging(stderr=as_json)
-    found: dict[str, EngineFigures | AgentRLError] = {}
-    for engine in engines or [""]:
-        try:
-            loaded = load_config(config, [*(overrides or []), *_engine_overrides(engine)])
-            engine = engine or loaded.rollout.engine.name
-            found[engine] = measure_engine(loaded, requests, concurrency)
-        except AgentRLError as error:
-            if len(engines or []) < 2:
-                raise
-            found[engine] = error
+    found = measure_engines(config, overrides or [], engines or [""], requests, concurrency)
     failed = {name: each for name, each in found.items() if isinstance(each, AgentRLError)}
     if as_json:
-        rows = {
-            name: {"error": str(each)}
-            if isinstance(each, AgentRLError)
-            else {**asdict(each), "tokens_per_second": each.tokens_per_second}
-            for name, each in found.items()
-        }
-        typer.echo(json.dumps(rows, indent=2))
+        typer.echo(json.dumps({name: row_of(each) for name, each in found.items()}, indent=2))
     else:
         _print(found)
         for name, failure in failed.items():
             say(f"\n{name}: {failure}")
     if failed:
         raise typer.Exit(1)
-
-
-def _engine_overrides(engine: str) -> list[str]:
-    name, _, python = engine.partition("=")
-    if not name:
-        return []
-    # Another engine can't run in the interpreter of the file's own engine. Engines outside this process need Ray.
-    where = [f"rollout.engine.python={python}", "cluster.runtime=ray"] if python else ["rollout.engine.python=null"]
-    return [f"rollout.engine.name={name}", *where]
 
 
 def _print(found: "dict[str, EngineFigures | AgentRLError]") -> None:

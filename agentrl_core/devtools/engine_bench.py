@@ -3,9 +3,12 @@
 import asyncio
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
 
-from agentrl_core.api import SamplingParams, TokenOutput
+from agentrl_core.api import AgentRLError, SamplingParams, TokenOutput
+from agentrl_core.config import load_config
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.trainer.logprob_gap import GAP, gap_of_answers
@@ -40,6 +43,45 @@ class EngineFigures:
     def tokens_per_second(self) -> float:
         """Sampled tokens per second of all replicas."""
         return self.tokens / self.seconds
+
+
+def measure_engines(
+    config: Path, overrides: Sequence[str], engines: Sequence[str], requests: int, concurrency: int
+) -> dict[str, EngineFigures | AgentRLError]:
+    """The measurements, or the failure, of each engine; where there is only one its failure is raised.
+
+    Args:
+        config: file whose run the engines serve, with ``overrides``.
+        engines: ``NAME`` or ``NAME=INTERPRETER``; "" is the file's own.
+        requests, concurrency: see :func:`measure_engine`.
+    """
+    found: dict[str, EngineFigures | AgentRLError] = {}
+    for engine in engines:
+        try:
+            loaded = load_config(config, [*overrides, *_engine_overrides(engine)])
+            engine = engine or loaded.rollout.engine.name
+            found[engine] = measure_engine(loaded, requests, concurrency)
+        except AgentRLError as error:
+            if len(engines) < 2:
+                raise
+            found[engine] = error
+    return found
+
+
+def row_of(found: EngineFigures | AgentRLError) -> dict[str, Any]:
+    """For JSON."""
+    if isinstance(found, AgentRLError):
+        return {"error": str(found)}
+    return {**asdict(found), "tokens_per_second": found.tokens_per_second}
+
+
+def _engine_overrides(engine: str) -> list[str]:
+    name, _, python = engine.partition("=")
+    if not name:
+        return []
+    # Another engine can't run in the interpreter of the file's own engine. Engines outside this process need Ray.
+    where = [f"rollout.engine.python={python}", "cluster.runtime=ray"] if python else ["rollout.engine.python=null"]
+    return [f"rollout.engine.name={name}", *where]
 
 
 def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> EngineFigures:
