@@ -23,7 +23,7 @@ from agentrl_core.config.introspect import (
     members,
     union_arms,
 )
-from agentrl_core.config.nodes import DEFAULT, Node, Origin, dotted, from_plain, problem, read_value
+from agentrl_core.config.nodes import DEFAULT, MOST_LEVELS, Node, Origin, dotted, from_plain, problem, read_value
 from agentrl_core.config.schema import Config
 from agentrl_core.config.writing import plain
 
@@ -97,8 +97,9 @@ def with_overrides(tree: Node, overrides: Sequence[str], base_dir: Path) -> tupl
         origin = Origin(f"override '{text}'", base_dir, is_override=True)
         key, equals, value = text.partition("=")
         keys = tuple(key.strip().split("."))
-        if not equals or not all(keys):
-            problems.append(f"{origin.label}: expected key.path=value")
+        if not equals or not all(keys) or len(keys) > MOST_LEVELS:
+            limit = f" with at most {MOST_LEVELS} keys" if len(keys) > MOST_LEVELS else ""
+            problems.append(f"{origin.label}: expected key.path=value{limit}")
             continue
         try:
             tree = _overlaid(Config, NO_INFO, tree, keys, 0, read_value(value, origin))

@@ -18,6 +18,8 @@ _TIMESTAMP_TAG = "tag:yaml.org,2002:timestamp"
 
 _MOST_VALUES = 100_000
 """Far more than a configuration has; a few nested aliases can stand for billions."""
+MOST_LEVELS = 64
+"""Libraries that read or write a configuration fail beyond some hundred."""
 
 KeyPath = tuple[str | int, ...]
 
@@ -174,6 +176,8 @@ class _Reader:
             raise yaml.YAMLError(f"more than {_MOST_VALUES} values; do aliases (*name) repeat others that repeat more?")
         if id(node) in parents:
             raise yaml.YAMLError("an alias that contains itself")
+        if len(parents) > MOST_LEVELS:
+            raise yaml.YAMLError(f"nested too deeply: more than {MOST_LEVELS} levels")
         parents = (*parents, id(node))
         if isinstance(node, yaml.MappingNode):
             return Node(self._entries(loader, node, parents), origin)

@@ -23,6 +23,16 @@ def test_a_hostile_file_is_a_problem_with_a_place(problems, text: str, message: 
     assert found.startswith("config.yaml") and message in found
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["model.chat_template_kwargs=" + "{a: " * 200 + "1" + "}" * 200, "a." * 2000 + "b=1"],
+    ids=["nested value", "path of many keys"],
+)
+def test_an_override_nested_too_deeply_is_a_problem(problems, valid, override: str) -> None:
+    found = problems(f"{valid}trainer: {{name: 'x${{model.dtype}}'}}", override)
+    assert any("nested too deeply" in each or "at most 64 keys" in each for each in found)
+
+
 @pytest.mark.parametrize("value", [".inf", "-.inf", ".nan", "9" * 400], ids=["inf", "-inf", "nan", "400 digits"])
 def test_an_infinite_learning_rate_is_refused(problems, valid, value: str) -> None:
     (found,) = problems(valid, f"actor.optimizer.lr={value}")
