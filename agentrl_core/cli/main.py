@@ -54,7 +54,7 @@ def _load_own(name: str) -> Any:
 
 def _load_registered(name: str, registered: list[Any]) -> Any:
     from agentrl_core.api.errors import PluginBrokenError, PluginConflictError
-    from agentrl_core.plugins.spec import describe_exception
+    from agentrl_core.plugins.spec import imported
 
     if len(registered) > 1:
         packages = " and ".join(each.package for each in registered)
@@ -64,13 +64,9 @@ def _load_registered(name: str, registered: list[Any]) -> Any:
         )
     (registration,) = registered
     value = registration.entry_point.value
-    try:
-        found = registration.entry_point.load()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a foreign module may raise anything
-        raise PluginBrokenError(
-            f"package {registration.package} is broken: importing {value} for the subcommand {name!r} raised "
-            f"{describe_exception(error)}"
-        ) from error
+    found = imported(
+        registration.package, f"importing {value} for the subcommand {name!r}", registration.entry_point.load
+    )
     if not isinstance(found, typer.Typer):
         raise PluginBrokenError(
             f"package {registration.package} is broken: {value} for the subcommand {name!r} is a "

@@ -50,7 +50,7 @@ from agentrl_core.plugins.registration import (
     same_package,
 )
 from agentrl_core.plugins.requirements import pip_command, unmet
-from agentrl_core.plugins.spec import describe_exception, load_spec
+from agentrl_core.plugins.spec import describe_exception, imported, load_spec
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +73,10 @@ class ResolvedPlugin:
             return load_file_object(self.ref)
         self._check_requirements()
         module_name, _, attribute = self.spec.factory.partition(":")
-        try:
-            return reduce(getattr, attribute.split("."), importlib.import_module(module_name))
-        except (Exception, SystemExit) as error:  # noqa: BLE001 - a foreign module may raise anything
-            raise PluginBrokenError(
-                f"package {self._package} is broken: importing the factory {self.spec.factory} of {self._title} raised "
-                f"{describe_exception(error)}"
-            ) from error
+        what = f"importing the factory {self.spec.factory} of {self._title}"
+        return imported(
+            self._package, what, lambda: reduce(getattr, attribute.split("."), importlib.import_module(module_name))
+        )
 
     def build(self, config: Any, context: Any) -> Any:
         """``factory(config, context)``. A plain function of a file serves as the tool or reward function itself.

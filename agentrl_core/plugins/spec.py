@@ -30,6 +30,18 @@ def load_spec(registration: Registration, load: Callable[[], Any] | None = None)
     return spec
 
 
+def imported(package: str, what: str, load: Callable[[], Any]) -> Any:
+    """What ``load`` returns.
+
+    Raises:
+        PluginBrokenError: it raised; names the package and what was to be imported.
+    """
+    try:
+        return load()
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - a foreign module may raise anything, sys.exit included
+        raise PluginBrokenError(f"package {package} is broken: {what} raised {describe_exception(error)}") from error
+
+
 def import_spec(registration: Registration, load: Callable[[], Any] | None = None) -> PluginSpec:
     """Import the spec's module. What the module prints goes to stderr.
 
@@ -43,14 +55,9 @@ def import_spec(registration: Registration, load: Callable[[], Any] | None = Non
     if registration.kind not in KINDS:
         raise PluginBrokenError(f"package {registration.package}: {unknown_group(registration.kind)}")
     target = registration.entry_point.value
-    try:
-        with contextlib.redirect_stdout(sys.stderr):
-            spec = (load or registration.entry_point.load)()
-    except (Exception, SystemExit) as error:  # noqa: BLE001 - a foreign module may raise anything, sys.exit included
-        raise PluginBrokenError(
-            f"package {registration.package} is broken: importing {target} for {registration.title} raised "
-            f"{describe_exception(error)}"
-        ) from error
+    with contextlib.redirect_stdout(sys.stderr):
+        what = f"importing {target} for {registration.title}"
+        spec = imported(registration.package, what, load or registration.entry_point.load)
     if not isinstance(spec, PluginSpec):
         raise PluginBrokenError(
             f"package {registration.package} is broken: {target} for {registration.title} is an object "
