@@ -52,7 +52,7 @@ class AdvantageInput:
             the engine, and of the reference. The second is None if the engine has none. Capabilities
             ``rollout_log_probs``, ``ref_log_probs``.
         entropies: [B, R] float32 in nats, of the distributions behind ``old_log_probs``. Capability ``entropies``.
-        teacher_log_probs: [B, R] float32 of ``teacher.path``. Capability ``teacher_log_probs``.
+        teacher_log_probs: [B, R] float32 of the teacher. Capability ``teacher_log_probs``.
         baselines: [B] float32; the score of a greedy answer to the row's prompt. Capability ``greedy_baseline``.
     """
 

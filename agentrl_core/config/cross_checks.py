@@ -134,9 +134,12 @@ def algorithm(config: ResolvedConfig) -> Problems:
         )
     yield from _coefficients(config)
     needs_teacher = advantage.has("teacher_log_probs")
-    if needs_teacher != (config.teacher.path is not None):
-        what = "needs a teacher: name its model" if needs_teacher else "uses no teacher; set teacher.path=null"
+    if needs_teacher and config.teacher.path is None and config.teacher.context is None:
+        what = "needs a teacher: name its model, or set teacher.context for the policy to teach itself"
         yield "teacher.path", f"advantage estimator '{advantage.name}' {what}"
+    for key, value in (("path", config.teacher.path), ("context", config.teacher.context)):
+        if value is not None and not needs_teacher:
+            yield f"teacher.{key}", f"advantage estimator '{advantage.name}' uses no teacher; set teacher.{key}=null"
     if config.algorithm.correction is not None and config.algorithm.old_log_probs == "rollout":
         yield (
             "algorithm.correction",

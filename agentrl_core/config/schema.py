@@ -459,7 +459,12 @@ class TeacherConfig(ReferenceConfig):
         None,
         path=True,
         hub=True,
-        help="teacher for estimators that need its log-probs; has the model's tokenizer",
+        help="model, with the policy's tokenizer, for estimators that need its log-probs; null: the policy, if it reads a "
+        "context",
+    )
+    context: str | None = option(
+        None,
+        help="text that the teacher reads after the user's and the policy does not, with {ground_truth}; null: none",
     )
 
 

@@ -41,6 +41,7 @@ from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.roles import Roles, build_roles, start_runtime
 from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
+from agentrl_core.trainer.teacher_context import add_teacher_prompts, as_the_teacher_reads
 from agentrl_core.trainer.validation import validate
 
 logger = logging.getLogger(__name__)
@@ -194,6 +195,8 @@ class Trainer:
             # A prompt that left no room has no sampled tokens to train.
             sampled = [result for result in results if result.sampled_tokens]
             batch = to_data_proto(sampled, self.renderer.pad_token_id, meta)
+            if self.config.teacher.context is not None:
+                add_teacher_prompts(batch, sampled, self.config.teacher.context, self.renderer)
         self._notify_hooks(step, "train", results)
         self.run.hooks.on_rollout_end(step=step, batch=batch)
         return batch
@@ -241,8 +244,13 @@ class Trainer:
             metrics |= gap
             if self.roles.reference is not None:
                 batch.union(self.roles.reference.compute_ref_log_prob(batch))
-            if self.roles.teacher is not None:
-                batch.batch["teacher_log_probs"] = self.roles.teacher.compute_ref_log_prob(batch).batch["ref_log_prob"]
+            if self.config.algorithm.advantage.has("teacher_log_probs"):
+                seen = as_the_teacher_reads(batch, self.renderer.pad_token_id)
+                batch.batch["teacher_log_probs"] = (
+                    self.roles.actor.compute_log_prob(seen).batch["old_log_probs"]
+                    if self.roles.teacher is None
+                    else self.roles.teacher.compute_ref_log_prob(seen).batch["ref_log_prob"]
+                )
         if self.roles.critic is not None:
             with self.timer.phase("values"):
                 batch.union(self.roles.critic.compute_values(batch))
