@@ -459,8 +459,8 @@ class TeacherConfig(ReferenceConfig):
         None,
         path=True,
         hub=True,
-        help="model, with the policy's tokenizer, for estimators that need its log-probs; null: the policy, if it reads a "
-        "context",
+        help="model for estimators that need its log-probs, with the policy's tokenizer; null: the policy itself, if "
+        "there is a context",
     )
     context: str | None = option(
         None,

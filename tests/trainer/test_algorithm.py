@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from agentrl_core.api import AgentLoopOutput, RewardResult, RolloutError, Termination
+from agentrl_core.api import AgentLoopOutput, ConfigError, RewardResult, RolloutError, Termination
 from agentrl_core.config import load_config
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.results import TrajectoryResult
@@ -94,8 +94,18 @@ def test_prompts_without_signal_are_replaced_until_the_batch_is_full() -> None:
     assert len(set(batch.non_tensor_batch["uid"])) == 4 and len(batch) == 8
     # Nothing is lost: records show those that were replaced too.
     assert len(results) == 8 + 6 + 4
+    # The sampler chose the prompts of the step, and learns from these alone.
+    assert [result.further for result in results] == [False] * 8 + [True] * 10
 
 
 def test_a_batch_that_cannot_be_filled_ends_the_run_with_the_key_to_change() -> None:
     with pytest.raises(RolloutError, match="only 1 of 2 prompts .* after 2 rounds .* raise rollout.resample_rounds"):
         fill(7, group("a", 1, 0) + group("b", 1, 1), 2, lambda number, prompts: group(f"m{number}", 1, 1))
+
+
+def test_a_correction_without_the_log_probs_of_the_rollout_says_what_lacks_them(algorithm, batch) -> None:
+    made = algorithm(correction={"name": "token_tis"})
+    assert made.correct(batch)["correction/weight_mean"] > 0
+    batch.batch = batch.batch.exclude("rollout_log_probs")
+    with pytest.raises(ConfigError, match="algorithm.correction needs .* an agent loop made rows without response_log"):
+        made.correct(batch)
