@@ -31,7 +31,7 @@ SETTINGS = (
     "data.batch_size=8",
     "data.validation_files=[]",
     "rollout.max_response_length=48",
-    "actor.optimizer.lr=2e-4",
+    "actor.optimizer.lr=4e-4",
     "actor.optimizer.schedule=constant",
     "algorithm.old_log_probs=actor",
 )
@@ -132,7 +132,7 @@ def write_page(path: Path, outcomes: Mapping[tuple[str, int], Sequence[Outcome]]
         "",
         "The calculator example, sampled in each step with the weights that the policy had so many steps ago. Engine",
         "and trainer have the same probabilities, so the delay is all that differs. 8 prompts with 8 samples and 2",
-        "updates per step, a constant learning rate of 2e-4.",
+        "updates per step, a constant learning rate of 4e-4.",
         "",
         f"Mean training reward of the last {LAST} of {steps} steps: **mean** (each of {seeds} seeds). Before training",
         "it is about 0.2.",

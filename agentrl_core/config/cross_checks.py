@@ -137,9 +137,9 @@ def algorithm(config: ResolvedConfig) -> Problems:
     if needs_teacher and config.teacher.path is None and config.teacher.context is None:
         what = "needs a teacher: name its model, or set teacher.context for the policy to teach itself"
         yield "teacher.path", f"advantage estimator '{advantage.name}' {what}"
-    for key, value in (("path", config.teacher.path), ("context", config.teacher.context)):
-        if value is not None and not needs_teacher:
-            yield f"teacher.{key}", f"advantage estimator '{advantage.name}' uses no teacher; set teacher.{key}=null"
+    for name, given in (("path", config.teacher.path), ("context", config.teacher.context)):
+        if given is not None and not needs_teacher:
+            yield f"teacher.{name}", f"advantage estimator '{advantage.name}' uses no teacher; set teacher.{name}=null"
     if config.algorithm.correction is not None and config.algorithm.old_log_probs == "rollout":
         yield (
             "algorithm.correction",

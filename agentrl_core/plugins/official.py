@@ -28,7 +28,7 @@ _BROUGHT = {
     "agentrl-tool-mcp": {"tool": "mcp"},
     "agentrl-tool-parsers": {"tool_parser": "hermes"},
     "agentrl-tools-basic": {"tool": "calculator"},
-    "agentrl-tools-sandbox": {"tool": "python remote_python shell"},
+    "agentrl-tools-sandbox": {"reward_function": "code_tests", "tool": "python remote_python shell"},
     "agentrl-trackers-basic": {"tracker": "console curve jsonl tensorboard"},
 }
 """By distribution and kind: names of plugins."""

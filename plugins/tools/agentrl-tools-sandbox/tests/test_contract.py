@@ -3,9 +3,10 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.testing.contracts import ToolCase, ToolContract
-from agentrl_tools_sandbox.config import PythonConfig, ShellConfig
-from agentrl_tools_sandbox.plugin import PYTHON, SHELL
+from agentrl_core.api import RewardTrajectory
+from agentrl_core.testing.contracts import RewardFunctionCase, RewardFunctionContract, ToolCase, ToolContract
+from agentrl_tools_sandbox.config import CodeTestsConfig, PythonConfig, ShellConfig
+from agentrl_tools_sandbox.plugin import CODE_TESTS, PYTHON, SHELL
 
 
 class TestPython(ToolContract):
@@ -26,3 +27,12 @@ class TestShell(ToolContract):
             create_kwargs={"files": {"greeting": "hello"}},
             expected="hello",
         )
+
+
+class TestCodeTests(RewardFunctionContract):
+    @pytest.fixture
+    def plugin(self, any_boundary: Mapping[str, Any]) -> RewardFunctionCase:
+        answers = {"```python\nprint(input())\n```": 1.0, "```\nprint(1)\n```": 0.0}
+        tests = {"inputs": ["2"], "outputs": ["2\n"]}
+        trajectories = [(RewardTrajectory([], text, text, text, tests), score) for text, score in answers.items()]
+        return RewardFunctionCase(CODE_TESTS, config=CodeTestsConfig(**any_boundary), trajectories=trajectories)

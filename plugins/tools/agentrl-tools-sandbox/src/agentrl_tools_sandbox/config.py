@@ -36,6 +36,12 @@ class PythonConfig(SandboxConfig):
 
 
 @dataclass
+class CodeTestsConfig(SandboxConfig):
+    partial: bool = option(False, help="score the share of tests that pass; false: 1 if all pass, otherwise 0")
+    max_tests: int | None = option(None, ge=1, unit="tests", help="most tests that are run, the first ones; null: all")
+
+
+@dataclass
 class ShellConfig(SandboxConfig):
     pass
 

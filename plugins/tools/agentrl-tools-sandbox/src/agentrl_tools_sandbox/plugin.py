@@ -1,8 +1,16 @@
 """What the entry points name."""
 
 from agentrl_core.api import PluginSpec
-from agentrl_tools_sandbox.config import PythonConfig, RemotePythonConfig, ShellConfig
+from agentrl_tools_sandbox.config import CodeTestsConfig, PythonConfig, RemotePythonConfig, ShellConfig
 
+CODE_TESTS = PluginSpec(
+    kind="reward_function",
+    name="code_tests",
+    api_version=1,
+    summary="runs the answer's Python code against the tests of the row, in a local sandbox",
+    config=CodeTestsConfig,
+    factory="agentrl_tools_sandbox.code_tests:CodeTests",
+)
 PYTHON = PluginSpec(
     kind="tool",
     name="python",
