@@ -40,10 +40,6 @@ class RewardModel:
         if self._tokenizer.chat_template is None:
             raise ConfigError(f"model: the tokenizer of {config.model} has no chat template")
         self._model: Any = AutoModelForSequenceClassification.from_pretrained(config.model, dtype=config.dtype).eval()
-        device = config.device
-        if device == "auto":
-            device = "cuda" if torch.cuda.is_available() else "cpu"
-        self._model.to(device)
         # The model takes the last token that is no padding as the end of the conversation.
         known = (self._model.config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
         self._padding = next((token for token in known if token is not None), 0)
@@ -100,7 +96,10 @@ class RewardModel:
         mask_NL = torch.zeros_like(ids_NL)
         for row, ids in enumerate(conversations):
             ids_NL[row, : len(ids)], mask_NL[row, : len(ids)] = torch.tensor(ids), 1
-        device = self._model.device
+        # Not before: the trainer's process only builds the function, to check it.
+        automatic = "cuda" if torch.cuda.is_available() else "cpu"
+        device = automatic if self._config.device == "auto" else self._config.device
+        self._model.to(device)
         logits = self._model(input_ids=ids_NL.to(device), attention_mask=mask_NL.to(device)).logits.float()
         chosen = logits[:, 0] if logits.shape[-1] == 1 else logits.log_softmax(-1)[:, self._config.label]
         scores: list[float] = chosen.tolist()
