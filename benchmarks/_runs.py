@@ -103,11 +103,14 @@ def _teacher(run: Path) -> Path:
 
 def run_all(
     jobs: Sequence[Job], directory: Path, processes: int, trainer_of: Callable[[Job], Any] | None = None
-) -> list[Outcome]:
-    """Run what ``directory/outcomes.jsonl`` does not have yet; return one outcome per job, in their order."""
+) -> dict[Job, Outcome]:
+    """Run what ``directory/outcomes.jsonl`` does not have yet, or nothing with ``processes=0``.
+
+    Returns the outcomes that there are then.
+    """
     file = directory / "outcomes.jsonl"
     known = {_key(outcome.job): outcome for outcome in read(file)}
-    missing = [job for job in jobs if _key(asdict(job)) not in known]
+    missing = [job for job in jobs if _key(asdict(job)) not in known] if processes else []
     for seed in sorted({job.seed for job in missing}):
         if not (directory / f"seed-{seed}" / "data" / "prepared.json").exists():
             prepare(seed, directory / f"seed-{seed}")
@@ -122,7 +125,7 @@ def run_all(
                 out.write(json.dumps(asdict(outcome)) + "\n")
             name, seed = outcome.job["name"], outcome.job["seed"]
             sys.stderr.write(f"{name} seed {seed}: {outcome.accuracy:.3f}, {outcome.seconds:.0f} s {outcome.failure}\n")
-    return [known[_key(asdict(job))] for job in jobs]
+    return {job: known[key] for job in jobs if (key := _key(asdict(job))) in known}
 
 
 def _outcomes(

@@ -99,8 +99,8 @@ def write_page(path: Path, outcomes: Mapping[str, Sequence[Outcome]], seeds: int
         "Accuracy is that of eight sampled answers to each of 50 unseen problems after the last step, about 0.2",
         "before training; pass@8 is the share of problems with a correct one among the eight. A seed makes its own",
         "model and data. A step has 128 trajectories: 16 prompts with 8 samples, or 32 with 4 for estimators with a",
-        f"critic. A method has learned if every seed reaches {LEARNED}. The task is easy: the table shows which",
-        "methods learn, not which is best.",
+        f"critic. A method has learned if every seed that was run reaches {LEARNED}. The task is easy: the table",
+        "shows which methods learn, not which is best.",
         "",
         "![Training reward](algorithms.png)",
         "",
@@ -108,7 +108,8 @@ def write_page(path: Path, outcomes: Mapping[str, Sequence[Outcome]], seeds: int
         "|---" * (seeds + 4) + "|",
     ]
     for method, runs in outcomes.items():
-        accuracies = " | ".join("failed" if each.failure else f"{each.accuracy:.3f}" for each in runs)
+        shown = {each.job["seed"]: "failed" if each.failure else f"{each.accuracy:.3f}" for each in runs}
+        accuracies = " | ".join(shown.get(seed, "not run") for seed in range(seeds))
         verdict = "yes" if all(each.accuracy >= LEARNED for each in runs) else "no"
         pass_at_8, seconds = (
             sum(map(of, runs)) / len(runs) for of in (lambda run: run.pass_at_8, lambda run: run.seconds)
@@ -136,7 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
     parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time; 0: only write what is done")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-algorithms"), help="for models and runs")
     parser.add_argument("--output", type=Path, help="directory for the page and the picture")
     options = parser.parse_args(arguments)
@@ -145,8 +146,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     chosen = {method: [job(method, seed, options.steps) for seed in range(options.seeds)] for method in options.methods}
     # All methods with a seed, then the next seed: an interrupted run has every method.
     jobs = sorted((each for runs in chosen.values() for each in runs), key=lambda each: each.seed)
-    found = dict(zip(jobs, run_all(jobs, work, options.processes), strict=True))
-    outcomes = {method: [found[each] for each in runs] for method, runs in chosen.items()}
+    found = run_all(jobs, work, options.processes)
+    outcomes = {
+        method: finished
+        for method, runs in chosen.items()
+        if (finished := [found[job] for job in runs if job in found])
+    }
     output = options.output or work
     draw(output / "algorithms.png", outcomes)
     write_page(output / "algorithms.md", outcomes, options.seeds, options.steps)

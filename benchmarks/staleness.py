@@ -96,7 +96,9 @@ def draw(path: Path, outcomes: Mapping[tuple[str, int], Sequence[Outcome]]) -> N
     for axes, delay in zip(figure.subplots(1, len(DELAYS), sharey=True), DELAYS, strict=True):
         for number, correction in enumerate(CORRECTIONS):
             curves = [_smooth(each.rewards) for each in outcomes[correction, delay]]
-            length = min(map(len, curves))
+            length = min(map(len, curves), default=0)
+            if not length:
+                continue
             stacked, steps = np.array([curve[:length] for curve in curves]), range(1, length + 1)
             axes.plot(steps, stacked.mean(0), color=f"C{number}", label=correction)
             axes.fill_between(steps, stacked.min(0), stacked.max(0), color=f"C{number}", alpha=0.12, linewidth=0)
@@ -122,8 +124,9 @@ def write_page(path: Path, outcomes: Mapping[tuple[str, int], Sequence[Outcome]]
     for correction in CORRECTIONS:
         cells = []
         for delay in DELAYS:
-            values = [last_reward(each, steps) for each in outcomes[correction, delay]]
-            cells.append(f"**{np.mean(values):.2f}** ({', '.join(f'{value:.2f}' for value in values)})")
+            values = [last_reward(run, steps) for run in outcomes[correction, delay]]
+            each = ", ".join(f"{value:.2f}" for value in values)
+            cells.append(f"**{np.mean(values):.2f}** ({each})" if values else "not run")
         rows.append(f"| `{correction}` | {' | '.join(cells)} |")
     lines = [
         "# Stale rollouts",
@@ -134,7 +137,7 @@ def write_page(path: Path, outcomes: Mapping[tuple[str, int], Sequence[Outcome]]
         "and trainer have the same probabilities, so the delay is all that differs. 8 prompts with 8 samples and 2",
         "updates per step, a constant learning rate of 4e-4.",
         "",
-        f"Mean training reward of the last {LAST} of {steps} steps: **mean** (each of {seeds} seeds). Before training",
+        f"Mean training reward of the last {LAST} of {steps} steps: **mean of the seeds** (each seed). Before training",
         "it is about 0.2.",
         "",
         f"| correction | {' | '.join(header)} |",
@@ -156,7 +159,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time")
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time; 0: only write what is done")
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-staleness"), help="for models and runs")
     parser.add_argument("--output", type=Path, help="directory for the page and the picture")
     options = parser.parse_args(arguments)
@@ -170,8 +173,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     jobs = list(dict.fromkeys(each for runs in cells.values() for each in runs))
     # All cells of a seed, then those of the next one.
     jobs.sort(key=lambda each: each.seed)
-    found = dict(zip(jobs, run_all(jobs, work, options.processes, trainer_of), strict=True))
-    outcomes = {cell: [found[each] for each in runs] for cell, runs in cells.items()}
+    found = run_all(jobs, work, options.processes, trainer_of)
+    outcomes = {cell: [found[each] for each in runs if each in found] for cell, runs in cells.items()}
     output = options.output or work
     draw(output / "staleness.png", outcomes)
     write_page(output / "staleness.md", outcomes, options.seeds, options.steps)
