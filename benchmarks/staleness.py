@@ -167,12 +167,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     work = options.work.resolve()
     cells = {
         (correction, delay): [job(correction, delay, seed, options.steps) for seed in range(options.seeds)]
-        for delay in sorted(DELAYS, reverse=True)
+        for delay in DELAYS
         for correction in CORRECTIONS
     }
+    # The ends of the scale first: an interrupted grid has something to compare.
+    order = {delay: place for place, delay in enumerate((DELAYS[-1], DELAYS[0], *DELAYS[-2:0:-1]))}
     jobs = list(dict.fromkeys(each for runs in cells.values() for each in runs))
-    # All cells of a seed, then those of the next one.
-    jobs.sort(key=lambda each: each.seed)
+    jobs.sort(key=lambda each: (order[each.delay], each.seed))
     found = run_all(jobs, work, options.processes, trainer_of)
     outcomes = {cell: [found[each] for each in runs if each in found] for cell, runs in cells.items()}
     output = options.output or work
