@@ -379,10 +379,10 @@ MISSING = {
 
 DECISIONS = {
     "custom_reward_function": "reward.functions: wrap the function, which gets a RewardTrajectory here",
-    "reward_model.enable": "reward.functions: a function that asks a served reward model",
-    "reward_model.micro_batch_size_per_gpu": "reward.functions: a function that asks a served reward model",
-    "reward_model.model": "reward.functions: a function that asks a served reward model",
-    "reward_model.rollout": "reward.functions: a function that asks a served reward model",
+    "reward_model.enable": "reward.functions: reward_model, or a function that asks a served model",
+    "reward_model.micro_batch_size_per_gpu": "reward.functions: reward_model, or a function that asks a served model",
+    "reward_model.model": "reward.functions: reward_model, or a function that asks a served model",
+    "reward_model.rollout": "reward.functions: reward_model, or a function that asks a served model",
     "reward_model.reward_kwargs": "reward.functions or reward.manager: the options of the reward",
     "reward_model.sandbox_fusion": "tools or reward.functions: the sandbox",
     f"{_TURNS}.tool_config_path": "tools: list them by name or ./file.py:object; execute returns a ToolResponse here",
