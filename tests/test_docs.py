@@ -143,6 +143,8 @@ def test_configurations_of_tools_are_accepted(workplace: Path, snippet: str, mon
     example = workplace / "examples/calculator"
     (server,) = [text for page, text in blocks("python") if page.name == "tools.md"]
     (workplace / "notes_server.py").write_text(server)
+    (workplace / "corpus.jsonl").write_text('{"text": "The lynx is a wild cat"}\n')
+    assert CliRunner().invoke(app, ["search-index", "corpus.jsonl", str(example / "corpus-index")]).exit_code == 0
     (example / "mine.yaml").write_text("extends: config.yaml\n" + snippet)
     config = load_config(example / "mine.yaml")
     assert [HostedTool(slot, seed=0).schemas for slot in config.tools]

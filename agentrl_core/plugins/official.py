@@ -27,6 +27,7 @@ _BROUGHT = {
     "agentrl-rewards-math": {"reward_function": "math"},
     "agentrl-tool-mcp": {"tool": "mcp"},
     "agentrl-tool-parsers": {"tool_parser": "hermes"},
+    "agentrl-tool-search": {"tool": "remote_search search"},
     "agentrl-tools-basic": {"tool": "calculator"},
     "agentrl-tools-sandbox": {"reward_function": "code_tests", "tool": "python remote_python shell"},
     "agentrl-trackers-basic": {"tracker": "console curve jsonl tensorboard"},

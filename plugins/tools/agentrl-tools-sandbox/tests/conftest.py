@@ -49,7 +49,10 @@ def run_code(folder: Path) -> Callable[..., list[str]]:
 
     def run(*codes: str, **options: Any) -> list[str]:
         async def main() -> list[str]:
-            tool = PythonTool(PythonConfig(**{"keep_state": True, "timeout": 20.0, **options}), ToolContext("python"))
+            tool = PythonTool(
+                PythonConfig(**{"keep_state": True, "timeout": 60.0, "start_timeout": 60.0, **options}),
+                ToolContext("python"),
+            )
             try:
                 return [(await tool.execute("a", {"code": code})).response.text for code in codes]
             finally:

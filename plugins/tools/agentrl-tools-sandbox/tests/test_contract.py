@@ -12,7 +12,7 @@ from agentrl_tools_sandbox.plugin import CODE_TESTS, PYTHON, SHELL
 class TestPython(ToolContract):
     @pytest.fixture(params=[False, True], ids=["a sandbox per call", "a sandbox per trajectory"])
     def plugin(self, request: pytest.FixtureRequest, any_boundary: Mapping[str, Any]) -> ToolCase:
-        config = PythonConfig(keep_state=request.param, **any_boundary)
+        config = PythonConfig(keep_state=request.param, start_timeout=60.0, **any_boundary)
         return ToolCase(PYTHON, config=config, arguments={"code": "print(6 * 7)"}, expected="42")
 
 
@@ -21,7 +21,7 @@ class TestShell(ToolContract):
     def plugin(self, any_boundary: Mapping[str, Any]) -> ToolCase:
         return ToolCase(
             SHELL,
-            config=ShellConfig(**any_boundary),
+            config=ShellConfig(start_timeout=60.0, **any_boundary),
             function="shell",
             arguments={"command": "cat greeting; date >> greeting"},
             create_kwargs={"files": {"greeting": "hello"}},

@@ -138,16 +138,16 @@ def test_disk_space_is_limited(confined, run_code) -> None:
 
 
 def test_an_endless_loop_is_stopped_and_keeps_its_state(confined, run_code) -> None:
-    texts = run_code("x = 5", "while True: pass", "x", timeout=0.3, **confined)
-    assert texts[1:] == ["[stopped after 0.3 s]", "5"]
+    texts = run_code("x = 5", "while True: pass", "x", timeout=2.0, **confined)
+    assert texts[1:] == ["[stopped after 2 s]", "5"]
 
 
 def test_a_loop_that_ignores_the_deadline_is_killed(confined, run_code, monkeypatch) -> None:
-    monkeypatch.setattr("agentrl_tools_sandbox.sandbox.GRACE", 0.2)
+    monkeypatch.setattr("agentrl_tools_sandbox.sandbox.GRACE", 0.5)
     code = "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass"
-    texts = run_code(code, "1 + 1", timeout=0.3, **confined)
+    texts = run_code(code, "1 + 1", timeout=2.0, **confined)
     assert texts[0] == (
-        "The code was ended: it ran for more than 0.3 s and was stopped. Its variables and files are lost."
+        "The code was ended: it ran for more than 2 s and was stopped. Its variables and files are lost."
     )
     assert texts[1] == "2"
 

@@ -66,9 +66,9 @@ def test_a_command_that_takes_too_long_is_stopped_and_files_stay(talk) -> None:
     texts = talk(
         ("shell", {"command": "echo begun; touch kept; sleep 1000 & sleep 1000"}),
         ("shell", {"command": "ls"}),
-        timeout=0.3,
+        timeout=2.0,
     )
-    assert texts == ["begun\n[stopped after 0.3 s]", "kept"]
+    assert texts == ["begun\n[stopped after 2 s]", "kept"]
 
 
 @pytest.mark.parametrize(

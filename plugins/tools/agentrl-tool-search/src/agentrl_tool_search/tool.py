@@ -1,0 +1,96 @@
+"""Search tools: the model gives a query and sees documents."""
+
+import asyncio
+from abc import abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from agentrl_core.api import (
+    ConfigError,
+    Tool,
+    ToolContext,
+    ToolError,
+    ToolResponse,
+    ToolResult,
+    ToolUnavailableError,
+    function_schema,
+)
+from agentrl_tool_search.config import RemoteSearchConfig, SearchConfig, ShownConfig
+from agentrl_tool_search.index import open_index
+
+
+class _Search(Tool):
+    config: ShownConfig
+
+    def __init__(self, config: ShownConfig, context: ToolContext) -> None:
+        super().__init__(config, context)
+        query = {"query": {"type": "string", "description": "what to look for"}}
+        self.schema = function_schema("search", config.description, query)
+
+    async def execute(self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any) -> ToolResult:
+        query = parameters.get("query")
+        if not isinstance(query, str) or not query.strip():
+            raise ToolError('search takes one argument, the non-empty string "query"')
+        texts = await self.find(query)
+        shown = [f"[{number}] {self._cut(text)}" for number, text in enumerate(texts, start=1)]
+        return ToolResult(
+            ToolResponse("\n\n".join(shown) or "[no documents found]"), metrics={"hits": float(len(texts))}
+        )
+
+    @abstractmethod
+    async def find(self, query: str) -> Sequence[str]:
+        """Documents, best first."""
+
+    def _cut(self, text: str) -> str:
+        limit = self.config.max_characters
+        return text if len(text) <= limit else f"{text[:limit]} [the rest was cut]"
+
+
+class SearchTool(_Search):
+    """Searches an index of ``agentrl search-index``.
+
+    Raises:
+        ConfigError: there is no such index.
+    """
+
+    config: SearchConfig
+
+    def __init__(self, config: SearchConfig, context: ToolContext) -> None:
+        super().__init__(config, context)
+        self._index = open_index(Path(config.index))
+
+    async def find(self, query: str) -> Sequence[str]:
+        return [hit.text for hit in await asyncio.to_thread(self._index.search, query, self.config.documents)]
+
+
+class RemoteSearchTool(_Search):
+    """Asks a retriever over HTTP.
+
+    It posts ``{"queries": [query], "topk": …, "return_scores": true}`` and expects
+    ``{"result": [[{"document": {"contents": …}, "score": …}, …]]}``.
+    """
+
+    config: RemoteSearchConfig
+
+    def __init__(self, config: RemoteSearchConfig, context: ToolContext) -> None:
+        super().__init__(config, context)
+        if not config.url.startswith(("http://", "https://")):
+            raise ConfigError(f"url: {config.url!r} is not an address such as http://127.0.0.1:8000/retrieve")
+        self._slots = asyncio.Semaphore(config.max_concurrent)
+
+    async def find(self, query: str) -> Sequence[str]:
+        body = {"queries": [query], "topk": self.config.documents, "return_scores": True}
+        try:
+            limit = asyncio.timeout(self.config.timeout)
+            async with limit, self._slots, httpx.AsyncClient(timeout=None) as client:
+                answer = await client.post(self.config.url, json=body)
+            answer.raise_for_status()
+            (hits,) = answer.json()["result"]
+            # Without scores, as some servers answer, a hit is the document itself.
+            return [str(hit.get("document", hit)["contents"]) for hit in hits][: self.config.documents]
+        except (TimeoutError, httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
+            what = f"{type(error).__name__}: {error}".rstrip(": ")
+            raise ToolUnavailableError(f"no usable answer from the retriever {self.config.url}: {what}") from error
