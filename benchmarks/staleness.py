@@ -102,10 +102,10 @@ def draw(path: Path, outcomes: Mapping[tuple[str, int], Sequence[Outcome]]) -> N
             stacked, steps = np.array([curve[:length] for curve in curves]), range(1, length + 1)
             axes.plot(steps, stacked.mean(0), color=f"C{number}", label=correction)
             axes.fill_between(steps, stacked.min(0), stacked.max(0), color=f"C{number}", alpha=0.12, linewidth=0)
-        axes.set(title=f"{delay} steps old", xlabel="step", ylim=(0, 1.02))
+        axes.set(title=f"{delay} step{'s' * (delay != 1)} old", xlabel="step", ylim=(0, 1.02))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("training reward")
-    figure.axes[0].legend(loc="lower right", frameon=False, fontsize=8)
+    figure.axes[-1].legend(loc="lower left", frameon=False, fontsize=8)
     figure.savefig(path)
 
 
@@ -119,7 +119,7 @@ def write_page(path: Path, outcomes: Mapping[tuple[str, int], Sequence[Outcome]]
     marker = "## What it shows"
     before = path.read_text(encoding="utf-8") if path.exists() else ""
     shows = before[before.index(marker) :] if marker in before else f"{marker}\n"
-    header = [f"{delay} steps old" for delay in DELAYS]
+    header = [f"{delay} step{'s' * (delay != 1)} old" for delay in DELAYS]
     rows = []
     for correction in CORRECTIONS:
         cells = []
