@@ -15,6 +15,7 @@ import os
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from _report import Figure, print_figures, write_json
@@ -44,11 +45,10 @@ def left_behind(folder: Path, mounts: str, files: int) -> dict[str, int]:
     """What is there now and was not before."""
     gc.collect()
     processes = 0
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        try:
-            processes += str(folder) in path.read_text()
-        except OSError:
-            continue
+    for path in Path("/proc").glob("[0-9]*"):
+        # The launcher has the directory in its arguments, what it starts in a variable.
+        with suppress(OSError):
+            processes += bytes(folder) in (path / "cmdline").read_bytes() + (path / "environ").read_bytes()
     return {
         "processes": processes,
         "directories": len(list(folder.iterdir())),

@@ -138,8 +138,10 @@ def _bubblewrap(config: SandboxConfig, paths: Sequence[str]) -> Launch:
         raise PluginRequirementError("there is no command bwrap in PATH")
     size = str(config.max_disk * MIB)
     root = os.geteuid() == 0
-    spaces = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")] if root else ["--unshare-all"]
-    arguments = [bwrap, *spaces, "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    # Without root a user namespace gives the right to make the others; code must not make more of them.
+    users = [] if root else ["--unshare-user", "--disable-userns"]
+    spaces = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
+    arguments = [bwrap, *users, *spaces, "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
     if root:
         # For the change to another user, which drops them.
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -164,7 +166,8 @@ def _bubblewrap(config: SandboxConfig, paths: Sequence[str]) -> Launch:
         # Root is exempt from the limit on processes, which counts those of a user: an id that nobody else has.
         user = (1 << 24) + int.from_bytes(os.urandom(3), "big") if root else 0
         command = guest_command(config, paths[0], config.max_memory * MIB, config.max_processes, user)
-        return {"command": [*arguments, "--", *command], "env": {}}
+        # Its own variable, which the code does not get, says to which sandbox a process belongs.
+        return {"command": [*arguments, "--", *command], "env": {"AGENTRL_SANDBOX": folder}}
 
     return Launch("bubblewrap", specification)
 

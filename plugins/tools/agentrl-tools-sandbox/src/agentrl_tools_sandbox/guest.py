@@ -15,7 +15,6 @@ import signal
 import struct
 import subprocess
 import sys
-import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -224,7 +223,6 @@ def main() -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(null, number)
-    tempfile.tempdir = os.getcwd()
     guest = Guest(settings["max_output"])
     reply: dict[str, Any] = {"ready": True}
     while True:
