@@ -105,7 +105,7 @@ def draw(path: Path, outcomes: Mapping[tuple[str, int], Sequence[Outcome]]) -> N
         axes.set(title=f"{delay} step{'s' * (delay != 1)} old", xlabel="step", ylim=(0, 1.02))
         axes.grid(alpha=0.3)
     figure.axes[0].set_ylabel("training reward")
-    figure.axes[-1].legend(loc="lower left", frameon=False, fontsize=8)
+    figure.axes[0].legend(loc="lower right", frameon=False, fontsize=8)
     figure.savefig(path)
 
 
