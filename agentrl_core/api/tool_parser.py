@@ -37,11 +37,23 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class ParsedText:
-    """What a text holds: ``content`` outside calls, the ``calls`` in order, and one message per bad call."""
+    """What a text holds.
+
+    Args:
+        content: the text outside calls. Reasoning stays in it as written where the family's chat templates read it out
+            of the content; elsewhere the content is without it.
+        calls: in order.
+        errors: one message per bad call, for the model to read; bounded, the last one says what was left out.
+        reasoning: the text of all reasoning, without its tags.
+        error_spans: the place of each error: its first character and the one behind its last. Empty where a parser
+            does not say.
+    """
 
     content: str
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    reasoning: str = ""
+    error_spans: list[tuple[int, int]] = field(default_factory=list)
 
 
 class ToolParser(ABC):

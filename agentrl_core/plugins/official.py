@@ -26,7 +26,10 @@ _BROUGHT = {
     "agentrl-rewards-judge": {"reward_function": "judge reward_model"},
     "agentrl-rewards-math": {"reward_function": "math"},
     "agentrl-tool-mcp": {"tool": "mcp"},
-    "agentrl-tool-parsers": {"tool_parser": "hermes"},
+    "agentrl-tool-parsers": {
+        "tool_parser": "deepseek_v3 deepseek_v32 gemma4 glm4 granite harmony hermes kimi_k2 lfm2 llama3_json "
+        "llama4_pythonic minimax_m2 mistral nemotron olmo3 qwen3_coder seed_oss",
+    },
     "agentrl-tool-search": {"tool": "remote_search search"},
     "agentrl-tools-basic": {"tool": "calculator"},
     "agentrl-tools-sandbox": {"reward_function": "code_tests", "tool": "python remote_python shell"},

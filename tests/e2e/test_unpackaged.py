@@ -29,8 +29,7 @@ from agentrl_dataset_prompts.config import PromptsConfig
 from agentrl_dataset_prompts.prompts import PromptsFromFiles
 from agentrl_loop_tool_agent.config import ToolAgentConfig
 from agentrl_loop_tool_agent.loop import ToolAgentLoop
-from agentrl_tool_parsers.config import HermesConfig
-from agentrl_tool_parsers.hermes import HermesParser
+from agentrl_tool_parsers.formats import HermesParser
 
 
 class Engine(ScriptedEngine):
@@ -44,7 +43,7 @@ class Loop(ToolAgentLoop):
 
 
 class Parser(HermesParser):
-    config_class = HermesConfig
+    pass
 
 
 def shout(text: str) -> str:
