@@ -177,7 +177,7 @@ def test_commands_of_the_docs_exist(command: str) -> None:
     assert result.exit_code == 0, f"agentrl {command}: {result.output}"
 
 
-@pytest.mark.parametrize("name", ["config.md", "api.md", "plugins/catalogue.md"])
+@pytest.mark.parametrize("name", ["config.md", "api.md", "plugins/catalogue.md", "formats.md"])
 def test_generated_pages_are_current(name: str) -> None:
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
     assert spec is not None and spec.loader is not None

@@ -68,15 +68,25 @@ def _verdict(package: str, tested: str) -> tuple[str, str]:
 
 def _print_model(model: Path) -> None:
     from agentrl_core.config import ModelConfig
+    from agentrl_core.data.call_format import call_format, installed_parsers
     from agentrl_core.data.renderer import HFChatRenderer
     from agentrl_core.data.template_check import check_template
     from agentrl_core.trainer.plan import weight_lines
 
-    report = check_template(HFChatRenderer.from_config(ModelConfig(path=str(model))))
+    renderer = HFChatRenderer.from_config(ModelConfig(path=str(model)))
+    report = check_template(renderer)
+    written = call_format(renderer, [renderer.decode([stop]) for stop in renderer.stop_token_ids])
+    readers = written.readers(installed_parsers())
     say(f"\n{model}")
     say(f"  system message  {'yes' if report.system else 'no'}")
     say(f"  tool schemas    {'yes' if report.tools else 'no: the template does not show them to the model'}")
     say(f"  tool role       {'yes' if report.tool_role else 'no: runs with tools are rejected'}")
+    if readers:
+        say(f"  tool parser     {readers[0]}: set rollout.tool_parser to it")
+    elif written.one:
+        say(f"  tool parser     none: no installed parser reads {written.one[:200]!r}")
+    else:
+        say("  tool parser     unknown: the template writes no tool calls")
     say(f"  append-only     {'yes' if report.append_only else 'no: rollout.template_break decides'}")
     for line in (*report.breaks, *report.errors):
         say(f"    {line}")

@@ -4,6 +4,7 @@ save_tiny_model(tmp_path)                                    # a folder for mode
 renderer = HFChatRenderer(tiny_tokenizer())                  # one byte is one token; ChatML with tools
 """
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,20 @@ def tiny_tokenizer(
         chat_template=chat_template,
         clean_up_tokenization_spaces=False,
     )
+
+
+_CONTROL = re.compile(
+    r"<\|[\w/]{1,40}\|?>|<\w{1,40}\|>|<｜[^｜\s]{1,40}｜>|\[/?[A-Z][A-Z_]{2,30}\]|<(?:start|end)_of_turn>|</?s>|<seed:[be]os>|\[e~\["
+)
+
+
+def tokenizer_for(chat_template: str) -> PreTrainedTokenizerFast:
+    """:func:`tiny_tokenizer` with one token for each control token that the template of a real model names.
+
+    ``<bos>`` begins a text and ``<eos>`` ends it; what else ends a turn is found from the template.
+    """
+    tokens = sorted({*_CONTROL.findall(chat_template), "<bos>", "<eos>"} - set(SPECIAL_TOKENS))
+    return tiny_tokenizer(chat_template, extra_tokens=tokens, bos_token="<bos>", eos_token="<eos>")
 
 
 def save_tiny_model(

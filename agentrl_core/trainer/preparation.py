@@ -32,6 +32,7 @@ from agentrl_core.config.schema import (
     ToolSlot,
     TrackerSlot,
 )
+from agentrl_core.data.call_format import call_format, installed_parsers
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
 from agentrl_core.hosting.rewards import HostedRewardFunction, RewardWorker
@@ -100,6 +101,8 @@ class Preparation:
         if config.tools:
             require_tool_role(renderer)
         template = check_template(renderer)
+        if config.tools or config.environments:
+            check_call_format(config, renderer)
         data = PromptLoader(config, renderer).load()
         check_context(config, getattr(text_config, "max_position_embeddings", None))
         if training:
@@ -233,6 +236,40 @@ def check_weights(model: Path) -> None:
     for file in files:
         with boundary(ConfigError, f"{file.name} cannot be read, copy it again: "), safe_open(file, "pt") as weights:
             weights.keys()
+
+
+def check_call_format(config: ResolvedConfig, renderer: HFChatRenderer) -> None:
+    """Reject a tool parser that does not read the calls that the model's chat template writes.
+
+    An environment may do without tools: there it is a warning, and so it is where the template writes no calls.
+
+    Raises:
+        ConfigError: naming the parser that reads them.
+    """
+    slot = config.rollout.tool_parser
+    found = call_format(renderer, [renderer.decode([stop]) for stop in renderer.stop_token_ids])
+    if not found.one:
+        logger.warning(
+            "rollout.tool_parser: whether %s fits the model could not be checked: its chat template %s",
+            slot.registered_name,
+            f"refuses calls: {found.reason}" if found.reason else "leaves calls out of the history",
+        )  # fmt: skip
+        return
+    if found.is_read_by(slot.build(ToolParserContext())):
+        return
+    readers = found.readers(installed_parsers(config.plugins.block))
+    fix = (
+        f"Set rollout.tool_parser to {readers[0]}"
+        if readers
+        else "No installed parser does. Install one, or write it: agentrl plugins new tool_parser"
+    )
+    message = (
+        f"rollout.tool_parser: {slot.registered_name} does not read the calls that the model's chat template writes, "
+        f"such as {found.one[:200]!r}. {fix}"
+    )
+    if config.tools:
+        raise ConfigError(message)
+    logger.warning("%s, if the environments have tools", message)
 
 
 def check_teacher(config: ResolvedConfig, renderer: HFChatRenderer) -> None:

@@ -250,6 +250,7 @@ def test_doctor_of_a_model(tiny_model: Path) -> None:
         r"system message +yes",
         r"tool schemas +yes",
         r"tool role +yes",
+        r"tool parser +hermes",
         r"append-only +yes",
         r"weights 0.1 MiB",
     ):

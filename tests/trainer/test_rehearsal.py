@@ -79,6 +79,14 @@ def dry_run(path: Path) -> Result:
         ),
         ({"tools": ["./odd.py:Blocking"], **LOOPS}, "tools.0: execute is not a coroutine function"),
         (
+            {"tools": ["./odd.py:same"], "rollout.tool_parser": "qwen3_coder", **LOOPS},
+            "rollout.tool_parser: qwen3_coder does not read the calls that the model's chat template writes, such as",
+        ),
+        (
+            {"tools": ["./odd.py:same"], "rollout.tool_parser": "qwen3_coder", **LOOPS},
+            "Set rollout.tool_parser to hermes",
+        ),
+        (
             {"reward.functions": ["./odd.py:two_arguments"]},
             "reward.functions.0: two_arguments(trajectory, expected) cannot be called with (trajectory): missing",
         ),
