@@ -62,6 +62,10 @@ class ToolParserCase(PluginCase):
             assert isinstance(call, ToolCall) and isinstance(call.name, str), f"{call!r} is not a ToolCall with a name"
             assert isinstance(call.arguments, dict), f"the arguments of {call.name!r} are not a dict"
         assert all(isinstance(error, str) and error for error in parsed.errors), "an error is not a text"
+        spans = parsed.error_spans
+        assert not spans or len(spans) == len(parsed.errors), "not every error has a place"
+        assert all(0 <= start < end <= len(text) for start, end in spans), f"places outside of the text: {spans}"
+        assert isinstance(parsed.reasoning, str), "reasoning is not a text"
         return parsed
 
 

@@ -53,6 +53,13 @@ class Raises(ToolParser):
         return ParsedText(text, [ToolCall(c["name"], c["arguments"]) for c in calls])
 
 
+class Misplaces(ToolParser):
+    """Says that an error is behind the end of the text."""
+
+    def parse(self, text):
+        return ParsedText(text, [], ["Error: no calls"], error_spans=[(0, len(text) + 1)])
+
+
 def write_xml(name, arguments):
     texts = {key: value if isinstance(value, str) else json.dumps(value) for key, value in arguments.items()}
     return f"<call={name}>" + "".join(f"<arg={key}>{text}</arg>" for key, text in texts.items()) + "</call>"
@@ -102,7 +109,7 @@ def test_every_check_catches_a_broken_parser(spec, catches) -> None:
             "test_calls_keep_their_order_and_the_text_around_them": [case(Backwards), case(Silent)],
             "test_a_call_that_is_cut_off_is_never_lost": [case(Silent), case(Eager), case(Raises)],
             "test_a_good_call_before_a_bad_one_survives": [case(Silent), case(Raises)],
-            "test_no_text_raises": [case(Raises)],
+            "test_no_text_raises": [case(Raises), case(Misplaces)],
             "test_real_chat_templates_round_trip": [case(Silent), case(Stringly)],
         },
     )
