@@ -33,6 +33,9 @@ def data(config: ResolvedConfig) -> Problems:
             "expected at least one file, or an environment in `environments`; found none",
         )
     best, validation = config.trainer.checkpoint.best_metric, config.trainer.validation
+    for key, sampling in (("rollout", config.rollout.sampling), ("trainer.validation", validation.sampling)):
+        if "" in sampling.stop:
+            yield f"{key}.sampling.stop", "expected texts of at least one character, found an empty one; remove it"
     if best is not None and not config.data.validation_files and not config.environments:
         yield "trainer.checkpoint.best_metric", f"'{best}' is never measured without data.validation_files"
     if config.data.validation_files and not validation.greedy and validation.n == 0:

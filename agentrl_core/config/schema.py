@@ -326,6 +326,10 @@ class SamplingConfig:
     top_p: float = option(SamplingParams.top_p, gt=0, le=1, help="nucleus sampling threshold; 1: off")
     top_k: int = option(SamplingParams.top_k, ge=0, help="sample from the k most likely tokens; 0: off")
     max_tokens: int | None = option(None, ge=1, unit="tokens", help="maximum per turn; null: the remaining budget")
+    stop: list[str] = option(
+        default_factory=list,
+        help="texts that end a turn, beside the stop tokens of the chat template; kept in the turn",
+    )
 
 
 @dataclass

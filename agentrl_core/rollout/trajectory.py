@@ -7,6 +7,7 @@ chat template rewrites history, ``rollout.template_break`` decides.
 """
 
 import math
+from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from agentrl_core.api import (
     EngineError,
     Message,
     PluginError,
+    PolicySpan,
     SamplingParams,
     TemplateError,
     Termination,
@@ -31,7 +33,7 @@ from agentrl_core.hosting.wire import MAX_DEPTH, is_too_deep
 from agentrl_core.rollout.identity import TrajectoryKey
 
 Sample = Callable[[list[int], SamplingParams, str], Awaitable[TokenOutput]]
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens")
+_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop")
 
 
 class TemplateBreakError(TemplateError):
@@ -175,14 +177,24 @@ class TrajectoryBuilder(Trajectory):
         params = SamplingParams(
             max_tokens=max_tokens,
             seed=self._key.seed(self._turns, self._branch),
-            stop_token_ids=self._renderer.stop_token_ids,
-            **{name: sampling_params[name] for name in _SAMPLING[:-1] if name in sampling_params},
+            stop_token_ids=(*self._renderer.stop_token_ids, *self._stop_ids(sampling_params.get("stop") or ())),
+            **{name: sampling_params[name] for name in _SAMPLING[:3] if name in sampling_params},
         )
         row = self.row
         output = await self._sample(row.prompt_ids + row.response_ids, params, self.request_id)
         check_output(output, max_tokens)
+        if stops := sampling_params.get("stop"):
+            output = cut_after(output, stops, self._renderer.decode)
         self._turns += 1
         return self._record_turn(output)
+
+    def _stop_ids(self, stops: Sequence[str]) -> list[int]:
+        """Those of the stop texts that are one token: the engine need not sample beyond them."""
+        if not all(stops):
+            raise PluginError(
+                "sampling parameter stop: an empty text would end every turn; name at least one character"
+            )
+        return [ids[0] for stop in stops if len(ids := self._renderer.encode(stop)) == 1]
 
     def _record_turn(self, output: TokenOutput) -> Turn:
         ids = output.token_ids
@@ -330,6 +342,22 @@ def _keeps(rendered: str, message: Message) -> bool:
     letters = "".join(str(message.get("content") or "").split())
     calls = message.get("tool_calls") or ()
     return letters in "".join(rendered.split()) and all(call["function"]["name"] in rendered for call in calls)
+
+
+def cut_after(output: TokenOutput, stops: Sequence[str], decode: Callable[[list[int]], str]) -> TokenOutput:
+    """The output up to the token that completes the first of these texts; all of it where it holds none."""
+
+    def holds_one(count: int) -> bool:
+        text = decode(output.token_ids[:count])
+        return any(stop in text for stop in stops)
+
+    most = len(output.token_ids)
+    if not holds_one(most):
+        return output
+    count = bisect_left(range(most), True, key=holds_one)
+    spans = [PolicySpan(each.version, each.start, min(each.end, count)) for each in output.spans if each.start < count]
+    log_probs = None if output.log_probs is None else output.log_probs[:count]
+    return TokenOutput(output.token_ids[:count], log_probs, "stop", spans)
 
 
 def check_output(output: TokenOutput, max_tokens: int) -> None:

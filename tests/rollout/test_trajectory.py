@@ -314,8 +314,43 @@ def test_texts_for_people_and_rewards(conversation) -> None:
     assert [mask for mask, _ in output.segments] == [1, 0, 1]
 
 
-@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "repetition_penalty", "temprature"])
+@pytest.mark.parametrize("name", ["min_p", "stop_token_ids", "repetition_penalty", "temprature"])
 def test_a_sampling_parameter_that_would_be_ignored_is_an_error(conversation, name: str) -> None:
     talk = conversation(["hello" + STOP])
     with pytest.raises(PluginError, match=f"unknown sampling parameter {name}; allowed: temperature, top_p"):
         asyncio.run(talk.builder.generate({name: 1}))
+
+
+@pytest.mark.parametrize("stops", [["</search>"], ["</nothing>", "rch>"]])
+def test_a_stop_text_ends_the_turn_with_the_token_that_completes_it(conversation, renderer, stops) -> None:
+    """What the engine sampled after it is in no row: the model never reads the answer that it made up."""
+    said = "search: weather</search> <result>sunny</result>"
+    talk = conversation([said + STOP, "done" + STOP], template=renderer, tools=())
+    turn = generate(talk.builder, stop=stops)
+    assert (turn.text, turn.finish_reason) == ("search: weather</search>", "stop")
+    assert talk.builder.row.response_ids == renderer.encode("search: weather</search>")
+    assert talk.builder.row.response_logprobs == [-(i + 1) / 100 for i in range(len(turn.token_ids))]
+    assert lengths_are_equal(talk.builder)
+    assert talk.builder.add_messages([{"role": "user", "content": "rain"}])
+    assert talk.text.endswith("</search><|im_end|>\n<|im_start|>user\nrain<|im_end|>\n<|im_start|>assistant\n")
+    assert generate(talk.builder, stop=stops).text == "done"
+
+
+def test_a_stop_text_of_one_token_ends_sampling_in_the_engine(conversation, renderer) -> None:
+    talk = conversation(["one;two" + STOP], template=renderer, tools=())
+    assert generate(talk.builder, stop=[";"]).text == "one;"
+    assert renderer.encode(";")[0] in talk.policy.requests[0][1].stop_token_ids
+
+
+def test_the_stop_text_that_comes_first_ends_a_turn_of_two_policies(conversation, renderer) -> None:
+    ids = renderer.encode("ab|cd|ef")
+    output = TokenOutput(ids, [-0.5] * len(ids), "length", [PolicySpan(3, 0, 2), PolicySpan(4, 2, len(ids))])
+    talk = conversation([output], template=renderer, tools=())
+    assert generate(talk.builder, stop=["d|", "|c"]).text == "ab|c"
+    assert talk.builder.row.policy_versions == [3, 3, 4, 4]
+
+
+def test_an_empty_stop_text_is_refused(conversation, renderer) -> None:
+    talk = conversation(["x" + STOP], template=renderer, tools=())
+    with pytest.raises(PluginError, match="stop: an empty text would end every turn"):
+        generate(talk.builder, stop=[""])
