@@ -6,12 +6,13 @@ import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
 
+import anthropic
 import httpx
 import pytest
 from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel
 
-from agentrl_core.api import Termination, ToolCall, Turn
+from agentrl_core.api import EngineError, Termination, ToolCall, Turn
 from agentrl_core.testing.loops import FakeSession
 from agentrl_loop_openai_agent import app, server
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
@@ -22,6 +23,8 @@ USER = {"role": "user", "content": "two plus two"}
 SCHEMA = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}
 TOOL = {"type": "function", "function": SCHEMA}
 CALLING = Turn((1, 2, 3), "let me see, add(2)", "stop", "let me see", (ToolCall("add", {"a": 2}, "call00001"),))
+CLAUDE_TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": SCHEMA["parameters"]}
+ROLES = ["system", "user", "assistant", "tool", "assistant"]
 
 Body = Callable[[AsyncOpenAI, Conversation], Awaitable[Any]]
 
@@ -81,7 +84,7 @@ def test_what_clients_send_by_default_is_answered(field: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(
     "field",
-    [{"stop": ["Observation:"]}, {"frequency_penalty": 0.5}, {"logit_bias": {"1": 2}}, {"modalities": ["audio"]}],
+    [{"n": 2}, {"frequency_penalty": 0.5}, {"logit_bias": {"1": 2}}, {"modalities": ["audio"]}],
     ids=json.dumps,
 )
 def test_what_would_change_the_answer_is_refused_by_name(field: dict[str, Any]) -> None:
@@ -147,7 +150,6 @@ def test_a_conversation_over_the_responses_api_is_one_branch() -> None:
 @pytest.mark.parametrize(
     ("body", "reason"),
     [
-        ({"input": "x", "stream": True}, "stream"),
         ({"input": "x", "previous_response_id": "resp_1"}, "previous_response_id"),
         ({"input": [{"type": "computer_call"}]}, "computer_call"),
         ({"input": "x", "tools": [{"type": "web_search"}]}, "tools[0]"),
@@ -264,3 +266,141 @@ def test_connections_beyond_the_limit_are_closed() -> None:
         return closed, is_open
 
     assert serve(body, max_connections=1)[0] == (b"", True)
+
+
+def claude(client: AsyncOpenAI) -> anthropic.AsyncAnthropic:
+    """Anthropic's client for the same endpoint; it adds /v1 itself."""
+    return anthropic.AsyncAnthropic(
+        base_url=str(client.base_url).removesuffix("/v1/"), api_key=client.api_key, max_retries=0
+    )
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_conversation_of_anthropics_client_is_one_branch(streams: bool) -> None:
+    async def body(client: AsyncOpenAI, conversation: Conversation) -> Any:
+        agent, history = claude(client), [{"role": "user", "content": [{"type": "text", "text": "two plus two"}]}]
+
+        async def ask() -> Any:
+            request: Any = {"model": MODEL_NAME, "max_tokens": 50, "messages": history, "system": "add"}
+            if not streams:
+                return await agent.messages.create(**request, tools=[CLAUDE_TOOL])
+            async with agent.messages.stream(**request, tools=[CLAUDE_TOOL]) as stream:
+                return await stream.get_final_message()
+
+        first = await ask()
+        result = {
+            "type": "tool_result",
+            "tool_use_id": first.content[-1].id,
+            "content": [{"type": "text", "text": "4"}],
+        }
+        history += [
+            {"role": "assistant", "content": [block.model_dump(exclude_none=True) for block in first.content]},
+            {"role": "user", "content": [result]},
+        ]
+        return first, await ask(), conversation.finish(Termination.COMPLETED)
+
+    (first, second, outputs), session = serve(body, [CALLING, "four"])
+    assert [block.type for block in first.content] == ["text", "tool_use"]
+    assert (first.content[0].text, first.content[1].name, first.content[1].input) == ("let me see", "add", {"a": 2})
+    assert (first.stop_reason, second.stop_reason) == ("tool_use", "end_turn")
+    assert second.content[0].text == "four"
+    assert second.usage.input_tokens > first.usage.input_tokens > 0 < second.usage.output_tokens
+    assert len(outputs) == len(session.trajectories) == 1
+    assert [message["role"] for message in session.trajectories[0].messages] == ROLES
+
+
+def test_anthropics_client_gets_its_own_errors() -> None:
+    async def body(client: AsyncOpenAI, _: Conversation) -> Any:
+        found: list[Any] = []
+        agent = claude(client)
+        for changes in ({"model": "other"}, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}):
+            request: Any = {"model": MODEL_NAME, "max_tokens": 5, "messages": [USER], **changes}
+            try:
+                await agent.messages.create(**request)
+            except anthropic.APIStatusError as error:
+                found.append((type(error).__name__, error.body["error"]["type"], error.body["error"]["message"]))  # type: ignore[index, call-overload]
+        agent.api_key = "wrong"
+        with pytest.raises(anthropic.AuthenticationError, match="no run has this API key"):
+            await agent.messages.create(model=MODEL_NAME, max_tokens=5, messages=[USER])  # type: ignore[list-item]
+        return found
+
+    (model, image), _ = serve(body)
+    assert model[:2] == ("NotFoundError", "not_found_error") and "there is 'policy'" in model[2]
+    assert image[:2] == ("BadRequestError", "invalid_request_error")
+    assert "messages[0]: blocks of type 'image' are not supported" in image[2]
+
+
+@pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])
+def test_a_failed_engine_ends_a_stream_with_an_error(path: str) -> None:
+    asked = {"input": "x"} if path == "responses" else {"messages": [USER], "max_tokens": 9}
+
+    async def body(client: AsyncOpenAI, conversation: Conversation) -> Any:
+        prepare = conversation.prepare
+
+        async def failing() -> Any:
+            raise EngineError("out of memory")
+
+        def prepared(*args: Any) -> Any:
+            reply = prepare(*args)
+            reply.generate = failing  # type: ignore[method-assign]
+            return reply
+
+        conversation.prepare = prepared  # type: ignore[method-assign]
+        return await post(client, {**asked, "stream": True}, path)
+
+    answer, _ = serve(body)
+    assert answer.status_code == 200
+    (line,) = [line for line in answer.text.splitlines() if line.startswith("data: ")]
+    assert "out of memory" in json.loads(line.removeprefix("data: "))["error"]["message"]
+
+
+def test_a_streamed_conversation_over_the_responses_api_is_one_branch() -> None:
+    async def body(client: AsyncOpenAI, conversation: Conversation) -> Any:
+        history: list[Any] = [{"role": "user", "content": "two plus two"}]
+        answers, texts = [], []
+        for _ in range(2):
+            async with client.responses.stream(
+                model=MODEL_NAME, instructions="add", input=history, tools=[{"type": "function", **SCHEMA}]
+            ) as stream:
+                async for each in stream:
+                    if each.type == "response.output_text.delta":
+                        texts.append(each.delta)
+                answers.append(await stream.get_final_response())
+            history += [item.model_dump() for item in answers[-1].output]
+            if call := next((item for item in answers[-1].output if item.type == "function_call"), None):
+                history.append({"type": "function_call_output", "call_id": call.call_id, "output": "4"})
+        return answers, texts, conversation.finish(Termination.COMPLETED)
+
+    (answers, texts, outputs), session = serve(body, [CALLING, "four"])
+    assert texts == ["let me see", "four"]
+    assert json.loads(answers[0].output[-1].arguments) == {"a": 2}
+    assert [answer.status for answer in answers] == ["completed", "completed"]
+    assert len(outputs) == 1
+    assert [message["role"] for message in session.trajectories[0].messages] == ROLES
+
+
+@pytest.mark.parametrize("protocol", ["chat", "messages"])
+def test_a_stop_text_is_recorded_and_not_told(protocol: str) -> None:
+    """The client sends the answer back as it got it; that continues the branch."""
+
+    async def body(client: AsyncOpenAI, conversation: Conversation) -> Any:
+        history: list[Any] = [USER]
+
+        async def ask() -> tuple[str, Any]:
+            if protocol == "chat":
+                chat = await client.chat.completions.create(model=MODEL_NAME, messages=history, stop=["Observation:"])
+                return chat.choices[0].message.content or "", chat.choices[0].finish_reason
+            said = await claude(client).messages.create(
+                model=MODEL_NAME, max_tokens=99, messages=history, stop_sequences=["Observation:"]
+            )
+            return said.content[0].text, said.stop_sequence  # type: ignore[union-attr]
+
+        first = await ask()
+        history += [{"role": "assistant", "content": first[0]}, {"role": "user", "content": "sunny"}]
+        return first, await ask(), conversation.finish(Termination.COMPLETED)
+
+    (first, second, outputs), session = serve(body, ["Action: look\nObservation:", "done"])
+    assert first == ("Action: look\n", "stop" if protocol == "chat" else "Observation:")
+    assert second == ("done", "stop" if protocol == "chat" else None)
+    assert len(outputs) == len(session.trajectories) == 1
+    assert session.trajectories[0].messages[1]["content"] == "Action: look\nObservation:"

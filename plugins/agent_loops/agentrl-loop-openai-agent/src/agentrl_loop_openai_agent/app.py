@@ -1,20 +1,22 @@
 """The chat endpoint as a web application: authorisation, limits, errors, streams."""
 
 import asyncio
-import json
 import logging
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from agentrl_core.api import AgentRLError, ConfigError, DeadlineError, TemplateError
 from agentrl_loop_openai_agent.conversation import BranchLimitError, Completion, ContextLengthError, Conversation, Reply
-from agentrl_loop_openai_agent.responses import ResponsesRequest, response_body
-from agentrl_loop_openai_agent.wire import Answer, ChatRequest, error_body, models_body
+from agentrl_loop_openai_agent.messages import MessagesRequest, message_body, message_error, message_events
+from agentrl_loop_openai_agent.responses import ResponsesRequest, response_body, response_events
+from agentrl_loop_openai_agent.wire import Answer, ChatRequest, error_body, event, models_body
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +37,47 @@ class RequestError(Exception):
         super().__init__(message)
         self.status, self.kind, self.code = status, kind, code
 
-    def response(self) -> JSONResponse:
-        return JSONResponse(error_body(str(self), self.kind, self.code), status_code=self.status)
+    def body(self) -> dict[str, Any]:
+        return error_body(str(self), self.kind, self.code)
+
+
+@dataclass(frozen=True)
+class Protocol:
+    """One of the languages that clients speak.
+
+    Args:
+        path: of its requests.
+        prefix: of the ids of answers.
+        request: model of a body; its ``chat_request()`` is the same as a request for a chat completion.
+        body: the answer in one piece.
+        events: the answer as server-sent events.
+        error: body of an error.
+        error_event: name of the event that ends a stream with an error.
+    """
+
+    path: str
+    prefix: str
+    request: type[BaseModel]
+    body: Callable[[Answer], dict[str, Any]]
+    events: Callable[[Answer, ChatRequest], Iterator[str]]
+    error: Callable[[RequestError], dict[str, Any]]
+    error_event: str = ""
+
+
+PROTOCOLS = (
+    Protocol(
+        "/v1/chat/completions", "chatcmpl-", ChatRequest, Answer.body,
+        lambda answer, wanted: answer.events(wanted.usage_wanted), RequestError.body,
+    ),
+    Protocol(
+        "/v1/responses", "resp_", ResponsesRequest, response_body,
+        lambda answer, _: response_events(answer), RequestError.body, "error",
+    ),
+    Protocol(
+        "/v1/messages", "msg_", MessagesRequest, message_body,
+        lambda answer, _: message_events(answer), lambda error: message_error(error.status, str(error)), "error",
+    ),
+)  # fmt: skip
 
 
 class ChatApp:
@@ -55,8 +96,8 @@ class ChatApp:
         self._warned: set[str] = set()
         self.app = FastAPI(title="agentrl", docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
-        self.app.add_api_route("/v1/chat/completions", self.completions, methods=["POST"], response_model=None)
-        self.app.add_api_route("/v1/responses", self.responses, methods=["POST"], response_model=None)
+        for protocol in PROTOCOLS:
+            self.app.add_api_route(protocol.path, self._speaker(protocol), methods=["POST"], response_model=None)
         self.app.add_exception_handler(RequestError, _answer_error)
 
     async def models(self, request: Request) -> Response:
@@ -64,25 +105,19 @@ class ChatApp:
         self._authorised(request)
         return JSONResponse(models_body(self._model))
 
-    async def completions(self, request: Request) -> Response:
-        """``POST /v1/chat/completions``, in one piece or as server-sent events."""
-        conversation = self._authorised(request)
-        body = await self._read(request)
-        wanted = self._checked(lambda: ChatRequest.model_validate_json(body))
-        reply = await self._prepared(request, conversation, wanted, large=len(body) > LARGE_BYTES)
-        identifier = f"chatcmpl-{uuid.uuid4().hex}"
-        if wanted.stream:
-            events = self._events(request, reply, identifier, wanted.usage_wanted)
-            return StreamingResponse(events, media_type="text/event-stream")
-        return JSONResponse((await self._answer(request, reply, identifier)).body())
+    def _speaker(self, protocol: Protocol) -> Callable[[Request], Awaitable[Response]]:
+        async def speak(request: Request) -> Response:
+            conversation = self._authorised(request)
+            body = await self._read(request)
+            wanted = self._checked(lambda: protocol.request.model_validate_json(body).chat_request())  # type: ignore[attr-defined]
+            reply = await self._prepared(request, conversation, wanted, large=len(body) > LARGE_BYTES)
+            identifier = f"{protocol.prefix}{uuid.uuid4().hex}"
+            if wanted.stream:
+                events = self._events(request, reply, identifier, wanted, protocol)
+                return StreamingResponse(events, media_type="text/event-stream")
+            return JSONResponse(protocol.body(await self._answer(request, reply, identifier)))
 
-    async def responses(self, request: Request) -> Response:
-        """``POST /v1/responses``, in one piece."""
-        conversation = self._authorised(request)
-        body = await self._read(request)
-        wanted = self._checked(lambda: ResponsesRequest.model_validate_json(body).chat_request())
-        reply = await self._prepared(request, conversation, wanted, large=len(body) > LARGE_BYTES)
-        return JSONResponse(response_body(await self._answer(request, reply, f"resp_{uuid.uuid4().hex}")))
+        return speak
 
     async def _answer(self, request: Request, reply: Reply, identifier: str) -> Answer:
         try:
@@ -95,7 +130,7 @@ class ChatApp:
             retried = int(request.headers.get("x-stainless-retry-count", "0")) > 0
         except ValueError:
             retried = False
-        prepare = partial(conversation.prepare, wanted.messages, wanted.schemas, wanted.limit, retried)
+        prepare = partial(conversation.prepare, wanted.messages, wanted.schemas, wanted.limit, retried, wanted.stops)
         try:
             async with conversation.preparing:
                 return await asyncio.to_thread(prepare) if large else prepare()
@@ -112,7 +147,8 @@ class ChatApp:
 
     def _authorised(self, request: Request) -> Conversation:
         scheme, _, token = request.headers.get("authorization", "").partition(" ")
-        conversation = self._conversations.get(token.strip()) if scheme.lower() == "bearer" else None
+        key = token.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")
+        conversation = self._conversations.get(key)
         if conversation is None:
             raise RequestError(
                 401, "no run has this API key; use the one that the endpoint gave out, while its trajectory runs",
@@ -152,7 +188,9 @@ class ChatApp:
             logger.warning("the chat endpoint accepts %s of a request and does not enforce it on the policy", name)
         return wanted
 
-    async def _events(self, request: Request, reply: Reply, identifier: str, usage: bool) -> AsyncIterator[str]:
+    async def _events(
+        self, request: Request, reply: Reply, identifier: str, wanted: ChatRequest, protocol: Protocol
+    ) -> AsyncIterator[str]:
         task = asyncio.ensure_future(_while_connected(request, reply))
         try:
             while not task.done():
@@ -162,24 +200,19 @@ class ChatApp:
             try:
                 answer = Answer(identifier, self._model, task.result())
             except Exception as error:  # noqa: BLE001 - the stream has begun: its error is an event
-                refused = _as_request_error(error)
-                yield _event(error_body(str(refused), refused.kind, refused.code))
+                yield event(protocol.error(_as_request_error(error)), protocol.error_event)
                 return
-            for chunk in answer.chunks(usage):
-                yield _event(chunk)
-            yield "data: [DONE]\n\n"
+            for each in protocol.events(answer, wanted):
+                yield each
         finally:
             task.cancel()
             await asyncio.wait({task})
 
 
-def _event(body: object) -> str:
-    return f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
-
-
 async def _answer_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, RequestError), "registered for this class"
-    return error.response()
+    bodies = {protocol.path: protocol.error for protocol in PROTOCOLS}
+    return JSONResponse(bodies.get(request.url.path, RequestError.body)(error), status_code=error.status)
 
 
 def _as_request_error(error: Exception) -> RequestError:

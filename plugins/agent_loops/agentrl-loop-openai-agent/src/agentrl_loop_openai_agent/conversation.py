@@ -40,11 +40,14 @@ class _Branch:
     owner: "Reply | None" = None
     last_turn: Turn | None = None
     history: list[Message] = field(default_factory=list)
+    told: dict[int, str] = field(default_factory=dict)
+    """Contents that the client knows without the stop text at their end, by number of the message."""
 
     def recorded(self) -> list[Message]:
         """Its messages in the form in which a client's are compared with them."""
-        for message in self.trajectory.messages[len(self.history) :]:
-            self.history.append(normalised(message))
+        for number, message in enumerate(self.trajectory.messages[len(self.history) :], len(self.history)):
+            told = {"content": self.told[number]} if number in self.told else {}
+            self.history.append(normalised({**message, **told}))
         return self.history
 
 
@@ -58,6 +61,7 @@ class Completion:
         branch: number of the branch that it belongs to, from 0.
         forked: the request did not extend what was recorded, and began this branch.
         replayed: the turn had been sampled for an earlier request, whose answer was lost on its way.
+        stop: the stop text of the request that ended the turn; the record has it, the answer's text has not.
     """
 
     turn: Turn
@@ -65,6 +69,12 @@ class Completion:
     branch: int
     forked: bool = False
     replayed: bool = False
+    stop: str | None = None
+
+    @property
+    def text(self) -> str:
+        """The turn's text for the client."""
+        return self.turn.content if self.stop is None else self.turn.content.partition(self.stop)[0]
 
 
 class Conversation:
@@ -94,12 +104,17 @@ class Conversation:
         return len(self._branches)
 
     def prepare(
-        self, messages: Sequence[Message], tools: Schemas = (), max_tokens: int | None = None, retried: bool = False
+        self,
+        messages: Sequence[Message],
+        tools: Schemas = (),
+        max_tokens: int | None = None,
+        retried: bool = False,
+        stops: Sequence[str] = (),
     ) -> "Reply":
         """Find or begin the branch of a request and append what is new in it.
 
         ``retried``: the client sends the request again because it got no answer; if the answer is recorded, it is
-        given once more instead of sampling another one.
+        given once more instead of sampling another one. ``stops``: texts that end the turn.
 
         Raises:
             ContextLengthError: the new messages do not fit; nothing was appended, and ``exhausted`` is set.
@@ -108,7 +123,7 @@ class Conversation:
         """
         wanted = [normalised(message) for message in messages]
         if retried and (branch := self._answered(wanted, tools)) is not None:
-            return Reply(self, branch, self._branches.index(branch), replay=True)
+            return Reply(self, branch, self._branches.index(branch), replay=True, stops=tuple(stops))
         branch = (self._unanswered(wanted, tools) if retried else None) or self._extended(wanted, tools)
         forked = False
         if branch is None:
@@ -126,7 +141,10 @@ class Conversation:
         params = dict(self._sampling_params)
         if max_tokens is not None:
             params["max_tokens"] = min(max_tokens, params.get("max_tokens") or max_tokens)
-        reply = Reply(self, branch, self._branches.index(branch), params, forked, supersedes=branch.owner)
+        if stops:
+            params["stop"] = [*(params.get("stop") or ()), *stops]
+        number = self._branches.index(branch)
+        reply = Reply(self, branch, number, params, forked, supersedes=branch.owner, stops=tuple(stops))
         branch.owner = reply
         return reply
 
@@ -201,6 +219,7 @@ class Reply:
     forked: bool = False
     replay: bool = False
     supersedes: "Reply | None" = None
+    stops: tuple[str, ...] = ()
     _task: "asyncio.Task[Any] | None" = None
 
     async def generate(self) -> Completion:
@@ -213,7 +232,8 @@ class Reply:
         if self.replay:
             assert self.branch.last_turn is not None, "only an answered branch is replayed"
             turn = self.branch.last_turn
-            return Completion(turn, trajectory.num_tokens - len(turn.token_ids), self.number, replayed=True)
+            before = trajectory.num_tokens - len(turn.token_ids)
+            return Completion(turn, before, self.number, replayed=True, stop=self._stop_of(turn))
         self.branch.last_turn = None
         try:
             prompt_tokens = trajectory.num_tokens
@@ -229,9 +249,15 @@ class Reply:
         self.conversation.failure = None
         if turn.finish_reason == "length" and trajectory.remaining <= 0:
             self.conversation.exhausted = True
+        completion = Completion(turn, prompt_tokens, self.number, self.forked, stop=self._stop_of(turn))
         if turn.token_ids:
             self.branch.last_turn = turn
-        return Completion(turn, prompt_tokens, self.number, self.forked)
+            self.branch.told[len(trajectory.messages) - 1] = completion.text
+        return completion
+
+    def _stop_of(self, turn: Turn) -> str | None:
+        """The first of the stop texts in what the policy said."""
+        return min((stop for stop in self.stops if stop in turn.content), key=turn.content.index, default=None)
 
     def release(self) -> None:
         """Let other requests have the branch; may be called twice."""

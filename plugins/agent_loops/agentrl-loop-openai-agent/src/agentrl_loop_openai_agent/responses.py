@@ -1,12 +1,12 @@
 """The responses protocol, translated to and from chat completions. Stateless: each request brings the whole history."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl_core.api import Message
-from agentrl_loop_openai_agent.wire import Answer, ChatRequest
+from agentrl_loop_openai_agent.wire import Answer, ChatRequest, event, pieces
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -22,8 +22,8 @@ class ResponsesRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
-    # The endpoint keeps no responses and streams only chat completions.
-    stream: Literal[False] | None = None
+    stream: bool | None = False
+    # The endpoint keeps no responses.
     previous_response_id: None = None
     conversation: None = None
     background: Literal[False] | None = None
@@ -45,6 +45,7 @@ class ResponsesRequest(BaseModel):
             tool_choice=self.tool_choice,
             max_tokens=None,
             max_completion_tokens=self.max_output_tokens,
+            stream=self.stream,
         )
 
     def _messages(self) -> list[Message]:
@@ -110,6 +111,42 @@ def response_body(answer: Answer) -> dict[str, Any]:
         },
         "agentrl": chat["agentrl"],
     }
+
+
+def response_events(answer: Answer) -> Iterator[str]:
+    """The answer as a client that streams reads it; each event carries its number."""
+    for number, body in enumerate(_events(response_body(answer))):
+        yield event({**body, "sequence_number": number}, body["type"])
+
+
+def _events(response: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    begun = {**response, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
+    yield {"type": "response.created", "response": begun}
+    yield {"type": "response.in_progress", "response": begun}
+    for index, item in enumerate(response["output"]):
+        place = {"item_id": item["id"], "output_index": index}
+        empty = {"content": []} if item["type"] == "message" else {"arguments": ""}
+        begun_item = {**item, **empty, "status": "in_progress"}
+        yield {"type": "response.output_item.added", "output_index": index, "item": begun_item}
+        yield from _text_events(item, place) if item["type"] == "message" else _call_events(item, place)
+        yield {"type": "response.output_item.done", "output_index": index, "item": item}
+    yield {"type": f"response.{response['status']}", "response": response}
+
+
+def _text_events(item: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    part, place = item["content"][0], {**place, "content_index": 0}
+    yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
+    for piece in pieces(part["text"]):
+        yield {"type": "response.output_text.delta", **place, "delta": piece, "logprobs": []}
+    yield {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []}
+    yield {"type": "response.content_part.done", **place, "part": part}
+
+
+def _call_events(item: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for piece in pieces(item["arguments"]):
+        yield {"type": "response.function_call_arguments.delta", **place, "delta": piece}
+    whole = {"name": item["name"], "arguments": item["arguments"]}
+    yield {"type": "response.function_call_arguments.done", **place, **whole}
 
 
 def _text(content: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -34,7 +34,7 @@ class ChatRequest(BaseModel):
     top_logprobs: Zero = None
     frequency_penalty: Zero = None
     presence_penalty: Zero = None
-    stop: Annotated[str | list[str] | None, Field(max_length=0)] = None
+    stop: str | Annotated[list[str], Field(max_length=4)] | None = None
     logit_bias: Annotated[dict[str, float] | None, Field(max_length=0)] = None
     modalities: list[Literal["text"]] | None = None
 
@@ -66,6 +66,15 @@ class ChatRequest(BaseModel):
             if not isinstance(function, dict) or not isinstance(function.get("name"), str):
                 raise ValueError(f"tools[{index}]: expected {{'type': 'function', 'function': {{'name': …}}}}")
         return self
+
+    def chat_request(self) -> "ChatRequest":
+        """Itself; requests of other protocols are translated into this one."""
+        return self
+
+    @property
+    def stops(self) -> list[str]:
+        """Texts that end the turn."""
+        return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
 
     @property
     def unenforced(self) -> list[str]:
@@ -126,12 +135,25 @@ def models_body(model: str) -> dict[str, Any]:
     return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "agentrl"}]}
 
 
+def pieces(text: str) -> Iterator[str]:
+    """The text in the pieces in which it is streamed."""
+    for start in range(0, len(text), CHUNK_CHARACTERS):
+        yield text[start : start + CHUNK_CHARACTERS]
+
+
+def event(body: Mapping[str, Any], name: str = "") -> str:
+    """A server-sent event."""
+    return (f"event: {name}\n" if name else "") + f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
+
+
 class Answer:
     """One completion, in one piece or as chunks."""
 
     def __init__(self, identifier: str, model: str, completion: Completion) -> None:
         self._head = {"id": identifier, "created": int(time.time()), "model": model}
+        self.stop = completion.stop
         self._turn = completion.turn
+        self._text = completion.text
         self._prompt_tokens = completion.prompt_tokens
         self._calls = [
             {
@@ -162,19 +184,22 @@ class Answer:
 
     def body(self) -> dict[str, Any]:
         """The whole answer; ``agentrl`` says to which branch of the conversation it belongs."""
-        message: dict[str, Any] = {"role": "assistant", "content": self._turn.content, "refusal": None}
+        message: dict[str, Any] = {"role": "assistant", "content": self._text, "refusal": None}
         if self._calls:
             message["tool_calls"] = self._calls
         choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
         head = {**self._head, "object": "chat.completion"}
         return {**head, "choices": [choice], "usage": self.usage, "agentrl": self._own}
 
-    def chunks(self, usage: bool) -> Iterator[dict[str, Any]]:
+    def events(self, usage: bool) -> Iterator[str]:
         """The answer as a client that streams reads it."""
+        yield from map(event, self._chunks(usage))
+        yield "data: [DONE]\n\n"
+
+    def _chunks(self, usage: bool) -> Iterator[dict[str, Any]]:
         yield self._chunk({"role": "assistant", "content": ""})
-        text = self._turn.content
-        for start in range(0, len(text), CHUNK_CHARACTERS):
-            yield self._chunk({"content": text[start : start + CHUNK_CHARACTERS]})
+        for piece in pieces(self._text):
+            yield self._chunk({"content": piece})
         for index, call in enumerate(self._calls):
             yield self._chunk({"tool_calls": [{"index": index, **call}]})
         yield self._chunk({}, self.finish_reason)
