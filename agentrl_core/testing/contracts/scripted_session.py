@@ -62,9 +62,7 @@ class FunctionHost:
 
     def __init__(self, name: str, function: Callable[..., Any]) -> None:
         self.name = name
-        self.schema = schema_of(function, name)
-        self.properties = self.schema["function"]["parameters"]["properties"]
-        self.required = self.schema["function"]["parameters"]["required"]
+        self.schemas = {name: schema_of(function, name)}
         self.opened: list[str] = []
         self.released: list[str] = []
         self._function = function
@@ -72,9 +70,15 @@ class FunctionHost:
     async def call(self, method: str, instance_id: str, *args: Any, kwargs: Mapping[str, Any]) -> Any:
         if method == "create":
             self.opened.append(instance_id)
-        if method != "execute":
-            return None
-        return ToolResult(ToolResponse(str(self._function(**args[0]))))
+
+    async def execute(
+        self, instance_id: str, function: str, arguments: Mapping[str, Any], kwargs: Mapping[str, Any]
+    ) -> ToolResult:
+        return ToolResult(ToolResponse(str(self._function(**arguments))))
+
+    def parameters(self, function: str) -> tuple[Mapping[str, Any], Sequence[str]]:
+        parameters = self.schemas[function]["function"]["parameters"]
+        return parameters["properties"], parameters["required"]
 
     async def release(self, instance_id: str, kwargs: Mapping[str, Any]) -> None:
         self.released.append(instance_id)
