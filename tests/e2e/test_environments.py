@@ -1,0 +1,39 @@
+"""Runs on the tasks of environment plugins, end to end."""
+
+from typing import Any
+
+import pytest
+
+EIGHT = (
+    "basic_arithmetic", "chain_sum", "countdown", "gcd", "leg_counting", "letter_counting", "number_sorting",
+    "spell_backward",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("names", "curriculum", "sampler"),
+    [(("leg_counting", "countdown", "spell_backward"), False, "shuffle"), (EIGHT, True, "levels")],
+)
+def test_runs_train_on_mixtures(fit: Any, names: tuple[str, ...], curriculum: bool, sampler: str) -> None:
+    run = fit({
+        "environments": [{
+            "name": "reasoning_gym",
+            "config": {
+                "datasets": {name: {"curriculum": curriculum} for name in names},
+                "tasks": 64,
+                "validation_tasks": 16,
+            },
+        }],
+        "data.train_files": None,
+        "data.sampler": {"name": sampler},
+        "data.batch_size": 16,
+        "data.max_prompt_length": 4000,
+        "reward.functions": [],
+        "rollout.engine": {"name": "scripted", "config": {"turns": ["<answer>2</answer>"]}},
+        "rollout.max_response_length": 32,
+        "trainer.validation.interval": 2,
+        "trainer.steps": 2,
+    })  # fmt: skip
+    assert run.metrics_file.read_text().count('"reward/environment/answered": 1.0') == 2
+    for name in names:
+        assert f"validation/{name}/" in run.metrics_file.read_text()
