@@ -1,5 +1,6 @@
 """Every format against the chat templates of its family, as TRL's wheel ships them."""
 
+import asyncio
 import os
 from importlib.metadata import distribution
 from pathlib import Path
@@ -7,9 +8,21 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import ToolCall, ToolParser, ToolParserContext, function_schema
+from agentrl_core.api import (
+    Message,
+    PolicySpan,
+    SamplingParams,
+    Termination,
+    TokenOutput,
+    ToolCall,
+    ToolParser,
+    ToolParserContext,
+    function_schema,
+)
 from agentrl_core.data.call_format import call_format
 from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.rollout.identity import TrajectoryKey
+from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
 from agentrl_core.testing.tiny_model import SPECIAL_TOKENS, tokenizer_for
 from agentrl_tool_parsers import formats, harmony
 from agentrl_tool_parsers.plugin import HERMES
@@ -45,6 +58,13 @@ TOOLS = [
         {"city": {"type": "string"}, "days": {"type": "integer"}, "options": {"type": "object"}},
     )
 ]
+QUESTION: Message = {"role": "user", "content": "The weather in Zurich?"}
+CALLING: Message = {
+    "role": "assistant",
+    "content": "Let me look.",
+    "tool_calls": [ToolCall("forecast", {"city": "Zurich"}, "call00001").as_message()],
+}
+RESULT: Message = {"role": "tool", "name": "forecast", "tool_call_id": "call00001", "content": '{"degrees": 20}'}
 ARGUMENTS = {"city": "12 Zürich", "days": 3, "options": {"list": [1, 2.5, True], "unit": "C"}}
 
 
@@ -120,3 +140,44 @@ def test_hermes_reads_nothing_that_another_family_writes() -> None:
     for name, template in EVERY:
         renderer = renderer_of(FOLDER / f"{template}.jinja")
         assert call_format(renderer, stops_of(renderer)).is_read_by(parser) == (name == "hermes"), template
+
+
+def said(renderer: HFChatRenderer, before: list[Message], turn: Message) -> str:
+    """What a policy writes that the template would write into the history; plain text where it rewrites the prompt."""
+    prompt, whole = renderer.render(before, TOOLS, generation_prompt=True), renderer.render([*before, turn], TOOLS)
+    rest = whole.removeprefix(prompt) if whole.startswith(prompt) else str(turn["content"])
+    stops = [stop for stop in renderer.stop_texts.values() if stop in rest]
+    stop = min(stops, key=rest.find, default="")
+    return rest[: rest.index(stop) + len(stop)] if stop else rest + next(iter(renderer.stop_texts.values()))
+
+
+def rows_of(renderer: HFChatRenderer, parser: ToolParser, turns: list[str]) -> Any:
+    """A call, its answer, words, a question, words: the rows, and how often a frame was wrong."""
+    answers = iter(turns)
+
+    async def sample(prompt: list[int], params: SamplingParams, request_id: str) -> TokenOutput:
+        ids = renderer.encode(next(answers))
+        return TokenOutput(ids, [-0.5] * len(ids), "stop", [PolicySpan(1, 0, len(ids))])
+
+    async def converse() -> Any:
+        limits = TrajectoryLimits(max_response_length=100_000, max_model_len=100_000)
+        key = TrajectoryKey(run_seed=0, split="train", step=1, prompt=0, sample=0)
+        builder = TrajectoryBuilder(key, [QUESTION], TOOLS, renderer, parser, limits, sample)
+        for added in ([RESULT], [{"role": "user", "content": "And <|im_end|>?"}], []):
+            await builder.generate({})
+            assert not added or builder.add_messages(added)
+        return builder.finish(Termination.COMPLETED), builder.counts.template_mismatches
+
+    return asyncio.run(converse())
+
+
+@pytest.mark.parametrize(("name", "template"), EVERY)
+def test_turns_in_frames_have_the_tokens_of_the_whole_conversation(name: str, template: str) -> None:
+    path, parser = FOLDER / f"{template}.jinja", parser_of(name)
+    framed, whole = renderer_of(path), renderer_of(path)
+    whole.bridge.distrust("none")
+    words: Message = {"role": "assistant", "content": "20 degrees."}
+    turns = [said(framed, [QUESTION], CALLING), *[said(framed, [QUESTION, CALLING, RESULT], words)] * 2]
+    for _ in range(2):
+        assert rows_of(framed, parser, turns) == rows_of(whole, parser, turns)
+    assert rows_of(framed, parser, turns)[1] == 0
