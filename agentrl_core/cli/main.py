@@ -22,6 +22,7 @@ COMMANDS = {
     "plugins": ("plugins:app", "List, inspect, check and create plugins."),
     "engines": ("engines:app", "Set up engine environments and measure engines."),
     "rollouts": ("rollouts:app", "Inspect the trajectories of a run."),
+    "replay": ("rollouts:replay_run", "Run recorded trajectories again with another part, and show what differs."),
     "reward": ("rollouts:reward_app", "Debug reward functions."),
     "runs": ("rollouts:runs_app", "Inspect the runs of a directory."),
 }

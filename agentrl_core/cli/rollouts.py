@@ -1,4 +1,4 @@
-"""``agentrl rollouts show``, ``runs list`` and ``reward replay``: what runs wrote, without model or tokenizer."""
+"""``agentrl rollouts show``, ``runs list``, ``replay`` and ``reward replay``: what runs wrote."""
 
 from collections import Counter
 from itertools import islice
@@ -134,3 +134,22 @@ def replay(
     from agentrl_core.devtools.reward_replay import replay as replay_in_this_process
 
     replay_in_this_process(rollouts, reward, config, console_of_stdout(), show_all)
+
+
+def replay_run(
+    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A value to replace, rollout.tool_parser=hermes; repeatable."),
+    ] = None,
+    step: Annotated[int | None, typer.Option(help="Step. By default: the newest.")] = None,
+    validation: Annotated[bool, typer.Option("--validation", help="Replay validation trajectories.")] = False,
+    show_all: Annotated[bool, typer.Option("--all", help="Print every trajectory that differs, not only 20.")] = False,
+) -> None:
+    """Run recorded trajectories again: the policy's tokens are the recorded ones, everything else runs anew."""
+    from agentrl_core.devtools.replay import replay as replay_in_this_process
+
+    split: Split = "validation" if validation else "train"
+    run = RunDir(run_dir)
+    step = _found_step(run, step, split)
+    replay_in_this_process(run, step, split, changes or [], console_of_stdout(), show_all)
