@@ -115,7 +115,7 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(run_agent) -> None:
             await refused(model="gpt-9")
             await refused(messages=[])
             await refused(n=2)
-            await refused(stop=["Observation:"])
+            await refused(frequency_penalty=1)
             await refused(extra_body={"beam_width": 4})
             await refused(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])
             await refused(messages=[{"role": "user", "content": "x" * 3000}])
@@ -136,7 +136,7 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(run_agent) -> None:
     ]  # fmt: skip
     messages = [item["message"] for item in seen]
     assert "there is no model 'gpt-9'; there is 'policy'" in messages[0]
-    assert "messages" in messages[1] and "n:" in messages[2] and "stop" in messages[3]
+    assert "messages" in messages[1] and "n:" in messages[2] and "frequency_penalty" in messages[3]
     assert "beam_width" in messages[4] and "only text content" in messages[5]
     assert "max_body_bytes=2000" in messages[6]
 
