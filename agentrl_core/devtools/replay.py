@@ -10,7 +10,6 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
-from transformers import AutoConfig
 
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.engine import EngineContext
@@ -140,6 +139,8 @@ def _row(trajectory_id: str, rows: Sequence[RolloutRecord]) -> tuple[str, int, R
 def _generated(
     config: ResolvedConfig, rows: Sequence[tuple[str, int, Row]], split: Split
 ) -> dict[str, list[RolloutRecord]]:
+    from transformers import AutoConfig
+
     batches: dict[tuple[str, int], list[Row]] = defaultdict(list)
     for name, step, row in rows:
         batches[name, step].append(row)
