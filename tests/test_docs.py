@@ -87,7 +87,7 @@ def test_getting_started_trains(workplace: Path, monkeypatch: pytest.MonkeyPatch
 def test_the_environment_of_the_docs_trains(workplace: Path) -> None:
     """The first files of the page, with a tiny model in place of the hub's."""
     page = (ROOT / "docs/environments.md").read_text(encoding="utf-8")
-    (environment, _), (config, _) = (
+    (environment, *_), (config, *_) = (
         [text for found, text in BLOCK.findall(page) if found == it] for it in ("python", "yaml")
     )
     (workplace / "environment.py").write_text(environment)

@@ -16,6 +16,7 @@ _BROUGHT = {
     "agentrl-engine-sglang": {"engine": "sglang"},
     "agentrl-engine-vllm": {"engine": "vllm"},
     "agentrl-env-reasoning-gym": {"environment": "reasoning_gym", "sampler": "levels"},
+    "agentrl-env-textarena": {"environment": "textarena"},
     "agentrl-interactions-basic": {"interaction": "simulated_user tutor"},
     "agentrl-loop-single-turn": {"agent_loop": "single_turn"},
     "agentrl-loop-tool-agent": {"agent_loop": "tool_agent"},

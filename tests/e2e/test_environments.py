@@ -37,3 +37,30 @@ def test_runs_train_on_mixtures(fit: Any, names: tuple[str, ...], curriculum: bo
     assert run.metrics_file.read_text().count('"reward/environment/answered": 1.0') == 2
     for name in names:
         assert f"validation/{name}/" in run.metrics_file.read_text()
+
+
+def test_runs_train_on_text_games(fit: Any) -> None:
+    run = fit({
+        "environments": [{
+            "name": "textarena",
+            "config": {
+                "games": {"GuessTheNumber-v0": {"config": {"max_turns": 2}}, "TowerOfHanoi-v0": {}},
+                "tasks": 64,
+                "validation_tasks": 8,
+                "max_turns": 3,
+            },
+        }],
+        "data.train_files": None,
+        "data.batch_size": 8,
+        "data.max_prompt_length": 2000,
+        "reward.functions": [],
+        "rollout.agent.loops": ["tool_agent"],
+        "rollout.engine": {"name": "scripted", "config": {"turns": ["[3]", "[17]", "[A C]"]}},
+        "rollout.max_response_length": 1500,
+        "trainer.validation.interval": 2,
+        "trainer.steps": 2,
+    })  # fmt: skip
+    metrics = run.metrics_file.read_text()
+    assert metrics.count('"reward/environment/turns"') == 2
+    for name in ("GuessTheNumber-v0", "TowerOfHanoi-v0"):
+        assert f"validation/{name}/" in metrics
