@@ -127,7 +127,8 @@ class TrajectoryBuilder(Trajectory):
         self._limits = limits
         self._sample = sample
         self._turns = 0
-        self._calls = 0
+        # A branch may repeat messages of another one: its own calls have other ids.
+        self._calls: int = 0 if sibling is None else sibling._calls
         self._used = 0
         # Each branch has its own engine sessions and seeds.
         self.counts: SharedCounts = SharedCounts() if sibling is None else sibling.counts

@@ -1,10 +1,19 @@
 import pytest
 
 from agentrl_core.testing.contracts import AgentLoopCase, AgentLoopContract
-from agentrl_loop_tool_agent.plugin import PLUGIN
+from agentrl_loop_tool_agent.config import CompactingToolAgentConfig
+from agentrl_loop_tool_agent.plugin import COMPACTING, PLUGIN
 
 
 class TestToolAgent(AgentLoopContract):
     @pytest.fixture
     def plugin(self) -> AgentLoopCase:
         return AgentLoopCase(PLUGIN)
+
+
+class TestCompactingToolAgent(AgentLoopContract):
+    """The answers to bad calls are summarised; those of the other conversations fit."""
+
+    @pytest.fixture
+    def plugin(self) -> AgentLoopCase:
+        return AgentLoopCase(COMPACTING, config=CompactingToolAgentConfig(compact_below=1_900))

@@ -1,7 +1,7 @@
-"""What the entry point names."""
+"""What the entry points name."""
 
 from agentrl_core.api import PluginSpec
-from agentrl_loop_tool_agent.config import ToolAgentConfig
+from agentrl_loop_tool_agent.config import CompactingToolAgentConfig, ToolAgentConfig
 
 PLUGIN = PluginSpec(
     kind="agent_loop",
@@ -10,5 +10,15 @@ PLUGIN = PluginSpec(
     summary="many turns: parallel tool calls, answers from an interaction",
     config=ToolAgentConfig,
     factory="agentrl_loop_tool_agent.loop:ToolAgentLoop",
+    capabilities=frozenset({"tools", "interactions"}),
+)
+
+COMPACTING = PluginSpec(
+    kind="agent_loop",
+    name="compacting_tool_agent",
+    api_version=1,
+    summary="the tool agent; summarises a context that is nearly full and goes on in a new row",
+    config=CompactingToolAgentConfig,
+    factory="agentrl_loop_tool_agent.compacting:CompactingToolAgentLoop",
     capabilities=frozenset({"tools", "interactions"}),
 )
