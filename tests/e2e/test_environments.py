@@ -1,5 +1,6 @@
 """Runs on the tasks of environment plugins, end to end."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -64,3 +65,49 @@ def test_runs_train_on_text_games(fit: Any) -> None:
     assert metrics.count('"reward/environment/turns"') == 2
     for name in ("GuessTheNumber-v0", "TowerOfHanoi-v0"):
         assert f"validation/{name}/" in metrics
+
+
+WORLD = """
+from pydantic import BaseModel
+
+
+class Action(BaseModel):
+    word: str
+
+
+class Observation(BaseModel):
+    text: str
+    done: bool = False
+    reward: float | None = None
+
+
+class World:
+    def reset(self, seed=None, episode_id=None, **kwargs):
+        return Observation(text="Say yes.")
+
+    def step(self, action: Action, timeout_s=None, **kwargs):
+        return Observation(text="No.", done=action.word == "yes", reward=float(action.word == "yes"))
+"""
+
+
+def test_runs_train_on_a_class_with_the_interface_of_openenv(
+    fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "openenv_world.py").write_text(WORLD)
+    monkeypatch.syspath_prepend(tmp_path)
+    run = fit({
+        "environments": [{
+            "name": "openenv",
+            "config": {"environment": "openenv_world:World", "text_field": "word", "tasks": 64},
+        }],
+        "data.train_files": None,
+        "data.batch_size": 8,
+        "reward.functions": [],
+        "rollout.agent.loops": ["tool_agent"],
+        "rollout.engine": {"name": "scripted", "config": {"turns": ["no", "yes"]}},
+        "rollout.max_response_length": 200,
+        "trainer.steps": 2,
+    })  # fmt: skip
+    metrics = run.metrics_file.read_text()
+    assert metrics.count('"reward/environment": 1.0') == 2
+    assert metrics.count('"reward/environment/steps": 2.0') == 2
