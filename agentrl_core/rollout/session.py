@@ -87,6 +87,7 @@ class SessionEnvironment:
     tools: Mapping[str, HostedTool]
     interactions: Mapping[str, HostedInteraction]
     environments: Mapping[str, HostedEnvironment] = field(default_factory=dict)
+    deterministic: bool = False
     pacer: Pacer = field(default_factory=Pacer)
     reported: set[tuple[str, type[BaseException]]] = field(default_factory=set)
     """Tools with the kinds of failures that the log shows already."""
@@ -139,6 +140,7 @@ class RolloutSession(TrajectorySession):
         self._interaction: HostedInteraction | None = None
         self._interaction_asked = False
         self._engine_sessions: set[str] = set()
+        self._sampling: set[str] = set()
         self.builder: TrajectoryBuilder | None = None
 
     def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> TrajectoryBuilder:
@@ -180,11 +182,23 @@ class RolloutSession(TrajectorySession):
             await self._env.servers.open_session(request_id)
 
     async def _sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> TokenOutput:
-        await self._announce(request_id)
-        with self.timed("generate", "generating"):
-            output = await self._env.servers.generate(request_id, prompt_ids, params)
+        self._sampling.add(request_id)
+        try:
+            await self._announce(request_id)
+            if self._env.deterministic:
+                await self._close_idle_branches()
+            with self.timed("generate", "generating"):
+                output = await self._env.servers.generate(request_id, prompt_ids, params)
+        finally:
+            self._sampling.discard(request_id)
         await self._env.pacer.wait()
         return output
+
+    async def _close_idle_branches(self) -> None:
+        """Close the engine sessions of branches that rest, for which the engine would wait; their next turn reopens."""
+        for idle in sorted(self._engine_sessions - self._sampling):
+            self._engine_sessions.discard(idle)
+            await self._env.servers.close_session(idle)
 
     # Environment ------------------------------------------------------------------------------------------------
 

@@ -105,6 +105,7 @@ class AgentLoopWorker:
                 for slot in config.interactions
             },
             environments={slot.registered_name: HostedEnvironment(slot, seed, clients) for slot in config.environments},
+            deterministic=rollout.deterministic,
         )
         context = AgentLoopContext(
             renderer=renderer,

@@ -29,6 +29,14 @@ class Once(Base):
         turn = await trajectory.generate(sampling_params)
         return trajectory.finish(turn.termination)
 
+class Alternates(Base):
+    """One turn in each of two branches, then one more in the first."""
+    async def run(self, sampling_params, *, session, raw_prompt, **row):
+        one, other = session.trajectory(raw_prompt), session.trajectory(raw_prompt)
+        for trajectory in (one, other, one):
+            await trajectory.generate(sampling_params)
+        return [trajectory.finish(Termination.COMPLETED) for trajectory in (one, other)]
+
 class Flaky(Base):
     """Fails in its first attempts, having touched everything that it was given."""
     failures = 1
@@ -580,6 +588,20 @@ def test_deterministic_mode_opens_every_session_before_the_first_request(make_ro
     assert {result.termination for result in results} == {Termination.LENGTH}
     assert [len(step) for step in engine.steps] == ([5] if most == 1024 else [2, 2, 1])
     assert engine.open == [] and engine.most == min(most, 5)
+
+
+def test_a_branch_that_rests_does_not_hold_up_a_deterministic_engine(make_rollout, make_row) -> None:
+    changes = {
+        "rollout.engine": {"name": "./engine.py:Lockstep"},
+        "rollout.deterministic": True,
+        "rollout.turn_timeout": 20.0,
+    }
+    rollout = make_rollout(loops("Alternates", **changes), {**FILES, "engine.py": DETERMINISTIC_ENGINE})
+    results = rollout([make_row(str(number)) for number in range(3)])
+    assert {result.termination for result in results} == {Termination.COMPLETED}, results[0].error
+    engine = rollout.engines[0]
+    assert [len(step) for step in engine.steps] == [3, 3, 3] and engine.open == []
+    assert [{name.count("/") for name in step} for step in engine.steps] == [{0}, {1}, {0}]
 
 
 def test_sessions_that_never_began_are_closed_when_the_run_stops(make_rollout, make_row) -> None:
