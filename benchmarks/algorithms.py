@@ -78,7 +78,7 @@ def draw(path: Path, outcomes: Mapping[str, Sequence[Outcome]]) -> None:
             mean = np.mean([curve[:length] for curve in curves], axis=0)
             label = method.removeprefix(f"{kind}-")
             axes.plot(range(1, length + 1), mean, ("-", "--")[number // 10], color=f"C{number % 10}", label=label)
-        axes.set(xlabel="step", title=f"{kind}s", ylim=(0, 1))
+        axes.set(xlabel="step", title={"loss": "losses"}.get(kind, f"{kind}s"), ylim=(0, 1))
         axes.grid(alpha=0.3)
         if chosen:
             axes.legend(loc="lower right", frameon=False, fontsize=7)
@@ -153,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if (finished := [found[job] for job in runs if job in found])
     }
     output = options.output or work
+    output.mkdir(parents=True, exist_ok=True)
     draw(output / "algorithms.png", outcomes)
     write_page(output / "algorithms.md", outcomes, options.seeds, options.steps)
 

@@ -177,6 +177,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     found = run_all(jobs, work, options.processes, trainer_of)
     outcomes = {cell: [found[each] for each in runs if each in found] for cell, runs in cells.items()}
     output = options.output or work
+    output.mkdir(parents=True, exist_ok=True)
     draw(output / "staleness.png", outcomes)
     write_page(output / "staleness.md", outcomes, options.seeds, options.steps)
 
