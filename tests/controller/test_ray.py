@@ -287,7 +287,8 @@ def test_a_rank_that_freezes_in_its_constructor_is_named_instead_of_hanging_the_
 ) -> None:
     class Freezing(Worker):
         def __init__(self) -> None:
-            if self.rank == 1:
+            # For ever: a process that something continues freezes again.
+            while self.rank == 1:
                 os.kill(os.getpid(), signal.SIGSTOP)
 
     monkeypatch.setattr(ray_failures, "FROZEN_SECONDS", 5.0)
