@@ -131,7 +131,7 @@ def run_all(
 def _outcomes(
     jobs: Sequence[Job], directory: Path, processes: int, trainer_of: Callable[[Job], Any] | None
 ) -> Iterator[Outcome]:
-    """Outcomes as they come. Processes are started afresh, so that none inherits torch's threads."""
+    """Outcomes as they come. Each process is a new one, so that none inherits torch's threads."""
     if not jobs:
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn"), initializer=_quiet) as pool:

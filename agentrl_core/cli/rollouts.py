@@ -146,7 +146,7 @@ def replay_run(
     validation: Annotated[bool, typer.Option("--validation", help="Replay validation trajectories.")] = False,
     show_all: Annotated[bool, typer.Option("--all", help="Print every trajectory that differs, not only 20.")] = False,
 ) -> None:
-    """Run recorded trajectories again: the policy's tokens are the recorded ones, everything else runs anew."""
+    """Run recorded trajectories again: the policy's tokens are the recorded ones, everything else runs again."""
     from agentrl_core.devtools.replay import replay as replay_in_this_process
 
     split: Split = "validation" if validation else "train"

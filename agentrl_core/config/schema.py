@@ -328,7 +328,7 @@ class SamplingConfig:
     max_tokens: int | None = option(None, ge=1, unit="tokens", help="maximum per turn; null: the remaining budget")
     stop: list[str] = option(
         default_factory=list,
-        help="texts that end a turn, beside the stop tokens of the chat template; kept in the turn",
+        help="texts that end a turn, in addition to the stop tokens of the chat template; kept in the turn",
     )
 
 
