@@ -13,11 +13,10 @@ from agentrl_core.controller.decorator import register as register
 from agentrl_core.controller.decorator import register_dispatch_mode as register_dispatch_mode
 from agentrl_core.controller.decorator import update_dispatch_mode as update_dispatch_mode
 from agentrl_core.controller.dispatch import DispatchMode as DispatchMode
+from agentrl_core.controller.dispatch import MeshPlace as MeshPlace
 from agentrl_core.controller.dispatch import (
     make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
 )
-from agentrl_core.controller.fused import FusedWorker as FusedWorker
-from agentrl_core.controller.fused import create_fused_worker_cls as create_fused_worker_cls
 from agentrl_core.controller.local import LocalRuntime as LocalRuntime
 from agentrl_core.controller.local import LocalWorkerGroup as LocalWorkerGroup
 from agentrl_core.controller.runtime import ActorHandle as ActorHandle
@@ -33,9 +32,6 @@ if TYPE_CHECKING:
     from agentrl_core.controller.ray_group import create_colocated_worker_cls as create_colocated_worker_cls
     from agentrl_core.controller.ray_pool import RayResourcePool as RayResourcePool
     from agentrl_core.controller.ray_pool import ResourcePool as ResourcePool
-    from agentrl_core.controller.ray_pool import ResourcePoolManager as ResourcePoolManager
-    from agentrl_core.controller.ray_pool import merge_resource_pool as merge_resource_pool
-    from agentrl_core.controller.ray_pool import split_resource_pool as split_resource_pool
 
 
 def make_runtime(
@@ -69,10 +65,8 @@ def make_runtime(
 
 _ON_RAY = {
     "ray_group": ("RayClassWithInitArgs", "RayWorkerGroup", "create_colocated_worker_cls"),
-    "ray_pool": (
-        "RayResourcePool", "ResourcePool", "ResourcePoolManager", "merge_resource_pool", "split_resource_pool",
-    ),
-}  # fmt: skip
+    "ray_pool": ("RayResourcePool", "ResourcePool"),
+}
 
 
 def __getattr__(name: str) -> Any:

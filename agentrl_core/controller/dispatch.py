@@ -195,5 +195,6 @@ def collect_batch(results: list[Any], rows: int = 0, added: int = 0) -> DataProt
                 f"a method whose results are concatenated returned a {type(result).__name__}, not a DataProto: "
                 "return one, or use Dispatch.DP_COMPUTE_METRIC to get the list of results"
             )
-    whole = DataProto.concat(results)
+    kind: type[DataProto] = type(results[0])
+    whole = kind.concat(results)
     return whole.slice(0, rows) if added and len(whole) == rows + added else whole

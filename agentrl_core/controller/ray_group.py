@@ -44,23 +44,110 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
     return ColocatedClasses(class_dict)
 
 
-class RayWorkerGroup(WorkerGroup):
-    """One Ray actor per rank of a resource pool, with one worker of the class in it, or several colocated ones.
+class _Processes:
+    """The Ray actors of some ranks. Several groups may call them; one of these ends them."""
+
+    def __init__(self, actors: Sequence[Any], placement_groups: Sequence[Any] = ()) -> None:
+        self.actors = list(actors)
+        self.nodes: Sequence[str] = ()
+        self.watch: Watch | None = None
+        self._placement_groups = placement_groups
+
+    def watch_over(self, role: str, nodes: Sequence[str]) -> Watch:
+        """Reports deaths from now on; ``nodes`` has the address of each rank's node."""
+        self.nodes = nodes
+        self.watch = Watch(role, self.actors, nodes)
+        return self.watch
+
+    def end(self) -> None:
+        """Kills the actors, and gives back the placement groups that came with them."""
+        if self.watch is not None:
+            self.watch.stop()
+        for actor in self.actors:
+            ray.kill(actor)
+        for group in dict.fromkeys(self._placement_groups):
+            remove_placement_group(group)
+
+
+class RayGroup(WorkerGroup):
+    """Calls the workers of ``roles`` in Ray actors that are there already.
 
     An exception of a rank is raised as WorkerError with the first root traceback, its cause being the original
     exception; a dead worker as WorkerError that names role, rank, node, exit cause and the method that it was in.
     A `Watch` looks after the processes: once one has died, the others are ended, and calls under way and later ones
-    raise that. With ``owns_pool`` the pool is closed with the group. With ``detached_name`` the actors outlive this
-    driver until a group that owns them is closed; `from_detached` finds them.
+    raise that. Closing the group ends the processes if it ``owns_processes``.
     """
 
-    nodes: Sequence[str] = ()
-    resource_pool: RayResourcePool | None = None
-    _owned_pool: RayResourcePool | None = None
-    _owns_actors = False
-    _num_cpus = 0.0
-    _placement_groups: Sequence[Any] = ()
-    _watch: Watch | None = None
+    def __init__(
+        self, cls: type, role: str, processes: _Processes, roles: Mapping[str, type], owns_processes: bool = False
+    ) -> None:
+        super().__init__(cls, role, len(processes.actors))
+        self._processes = processes
+        self._roles = dict(roles)
+        self._owns_processes = owns_processes
+        self._is_open = True
+
+    @property
+    def nodes(self) -> Sequence[str]:
+        """The address of each rank's node."""
+        return self._processes.nodes
+
+    def spawn(self, prefix_set: Iterable[str]) -> "dict[str, RayGroup]":
+        """A group for each of these roles of a colocated group, over the same processes.
+
+        Closing one of them ends nothing; this group owns the processes.
+        """
+        groups = {}
+        for role in prefix_set:
+            if role not in self._roles:
+                raise WorkerError(f"{self.role!r} has no role {role!r}; it has {sorted(self._roles)}")
+            groups[role] = RayGroup(self._roles[role], role, self._processes, {role: self._roles[role]})
+            groups[role].auto_padding = self.auto_padding
+        return groups
+
+    def _submit(self, method: str, calls: Sequence[Call | None]) -> list[Any]:
+        if not self._is_open:
+            raise WorkerError(f"{self.role}.{method}: the worker group is closed")
+        watch = self._processes.watch
+        if watch is not None:
+            watch.raise_if_dead()
+        put = _PutOnce(calls)
+        handles = []
+        for rank, (actor, call) in enumerate(zip(self._processes.actors, calls, strict=True)):
+            if call is not None:
+                if watch is not None:
+                    watch.last_calls[rank] = f"{self.role}.{method}"
+                args, kwargs = map(put, call[0]), {name: put(value) for name, value in call[1].items()}
+                route = getattr(actor, route_name(self.role, method), None)
+                if route is None:
+                    handles.append(actor.call.remote(self.role, method, *args, **kwargs))
+                else:
+                    handles.append(route.remote(*args, **kwargs))
+        return handles
+
+    def _fetcher(self, method: str, ranks: Sequence[int]) -> Fetch:
+        where = [f" on node {node}" for node in self.nodes] or [""] * self.world_size
+        labels = [f"rank {rank} of {self.world_size} of {self.role!r}{where[rank]}" for rank in ranks]
+        return functools.partial(fetch, method, labels, self._processes.watch)
+
+    def places(self) -> list[Place]:
+        """See :meth:`WorkerGroup.places`."""
+        asked = [actor.gpus.remote() for actor in self._processes.actors]
+        return [Place(node, devices) for node, devices in self._fetcher("gpus", range(self.world_size))(asked)]
+
+    def close(self) -> None:
+        """Ends the processes if the group owns them. Further calls fail."""
+        if self._is_open and self._owns_processes:
+            self._processes.end()
+        self._is_open = False
+
+
+class RayWorkerGroup(RayGroup):
+    """Starts one Ray actor per rank of a resource pool, with one worker of the class in it, or several colocated ones.
+
+    With ``owns_pool`` the pool is closed with the group. With ``detached_name`` the actors outlive this
+    driver until a group that owns them is closed; `from_detached` finds them.
+    """
 
     def __init__(
         self,
@@ -77,32 +164,25 @@ class RayWorkerGroup(WorkerGroup):
         if isinstance(ray_cls_with_init, ColocatedClasses):
             classes = ray_cls_with_init.class_dict
         actors = start_hosts(resource_pool, classes, detached_name)
-        self._attach(ray_cls_with_init.cls, role, actors, {name: item.cls for name, item in classes.items()})
+        roles = {name: item.cls for name, item in classes.items()}
+        super().__init__(ray_cls_with_init.cls, role, _Processes(actors), roles, owns_processes=True)
         self.resource_pool = resource_pool
-        self._owns_actors = True
-        self._owned_pool = resource_pool if owns_pool else None
-        self._num_cpus = resource_pool.num_cpus
+        self._owns_pool = owns_pool
         ranks = range(self.world_size)
         try:
             places = self._fetcher("place", ranks)([actor.place.remote() for actor in actors])
-            self.nodes = [address for address, _ in places]
-            self._watch = Watch(role, actors, self.nodes)
+            watch = self._processes.watch_over(role, [address for address, _ in places])
             for name, item in classes.items():
                 plain = ray.put(ClassWithInitArgs(item.cls, *item.args, **item.kwargs))
                 built = [actor.build.remote(name, plain, *places[0]) for actor in actors]
-                self._watch.last_calls = [f"{name}.__init__"] * len(actors)
+                watch.last_calls = [f"{name}.__init__"] * len(actors)
                 self._fetcher(f"{name}.__init__", ranks)(built)
         except WorkerError:
             self.close()
             raise
 
-    def _attach(self, cls: type, role: str, actors: list[Any], roles: Mapping[str, type]) -> None:
-        WorkerGroup.__init__(self, cls, role, len(actors))
-        self._roles = dict(roles)
-        self._actors = actors
-
-    @classmethod
-    def from_detached(cls, name: str, classes: Mapping[str, type], owns_actors: bool = False) -> "RayWorkerGroup":
+    @staticmethod
+    def from_detached(name: str, classes: Mapping[str, type], owns_actors: bool = False) -> RayGroup:
         """The group over actors that some driver of this cluster started with ``detached_name``.
 
         ``classes`` maps the roles in them to their classes; with several use `spawn`. Closing the group ends nothing
@@ -117,83 +197,26 @@ class RayWorkerGroup(WorkerGroup):
             raise WorkerError(f"there is no detached worker group {name!r} in this cluster: {error}") from error
         if unknown := sorted(classes.keys() - set(facts[0][2])):
             raise WorkerError(f"the detached worker group {name!r} has the roles {facts[0][2]}, not {unknown}")
-        group = cls.__new__(cls)
         role, worker = next(iter(classes.items())) if len(classes) == 1 else (name, object)
-        group._attach(worker, role, actors, classes)
-        group.nodes = [node for _, node, _, _ in facts]
-        group._owns_actors = owns_actors
-        group._placement_groups = [placed for *_, placed in facts if placed is not None]
-        group._watch = Watch(role, actors, group.nodes)
-        return group
-
-    def spawn(self, prefix_set: Iterable[str]) -> "dict[str, RayWorkerGroup]":
-        """A group for each of these roles of a colocated group, over the same processes.
-
-        Closing one of them ends nothing; this group owns the processes.
-        """
-        groups = {}
-        for role in prefix_set:
-            if role not in self._roles:
-                raise WorkerError(f"{self.role!r} has no role {role!r}; it has {sorted(self._roles)}")
-            group = RayWorkerGroup.__new__(RayWorkerGroup)
-            group._attach(self._roles[role], role, self._actors, {role: self._roles[role]})
-            group.nodes, group.resource_pool, group._watch = self.nodes, self.resource_pool, self._watch
-            group._num_cpus, group.auto_padding = self._num_cpus, self.auto_padding
-            groups[role] = group
-        return groups
-
-    def _submit(self, method: str, calls: Sequence[Call | None]) -> list[Any]:
-        if not self._actors:
-            raise WorkerError(f"{self.role}.{method}: the worker group is closed")
-        if self._watch is not None:
-            self._watch.raise_if_dead()
-        put = _PutOnce(calls)
-        handles = []
-        for rank, (actor, call) in enumerate(zip(self._actors, calls, strict=True)):
-            if call is not None:
-                if self._watch is not None:
-                    self._watch.last_calls[rank] = f"{self.role}.{method}"
-                args, kwargs = map(put, call[0]), {name: put(value) for name, value in call[1].items()}
-                route = getattr(actor, route_name(self.role, method), None)
-                if route is None:
-                    handles.append(actor.call.remote(self.role, method, *args, **kwargs))
-                else:
-                    handles.append(route.remote(*args, **kwargs))
-        return handles
-
-    def _fetcher(self, method: str, ranks: Sequence[int]) -> Fetch:
-        where = [f" on node {node}" for node in self.nodes] or [""] * self.world_size
-        labels = [f"rank {rank} of {self.world_size} of {self.role!r}{where[rank]}" for rank in ranks]
-        return functools.partial(fetch, method, labels, self._watch)
-
-    def places(self) -> list[Place]:
-        """See :meth:`WorkerGroup.places`."""
-        found = self._fetcher("gpus", range(self.world_size))([actor.gpus.remote() for actor in self._actors])
-        return [Place(node, devices) for node, devices in found]
+        processes = _Processes(actors, [placed for *_, placed in facts if placed is not None])
+        processes.watch_over(role, [node for _, node, _, _ in facts])
+        return RayGroup(worker, role, processes, classes, owns_actors)
 
     @property
     def num_cpus(self) -> float:
-        """The CPUs that the group's own actors hold."""
-        return self._num_cpus * len(self._actors) if self._owns_actors else 0.0
+        """The CPUs that the group's actors hold."""
+        return self.resource_pool.num_cpus * self.world_size if self._is_open else 0.0
 
     @property
     def num_gpus(self) -> float:
-        """The GPUs that the group's own actors hold."""
-        pool = self.resource_pool
-        return pool.num_gpus * len(self._actors) if self._owns_actors and pool is not None else 0.0
+        """The GPUs that the group's actors hold."""
+        return self.resource_pool.num_gpus * self.world_size if self._is_open else 0.0
 
     def close(self) -> None:
         """Kills the actors that this group started, and gives the pool back if it owns it."""
-        actors, self._actors = self._actors, []
-        if self._owns_actors:
-            if self._watch is not None:
-                self._watch.stop()
-            for actor in actors:
-                ray.kill(actor)
-            for group in dict.fromkeys(self._placement_groups):
-                remove_placement_group(group)
-        if self._owned_pool is not None:
-            self._owned_pool.close()
+        super().close()
+        if self._owns_pool:
+            self.resource_pool.close()
 
 
 class _PutOnce:

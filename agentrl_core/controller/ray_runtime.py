@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
 from agentrl_core.controller.ray_failures import describe, root_cause
-from agentrl_core.controller.ray_group import RayWorkerGroup, create_colocated_worker_cls
+from agentrl_core.controller.ray_group import RayGroup, RayWorkerGroup, create_colocated_worker_cls
 from agentrl_core.controller.ray_hosts import has_async_methods
 from agentrl_core.controller.ray_pool import RayResourcePool
 from agentrl_core.controller.runtime import ActorDiedError, ActorOptions, Runtime
@@ -135,7 +135,7 @@ class RayRuntime(Runtime):
 
     def colocated_worker_groups(
         self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1, num_gpus: float = 0
-    ) -> dict[str, RayWorkerGroup]:
+    ) -> dict[str, RayGroup]:
         """One actor with one CPU for every rank, with a worker of every role in it.
 
         Raises WorkerError if the cluster is too small.

@@ -1,8 +1,8 @@
 """The batch protocol: every phase of the loop talks in `DataProto`."""
 
 from agentrl_core.protocol.combine import merge_meta_info
-from agentrl_core.protocol.dataproto import DataProto, DataProtoItem
-from agentrl_core.protocol.functions import all_gather_data_proto, pad_dataproto_to_divisor, unpad_dataproto
+from agentrl_core.protocol.dataproto import DataProto, DataProtoItem, checked_methods
+from agentrl_core.protocol.functions import pad_dataproto_to_divisor, unpad_dataproto
 from agentrl_core.protocol.futures import DataProtoFuture, GroupFuture
 
 __all__ = [
@@ -10,7 +10,7 @@ __all__ = [
     "DataProtoFuture",
     "DataProtoItem",
     "GroupFuture",
-    "all_gather_data_proto",
+    "checked_methods",
     "merge_meta_info",
     "pad_dataproto_to_divisor",
     "unpad_dataproto",

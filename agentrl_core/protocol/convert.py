@@ -1,6 +1,5 @@
-"""Makes the TensorDicts of batches: of tensors, of other TensorDicts, with other columns, with another shape."""
+"""Makes the TensorDicts of batches: of tensors, of other TensorDicts and with other columns."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -10,8 +9,6 @@ from tensordict import NonTensorData, NonTensorStack, TensorDict, TensorDictBase
 
 from agentrl_core.api.errors import ProtocolError
 from agentrl_core.protocol.containers import ObjectArray, copy_containers, object_array
-
-Parts = tuple[Any, dict[str, ObjectArray]]
 
 
 def own_tensordict(td: Any, columns: Mapping[str, ObjectArray]) -> Any:
@@ -82,23 +79,6 @@ def joined_tensordict(td: Any, columns: Mapping[str, ObjectArray], meta: Mapping
     for key, value in meta.items():
         joined.set(key, NonTensorData(copy_containers(value), batch_size=joined.batch_size))
     return joined
-
-
-def reshape_rows(td: Any, columns: Mapping[str, ObjectArray], dims: int, shape: tuple[int, ...] | None) -> Parts:
-    """The first ``dims`` dimensions of every column reshaped to ``shape`` (None: to one dimension)."""
-    if td is not None and len(td.batch_size) < dims:
-        raise ProtocolError(f"the batch has {len(td.batch_size)} batch dimensions, fewer than {dims}")
-    for key, column in columns.items():
-        if column.ndim < dims:
-            raise ProtocolError(
-                f"non_tensor_batch[{key!r}] has shape {list(column.shape)}, fewer than {dims} dimensions"
-            )
-    if td is not None and any(isinstance(value, torch.Tensor) and value.is_nested for value in td.values(True)):
-        raise ProtocolError("nested tensors have one batch dimension only: pad them before folding")
-    old = list(td.batch_size[:dims]) if td is not None else list(next(iter(columns.values()), np.empty(0)).shape[:dims])
-    new = list(shape) if shape is not None else [math.prod(old)]
-    objects = {key: column.reshape(*new, *column.shape[dims:]).copy() for key, column in columns.items()}
-    return None if td is None else select_columns(td.reshape(*new, *td.batch_size[dims:]), None), objects
 
 
 def _is_tensordict(value: Any) -> bool:

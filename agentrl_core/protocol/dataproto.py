@@ -1,7 +1,6 @@
 """`DataProto`: a batch of rows, with tensors, Python objects and facts about the whole."""
 
 import functools
-import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -14,8 +13,6 @@ from tensordict import TensorDict, TensorDictBase, is_non_tensor
 from agentrl_core.api.errors import ProtocolError
 from agentrl_core.protocol import combine, convert, rows, serialization, storage
 from agentrl_core.protocol.containers import ObjectArray, copy_array, copy_containers, object_array
-
-logger = logging.getLogger(__name__)
 
 AUTO_PADDING_KEY = "_auto_padding"
 P = ParamSpec("P")
@@ -40,7 +37,7 @@ def _checked(method: Callable[P, R]) -> Callable[P, R]:
     return call
 
 
-def _checked_methods(cls: type[Batch]) -> type[Batch]:
+def checked_methods(cls: type[Batch]) -> type[Batch]:
     """The class with `_checked` around its public methods, its constructor and its indexing."""
     for name, member in list(vars(cls).items()):
         if name.startswith("_") and name not in ("__init__", "__getitem__"):
@@ -61,7 +58,7 @@ class DataProtoItem:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
 
-@_checked_methods
+@checked_methods
 class DataProto:
     """A batch of rows.
 
@@ -107,15 +104,6 @@ class DataProto:
         meta = {**(meta_info or {}), **({AUTO_PADDING_KEY: True} if auto_padding else {})}
         batch = convert.tensordict_of(tensors, num_batch_dims) if tensors else None
         return cls(batch=batch, non_tensor_batch=non_tensors, meta_info=meta)
-
-    @classmethod
-    def from_single_dict(
-        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
-    ) -> Self:
-        """A batch of one dictionary: tensors become tensor columns, lists and arrays become object columns."""
-        tensors = {key: value for key, value in data.items() if isinstance(value, torch.Tensor | TensorDictBase)}
-        others = {key: value for key, value in data.items() if key not in tensors}
-        return cls.from_dict(tensors, others, meta_info, auto_padding=auto_padding)
 
     @classmethod
     def from_tensordict(
@@ -183,10 +171,6 @@ class DataProto:
         """The bytes of all tensors (of views: what they show, not what they keep alive)."""
         return 0 if self.batch is None else serialization.nbytes(self.batch)
 
-    def print_size(self, prefix: str = "") -> None:
-        """Logs the number of rows and the size of the tensors."""
-        logger.info("%s%d rows, %.3f MiB of tensors", prefix and f"{prefix}: ", len(self), self.nbytes() / 2**20)
-
     def __repr__(self) -> str:
         return self.get_data_info()
 
@@ -247,15 +231,6 @@ class DataProto:
             {key: column[index.numpy()] for key, column in self.non_tensor_batch.items()},
         )
 
-    def sample_level_repeat(self, repeat_times: Sequence[int] | torch.Tensor | np.ndarray[Any, Any]) -> Self:
-        """Row i ``repeat_times[i]`` times, in order."""
-        times = torch.as_tensor(repeat_times, dtype=torch.int64).reshape(-1)
-        if len(times) != len(self) or bool((times < 0).any()):
-            raise ProtocolError(
-                f"sample_level_repeat: got {len(times)} counts for {len(self)} rows; one for each, none negative"
-            )
-        return self._take(torch.arange(len(self)).repeat_interleave(times))
-
     def chunk(self, chunks: int) -> list[Self]:
         """Exactly ``chunks`` batches of consecutive rows.
 
@@ -272,43 +247,6 @@ class DataProto:
         if split_size < 1:
             raise ProtocolError(f"split: split_size is {split_size}, it must be at least 1")
         return [self.slice(start, start + split_size) for start in range(0, max(len(self), 1), split_size)]
-
-    def make_iterator(
-        self,
-        mini_batch_size: int,
-        epochs: int,
-        seed: int | None = None,
-        dataloader_kwargs: Mapping[str, bool] | None = None,
-    ) -> Iterator[Self]:
-        """``epochs`` times all rows in batches of ``mini_batch_size``, the last of an epoch perhaps shorter.
-
-        With a seed each epoch has its own order, the same for the same seed; without one rows stay in order.
-        ``dataloader_kwargs`` may hold ``shuffle`` (False keeps the order even with a seed, True without a
-        seed counts as seed 0) and ``drop_last``.
-        """
-        options = {"shuffle": seed is not None, "drop_last": False, **(dataloader_kwargs or {})}
-        if len(options) > 2:
-            raise ProtocolError(f"make_iterator: dataloader_kwargs has {sorted(options)}, allowed: shuffle, drop_last")
-        if mini_batch_size < 1 or epochs < 0:
-            raise ProtocolError(f"make_iterator: mini_batch_size {mini_batch_size} (at least 1), epochs {epochs} (≥ 0)")
-        return self._iterate(mini_batch_size, epochs, seed if seed is not None else 0, **options)
-
-    def _iterate(self, size: int, epochs: int, seed: int, *, shuffle: bool, drop_last: bool) -> Iterator[Self]:
-        generator = torch.Generator().manual_seed(seed)
-        end = len(self) - len(self) % size if drop_last else len(self)
-        for _ in range(epochs):
-            order = torch.randperm(len(self), generator=generator) if shuffle else None
-            for start in range(0, end, size):
-                yield self.slice(start, start + size) if order is None else self._take(order[start : start + size])
-
-    def padding(self, padding_size: int, padding_candidate: str = "last") -> Self:
-        """Adds ``padding_size`` copies of the ``first`` or ``last`` row at the end. Modifies self and returns it."""
-        if padding_candidate not in ("first", "last"):
-            raise ProtocolError(f"padding: padding_candidate is {padding_candidate!r}, allowed are 'first' and 'last'")
-        if padding_size < 0 or (padding_size and not len(self)):
-            raise ProtocolError(f"padding: cannot add {padding_size} copies of a row to a batch of {len(self)} rows")
-        row = 0 if padding_candidate == "first" else len(self) - 1
-        return self._become(self._take(torch.tensor([*range(len(self)), *[row] * padding_size], dtype=torch.int64)))
 
     def is_padding_enabled(self) -> bool:
         """Whether a worker group shall pad this batch to a multiple of its ranks."""
@@ -428,43 +366,6 @@ class DataProto:
             combine.cat_objects([part.non_tensor_batch for part in filled]),
             combine.merge_meta_info([part.meta_info for part in data]),
         )
-
-    def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
-        """Every row becomes ``n_split`` rows: ``split_keys`` [rows, n·k, …] are cut along dim 1, others repeat."""
-        tensors = {} if self.batch is None else dict(self.batch.items())
-        columns, keys = {**self.non_tensor_batch, **tensors}, set(split_keys or ())
-        unknown = sorted(keys - columns.keys())
-        if n_split < 1 or unknown:
-            raise ProtocolError(f"unfold_column_chunks: n_split is {n_split} (at least 1), unknown keys: {unknown}")
-        for key in sorted(keys):
-            if isinstance(columns[key], torch.Tensor) and columns[key].is_nested:
-                raise ProtocolError(f"unfold_column_chunks: {key!r} is a nested tensor, it has no common dimension 1")
-            shape = list(columns[key].shape)
-            if len(shape) < 2 or shape[1] % n_split:
-                raise ProtocolError(
-                    f"unfold_column_chunks: {key!r} of shape {shape} cannot be cut into {n_split} along dim 1"
-                )
-        others = [key for key in tensors if key not in keys], [key for key in self.non_tensor_batch if key not in keys]
-        unfolded = self.select(*others).repeat(n_split)
-        for key in sorted(keys):
-            _, width, *rest = columns[key].shape
-            column = columns[key].reshape(len(self) * n_split, width // n_split, *rest)
-            if key in tensors:
-                unfolded.batch[key] = column
-            else:
-                unfolded.non_tensor_batch[key] = column.copy()
-        return unfolded
-
-    def fold_batch_dim(self, new_batch_size: int) -> Self:
-        """From [rows, …] to [new_batch_size, rows / new_batch_size, …]."""
-        if new_batch_size < 1 or len(self) % new_batch_size:
-            raise ProtocolError(f"fold_batch_dim: {len(self)} rows cannot be folded into {new_batch_size} equal rows")
-        shape = (new_batch_size, len(self) // new_batch_size)
-        return self._new(*convert.reshape_rows(self.batch, self.non_tensor_batch, 1, shape))
-
-    def unfold_batch_dim(self, batch_dims: int = 2) -> Self:
-        """From [a, b, …] back to [a · b, …]: the inverse of `fold_batch_dim`."""
-        return self._new(*convert.reshape_rows(self.batch, self.non_tensor_batch, batch_dims, None))
 
     # Where the data lives
 

@@ -1,8 +1,4 @@
-"""Functions on whole batches that code for verl calls: padding to a divisor, and gathering from all ranks."""
-
-from typing import Any
-
-import torch.distributed as dist
+"""Padding of whole batches to a divisor."""
 
 from agentrl_core.api.errors import ProtocolError
 from agentrl_core.protocol.dataproto import DataProto
@@ -25,15 +21,3 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
     if not 0 <= pad_size <= len(data):
         raise ProtocolError(f"unpad_dataproto: cannot remove {pad_size} rows from a batch of {len(data)}")
     return data.slice(0, len(data) - pad_size)
-
-
-def all_gather_data_proto(data: DataProto, process_group: Any = None) -> DataProto:
-    """The batches of all ranks in rank order, on every rank, on the device of ``data``.
-
-    Columns must agree between the ranks; lengths may differ. meta_info is merged as by `DataProto.concat`.
-    """
-    device = data.batch.device if data.batch is not None else None
-    parts: list[Any] = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(parts, data, group=process_group)
-    gathered = DataProto.concat(parts)
-    return gathered.to(device) if device is not None else gathered

@@ -13,9 +13,7 @@ from agentrl_core.controller import (
     Execute,
     LocalWorkerGroup,
     ResourcePool,
-    ResourcePoolManager,
     Worker,
-    create_fused_worker_cls,
     make_nd_compute_dataproto_dispatch_fn,
     make_runtime,
     register,
@@ -106,12 +104,6 @@ class Counting(Worker):
         raise KeyError("as it was raised")
 
 
-class Prefixed(Worker):
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def b_add(self) -> None:
-        return None
-
-
 def group_of(world_size: int) -> LocalWorkerGroup:
     return LocalWorkerGroup(ClassWithInitArgs(Counting, start=7), world_size)
 
@@ -150,21 +142,6 @@ def test_a_group_with_auto_padding_pads_every_batch() -> None:
         assert group.add(batch_of(4)).batch["x"].tolist() == [1, 2, 3, 4]
         assert [worker.seen for worker in group.workers] == [[[0, 1]], [[2, 3]], [[0, 1]]]
         assert group.add(group.add_later(batch_of(4))).batch["x"].tolist() == [2, 3, 4, 5]
-
-
-def test_fused_workers_are_one_object_with_the_methods_and_meshes_of_all_roles() -> None:
-    cls = create_fused_worker_cls(
-        {"actor": ClassWithInitArgs(Counting, start=1), "critic": ClassWithInitArgs(Counting, start=2)}
-    )
-    group = LocalWorkerGroup(ClassWithInitArgs(cls), world_size=2)
-    assert group.actor_place() == [(0, 2, 1), (1, 2, 1)] and group.critic_place() == [(0, 2, 2), (1, 2, 2)]
-    assert group.critic_add_async(batch_of(3)).batch["x"].tolist() == [10, 11, 12]
-    for rank, worker in enumerate(group.workers):
-        worker.fused_workers["critic"].set_mesh_place("train", dp_rank=0, collects=rank == 1)
-        assert worker.fused_workers["actor"].fused_workers["critic"] is worker.fused_workers["critic"]
-    assert group.critic_meshed(batch_of(2)).batch["rank"].tolist() == [1, 1]
-    with pytest.raises(WorkerError, match="have a method a_b_add"):
-        create_fused_worker_cls({"a": ClassWithInitArgs(Prefixed), "a_b": ClassWithInitArgs(Counting)})
 
 
 def test_futures_of_one_call_are_arguments_of_the_next() -> None:
@@ -298,13 +275,6 @@ def test_resource_pools_describe_their_ranks() -> None:
     assert (pool.world_size, pool.local_rank_list, pool.local_world_size_list) == (3, [0, 1, 0], [2, 2, 1])
     with pytest.raises(ConfigError):
         ResourcePool([0])
-    with pytest.raises(ConfigError, match="'critic' is mapped to the pool 'b'"):
-        ResourcePoolManager({"a": [1]}, {"critic": "b"})
-    manager = ResourcePoolManager({"a": [2], "b": [1]}, {"actor": "a", "critic": "a"}, num_cpus=2)
-    assert manager.needed() == {"CPU": 6}
-    assert manager.get_resource_pool("critic").max_colocate_count == 2
-    with pytest.raises(ConfigError, match="'reward' has no resource pool"):
-        manager.get_resource_pool("reward")
 
 
 def test_the_local_controller_does_not_import_ray() -> None:

@@ -74,7 +74,7 @@ def test_constructor_does_not_share_its_arguments() -> None:
 
 
 def test_lists_of_equal_length_stay_one_object_per_row() -> None:
-    data = DataProto.from_single_dict({"x": torch.zeros(2), "pairs": [[1, 2], [3, 4]]})
+    data = DataProto.from_dict({"x": torch.zeros(2)}, {"pairs": [[1, 2], [3, 4]]})
     assert data.non_tensor_batch["pairs"].shape == (2,)
     assert data[1].non_tensor_batch["pairs"] == [3, 4]
 
@@ -182,40 +182,11 @@ def test_fewer_rows_than_chunks() -> None:
     assert chunks[2].batch["ids"].shape == (0, 2)
 
 
-def test_iterator_sees_every_row_once_per_epoch_and_repeats_with_its_seed() -> None:
-    data = batch_of(5)
-    batches = list(data.make_iterator(mini_batch_size=2, epochs=2, seed=7))
-    assert [len(batch) for batch in batches] == [2, 2, 1] * 2
-    epochs = [sum((uids(batch) for batch in batches[start : start + 3]), []) for start in (0, 3)]
-    assert all(sorted(epoch) == uids(data) for epoch in epochs) and epochs[0] != epochs[1]
-    again = list(data.make_iterator(mini_batch_size=2, epochs=2, seed=7))
-    assert list(map(uids, again)) == list(map(uids, batches))
-    assert [uids(batch) for batch in data.make_iterator(4, 1)] == [uids(data)[:4], uids(data)[4:]]
-
-
-def test_padding_repeats_a_row() -> None:
-    assert uids(batch_of(2).padding(2, "first")) == ["row-0", "row-1", "row-0", "row-0"]
-    with pytest.raises(ProtocolError, match="batch of 0 rows"):
-        batch_of(0).padding(1)
+def test_padding_to_a_divisor_repeats_rows_from_the_start() -> None:
     padded, added = pad_dataproto_to_divisor(batch_of(2), 5)
     assert (uids(padded), added) == (["row-0", "row-1", "row-0", "row-1", "row-0"], 3)
     with pytest.raises(ProtocolError):
         unpad_dataproto(batch_of(1), 2)
-
-
-def test_sample_level_repeat_and_unfold_column_chunks() -> None:
-    assert uids(batch_of(3).sample_level_repeat([2, 0, 1])) == ["row-0", "row-0", "row-2"]
-    unfolded = batch_of(2).unfold_column_chunks(2, ["ids"])
-    assert unfolded.batch["ids"].tolist() == [[0], [1], [2], [3]]
-    assert uids(unfolded) == ["row-0", "row-0", "row-1", "row-1"]
-
-
-def test_fold_and_unfold_batch_dim() -> None:
-    folded = batch_of(4).fold_batch_dim(2)
-    assert folded.batch["ids"].shape == (2, 2, 2) and folded.non_tensor_batch["uid"].shape == (2, 2)
-    assert uids(folded.unfold_batch_dim()) == uids(batch_of(4))
-    with pytest.raises(ProtocolError, match="4 rows cannot be folded into 3"):
-        batch_of(4).fold_batch_dim(3)
 
 
 def test_tensordict_round_trip() -> None:
@@ -292,13 +263,6 @@ def test_arguments_that_code_for_verl_passes() -> None:
     copied = data.select(["x"], deepcopy=True)
     copied.batch["x"][0] = 9
     assert data.batch["x"][0] == 0
-    ordered = data.make_iterator(2, 1, seed=1, dataloader_kwargs={"shuffle": False, "drop_last": True})
-    assert [part.batch["x"].tolist() for part in ordered] == [[0, 1], [2, 3]]
-    shuffled = data.make_iterator(2, 2, seed=1, dataloader_kwargs={"shuffle": True})
-    seeded = data.make_iterator(2, 2, seed=1)
-    assert [part.batch["x"].tolist() for part in shuffled] == [part.batch["x"].tolist() for part in seeded]
-    with pytest.raises(ProtocolError, match="allowed: shuffle, drop_last"):
-        data.make_iterator(2, 1, dataloader_kwargs={"num_workers": 2})  # type: ignore[dict-item]
 
 
 def test_columns_that_are_set_by_hand_become_object_columns() -> None:

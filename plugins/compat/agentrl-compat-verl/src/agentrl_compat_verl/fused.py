@@ -4,11 +4,9 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from agentrl_core.api.errors import WorkerError
+from agentrl_core.api import WorkerError
+from agentrl_core.controller import ClassWithInitArgs, MeshPlace, Worker
 from agentrl_core.controller.decorator import MARK, Registration, forwarding, registrations
-from agentrl_core.controller.dispatch import MeshPlace
-from agentrl_core.controller.worker import Worker
-from agentrl_core.controller.worker_group import ClassWithInitArgs
 
 
 class FusedWorker(Worker):
@@ -27,7 +25,7 @@ class FusedWorker(Worker):
     def get_mesh_place(self, mesh_name: str) -> MeshPlace:
         """The place that one of the roles declared."""
         for worker in self.fused_workers.values():
-            if mesh_name in worker._mesh_places:
+            if mesh_name in worker.mesh_places:
                 place: MeshPlace = worker.get_mesh_place(mesh_name)
                 return place
         return super().get_mesh_place(mesh_name)
