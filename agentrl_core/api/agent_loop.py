@@ -135,6 +135,7 @@ class Turn:
         content: the text outside tool calls.
         tool_calls: calls that could be parsed, in order.
         parse_errors: one message for each call that could not, for the model to read.
+        log_probs: of each sampled id, under the run's temperature; None if the engine has none.
     """
 
     token_ids: Sequence[int]
@@ -143,6 +144,7 @@ class Turn:
     content: str
     tool_calls: Sequence[ToolCall] = ()
     parse_errors: Sequence[str] = ()
+    log_probs: Sequence[float] | None = None
 
     @property
     def termination(self) -> Termination:

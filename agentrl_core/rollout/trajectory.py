@@ -223,7 +223,7 @@ class TrajectoryBuilder(Trajectory):
         if calls:
             message["tool_calls"] = [call.as_message() for call in calls]
         self.messages.append(message)
-        return Turn(ids, text, output.finish_reason, content, calls, errors)
+        return Turn(ids, text, output.finish_reason, content, calls, errors, output.log_probs)
 
     def _number(self, call: ToolCall) -> ToolCall:
         # Nine characters: some chat templates accept no other length.

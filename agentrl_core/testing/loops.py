@@ -117,8 +117,8 @@ class FakeTrajectory(Trajectory):
         return True
 
     def fork(self) -> "FakeTrajectory":
-        branch = FakeTrajectory(self.session, self.messages, ())
-        branch.ids, branch.mask = list(self.ids), [0] * len(self.ids)
+        branch = FakeTrajectory(self.session, self.messages, self.tools)
+        branch.prompt_ids, branch.ids, branch.mask = self.prompt_ids, list(self.ids), [0] * len(self.ids)
         return branch
 
     def finish(self, termination: Termination) -> AgentLoopOutput:

@@ -18,6 +18,10 @@ async def solve(base_url, api_key, model, messages, row):
             stream = await client.chat.completions.create(model=model, messages=messages, max_tokens=8, stream=True)
             text = "".join([c.delta.content or "" async for chunk in stream for c in chunk.choices])
             messages = [*messages, {"role": "assistant", "content": text}, {"role": "user", "content": "go on"}]
+        answer = await client.chat.completions.create(model=model, messages=messages, max_tokens=8, n=2, logprobs=True)
+        assert len(answer.choices) == 2
+        for choice in answer.choices:
+            assert choice.logprobs.content and all(each.logprob <= 0 for each in choice.logprobs.content)
 """
 
 

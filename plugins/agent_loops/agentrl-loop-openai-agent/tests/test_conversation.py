@@ -7,14 +7,15 @@ import pytest
 from agentrl_core.api import EngineError, Termination
 from agentrl_core.testing.contracts.scripted_session import TagParser
 from agentrl_core.testing.loops import FakeSession
-from agentrl_loop_openai_agent.conversation import ContextLengthError, Conversation
+from agentrl_loop_openai_agent.conversation import BranchLimitError, ContextLengthError, Conversation
 
 USER = {"role": "user", "content": "two plus two"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]
 
 
 def ask(conversation: Conversation, messages, **kwargs):
-    return asyncio.run(conversation.prepare(messages, **kwargs).generate())
+    (reply,) = conversation.prepare(messages, **kwargs)
+    return asyncio.run(reply.generate())
 
 
 def assistant(text: str) -> dict:
@@ -83,7 +84,7 @@ def test_a_repeated_request_whose_answer_was_lost_gets_the_recorded_one() -> Non
 
 def test_a_request_that_meets_a_running_one_is_a_fork() -> None:
     conversation = Conversation(FakeSession(["three", "four"]), {})
-    first, second = conversation.prepare([USER]), conversation.prepare([USER])
+    (first,), (second,) = conversation.prepare([USER]), conversation.prepare([USER])
     assert not first.forked and second.forked
 
 
@@ -125,3 +126,39 @@ def test_an_engine_error_is_raised_at_the_end_even_if_the_client_swallowed_it() 
     conversation.failure = EngineError("gone")
     with pytest.raises(EngineError, match="gone"):
         conversation.finish(Termination.COMPLETED)
+
+
+def test_each_choice_is_a_branch_that_the_client_may_continue() -> None:
+    session = FakeSession(["zero", "three", "four", "five", "six"])
+    conversation = Conversation(session, {}, max_branches=3)
+    ask(conversation, [USER])
+    history = [USER, assistant("zero"), {"role": "user", "content": "sure?"}]
+    chosen = [asyncio.run(reply.generate()) for reply in conversation.prepare(history, count=3)]
+    assert [(each.text, each.branch, each.forked) for each in chosen] == [
+        ("three", 0, False), ("four", 1, False), ("five", 2, False),
+    ]  # fmt: skip
+    assert len({each.prompt_tokens for each in chosen}) == 1 and conversation.forks == 0
+    follow = [*history, assistant("five"), {"role": "user", "content": "more"}]
+    assert ask(conversation, follow).branch == 2
+    outputs = conversation.finish(Termination.COMPLETED)
+    assert [sum(output.response_mask) for output in outputs] == [2, 1, 2], "the first answer is trained once"
+
+
+def test_choices_beyond_the_branches_leave_the_record_as_it_was() -> None:
+    conversation = Conversation(FakeSession(["zero", "three"]), {}, max_branches=2)
+    ask(conversation, [USER])
+    history = [USER, assistant("zero"), {"role": "user", "content": "sure?"}]
+    with pytest.raises(BranchLimitError, match=r"1 branches and the request needs 2 more.*fewer choices \(n\)"):
+        conversation.prepare(history, count=3)
+    assert ask(conversation, history).branch == 0
+
+
+def test_a_repeated_request_for_choices_gets_the_recorded_ones_and_the_missing_one() -> None:
+    session = FakeSession(["three", "four"])
+    conversation = Conversation(session, {})
+    first, second = conversation.prepare([USER], count=2)
+    asyncio.run(first.generate())
+    second.release()
+    again = [asyncio.run(reply.generate()) for reply in conversation.prepare([USER], retried=True, count=2)]
+    assert [(each.text, each.replayed) for each in again] == [("three", True), ("four", False)]
+    assert conversation.rows == 2

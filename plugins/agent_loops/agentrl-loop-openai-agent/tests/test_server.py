@@ -24,17 +24,29 @@ SCHEMA = {"name": "add", "description": "Adds.", "parameters": {"type": "object"
 TOOL = {"type": "function", "function": SCHEMA}
 CALLING = Turn((1, 2, 3), "let me see, add(2)", "stop", "let me see", (ToolCall("add", {"a": 2}, "call00001"),))
 CLAUDE_TOOL: Any = {"name": "add", "description": "Adds.", "input_schema": SCHEMA["parameters"]}
+UNENFORCED: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
+    {"tool_choice": "required", "tools": [TOOL]},
+    {"tool_choice": {"type": "function", "function": {"name": "add"}}, "tools": [TOOL]},
+    {"chat_template_kwargs": {"enable_thinking": False}},
+]
 ROLES = ["system", "user", "assistant", "tool", "assistant"]
 
 Body = Callable[[AsyncOpenAI, Conversation], Awaitable[Any]]
+
+
+LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
 def serve(body: Body, turns: Any = ("four",), budget: int = 10_000, **options: Any) -> tuple[Any, FakeSession]:
     """Run ``body`` with a client of an endpoint; its result, and the session behind the endpoint."""
     session = FakeSession(turns, budget=budget)
 
+    def decode(ids: list[int]) -> str:
+        return "".join(LETTERS[i] if i < len(LETTERS) else "\ufffd" for i in ids)
+
     async def run() -> Any:
-        endpoint = EndpointServer(OpenAIAgentConfig(agent="json:dumps", **options))
+        endpoint = EndpointServer(OpenAIAgentConfig(agent="json:dumps", **options), decode)
         async with endpoint.open(session, {}) as (key, conversation):
             async with AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0) as client:
                 try:
@@ -64,11 +76,8 @@ async def post(client: AsyncOpenAI, body: Any, path: str = "chat/completions") -
         {"stop": None},
         {"stop": []},
         {"response_format": {"type": "text"}},
-        {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}},
         {"frequency_penalty": 0, "presence_penalty": 0.0, "top_logprobs": None, "logit_bias": {}},
-        {"tools": [TOOL], "tool_choice": "required"},
-        {"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "add"}}},
-        {"chat_template_kwargs": {"enable_thinking": False}},
+        {"tools": [TOOL], "tool_choice": "auto"},
         {"reasoning_effort": "low", "modalities": ["text"]},
     ],
     ids=lambda field: json.dumps(field)[:40],
@@ -84,12 +93,84 @@ def test_what_clients_send_by_default_is_answered(field: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(
     "field",
-    [{"n": 2}, {"frequency_penalty": 0.5}, {"logit_bias": {"1": 2}}, {"modalities": ["audio"]}],
+    [
+        {"n": 0},
+        {"top_logprobs": 2},
+        {"frequency_penalty": 0.5},
+        {"logit_bias": {"1": 2}},
+        {"modalities": ["audio"]},
+        *UNENFORCED,
+    ],
     ids=json.dumps,
 )
 def test_what_would_change_the_answer_is_refused_by_name(field: dict[str, Any]) -> None:
     answer, _ = serve(lambda client, _: post(client, {"messages": [USER], **field}))
     assert answer.status_code == 400 and next(iter(field)) in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("field", UNENFORCED, ids=json.dumps)
+def test_what_no_engine_enforces_can_be_accepted(field: dict[str, Any]) -> None:
+    answer, _ = serve(lambda client, _: post(client, {"messages": [USER], **field}), unenforced="accept")
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "reason"),
+    [
+        ("responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}}, "response_format"),
+        ("messages", {"messages": [USER], "max_tokens": 9, "tool_choice": {"type": "any"}}, "tool_choice"),
+    ],
+)
+def test_the_other_protocols_refuse_it_too(path: str, body: dict[str, Any], reason: str) -> None:
+    answer, session = serve(lambda client, _: post(client, body, path))
+    assert answer.status_code == 400 and f"{reason}: no engine" in answer.json()["error"]["message"]
+    assert session.trajectories == []
+
+
+SPOKEN = [Turn((ord(text) - 97,), text, "stop", text, (), (), (-0.25 * n,)) for n, text in enumerate("abc", 1)]
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_official_client_gets_its_choices_with_log_probs(streams: bool) -> None:
+    async def body(client: AsyncOpenAI, conversation: Conversation) -> Any:
+        request: Any = {"model": MODEL_NAME, "messages": [USER], "n": 3, "logprobs": True}
+        if streams:
+            options: Any = {"include_usage": True}
+            async with client.chat.completions.stream(**request, stream_options=options) as stream:
+                return await stream.get_final_completion()
+        return await client.chat.completions.create(**request)
+
+    answer, session = serve(body, SPOKEN)
+    assert [(choice.index, choice.message.content, choice.finish_reason) for choice in answer.choices] == [
+        (0, "a", "stop"), (1, "b", "stop"), (2, "c", "stop"),
+    ]  # fmt: skip
+    said = [choice.logprobs.content[0] for choice in answer.choices]
+    assert [(each.token, each.logprob, each.bytes) for each in said] == [
+        ("a", -0.25, [97]), ("b", -0.5, [98]), ("c", -0.75, [99]),
+    ]  # fmt: skip
+    assert answer.usage.completion_tokens == 3
+    assert len(session.trajectories) == 1, "the choices are forks of one record"
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_log_probs_over_the_responses_api(streams: bool) -> None:
+    turn = Turn((0, 99), "a", "stop", "a", (), (), (-0.5, -0.25))
+
+    async def body(client: AsyncOpenAI, _: Conversation) -> Any:
+        request: Any = {"model": MODEL_NAME, "input": "x", "include": ["message.output_text.logprobs"]}
+        if streams:
+            async with client.responses.stream(**request) as stream:
+                return await stream.get_final_response()
+        return await client.responses.create(**request)
+
+    answer, _ = serve(body, [turn])
+    found = [(each.token, each.logprob, each.bytes) for each in answer.output[0].content[0].logprobs]
+    assert found == [("a", -0.5, [97]), ("\ufffd", -0.25, None)], "part of a character has no bytes"
+
+
+def test_an_engine_without_log_probs_says_so() -> None:
+    answer, _ = serve(lambda client, _: post(client, {"messages": [USER], "logprobs": True}))
+    assert answer.status_code == 400 and "reports no log-probabilities" in answer.json()["error"]["message"]
 
 
 def test_parse_of_the_official_client_gives_an_object() -> None:
@@ -100,7 +181,7 @@ def test_parse_of_the_official_client_gives_an_object() -> None:
         answer = await client.chat.completions.parse(model=MODEL_NAME, messages=[USER], response_format=Total)  # type: ignore[list-item]
         return answer.choices[0].message.parsed
 
-    assert serve(body, ['{"total": 4}'])[0] == Total(total=4)
+    assert serve(body, ['{"total": 4}'], unenforced="accept")[0] == Total(total=4)
 
 
 @pytest.mark.parametrize(
@@ -223,7 +304,7 @@ def test_an_answer_that_takes_longer_than_the_idle_limit_arrives(monkeypatch: py
         prepare = conversation.prepare
 
         def slow(*args: Any, **kwargs: Any) -> Any:
-            reply = prepare(*args, **kwargs)
+            (reply,) = prepare(*args, **kwargs)
             generate = reply.generate
 
             async def later() -> Any:
@@ -231,7 +312,7 @@ def test_an_answer_that_takes_longer_than_the_idle_limit_arrives(monkeypatch: py
                 return await generate()
 
             reply.generate = later  # type: ignore[method-assign]
-            return reply
+            return [reply]
 
         conversation.prepare = slow  # type: ignore[method-assign]
         return await post(client, {"messages": [USER]})
@@ -341,9 +422,9 @@ def test_a_failed_engine_ends_a_stream_with_an_error(path: str) -> None:
             raise EngineError("out of memory")
 
         def prepared(*args: Any) -> Any:
-            reply = prepare(*args)
+            (reply,) = prepare(*args)
             reply.generate = failing  # type: ignore[method-assign]
-            return reply
+            return [reply]
 
         conversation.prepare = prepared  # type: ignore[method-assign]
         return await post(client, {**asked, "stream": True}, path)

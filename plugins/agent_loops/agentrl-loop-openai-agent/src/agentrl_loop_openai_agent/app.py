@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,10 +13,20 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 
 from agentrl_core.api import AgentRLError, ConfigError, DeadlineError, TemplateError
+from agentrl_loop_openai_agent.config import OpenAIAgentConfig
 from agentrl_loop_openai_agent.conversation import BranchLimitError, Completion, ContextLengthError, Conversation, Reply
 from agentrl_loop_openai_agent.messages import MessagesRequest, message_body, message_error, message_events
 from agentrl_loop_openai_agent.responses import ResponsesRequest, response_body, response_events
-from agentrl_loop_openai_agent.wire import Answer, ChatRequest, error_body, event, models_body
+from agentrl_loop_openai_agent.wire import (
+    Answer,
+    ChatRequest,
+    Choice,
+    Decode,
+    error_body,
+    event,
+    logprobs_of,
+    models_body,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -86,13 +96,17 @@ class ChatApp:
     Args:
         conversations: by run token; a request is authorised by being found here.
         model: the only model there is.
-        max_body_bytes: longer bodies are refused with 413.
+        config: of the agent loop.
+        decode: text of ids, for log-probs.
     """
 
-    def __init__(self, conversations: Mapping[str, Conversation], model: str, max_body_bytes: int) -> None:
+    def __init__(
+        self, conversations: Mapping[str, Conversation], model: str, config: OpenAIAgentConfig, decode: Decode
+    ) -> None:
         self._conversations = conversations
         self._model = model
-        self._max_body_bytes = max_body_bytes
+        self._config = config
+        self._decode = decode
         self._warned: set[str] = set()
         self.app = FastAPI(title="agentrl", docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
@@ -110,27 +124,42 @@ class ChatApp:
             conversation = self._authorised(request)
             body = await self._read(request)
             wanted = self._checked(lambda: protocol.request.model_validate_json(body).chat_request())  # type: ignore[attr-defined]
-            reply = await self._prepared(request, conversation, wanted, large=len(body) > LARGE_BYTES)
+            replies = await self._prepared(request, conversation, wanted, large=len(body) > LARGE_BYTES)
             identifier = f"{protocol.prefix}{uuid.uuid4().hex}"
+            answer = partial(self._answer, request, replies, identifier, wanted)
             if wanted.stream:
-                events = self._events(request, reply, identifier, wanted, protocol)
+                events = self._events(answer, wanted, protocol)
                 return StreamingResponse(events, media_type="text/event-stream")
-            return JSONResponse(protocol.body(await self._answer(request, reply, identifier)))
+            return JSONResponse(protocol.body(await answer()))
 
         return speak
 
-    async def _answer(self, request: Request, reply: Reply, identifier: str) -> Answer:
+    async def _answer(self, request: Request, replies: Sequence[Reply], identifier: str, wanted: ChatRequest) -> Answer:
         try:
-            return Answer(identifier, self._model, await _while_connected(request, reply))
+            completions = await _while_connected(request, replies)
+            choices = [self._choice(index, each, wanted) for index, each in enumerate(completions)]
+            return Answer(identifier, self._model, choices)
         except Exception as error:
             raise _as_request_error(error) from error
 
-    async def _prepared(self, request: Request, conversation: Conversation, wanted: ChatRequest, large: bool) -> Reply:
+    def _choice(self, index: int, completion: Completion, wanted: ChatRequest) -> Choice:
+        if not wanted.logprobs:
+            return Choice(index, completion)
+        turn = completion.turn
+        if turn.log_probs is None and turn.token_ids:
+            raise RequestError(400, "logprobs: this run's engine reports no log-probabilities; leave logprobs out")
+        return Choice(index, completion, logprobs_of(turn.token_ids, turn.log_probs or (), self._decode))
+
+    async def _prepared(
+        self, request: Request, conversation: Conversation, wanted: ChatRequest, large: bool
+    ) -> list[Reply]:
         try:
             retried = int(request.headers.get("x-stainless-retry-count", "0")) > 0
         except ValueError:
             retried = False
-        prepare = partial(conversation.prepare, wanted.messages, wanted.schemas, wanted.limit, retried, wanted.stops)
+        prepare = partial(
+            conversation.prepare, wanted.messages, wanted.schemas, wanted.limit, retried, wanted.stops, wanted.n or 1
+        )
         try:
             async with conversation.preparing:
                 return await asyncio.to_thread(prepare) if large else prepare()
@@ -162,8 +191,8 @@ class ChatApp:
             async with asyncio.timeout(BODY_SECONDS):
                 async for piece in request.stream():
                     body += piece
-                    if len(body) > self._max_body_bytes:
-                        limit = f"max_body_bytes={self._max_body_bytes} of the agent loop openai_agent"
+                    if len(body) > self._config.max_body_bytes:
+                        limit = f"max_body_bytes={self._config.max_body_bytes} of the agent loop openai_agent"
                         raise RequestError(413, f"the body is longer than {limit}")
         except TimeoutError as error:
             raise RequestError(408, f"the body did not arrive within {BODY_SECONDS:g} s", "timeout_error") from error
@@ -183,22 +212,28 @@ class ChatApp:
             raise RequestError(
                 404, f"there is no model {wanted.model!r}; there is {self._model!r}", code="model_not_found"
             )
+        if wanted.unenforced and self._config.unenforced == "refuse":
+            raise RequestError(
+                400,
+                f"{wanted.unenforced[0]}: no engine constrains what the policy samples, so this cannot be enforced. "
+                "Leave it out, or set unenforced: accept of the agent loop openai_agent to train without it",
+            )
         for name in sorted({*wanted.unenforced} - self._warned):
             self._warned.add(name)
             logger.warning("the chat endpoint accepts %s of a request and does not enforce it on the policy", name)
         return wanted
 
     async def _events(
-        self, request: Request, reply: Reply, identifier: str, wanted: ChatRequest, protocol: Protocol
+        self, answering: Callable[[], Coroutine[Any, Any, Answer]], wanted: ChatRequest, protocol: Protocol
     ) -> AsyncIterator[str]:
-        task = asyncio.ensure_future(_while_connected(request, reply))
+        task = asyncio.ensure_future(answering())
         try:
             while not task.done():
                 await asyncio.wait({task}, timeout=KEEP_ALIVE_SECONDS)
                 if not task.done():
                     yield ": waiting\n\n"
             try:
-                answer = Answer(identifier, self._model, task.result())
+                answer = task.result()
             except Exception as error:  # noqa: BLE001 - the stream has begun: its error is an event
                 yield event(protocol.error(_as_request_error(error)), protocol.error_event)
                 return
@@ -225,22 +260,24 @@ def _as_request_error(error: Exception) -> RequestError:
     return RequestError(500, f"{type(error).__name__}: {error}", "server_error")
 
 
-async def _while_connected(request: Request, reply: Reply) -> Completion:
-    """The completion; if the client leaves, its generation ends."""
-    generation = asyncio.ensure_future(reply.generate())
+async def _while_connected(request: Request, replies: Sequence[Reply]) -> list[Completion]:
+    """The completions, when all have ended; if the client leaves, their generation ends."""
+    tasks = [asyncio.ensure_future(reply.generate()) for reply in replies]
+    generation = asyncio.ensure_future(asyncio.wait(tasks))
     disconnect = asyncio.ensure_future(_disconnected(request))
     try:
-        await asyncio.wait({generation, disconnect}, return_when=asyncio.FIRST_COMPLETED)
-        if generation.cancelled():
+        await asyncio.wait([generation, disconnect], return_when=asyncio.FIRST_COMPLETED)
+        if any(task.cancelled() for task in tasks):
             raise RequestError(409, "the same request was sent again, and that one is answered", "superseded")
         if generation.done():
-            return generation.result()
+            return [task.result() for task in tasks]
         raise RequestError(499, "the client closed the connection", "client_closed_request")
     finally:
-        for task in (generation, disconnect):
+        for task in (*tasks, disconnect):
             task.cancel()
-        await asyncio.wait({generation, disconnect})
-        reply.release()
+        await asyncio.wait([*tasks, generation, disconnect])
+        for reply in replies:
+            reply.release()
 
 
 async def _disconnected(request: Request) -> None:

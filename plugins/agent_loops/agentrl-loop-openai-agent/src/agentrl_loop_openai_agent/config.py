@@ -1,7 +1,7 @@
 """Options of the OpenAI agent."""
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from agentrl_core.api import option
 
@@ -16,4 +16,9 @@ class OpenAIAgentConfig:
     host: str = option("127.0.0.1", help="address that the endpoint listens on; agents elsewhere need another one")
     max_body_bytes: int = option(2 * 2**20, ge=1, unit="bytes", help="longest request")
     max_connections: int = option(4096, ge=1, help="connections at a time, per worker; more are closed")
+    unenforced: Literal["refuse", "accept"] = option(
+        "refuse",
+        help="what to do with requests for a response_format, a forced tool call or chat_template_kwargs, which no "
+        "engine enforces: answer with status 400, or sample as if they did not ask",
+    )
     max_branches: int = option(64, ge=1, help="branches per trajectory; a request that needs one more is refused")

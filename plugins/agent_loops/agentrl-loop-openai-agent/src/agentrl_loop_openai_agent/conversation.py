@@ -110,11 +110,13 @@ class Conversation:
         max_tokens: int | None = None,
         retried: bool = False,
         stops: Sequence[str] = (),
-    ) -> "Reply":
-        """Find or begin the branch of a request and append what is new in it.
+        count: int = 1,
+    ) -> "list[Reply]":
+        """Find or begin the branch of a request and append what is new in it; a reply for each choice.
 
         ``retried``: the client sends the request again because it got no answer; if the answer is recorded, it is
-        given once more instead of sampling another one. ``stops``: texts that end the turn.
+        given once more instead of sampling another one. ``stops``: texts that end the turn. ``count``: choices; each
+        after the first one forks the first one's branch before its answer.
 
         Raises:
             ContextLengthError: the new messages do not fit; nothing was appended, and ``exhausted`` is set.
@@ -122,38 +124,65 @@ class Conversation:
             TemplateError: the chat template refuses the messages.
         """
         wanted = [normalised(message) for message in messages]
-        if retried and (branch := self._answered(wanted, tools)) is not None:
-            return Reply(self, branch, self._branches.index(branch), replay=True, stops=tuple(stops))
-        branch = (self._unanswered(wanted, tools) if retried else None) or self._extended(wanted, tools)
+        answered = self._answered(wanted, tools)[:count] if retried else []
+        asked = self._unanswered(wanted, tools)[: count - len(answered)] if retried else []
         forked = False
-        if branch is None:
-            forked = bool(self._branches)
-            branch = self._begun(wanted, tools)
-            self.forks += forked
-        else:
-            new = wanted[len(branch.recorded()) :]
-            if new and not branch.trajectory.add_messages(new):
-                self.exhausted = True
-                raise ContextLengthError(
-                    f"the {len(new)} new messages do not fit: {branch.trajectory.remaining} tokens are left of "
-                    "rollout.max_response_length and of the context"
-                )
+        if missing := count - len(answered) - len(asked):
+            branch, forked = self._continued(wanted, tools, missing)
+            asked += [branch, *(self._twin(branch) for _ in range(missing - 1))]
+        replies = [Reply(self, branch, self._number(branch), replay=True, stops=tuple(stops)) for branch in answered]
+        params = self._params(max_tokens, stops)
+        for branch in asked:
+            reply = Reply(self, branch, self._number(branch), params, forked, False, branch.owner, tuple(stops))
+            branch.owner = reply
+            replies.append(reply)
+        return replies
+
+    def _params(self, max_tokens: int | None, stops: Sequence[str]) -> dict[str, Any]:
         params = dict(self._sampling_params)
         if max_tokens is not None:
             params["max_tokens"] = min(max_tokens, params.get("max_tokens") or max_tokens)
         if stops:
             params["stop"] = [*(params.get("stop") or ()), *stops]
-        number = self._branches.index(branch)
-        reply = Reply(self, branch, number, params, forked, supersedes=branch.owner, stops=tuple(stops))
-        branch.owner = reply
-        return reply
+        return params
+
+    def _number(self, branch: _Branch) -> int:
+        return self._branches.index(branch)
+
+    def _continued(self, wanted: list[Message], tools: Schemas, choices: int) -> tuple[_Branch, bool]:
+        """The branch that the request extends, or a new one, and whether that is a fork."""
+        branch = self._extended(wanted, tools)
+        self._check_branches(choices - (branch is not None))
+        if branch is None:
+            forked = bool(self._branches)
+            branch = self._begun(wanted, tools)
+            self.forks += forked
+            return branch, forked
+        new = wanted[len(branch.recorded()) :]
+        if new and not branch.trajectory.add_messages(new):
+            self.exhausted = True
+            raise ContextLengthError(
+                f"the {len(new)} new messages do not fit: {branch.trajectory.remaining} tokens are left of "
+                "rollout.max_response_length and of the context"
+            )
+        return branch, False
+
+    def _twin(self, branch: _Branch) -> _Branch:
+        """A branch with the same record, for another answer to the same request."""
+        history = list(branch.recorded())
+        twin = _Branch(branch.trajectory.fork(), branch.tools, history=history, told=dict(branch.told))
+        self._branches.append(twin)
+        return twin
+
+    def _check_branches(self, more: int) -> None:
+        if more and len(self._branches) + more > self._max_branches:
+            raise BranchLimitError(
+                f"this trajectory has {len(self._branches)} branches and the request needs {more} more, but "
+                f"max_branches is {self._max_branches}: send the whole history unchanged with each "
+                "request, ask for fewer choices (n), or raise max_branches of the agent loop openai_agent"
+            )
 
     def _begun(self, wanted: list[Message], tools: Schemas) -> _Branch:
-        if len(self._branches) >= self._max_branches:
-            raise BranchLimitError(
-                f"this trajectory has {self._max_branches} branches, the most that max_branches allows: send the whole "
-                "history unchanged with each request, or raise max_branches of the agent loop openai_agent"
-            )
         trajectory = self._session.trajectory(wanted, tools=tools)
         if trajectory.remaining <= 0:
             self.exhausted = True
@@ -177,18 +206,14 @@ class Conversation:
                 best = branch
         return best
 
-    def _unanswered(self, wanted: list[Message], tools: Schemas) -> _Branch | None:
-        """The branch that is at work on the very same request: who asks again has given the first one up."""
-        for branch in self._branches:
-            if branch.owner is not None and list(branch.tools) == list(tools) and branch.recorded() == wanted:
-                return branch
-        return None
+    def _unanswered(self, wanted: list[Message], tools: Schemas) -> list[_Branch]:
+        """The branches that are at work on the very same request: who asks again has given the first one up."""
+        same = [branch for branch in self._branches if list(branch.tools) == list(tools)]
+        return [branch for branch in same if branch.owner is not None and branch.recorded() == wanted]
 
-    def _answered(self, wanted: list[Message], tools: Schemas) -> _Branch | None:
-        for branch in self._branches:
-            if branch.last_turn is not None and list(branch.tools) == list(tools) and branch.recorded()[:-1] == wanted:
-                return branch
-        return None
+    def _answered(self, wanted: list[Message], tools: Schemas) -> list[_Branch]:
+        same = [branch for branch in self._branches if list(branch.tools) == list(tools)]
+        return [branch for branch in same if branch.last_turn is not None and branch.recorded()[:-1] == wanted]
 
     def finish(self, termination: Termination) -> list[AgentLoopOutput]:
         """The rows of all branches.

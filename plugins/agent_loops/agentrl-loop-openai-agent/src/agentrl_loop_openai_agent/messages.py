@@ -131,8 +131,8 @@ def message_body(answer: Answer) -> dict[str, Any]:
         "role": "assistant",
         "model": chat["model"],
         "content": content,
-        "stop_reason": "stop_sequence" if answer.stop is not None else _STOP_REASONS[answer.finish_reason],
-        "stop_sequence": answer.stop,
+        "stop_reason": "stop_sequence" if answer.first.stop is not None else _STOP_REASONS[answer.first.finish_reason],
+        "stop_sequence": answer.first.stop,
         "usage": {"input_tokens": usage["prompt_tokens"], "output_tokens": usage["completion_tokens"]},
         "agentrl": chat["agentrl"],
     }

@@ -6,7 +6,10 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl_core.api import Message
-from agentrl_loop_openai_agent.wire import Answer, ChatRequest, event, pieces
+from agentrl_loop_openai_agent.wire import Answer, ChatRequest, Zero, event, pieces
+
+LOGPROBS = "message.output_text.logprobs"
+"""What a request includes to get log-probs."""
 
 _TEXT_PARTS = ("input_text", "output_text", "text")
 
@@ -22,6 +25,9 @@ class ResponsesRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     max_output_tokens: int | None = Field(None, ge=1)
+    include: list[str] | None = None
+    top_logprobs: Zero = None
+    text: dict[str, Any] | None = None
     stream: bool | None = False
     # The endpoint keeps no responses.
     previous_response_id: None = None
@@ -45,6 +51,8 @@ class ResponsesRequest(BaseModel):
             tool_choice=self.tool_choice,
             max_tokens=None,
             max_completion_tokens=self.max_output_tokens,
+            logprobs=LOGPROBS in (self.include or ()),
+            response_format=(self.text or {}).get("format"),
             stream=self.stream,
         )
 
@@ -81,6 +89,8 @@ def response_body(answer: Answer) -> dict[str, Any]:
     output: list[dict[str, Any]] = []
     if message["content"] or not message.get("tool_calls"):
         text = {"type": "output_text", "text": message["content"], "annotations": []}
+        if answer.first.logprobs is not None:
+            text["logprobs"] = answer.first.logprobs
         output.append({
             "type": "message", "id": f"msg_{chat['id']}", "status": "completed", "role": "assistant", "content": [text],
         })  # fmt: skip
@@ -89,7 +99,7 @@ def response_body(answer: Answer) -> dict[str, Any]:
             "type": "function_call", "id": f"fc_{call['id']}", "call_id": call["id"], "status": "completed",
             **call["function"],
         })  # fmt: skip
-    is_cut = answer.finish_reason == "length"
+    is_cut = answer.first.finish_reason == "length"
     return {
         "id": chat["id"],
         "object": "response",
@@ -138,7 +148,8 @@ def _text_events(item: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[s
     yield {"type": "response.content_part.added", **place, "part": {**part, "text": ""}}
     for piece in pieces(part["text"]):
         yield {"type": "response.output_text.delta", **place, "delta": piece, "logprobs": []}
-    yield {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": []}
+    logprobs = part.get("logprobs", [])
+    yield {"type": "response.output_text.done", **place, "text": part["text"], "logprobs": logprobs}
     yield {"type": "response.content_part.done", **place, "part": part}
 
 

@@ -15,6 +15,7 @@ from agentrl_core.api import ConfigError, TrajectorySession
 from agentrl_loop_openai_agent.app import ChatApp
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
 from agentrl_loop_openai_agent.conversation import Conversation
+from agentrl_loop_openai_agent.wire import Decode
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,9 @@ class _Protocol(H11Protocol):
 class EndpointServer:
     """Serves conversations over HTTP, in the event loop of the first caller of :meth:`open`, which starts it."""
 
-    def __init__(self, config: OpenAIAgentConfig) -> None:
+    def __init__(self, config: OpenAIAgentConfig, decode: Decode) -> None:
         self._config = config
+        self._decode = decode
         self._conversations: dict[str, Conversation] = {}
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -90,7 +92,7 @@ class EndpointServer:
         listener = self._listen()
         host, port = listener.getsockname()[:2]
         protocol = type("Protocol", (_Protocol,), {"max_connections": self._config.max_connections})
-        app = ChatApp(self._conversations, MODEL_NAME, self._config.max_body_bytes).app
+        app = ChatApp(self._conversations, MODEL_NAME, self._config, self._decode).app
         self._server = _Server(
             uvicorn.Config(
                 app,

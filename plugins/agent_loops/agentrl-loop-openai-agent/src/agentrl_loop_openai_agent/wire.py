@@ -2,12 +2,14 @@
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl_loop_openai_agent.conversation import Completion
+
+Decode = Callable[[list[int]], str]
 
 CHUNK_CHARACTERS = 64
 """Characters of one streamed piece of text."""
@@ -28,9 +30,9 @@ class ChatRequest(BaseModel):
     max_completion_tokens: int | None = Field(None, ge=1)
     stream: bool | None = False
     stream_options: dict[str, Any] | None = None
+    n: int | None = Field(default=1, ge=1)
+    logprobs: bool | None = False
     # Clients send these with the values that change nothing.
-    n: Literal[1] | None = 1
-    logprobs: Literal[False] | None = False
     top_logprobs: Zero = None
     frequency_penalty: Zero = None
     presence_penalty: Zero = None
@@ -38,7 +40,7 @@ class ChatRequest(BaseModel):
     logit_bias: Annotated[dict[str, float] | None, Field(max_length=0)] = None
     modalities: list[Literal["text"]] | None = None
 
-    # What is sampled is what is trained, so nothing of the following is enforced on the policy; see `unenforced`.
+    # No engine constrains what the policy samples, so nothing of the following can be enforced; see `unenforced`.
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -146,11 +148,18 @@ def event(body: Mapping[str, Any], name: str = "") -> str:
     return (f"event: {name}\n" if name else "") + f"data: {json.dumps(body, ensure_ascii=False)}\n\n"
 
 
-class Answer:
-    """One completion, in one piece or as chunks."""
+class Choice:
+    """One completion as a choice of an answer.
 
-    def __init__(self, identifier: str, model: str, completion: Completion) -> None:
-        self._head = {"id": identifier, "created": int(time.time()), "model": model}
+    Args:
+        index: of the choice.
+        completion: what the policy said.
+        logprobs: of the sampled tokens, in the protocol's form; None where they were not asked for.
+    """
+
+    def __init__(self, index: int, completion: Completion, logprobs: list[dict[str, Any]] | None = None) -> None:
+        self.index = index
+        self.logprobs = logprobs
         self.stop = completion.stop
         self._turn = completion.turn
         self._text = completion.text
@@ -163,7 +172,7 @@ class Answer:
             }
             for call in self._turn.tool_calls
         ]
-        self._own = {"branch": completion.branch, "forked": completion.forked, "replayed": completion.replayed}
+        self.own = {"branch": completion.branch, "forked": completion.forked, "replayed": completion.replayed}
 
     @property
     def finish_reason(self) -> str:
@@ -173,39 +182,76 @@ class Answer:
         return "tool_calls" if self._calls else "stop"
 
     @property
-    def usage(self) -> dict[str, int]:
-        """Tokens of the prompt, of the answer, and of both."""
-        completion = len(self._turn.token_ids)
-        return {
-            "prompt_tokens": self._prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": self._prompt_tokens + completion,
-        }
+    def tokens(self) -> tuple[int, int]:
+        """Of the prompt and of the answer."""
+        return self._prompt_tokens, len(self._turn.token_ids)
 
     def body(self) -> dict[str, Any]:
-        """The whole answer; ``agentrl`` says to which branch of the conversation it belongs."""
+        """The whole choice."""
         message: dict[str, Any] = {"role": "assistant", "content": self._text, "refusal": None}
         if self._calls:
             message["tool_calls"] = self._calls
-        choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": self.finish_reason}
-        head = {**self._head, "object": "chat.completion"}
-        return {**head, "choices": [choice], "usage": self.usage, "agentrl": self._own}
+        return self._filled({"message": message}, self.finish_reason, self.logprobs)
+
+    def deltas(self) -> Iterator[dict[str, Any]]:
+        """The choice in the pieces in which it is streamed; the last one has the log-probs."""
+        yield self._filled({"delta": {"role": "assistant", "content": ""}})
+        for piece in pieces(self._text):
+            yield self._filled({"delta": {"content": piece}})
+        for index, call in enumerate(self._calls):
+            yield self._filled({"delta": {"tool_calls": [{"index": index, **call}]}})
+        yield self._filled({"delta": {}}, self.finish_reason, self.logprobs)
+
+    def _filled(
+        self, said: dict[str, Any], finish_reason: str | None = None, logprobs: list[dict[str, Any]] | None = None
+    ) -> dict[str, Any]:
+        content = None if logprobs is None else {"content": logprobs, "refusal": None}
+        return {"index": self.index, **said, "logprobs": content, "finish_reason": finish_reason, "agentrl": self.own}
+
+
+class Answer:
+    """The answer to one request, in one piece or as chunks."""
+
+    def __init__(self, identifier: str, model: str, choices: Sequence[Choice]) -> None:
+        self._head = {"id": identifier, "created": int(time.time()), "model": model}
+        self.choices = choices
+
+    @property
+    def first(self) -> Choice:
+        """The only choice of a protocol that has no more."""
+        return self.choices[0]
+
+    @property
+    def usage(self) -> dict[str, int]:
+        """Tokens of the prompt, of all choices, and of both."""
+        prompt, completion = self.first.tokens[0], sum(choice.tokens[1] for choice in self.choices)
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+    def body(self) -> dict[str, Any]:
+        """The whole answer; ``agentrl`` says to which branch of the conversation the first choice belongs."""
+        head = {**self._head, "object": "chat.completion", "agentrl": self.first.own}
+        return {**head, "choices": [choice.body() for choice in self.choices], "usage": self.usage}
 
     def events(self, usage: bool) -> Iterator[str]:
         """The answer as a client that streams reads it."""
-        yield from map(event, self._chunks(usage))
+        head = {**self._head, "object": "chat.completion.chunk"}
+        for choice in self.choices:
+            for delta in choice.deltas():
+                yield event({**head, "choices": [delta], "agentrl": choice.own})
+        if usage:
+            yield event({**head, "choices": [], "usage": self.usage})
         yield "data: [DONE]\n\n"
 
-    def _chunks(self, usage: bool) -> Iterator[dict[str, Any]]:
-        yield self._chunk({"role": "assistant", "content": ""})
-        for piece in pieces(self._text):
-            yield self._chunk({"content": piece})
-        for index, call in enumerate(self._calls):
-            yield self._chunk({"tool_calls": [{"index": index, **call}]})
-        yield self._chunk({}, self.finish_reason)
-        if usage:
-            yield {**self._head, "object": "chat.completion.chunk", "choices": [], "usage": self.usage}
 
-    def _chunk(self, delta: dict[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
-        return {**self._head, "object": "chat.completion.chunk", "choices": [choice], "agentrl": self._own}
+def logprobs_of(ids: Sequence[int], values: Sequence[float], decode: Decode) -> list[dict[str, Any]]:
+    """The log-probability of each sampled token; ``bytes`` is null where a token is only part of a character."""
+    texts = [decode([id_]) for id_ in ids]
+    return [
+        {
+            "token": text,
+            "logprob": value,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+            "top_logprobs": [],
+        }
+        for text, value in zip(texts, values, strict=True)
+    ]
