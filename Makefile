@@ -17,7 +17,7 @@ GPU_ARGS ?=
 SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
-.PHONY: help env demo demo-ray demo-ppo test check lint format bench gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
+.PHONY: help env wheels demo demo-ray demo-ppo test check lint format bench gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
 	test-engines test-engine-sglang test-engine-vllm test-engines-learn
 
 help:
@@ -25,6 +25,7 @@ help:
 	@echo "make test    install, run all tests"
 	@echo "make check   install, lint, types, import rules, example configurations"
 	@echo "make env     install only: .venv with everything editable"
+	@echo "make wheels  every package as a wheel in dist, for: pip install --find-links dist agentrl-all"
 	@echo "make bench   the benchmarks"
 	@echo "make gpu     what only a GPU can show, to docs/results/gpu.md; without one a rehearsal on the CPU"
 	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
@@ -40,6 +41,12 @@ $(VENV)/.installed: requirements-dev.txt constraints.txt $(PROJECTS)
 	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables
 	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -r requirements-dev.txt
 	touch $@
+
+wheels:
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet -c constraints.txt hatchling
+	for project in $(dir $(filter-out examples/%,$(PROJECTS))); do \
+		(cd $$project && $(CURDIR)/$(BIN)/python -m hatchling build --target wheel --directory $(CURDIR)/dist) || exit 1; done
 
 $(CALCULATOR)/model/config.json: $(VENV)/.installed $(CALCULATOR)/prepare.py
 	$(BIN)/python $(CALCULATOR)/prepare.py

@@ -7,9 +7,11 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[1]
 PROJECTS = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))]
+ALL = ROOT / "plugins/agentrl-all"
 HEAVY = {"vllm", "sglang", "flash-attn"}
 
 
@@ -37,7 +39,17 @@ def test_wheel_holds_one_package(project: Path, tmp_path: Path) -> None:
         assert any(entry.endswith("licenses/LICENSE") for entry in wheel.namelist()) or project != ROOT
 
 
-@pytest.mark.parametrize("project", PROJECTS, ids=lambda path: path.name)
+def test_one_distribution_installs_all(tmp_path: Path) -> None:
+    with build(ALL, tmp_path) as wheel:
+        (found,) = (entry for entry in wheel.namelist() if entry.endswith("/METADATA"))
+        lines = wheel.read(found).decode().splitlines()
+    assert {entry.split("/")[0] for entry in wheel.namelist()} == {"agentrl_all-0.1.0.dist-info"}
+    (needed,) = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
+    assert (needed.name, needed.extras) == (metadata(ROOT)["name"], {"default"})
+    assert str(metadata(ROOT)["version"]) in needed.specifier
+
+
+@pytest.mark.parametrize("project", [*PROJECTS, ALL], ids=lambda path: path.name)
 def test_published_metadata_is_complete(project: Path) -> None:
     about = metadata(project)
     assert about["requires-python"] == ">=3.11"

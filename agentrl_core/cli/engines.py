@@ -32,6 +32,9 @@ def setup_engine(
     requirements: Annotated[
         list[str] | None, typer.Option("--with", help="Install this too, such as 'vllm==0.32.1'; may be repeated.")
     ] = None,
+    find_links: Annotated[
+        list[str] | None, typer.Option(help="Folder with wheels, as `make wheels` writes; may be repeated.")
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the commands.")] = False,
 ) -> None:
     """Create a separate Python environment for an engine, and print its interpreter."""
@@ -41,11 +44,15 @@ def setup_engine(
     plugin = resolve("engine", name)
     folder = (path or Path(".engines") / plugin.spec.name).absolute()
     if dry_run:
-        for command in setup_commands(plugin, folder, requirements or []):
+        for command in setup_commands(plugin, folder, requirements or [], find_links or []):
             typer.echo(shlex.join(command))
         return
     python = setup_environment(
-        plugin, folder, requirements or [], lambda command: typer.echo(f"+ {shlex.join(command)}", err=True)
+        plugin,
+        folder,
+        requirements or [],
+        lambda command: typer.echo(f"+ {shlex.join(command)}", err=True),
+        find_links or [],
     )
     typer.echo(f"rollout.engine.name={name} rollout.engine.python={python}")
 

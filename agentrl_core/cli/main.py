@@ -14,6 +14,7 @@ from typer.core import TyperCommand, TyperGroup
 import agentrl_core
 
 COMMANDS = {
+    "init": ("init:run", "Write a config for your model, data, tool and reward."),
     "train": ("train:train", "Train an agent from a YAML config."),
     "eval": ("evaluate:run", "Validate a model or a checkpoint; keep its metrics and trajectories."),
     "export": ("export:run", "Copy a checkpoint's model into a directory that transformers can load."),

@@ -25,7 +25,11 @@ Command = list[str]
 
 
 def setup_environment(
-    plugin: ResolvedPlugin, folder: Path, extra: Sequence[str] = (), report: Callable[[Command], None] = lambda _: None
+    plugin: ResolvedPlugin,
+    folder: Path,
+    extra: Sequence[str] = (),
+    report: Callable[[Command], None] = lambda _: None,
+    links: Sequence[str] = (),
 ) -> Path:
     """Make the environment, and see that it can serve; an existing one is brought up to date.
 
@@ -34,6 +38,7 @@ def setup_environment(
         folder: of the environment.
         extra: more requirements, such as another build of the engine.
         report: called with each command before it runs.
+        links: folders or pages with wheels, besides the package index.
 
     Returns:
         The path of its interpreter.
@@ -44,20 +49,23 @@ def setup_environment(
         EngineError: a command failed.
     """
     python = folder / "bin" / "python"
-    for command in setup_commands(plugin, folder, extra):
+    for command in setup_commands(plugin, folder, extra, links):
         report(command)
         # The caller's standard output is for the result.
         done = subprocess.run(command, stdout=sys.stderr, check=False)
         if done.returncode:
             raise EngineError(
                 f"{shlex.join(command)} failed with exit code {done.returncode} (its output is above). Fix the cause "
-                "and run this command again; installed packages stay"
+                "and run this command again; installed packages stay. If the index lacks a package, --find-links names "
+                "a folder of wheels"
             )
     check_interpreter(str(python), plugin.ref, plugin.spec)
     return python
 
 
-def setup_commands(plugin: ResolvedPlugin, folder: Path, extra: Sequence[str] = ()) -> list[Command]:
+def setup_commands(
+    plugin: ResolvedPlugin, folder: Path, extra: Sequence[str] = (), links: Sequence[str] = ()
+) -> list[Command]:
     """What makes the environment: with uv where there is one, else with venv and pip.
 
     Raises:
@@ -69,13 +77,14 @@ def setup_commands(plugin: ResolvedPlugin, folder: Path, extra: Sequence[str] = 
     python = folder / "bin" / "python"
     wanted = [*_own(CORE), *_own(ref.dist), f"ray=={_version('ray')}", *spec.requires, *extra]
     pins = files(spec.factory.partition(".")[0]) / PINS
-    constraints = ["--constraint", str(pins)] if pins.is_file() else []
+    options = ["--constraint", str(pins)] if pins.is_file() else []
+    options += [f"--find-links={link}" for link in links]
     uv = shutil.which("uv")
     if uv is not None:
         make = [uv, "venv", "--allow-existing", "--python", sys.executable, str(folder)]
-        return [make, [uv, "pip", "install", "--python", str(python), *constraints, *wanted]]
+        return [make, [uv, "pip", "install", "--python", str(python), *options, *wanted]]
     make = [sys.executable, "-m", "venv", str(folder)]
-    return [make, [str(python), "-m", "pip", "install", *constraints, *wanted]]
+    return [make, [str(python), "-m", "pip", "install", *options, *wanted]]
 
 
 def _own(dist: str) -> list[str]:

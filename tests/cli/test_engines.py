@@ -13,11 +13,11 @@ def agentrl(*arguments: object) -> Result:
 
 
 def test_setup_shows_its_commands() -> None:
-    result = agentrl("engines", "setup", "sglang", "--dry-run", "--path", "/env", "--with", "sglang==0.5.23")
+    result = agentrl("engines", "setup", "sglang", "--dry-run", "--path", "/env", "--with", "sglang==0.5.23", "--find-links", "d")
     assert result.exit_code == 0, result.output
     make, install = result.output.splitlines()
     assert make.endswith("/env")
-    assert "environment.txt" in install
+    assert "environment.txt --find-links=d " in install
     assert install.endswith("'sglang>=0.5.21' sglang==0.5.23")
 
 
