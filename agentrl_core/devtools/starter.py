@@ -126,7 +126,9 @@ def _model(model: str, folder: Path) -> str:
     if Path(model).is_dir():
         return _from(folder, model, "--model")
     if not is_hub_name(model):
-        raise ConfigError(f"--model: no such directory: {model}. Give a directory, or a hub name such as Qwen/Qwen3-0.6B")
+        raise ConfigError(
+            f"--model: no such directory: {model}. Give a directory, or a hub name such as Qwen/Qwen3-0.6B"
+        )
     return model
 
 

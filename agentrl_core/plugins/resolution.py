@@ -230,7 +230,8 @@ def _not_found(kind: str, name: str, installed: list[Registration], base_dir: Pa
     if nearest and nearest != plain:
         parts.append(f"did you mean {nearest!r}?")
     if nearest not in names and (kind, nearest) in OFFICIAL:
-        parts.append(f"{nearest!r} comes with: pip install {OFFICIAL[kind, nearest]} (all plugins: pip install agentrl-all)")
+        package = OFFICIAL[kind, nearest]
+        parts.append(f"{nearest!r} comes with: pip install {package} (all plugins: pip install agentrl-all)")
     other = sorted({KINDS[each.kind].title for each in installed if each.name == plain and each.kind in KINDS})
     if other and not elsewhere:
         parts.append(f"{plain!r} is a {' and a '.join(other)}")

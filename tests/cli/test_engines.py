@@ -13,7 +13,8 @@ def agentrl(*arguments: object) -> Result:
 
 
 def test_setup_shows_its_commands() -> None:
-    result = agentrl("engines", "setup", "sglang", "--dry-run", "--path", "/env", "--with", "sglang==0.5.23", "--find-links", "d")
+    options = ("--path", "/env", "--with", "sglang==0.5.23", "--find-links", "d")
+    result = agentrl("engines", "setup", "sglang", "--dry-run", *options)
     assert result.exit_code == 0, result.output
     make, install = result.output.splitlines()
     assert make.endswith("/env")

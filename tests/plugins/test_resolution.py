@@ -111,12 +111,12 @@ def test_misspelt_name_suggests_the_nearest(isolated_plugins: IsolatedPlugins) -
         (
             "tool_agnet",
             "no agent loop 'tool_agnet' is installed; did you mean 'tool_agent'?; 'tool_agent' comes with: pip install "
-            "agentrl-loop-tool-agent; no agent loop is installed at all",
+            "agentrl-loop-tool-agent (all plugins: pip install agentrl-all); no agent loop is installed at all",
         ),
         (
             "single_turn",
-            "no agent loop 'single_turn' is installed; 'single_turn' comes with: pip install agentrl-loop-single-turn; "
-            "no agent loop is installed at all",
+            "no agent loop 'single_turn' is installed; 'single_turn' comes with: pip install agentrl-loop-single-turn "
+            "(all plugins: pip install agentrl-all); no agent loop is installed at all",
         ),
     ],
 )
