@@ -18,7 +18,7 @@ An engine has the methods of :class:`InferenceEngine`. Capabilities that add met
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -26,6 +26,12 @@ from agentrl_core.api.weights import WeightUpdate
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "drain", "keep"]
+
+
+RESHAPING: dict[str, Any] = {
+    "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {},
+}  # fmt: skip
+"""Sampling parameters that an engine announces as a capability of the same name, with the values that mean off."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +42,12 @@ class SamplingParams:
         max_tokens: most tokens to sample; always >= 1 when an engine sees it.
         temperature: 0 means greedy.
         top_p, top_k: nucleus and top-k truncation; 1.0 and 0 switch them off.
+        min_p: only tokens at least this fraction as likely as the likeliest one; 0 switches it off.
+        presence_penalty: subtracted from the logit of each token that this request has sampled already.
+        frequency_penalty: the same, times how often it has been sampled.
+        repetition_penalty: divides the positive logits of tokens of prompt and output and multiplies the negative ones
+            (Keskar et al., 2019); 1.0 switches it off.
+        logit_bias: added to the logits of these token ids.
         seed: for this request alone; the same seed and logits give the same tokens whatever else is in the batch.
         stop_token_ids: sampling ends after one of these, which is part of the output.
     """
@@ -46,6 +58,16 @@ class SamplingParams:
     top_k: int = 0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+
+    @property
+    def reshaping(self) -> dict[str, Any]:
+        """Those of :data:`RESHAPING` that are in use, with their values."""
+        return {name: getattr(self, name) for name, unused in RESHAPING.items() if getattr(self, name) != unused}
 
 
 @dataclass(frozen=True)
@@ -63,8 +85,9 @@ class TokenOutput:
 
     Args:
         token_ids: the sampled ids, the stop token included.
-        log_probs: natural log-probability of each sampled id under the softmax of logits / temperature, before top-p
-            and top-k (temperature 1 where sampling is greedy); None without the capability ``logprobs``.
+        log_probs: natural log-probability of each sampled id under the softmax of logits / temperature (1 where
+            sampling is greedy), after penalties and ``logit_bias``, before min-p, top-p and top-k; None without the
+            capability ``logprobs``.
         finish_reason: ``stop`` (a stop token), ``length`` (max_tokens), ``abort``.
         spans: which weights sampled which tokens; they cover ``token_ids`` without a gap.
     """

@@ -9,6 +9,7 @@ from functools import reduce
 from itertools import chain
 from typing import Any
 
+from agentrl_core.api.engine import RESHAPING
 from agentrl_core.api.plugin import KINDS
 from agentrl_core.config.schema import ResolvedConfig, ServedSlot, Slot
 from agentrl_core.config.slots import slots_by_path
@@ -55,6 +56,17 @@ def _set(key: str, *unused: object) -> Feature:
     return feature
 
 
+def _sampling(name: str, unused: object) -> Feature:
+    """A sampling parameter of training or validation."""
+
+    def feature(config: ResolvedConfig) -> str | None:
+        sections = {"rollout": config.rollout.sampling, "trainer.validation": config.trainer.validation.sampling}
+        values = {f"{path}.sampling.{name}": getattr(section, name) for path, section in sections.items()}
+        return " and ".join(f"{key}={value}" for key, value in values.items() if value != unused) or None
+
+    return feature
+
+
 def _more_than_one(path: str, slot: ServedSlot, *keys: str) -> str | None:
     return " and ".join(f"{path}.{key}={getattr(slot, key)}" for key in keys if getattr(slot, key) > 1) or None
 
@@ -82,6 +94,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "logprobs", _log_probs),
     Requirement("rollout.engine", "sleep", _set("engine.sleep", 0), training=True),
     Requirement("rollout.engine", "broadcast", _set("engine.weight_transfer", "auto", "host_memory"), training=True),
+    *(Requirement("rollout.engine", name, _sampling(name, unused)) for name, unused in RESHAPING.items()),
     *_devices("rollout.engine", lambda config: config.rollout.engine),
     Requirement("rollout.agent.loops", "tools", _listed("tools", lambda config: config.tools)),
     Requirement("rollout.agent.loops", "interactions", _listed("interactions", lambda config: config.interactions)),

@@ -325,6 +325,21 @@ class SamplingConfig:
     temperature: float = option(SamplingParams.temperature, ge=0, help="sampling temperature; 0: greedy")
     top_p: float = option(SamplingParams.top_p, gt=0, le=1, help="nucleus sampling threshold; 1: off")
     top_k: int = option(SamplingParams.top_k, ge=0, help="sample from the k most likely tokens; 0: off")
+    min_p: float = option(
+        SamplingParams.min_p, ge=0, le=1, help="only tokens this fraction as likely as the likeliest one; 0: off"
+    )
+    presence_penalty: float = option(
+        SamplingParams.presence_penalty, ge=-2, le=2, help="subtracted from the logits of tokens sampled in this turn"
+    )
+    frequency_penalty: float = option(
+        SamplingParams.frequency_penalty, ge=-2, le=2, help="the same, times how often a token was sampled in this turn"
+    )
+    repetition_penalty: float = option(
+        SamplingParams.repetition_penalty,
+        gt=0,
+        help="divides positive logits, multiplies negative ones, of tokens in the conversation so far; 1: off",
+    )
+    logit_bias: dict[int, float] = option(default_factory=dict, help="added to the logits of these token ids")
     max_tokens: int | None = option(None, ge=1, unit="tokens", help="maximum per turn; null: the remaining budget")
     stop: list[str] = option(
         default_factory=list,

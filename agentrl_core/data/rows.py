@@ -16,7 +16,7 @@ class PromptBatch:
     Args:
         rows: one per trajectory, with ``uid`` (of its prompt), ``prompt_index`` and ``sample_index``. Samples of one
             prompt share what is inside their rows.
-        sampling: ``temperature``, ``top_p``, ``top_k``, ``max_tokens`` and ``stop``.
+        sampling: what :meth:`Trajectory.generate` takes.
         attempt: number of the first attempt; above 0 where a worker with these rows has died.
     """
 

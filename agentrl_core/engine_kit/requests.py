@@ -58,6 +58,18 @@ def check_request(
             f"{where} temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}; allowed are "
             f"{bound}, 0 < top_p <= 1, top_k >= 0"
         )
+    penalties = (params.presence_penalty, params.frequency_penalty)
+    if not (0 <= params.min_p <= 1 and max(map(abs, penalties)) <= 2 and params.repetition_penalty > 0):
+        raise ValueError(
+            f"{where} min_p {params.min_p}, presence_penalty {penalties[0]}, frequency_penalty {penalties[1]}, "
+            f"repetition_penalty {params.repetition_penalty}; allowed are 0 <= min_p <= 1, penalties from -2 to 2, "
+            "repetition_penalty > 0"
+        )
+    for token, bias in params.logit_bias.items():
+        if not 0 <= token < vocab_size or not math.isfinite(bias):
+            raise ValueError(
+                f"{where} logit_bias {{{token}: {bias}}}; allowed are ids in 0..{vocab_size - 1} and finite values"
+            )
     if multi_modal:
         raise ValueError(f"{where} this engine takes text only, found {', '.join(sorted(multi_modal))}")
 

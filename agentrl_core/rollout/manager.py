@@ -67,7 +67,7 @@ class AgentLoopManager:
             runtime.actor(
                 AgentLoopWorker, config, self._engines.servers, self._rewarders, name=f"agent-loop-{index}",
                 index=index, max_model_len=engines.context.max_model_len, vocab_size=engines.context.vocab_size,
-                engine_sessions=engines.has_sessions, clients=clients, options=options,
+                clients=clients, options=options,
             )
             for index in range(config.rollout.agent.num_workers)
         ]  # fmt: skip

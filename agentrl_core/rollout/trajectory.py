@@ -27,13 +27,15 @@ from agentrl_core.api import (
     Trajectory,
     Turn,
 )
+from agentrl_core.api.engine import RESHAPING
 from agentrl_core.config.schema import TemplateBreak
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.hosting.wire import MAX_DEPTH, is_too_deep
 from agentrl_core.rollout.identity import TrajectoryKey
 
 Sample = Callable[[list[int], SamplingParams, str], Awaitable[TokenOutput]]
-_SAMPLING = ("temperature", "top_p", "top_k", "max_tokens", "stop")
+_ENGINE_SAMPLING = ("temperature", "top_p", "top_k", *RESHAPING)
+_SAMPLING = (*_ENGINE_SAMPLING, "max_tokens", "stop")
 
 
 class TemplateBreakError(TemplateError):
@@ -179,7 +181,7 @@ class TrajectoryBuilder(Trajectory):
             max_tokens=max_tokens,
             seed=self._key.seed(self._turns, self._branch),
             stop_token_ids=(*self._renderer.stop_token_ids, *self._stop_ids(sampling_params.get("stop") or ())),
-            **{name: sampling_params[name] for name in _SAMPLING[:3] if name in sampling_params},
+            **{name: sampling_params[name] for name in _ENGINE_SAMPLING if name in sampling_params},
         )
         row = self.row
         output = await self._sample(row.prompt_ids + row.response_ids, params, self.request_id)

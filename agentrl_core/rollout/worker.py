@@ -55,7 +55,6 @@ class AgentLoopWorker:
         index: number of this worker.
         max_model_len: tokens of prompt and response together.
         vocab_size: of the model's embedding.
-        engine_sessions: the engine has the capability ``sessions``.
         clients: of the named engines.
     """
 
@@ -68,7 +67,6 @@ class AgentLoopWorker:
         index: int,
         max_model_len: int,
         vocab_size: int,
-        engine_sessions: bool,
         clients: Mapping[str, RoutedClient],
     ) -> None:
         self._clients = clients
@@ -82,7 +80,7 @@ class AgentLoopWorker:
             turn_timeout=rollout.turn_timeout,
             max_model_len=max_model_len,
             vocab_size=vocab_size,
-            sessions=engine_sessions,
+            capabilities=rollout.engine.plugin.spec.capabilities,
             restarts=rollout.engine.restarts > 0,
             retry=rollout.engine.retry,
         )

@@ -47,7 +47,7 @@ class RoutedClient(EngineClient):
             turn_timeout=self._turn_timeout,
             max_model_len=self._context.max_model_len,
             vocab_size=self._context.vocab_size,
-            sessions=self._slot.has("sessions"),
+            capabilities=self._slot.plugin.spec.capabilities,
             restarts=self._slot.restarts > 0,
             retry=self._slot.retry,
         )

@@ -4,7 +4,7 @@ import asyncio
 import hashlib
 import logging
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -39,7 +39,7 @@ class AsyncLLMServerManager:
         turn_timeout: seconds that one request may take.
         max_model_len: tokens of prompt and response together.
         vocab_size: ids at or above it are refused.
-        sessions: the engine wants to know when trajectories begin and end.
+        capabilities: of the engine. One with ``sessions`` is told when trajectories begin and end.
         restarts: dead replicas come back.
         retry: ``continue`` a request that was cut off after its sampled tokens, or ``restart`` it from its prompt.
         max_sticky: remembered request ids; the oldest are forgotten.
@@ -52,7 +52,7 @@ class AsyncLLMServerManager:
         turn_timeout: float,
         max_model_len: int,
         vocab_size: int,
-        sessions: bool,
+        capabilities: Collection[str],
         restarts: bool = False,
         retry: Retry = "continue",
         max_sticky: int = 65536,
@@ -62,7 +62,8 @@ class AsyncLLMServerManager:
         self._turn_timeout = turn_timeout
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
-        self._sessions = sessions
+        self._capabilities = capabilities
+        self._sessions = "sessions" in capabilities
         self._hopeless: str | None = None if restarts else "no engine replica is alive"
         self._retry = retry
         self._max_sticky = max_sticky
@@ -151,7 +152,8 @@ class AsyncLLMServerManager:
                 whole = joined(so_far, output)
                 if output.finish_reason != "abort" or failures >= MAX_LOSSES:
                     return whole
-                if self._retry == "continue":
+                # Penalties on what was sampled would begin at nothing if that became part of the prompt.
+                if self._retry == "continue" and not (params.presence_penalty or params.frequency_penalty):
                     so_far = whole
                     if len(whole.token_ids) >= params.max_tokens:
                         return replace(whole, finish_reason="length")
@@ -189,6 +191,8 @@ class AsyncLLMServerManager:
             )
         if max(prompt_ids) >= self._vocab_size or min(prompt_ids) < 0:
             raise EngineError(f"a prompt holds token ids outside 0..{self._vocab_size - 1}")
+        if missing := sorted(params.reshaping.keys() - self._capabilities):
+            raise EngineError(f"the engine has no {' and no '.join(missing)}: it lacks the capability of this name")
 
     # Sessions ---------------------------------------------------------------------------------------------------
 

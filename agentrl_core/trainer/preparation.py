@@ -21,6 +21,7 @@ from agentrl_core.api import (
     ToolParserContext,
     TrackerContext,
 )
+from agentrl_core.api.engine import RESHAPING
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.config.capabilities import installed_with, missing_capabilities
 from agentrl_core.config.schema import (
@@ -93,11 +94,12 @@ class Preparation:
         with boundary(ConfigError, f"model.path: {model.path} is not a model transformers can load:"):
             model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         text_config = model_config.get_text_config()
+        check_logit_bias(config, int(text_config.vocab_size))
         renderer = HFChatRenderer.from_config(model)
         rehearse(config, renderer, listeners=listeners)
         if training:
             check_teacher(config, renderer)
-            warn_of_truncated_sampling(config)
+            warn_of_other_distribution(config)
         if config.tools:
             require_tool_role(renderer)
         template = check_template(renderer)
@@ -292,15 +294,34 @@ def check_teacher(config: ResolvedConfig, renderer: HFChatRenderer) -> None:
         )
 
 
-def warn_of_truncated_sampling(config: ResolvedConfig) -> None:
-    """Say what top-p and top-k do to ratios between engine and trainer."""
+def check_logit_bias(config: ResolvedConfig, vocab_size: int) -> None:
+    """Reject a bias of a token that the model does not have.
+
+    Raises:
+        ConfigError: naming the ids.
+    """
+    sections = {"rollout": config.rollout.sampling, "trainer.validation": config.trainer.validation.sampling}
+    for key, sampling in sections.items():
+        if outside := [str(token) for token in sampling.logit_bias if not 0 <= token < vocab_size]:
+            raise ConfigError(
+                f"{key}.sampling.logit_bias: {', '.join(outside)} is no token id of {config.model.path}; allowed: 0 to "
+                f"{vocab_size - 1}"
+            )
+
+
+def warn_of_other_distribution(config: ResolvedConfig) -> None:
+    """Say what truncation, penalties and biases do to ratios between engine and trainer."""
     sampling, needed = config.rollout.sampling, config.needs_rollout_log_probs
-    if needed is not None and (sampling.top_p < 1 or sampling.top_k > 0):
+    off = {"top_p": 1.0, "top_k": 0, **RESHAPING}
+    used = {name: getattr(sampling, name) for name, value in off.items() if getattr(sampling, name) != value}
+    if needed is not None and used:
         logger.warning(
-            "%s compares the engine's log-probs with the trainer's, but rollout.sampling draws from a part of the "
-            "distribution (top_p=%g, top_k=%d), which the trainer's log-probs ignore: set top_p=1 and top_k=0",
-            needed, sampling.top_p, sampling.top_k,
-        )  # fmt: skip
+            "%s compares the engine's log-probs with the trainer's, but rollout.sampling draws from another "
+            "distribution than the policy's (%s), which the trainer's log-probs ignore: set %s",
+            needed,
+            ", ".join(f"{name}={value}" for name, value in used.items()),
+            " and ".join(f"{name}={off[name]}" for name in used),
+        )
 
 
 def check_frozen_model(slot: NamedEngineSlot) -> None:

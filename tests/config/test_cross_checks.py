@@ -47,6 +47,18 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
             "--kind engine)",
         ),
         (
+            ["rollout.sampling.repetition_penalty=1.1", "rollout.engine=fussy"],
+            "rollout.engine.name (override 'rollout.engine=fussy'): inference engine 'fussy' lacks the capability "
+            "'repetition_penalty', which rollout.sampling.repetition_penalty=1.1 needs; none installed has it (agentrl "
+            "plugins list --kind engine)",
+        ),
+        (
+            ["trainer.validation.sampling.logit_bias={7: -100}", "rollout.engine=fussy"],
+            "rollout.engine.name (override 'rollout.engine=fussy'): inference engine 'fussy' lacks the capability "
+            "'logit_bias', which trainer.validation.sampling.logit_bias={7: -100.0} needs; none installed has it "
+            "(agentrl plugins list --kind engine)",
+        ),
+        (
             ["rollout.max_logprob_gap=0.1"],
             "rollout.engine.name (default): inference engine 'hf' lacks the capability 'logprobs', which "
             "rollout.max_logprob_gap=0.1 needs; installed with it: fussy",

@@ -39,7 +39,7 @@ class Replica:
 
 def make(count: int, **changes: Any) -> tuple[AsyncLLMServerManager, list[Replica]]:
     replicas = [Replica() for _ in range(count)]
-    settings: dict[str, Any] = {"turn_timeout": 60.0, "max_model_len": 16, "vocab_size": 10, "sessions": False}
+    settings: dict[str, Any] = {"turn_timeout": 60.0, "max_model_len": 16, "vocab_size": 10, "capabilities": ()}
     return AsyncLLMServerManager(replicas, **{**settings, **changes}), replicas
 
 
@@ -76,7 +76,7 @@ def test_a_new_request_goes_to_the_replica_with_the_least_in_flight() -> None:
 
 
 def test_a_dead_replica_hands_its_requests_to_the_others() -> None:
-    manager, replicas = make(2, sessions=True)
+    manager, replicas = make(2, capabilities={"sessions"})
     drive(manager, "a", "b")
     home = 0 if "a" in replicas[0].requests else 1
     replicas[home].alive = False
@@ -89,7 +89,7 @@ def test_a_dead_replica_hands_its_requests_to_the_others() -> None:
 
 def test_a_replica_found_dead_when_a_session_opens_is_left_out() -> None:
     """A dead replica has nothing in flight: without this every new trajectory would be sent to it."""
-    manager, replicas = make(2, sessions=True)
+    manager, replicas = make(2, capabilities={"sessions"})
     replicas[0].alive = False
 
     async def scenario() -> None:
@@ -106,7 +106,7 @@ def test_a_replica_found_dead_when_a_session_opens_is_left_out() -> None:
 
 
 def test_without_a_living_replica_requests_fail() -> None:
-    manager, replicas = make(2, sessions=True)
+    manager, replicas = make(2, capabilities={"sessions"})
     for replica in replicas:
         replica.alive = False
     for _ in range(2):
@@ -149,7 +149,7 @@ def test_the_oldest_homes_are_forgotten() -> None:
 
 
 def test_nothing_is_counted_as_in_flight_or_assigned_after_the_end() -> None:
-    manager, _ = make(2, sessions=True)
+    manager, _ = make(2, capabilities={"sessions"})
 
     async def scenario() -> None:
         for name in ("a", "b", "c"):
@@ -176,7 +176,7 @@ def test_a_request_has_a_deadline() -> None:
 
 @pytest.mark.parametrize("method", ["open_session", "close_session"])
 def test_opening_and_closing_a_session_have_a_deadline(method: str) -> None:
-    manager, replicas = make(1, turn_timeout=0.01, sessions=True)
+    manager, replicas = make(1, turn_timeout=0.01, capabilities={"sessions"})
 
     async def never(method_called: str, *args: Any) -> None:
         if method_called == method:

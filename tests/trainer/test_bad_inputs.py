@@ -306,3 +306,18 @@ class Full(AgentLoopBase):
         trajectory = session.trajectory([{"role": "user", "content": content}])
         return trajectory.finish((await trajectory.generate(sampling_params)).termination)
 """
+
+
+def test_a_bias_of_a_token_that_the_model_lacks(tiny_run: Any) -> None:
+    with pytest.raises(
+        ConfigError, match=r"rollout.sampling.logit_bias: 99999 is no token id of .*; allowed: 0 to \d+"
+    ):
+        prepare(tiny_run({"rollout.sampling.logit_bias": {5: 1.0, 99999: -100.0}}))
+
+
+def test_sampling_from_another_distribution_is_a_warning(tiny_run: Any, caplog: pytest.LogCaptureFixture) -> None:
+    prepare(tiny_run({"rollout.sampling.min_p": 0.1}))
+    assert "distribution" not in caplog.text
+    prepare(tiny_run({"rollout.sampling.min_p": 0.1, "algorithm.correction": "token_tis"}))
+    assert "another distribution than the policy's (min_p=0.1)" in caplog.text
+    assert "set min_p=0.0" in caplog.text

@@ -90,6 +90,31 @@ class Model:
         log_probs = torch.log_softmax(logits / temperature, -1)
         return [float(row[token]) for row, token in zip(log_probs, output, strict=True)]
 
+    def reshaped(
+        self, prompt: Sequence[int], output: Sequence[int], params: Mapping[str, Any]
+    ) -> tuple[list[int], list[float]]:
+        """For each place of the output: the likeliest id, and the log-prob of the id that stands there, after the
+        penalties and biases as transformers and OpenAI's documentation define them, at temperature 1."""
+        import torch
+        from transformers import LogitsProcessorList, RepetitionPenaltyLogitsProcessor, SequenceBiasLogitsProcessor
+
+        processors = LogitsProcessorList()
+        if bias := params.get("logit_bias"):
+            processors.append(SequenceBiasLogitsProcessor([[[token], float(each)] for token, each in bias.items()]))
+        if (penalty := params.get("repetition_penalty", 1.0)) != 1.0:
+            processors.append(RepetitionPenaltyLogitsProcessor(penalty))
+        with torch.no_grad():
+            logits = self.module(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].float()
+        likeliest, log_probs = [], []
+        for place, token in enumerate(output):
+            row = processors(torch.tensor([[*prompt, *output[:place]]]), logits[place : place + 1].clone())[0]
+            for seen in set(output[:place]):
+                count = list(output[:place]).count(seen)
+                row[seen] -= params.get("frequency_penalty", 0.0) * count + params.get("presence_penalty", 0.0)
+            likeliest.append(int(row.argmax()))
+            log_probs.append(float(torch.log_softmax(row, -1)[token]))
+        return likeliest, log_probs
+
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The likeliest continuation; requests without stop ids do not stop."""
         import torch
@@ -294,6 +319,69 @@ class EngineContract(PluginContract):
             output = served.run(served.generate(PROMPTS[4], seed=1, **params))
             gap = served.gap(PROMPTS[4], output)
             assert gap <= served.plugin.tolerance, f"with {params} log-probs differ by {gap:.1e}"
+
+    @pytest.mark.parametrize(
+        "params",
+        [
+            {"presence_penalty": 2.0},
+            {"presence_penalty": -2.0},
+            {"frequency_penalty": 1.5},
+            {"repetition_penalty": 1.8},
+            {"logit_bias": {17: 3.0, 40: -4.0, 41: 2.5}},
+            {"frequency_penalty": 0.7, "presence_penalty": 0.5, "logit_bias": {19: 2.0}},
+        ],
+        ids=str,
+    )
+    def test_penalties_and_biases_are_those_of_transformers(self, served: Served, params: dict[str, Any]) -> None:
+        """Greedy takes the likeliest token after them, and log-probs are those after them; others are unaffected."""
+        for name in params:
+            needs(served.plugin, name)
+
+        async def both() -> tuple[list[TokenOutput], list[TokenOutput], TokenOutput]:
+            greedy = [
+                served.generate(prompt, f"g{number}", temperature=0.0, max_tokens=24, **params)
+                for number, prompt in enumerate(PROMPTS[:4])
+            ]
+            sampled = served.together(PROMPTS[:4], "s", max_tokens=24, **params)
+            plain = served.generate(PROMPTS[5], "plain", temperature=0.0)
+            return await asyncio.gather(*greedy), await sampled, await plain
+
+        greedy, sampled, plain = served.run(both())
+        for outputs in (greedy, sampled):
+            for prompt, output in zip(PROMPTS, outputs, strict=False):
+                likeliest, expected = served.model.reshaped(prompt, output.token_ids, params)
+                if outputs is greedy:
+                    assert output.token_ids == likeliest, f"{params}: {output.token_ids}, transformers {likeliest}"
+                for found, wanted in zip(output.log_probs or [], expected, strict=False):
+                    assert abs(found - wanted) <= served.plugin.tolerance, f"{params}: a log-prob {found}, not {wanted}"
+        assert plain.token_ids == served.model.greedy(PROMPTS[5], 16), "a request without penalties is penalized too"
+
+    def test_a_large_bias_decides_the_token(self, served: Served) -> None:
+        """Whatever the policy says; also at temperature 1."""
+        needs(served.plugin, "logit_bias")
+        for temperature in (0.0, 1.0):
+            output = served.run(
+                served.generate(PROMPTS[2], temperature=temperature, max_tokens=3, logit_bias={123: 1000.0})
+            )
+            assert output.token_ids == [123] * 3, f"with a bias of 1000 for 123 the ids are {output.token_ids}"
+
+    def test_min_p_leaves_the_likely_tokens(self, served: Served) -> None:
+        """At 1 only the likeliest one; log-probs stay those of the whole distribution."""
+        needs(served.plugin, "min_p")
+        for prompt in PROMPTS[:3]:
+            output = served.run(served.generate(prompt, min_p=1.0))
+            assert output.token_ids == served.model.greedy(prompt, 16), "min_p=1.0 is not greedy"
+        for output in served.run(served.together(PROMPTS[:1] * 16, "m", max_tokens=4, min_p=0.4)):
+            for place in range(len(output.token_ids)):
+                before = output.token_ids[:place]
+                likeliest = served.model.greedy([*PROMPTS[0], *before], 1)
+                (best,) = served.model.log_probs([*PROMPTS[0], *before], likeliest)
+                (own,) = served.model.log_probs([*PROMPTS[0], *before], output.token_ids[place : place + 1])
+                assert own >= best + np.log(0.4) - 1e-4, (
+                    f"min_p=0.4 took a token of {np.exp(own - best):.3f} of the best"
+                )
+            if output.log_probs is not None:
+                assert served.gap(PROMPTS[0], output) <= served.plugin.tolerance, "log-probs are those after min_p"
 
     def test_a_seed_repeats_an_answer_in_any_company(self, served: Served) -> None:
         """Seeds do not depend on what else is in the batch."""

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from agentrl_core.api import WeightUpdate
+from agentrl_core.api.engine import RESHAPING
 from agentrl_core.testing.contracts import EngineCase, EngineContract
 from agentrl_core.testing.contracts.engine import Served
 from agentrl_engine_hf.config import HFEngineConfig
@@ -59,6 +60,13 @@ class DropsStop(Changed):
 class OtherLogProbs(Changed):
     def output(self, output):
         return replace(output, log_probs=[value - 0.001 for value in output.log_probs])
+
+
+class Unshaped(Changed):
+    """Ignores penalties, biases and min_p."""
+
+    def params(self, params):
+        return replace(params, **RESHAPING)
 
 
 class Unseeded(Changed):
@@ -137,7 +145,7 @@ class StuckAfterCancel(Changed):
             raise
 
 
-ALL = ("logprobs", "seeds", "abort", "pause", "sleep", "weight_update", "broadcast", "sessions")
+ALL = ("logprobs", "seeds", "abort", "pause", "sleep", "weight_update", "broadcast", "sessions", *RESHAPING)
 BROKEN: dict[str, type[HFEngine]] = {
     "test_answers_fit_their_request": TooLong,
     "test_greedy_is_the_likeliest_continuation": Warm,
@@ -145,6 +153,9 @@ BROKEN: dict[str, type[HFEngine]] = {
     "test_log_probs_are_those_of_transformers": OtherLogProbs,
     "test_greedy_log_probs_are_those_at_temperature_one": OtherLogProbs,
     "test_log_probs_are_those_before_truncation": OtherLogProbs,
+    "test_penalties_and_biases_are_those_of_transformers": Unshaped,
+    "test_a_large_bias_decides_the_token": Unshaped,
+    "test_min_p_leaves_the_likely_tokens": Unshaped,
     "test_a_seed_repeats_an_answer_in_any_company": Unseeded,
     "test_turns_of_a_session_continue": SameSession,
     "test_abort_returns_what_was_generated": ForgetsAborted,

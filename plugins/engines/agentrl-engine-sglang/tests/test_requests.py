@@ -61,6 +61,7 @@ def test_parameters_are_those_of_the_contract() -> None:
         "input_ids": [1, 2],
         "sampling_params": {
             "max_new_tokens": 18, "temperature": 0.5, "top_p": 0.9, "top_k": -1, "stop_token_ids": [7, 9],
+            "min_p": 0.0,
         },
         "return_logprob": True,
     }  # fmt: skip

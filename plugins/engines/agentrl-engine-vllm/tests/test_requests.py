@@ -22,10 +22,14 @@ def completion(ids: list[int], spans: list[tuple[str, int, int]] | None, reason:
 
 
 def test_parameters_are_those_of_the_contract() -> None:
-    params = SamplingParams(50, temperature=0.5, top_p=0.9, top_k=3, stop_token_ids=(7, 9), seed=-1)
+    params = SamplingParams(
+        50, temperature=0.5, top_p=0.9, top_k=3, stop_token_ids=(7, 9), seed=-1, min_p=0.1, logit_bias={5: 2.0}
+    )
     assert sampling_arguments(2, params, 20) == {
         "max_tokens": 18, "temperature": 0.5, "top_p": 0.9, "top_k": 3, "stop_token_ids": [7, 9], "ignore_eos": True,
         "logprobs": 0, "flat_logprobs": True, "detokenize": False, "seed": 2**63 - 1,
+        "min_p": 0.1, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0,
+        "logit_bias": {5: 2.0},
     }  # fmt: skip
     assert "seed" not in sampling_arguments(2, SamplingParams(50), 20)
 

@@ -1,6 +1,6 @@
 """Sampling, vectorised over the batch.
 
-Shapes: B rows of the batch, V vocabulary, F rows with top-k or top-p.
+Shapes: B rows of the batch, V vocabulary, F rows with min-p, top-k or top-p, A rows with penalties or biases.
 """
 
 from collections.abc import Sequence as SequenceOf
@@ -30,6 +30,51 @@ def uniforms(seeds: SequenceOf[int], indices: SequenceOf[int]) -> "np.ndarray[An
     return (bits.astype(np.float64) + 0.5) * 2.0**-53
 
 
+class Penalties:
+    """The penalties and biases of those rows that have some."""
+
+    def __init__(self, sequences: SequenceOf[Sequence], device: torch.device) -> None:
+        self._rows = [i for i, each in enumerate(sequences) if each.params.reshaping.keys() - {"min_p"}]
+        self._sequences = [sequences[i] for i in self._rows]
+        self._device = device
+
+        def column(name: str) -> torch.Tensor:
+            values = [[getattr(each.params, name)] for each in self._sequences]
+            return torch.tensor(values, dtype=torch.float32, device=device)
+
+        self._presence_A1 = column("presence_penalty")
+        self._frequency_A1 = column("frequency_penalty")
+        self._repetition_A1 = column("repetition_penalty")
+        self._sampled_AV: torch.Tensor | None = None
+
+    def apply(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        """The logits with penalties and biases. Called for each token in turn: it counts what was sampled."""
+        if not self._rows:
+            return logits_BV
+        sampled_AV = self._count(logits_BV)
+        logits_AV = logits_BV[self._rows] + self._bias_AV
+        scaled_AV = torch.where(logits_AV > 0, logits_AV / self._repetition_A1, logits_AV * self._repetition_A1)
+        logits_AV = torch.where(self._prompt_AV | (sampled_AV > 0), scaled_AV, logits_AV)
+        logits_AV = logits_AV - self._frequency_A1 * sampled_AV - self._presence_A1 * (sampled_AV > 0)
+        return logits_BV.index_copy(0, torch.tensor(self._rows, device=self._device), logits_AV)
+
+    def _count(self, logits_BV: torch.Tensor) -> torch.Tensor:
+        if self._sampled_AV is not None:
+            last_A1 = torch.tensor([[each.ids[-1]] for each in self._sequences], device=self._device)
+            return self._sampled_AV.scatter_add_(1, last_A1, torch.ones_like(self._repetition_A1))
+        shape = (len(self._rows), logits_BV.shape[1])
+        self._sampled_AV = torch.zeros(shape, device=self._device)
+        self._bias_AV = torch.zeros(shape, device=self._device)
+        self._prompt_AV = torch.zeros(shape, dtype=torch.bool, device=self._device)
+        for row, each in enumerate(self._sequences):
+            output = torch.tensor(each.ids[each.prompt_length :], dtype=torch.long, device=self._device)
+            self._sampled_AV[row] += torch.bincount(output, minlength=shape[1])
+            self._prompt_AV[row, each.ids[: each.prompt_length]] = True
+            for token, bias in each.params.logit_bias.items():
+                self._bias_AV[row, token] = bias
+        return self._sampled_AV
+
+
 class Sampler:
     """The sampling parameters of one composition of the batch, as tensors."""
 
@@ -38,7 +83,12 @@ class Sampler:
         params = [sequence.params for sequence in sequences]
         greedy = [param.temperature == 0 for param in params]
         temperatures = [1.0 if param.temperature == 0 else param.temperature for param in params]
-        filtered = [i for i, param in enumerate(params) if not greedy[i] and (param.top_p < 1.0 or param.top_k > 0)]
+        filtered = [
+            i
+            for i, param in enumerate(params)
+            if not greedy[i] and (param.top_p < 1.0 or param.top_k > 0 or param.min_p > 0)
+        ]
+        self._penalties = Penalties(sequences, device)
         self._device = device
         self._seeds = [sequence.seed for sequence in sequences]
         self._all_greedy = all(greedy)
@@ -48,12 +98,13 @@ class Sampler:
             self._temperature_B1 = torch.tensor(temperatures, dtype=torch.float32, device=device).unsqueeze(1)
         self._filtered_F = torch.tensor(filtered, device=device) if filtered else None
         self._top_p_F1 = torch.tensor([[params[i].top_p] for i in filtered], dtype=torch.float64, device=device)
+        self._min_p_F1 = torch.tensor([[params[i].min_p] for i in filtered], dtype=torch.float64, device=device)
         self._top_k_F1 = torch.tensor([[params[i].top_k or 2**31] for i in filtered], device=device)
 
     @torch.inference_mode()
     def sample(self, logits_BV: torch.Tensor) -> tuple[list[int], list[float]]:
-        """Ids and their log-probabilities under softmax(logits / temperature) before top-k and top-p, each [B]."""
-        logits_BV = logits_BV.float()
+        """Ids and log-probabilities, each [B]: of softmax(logits / temperature), penalized, before truncation."""
+        logits_BV = self._penalties.apply(logits_BV.float())
         scaled_BV = logits_BV if self._temperature_B1 is None else logits_BV / self._temperature_B1
         probs_BV = torch.softmax(scaled_BV, dim=-1)
         ids_B = logits_BV.argmax(dim=-1) if self._all_greedy else self._draw(logits_BV, probs_BV)
@@ -72,10 +123,11 @@ class Sampler:
         return ids_B
 
     def _draw_filtered(self, probs_FV: torch.Tensor, uniform_F1: torch.Tensor) -> torch.Tensor:
-        """Top-k, then the smallest set of what is left whose share reaches top-p (Holtzman et al., 2020)."""
+        """Min-p and top-k, then the smallest set of what is left whose share reaches top-p (Holtzman et al., 2020)."""
         sorted_FV, order_FV = probs_FV.double().sort(dim=-1, descending=True, stable=True)
         ranks_V = torch.arange(sorted_FV.shape[1], device=sorted_FV.device)
-        sorted_FV = sorted_FV.masked_fill(ranks_V >= self._top_k_F1, 0.0)
+        unlikely_FV = sorted_FV < self._min_p_F1 * sorted_FV[:, :1]
+        sorted_FV = sorted_FV.masked_fill(unlikely_FV | (ranks_V >= self._top_k_F1), 0.0)
         before_FV = sorted_FV.cumsum(dim=-1) - sorted_FV
         nucleus_F1 = self._top_p_F1 * sorted_FV.sum(dim=-1, keepdim=True)
         outside_FV = (before_FV >= nucleus_F1) & (self._top_p_F1 < 1.0)

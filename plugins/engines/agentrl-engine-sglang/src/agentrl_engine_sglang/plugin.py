@@ -11,7 +11,20 @@ PLUGIN = PluginSpec(
     factory="agentrl_engine_sglang.engine:SGLangEngine",
     config=SGLangConfig,
     requires=("aiohttp>=3.10", "sglang>=0.5.21"),
+    # No penalties: SGLang applies them one token late with its overlapping scheduler, and its repetition penalty counts
+    # what was sampled, but not the prompt.
     capabilities=frozenset(
-        {"logprobs", "abort", "pause", "sleep", "weight_update", "broadcast", "parallel", "multi_node"}
+        {
+            "logprobs",
+            "min_p",
+            "logit_bias",
+            "abort",
+            "pause",
+            "sleep",
+            "weight_update",
+            "broadcast",
+            "parallel",
+            "multi_node",
+        }
     ),
 )

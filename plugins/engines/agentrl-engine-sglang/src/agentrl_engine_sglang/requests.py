@@ -20,7 +20,10 @@ def request_body(
         "top_p": params.top_p,
         "top_k": params.top_k or -1,
         "stop_token_ids": list(params.stop_token_ids),
+        "min_p": params.min_p,
     }
+    if params.logit_bias:
+        sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
     if seeded and params.seed is not None:
         sampling["sampling_seed"] = params.seed % 2**63
     return {

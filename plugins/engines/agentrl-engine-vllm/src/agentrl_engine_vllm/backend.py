@@ -41,13 +41,13 @@ class WorkerExtension:
     model_runner: Any
 
     def agentrl_score_whole_distribution(self) -> None:
-        """Log-probabilities are from now on those before top-p and top-k.
+        """Log-probabilities are from now on those before min-p, top-p and top-k.
 
         Raises:
             RuntimeError: this version of vLLM samples elsewhere.
         """
         from agentrl_engine_vllm.generators import Rewinder
-        from agentrl_engine_vllm.sampler import WholeDistribution
+        from agentrl_engine_vllm.sampler import WholeDistribution, before_min_p
 
         self._prepare_stage()
         sampler = getattr(self.model_runner, "sampler", None)
@@ -60,6 +60,7 @@ class WorkerExtension:
             on_cpu = self.model_runner.device.type == "cpu"
             before = [Rewinder(self.model_runner).before_sampling] if on_cpu else []
             sampler.topk_topp_sampler = WholeDistribution(sampler.topk_topp_sampler, *before)
+            sampler.sample = before_min_p(sampler.sample)
 
     def _prepare_stage(self) -> None:
         # What a pipeline stage receives goes into tensors that vLLM makes as it measures memory: not on a CPU.

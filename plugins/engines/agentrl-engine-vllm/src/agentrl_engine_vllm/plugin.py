@@ -15,6 +15,11 @@ PLUGIN = PluginSpec(
         {
             "logprobs",
             "seeds",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+            "logit_bias",
             "abort",
             "pause",
             "sleep",

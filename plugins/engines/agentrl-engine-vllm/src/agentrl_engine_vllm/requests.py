@@ -19,12 +19,18 @@ def sampling_arguments(prompt_length: int, params: SamplingParams, max_model_len
         "top_p": params.top_p,
         "top_k": params.top_k,
         "stop_token_ids": list(params.stop_token_ids),
+        "min_p": params.min_p,
+        "presence_penalty": params.presence_penalty,
+        "frequency_penalty": params.frequency_penalty,
+        "repetition_penalty": params.repetition_penalty,
         # A request ends at its own stop ids, and nowhere else.
         "ignore_eos": True,
         "logprobs": 0,
         "flat_logprobs": True,
         "detokenize": False,
     }
+    if params.logit_bias:
+        arguments["logit_bias"] = dict(params.logit_bias)
     if params.seed is not None:
         arguments["seed"] = params.seed % 2**63
     return arguments

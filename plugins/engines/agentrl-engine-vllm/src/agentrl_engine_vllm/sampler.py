@@ -1,7 +1,7 @@
-"""Log-probabilities of the whole distribution, where top-p and top-k choose from a part of it."""
+"""Log-probabilities of the whole distribution, where min-p, top-p and top-k choose from a part of it."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -31,3 +31,22 @@ class WholeDistribution(torch.nn.Module):
         whole = logits.log_softmax(dim=-1, dtype=torch.float32)
         token_ids, log_probs = self.inside(logits, generators, k, p)
         return token_ids, None if log_probs is None else whole
+
+
+def before_min_p(sample: Callable[..., Any]) -> Callable[..., Any]:
+    """vLLM's ``Sampler.sample`` with log-probabilities before min-p, which it applies ahead of top-k and top-p."""
+
+    def sample_whole(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        if not any(getattr(each, "min_p_count", 0) for each in metadata.logitsprocs.argmax_invariant):
+            return cast(tuple[torch.Tensor, Any], sample(logits, metadata, *args, **kwargs))
+        if metadata.temperature is None:
+            temperatures = torch.ones(len(logits), device=logits.device)
+        else:
+            # The same threshold as vLLM's for greedy sampling, whose log-probabilities are those at 1.
+            temperatures = torch.where(metadata.temperature < 1e-5, 1.0, metadata.temperature)
+        # Sampling may write to the logits.
+        whole = (logits / temperatures.unsqueeze(1)).log_softmax(dim=-1, dtype=torch.float32)
+        token_ids, log_probs = sample(logits, metadata, *args, **kwargs)
+        return token_ids, None if log_probs is None else whole
+
+    return sample_whole

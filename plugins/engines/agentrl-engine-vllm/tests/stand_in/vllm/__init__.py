@@ -26,6 +26,11 @@ class SamplingParams:
     logprobs: int
     flat_logprobs: bool
     detokenize: bool
+    min_p: float
+    presence_penalty: float
+    frequency_penalty: float
+    repetition_penalty: float
+    logit_bias: dict[int, float] | None = None
     seed: int | None = None
 
 
