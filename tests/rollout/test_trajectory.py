@@ -314,7 +314,7 @@ def test_texts_for_people_and_rewards(conversation) -> None:
     assert [mask for mask, _ in output.segments] == [1, 0, 1]
 
 
-@pytest.mark.parametrize("name", ["beam_width", "stop_token_ids", "repetition_penalty", "temprature"])
+@pytest.mark.parametrize("name", ["beam_width", "stop_token_ids", "seed", "temprature"])
 def test_a_sampling_parameter_that_would_be_ignored_is_an_error(conversation, name: str) -> None:
     talk = conversation(["hello" + STOP])
     with pytest.raises(PluginError, match=f"unknown sampling parameter {name}; allowed: temperature, top_p"):
