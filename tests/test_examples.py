@@ -32,7 +32,6 @@ def test_example_config_trains_for_a_step(path: Path, tmp_path: Path) -> None:
     row = {
         "prompt": "What is 1 + 1?",
         "data_source": "calculator",
-        "agent_name": "tool_agent",
         "reward_model": {"ground_truth": "2"},
         "extra_info": {"interaction_kwargs": {"name": "tutor", "ground_truth": "2"} if path.stem == "tutor" else None},
     }

@@ -40,9 +40,8 @@ from transformers.utils.logging import disable_progress_bar
 
 Message = dict[str, Any]
 
-RECIPE_VERSION = 2
+RECIPE_VERSION = 3
 DATA_SOURCE = "calculator"
-AGENT_NAME = "tool_agent"
 TRAIN_PROMPTS = 4096
 VALIDATION_PROMPTS = 200
 MARKER = "prepared.json"
@@ -507,7 +506,6 @@ def data_row(problem: Problem, split: str, index: int, *, tutor: bool) -> dict[s
     return {
         "data_source": DATA_SOURCE,
         "prompt": [{"role": "user", "content": problem.question}],
-        "agent_name": AGENT_NAME,
         "reward_model": {"style": "rule", "ground_truth": problem.result},
         "extra_info": {
             "index": index,
@@ -523,7 +521,6 @@ DATA_SCHEMA = pa.schema(
     {
         "data_source": pa.string(),
         "prompt": pa.list_(pa.struct({"role": pa.string(), "content": pa.string()})),
-        "agent_name": pa.string(),
         "reward_model": pa.struct({"style": pa.string(), "ground_truth": pa.string()}),
         "extra_info": pa.struct(
             {

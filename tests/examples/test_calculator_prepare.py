@@ -200,7 +200,6 @@ def test_data_survives_datasets_and_splits_do_not_overlap(tmp_path: Path) -> Non
         assert len(expressions[split]) == len(rows)
         for index, row in enumerate(rows):
             assert row["prompt"][0]["role"] == "user" and row["data_source"] == "calculator"
-            assert row["agent_name"] == "tool_agent"
             expression = "".join(c for c in row["prompt"][0]["content"] if c in "0123456789+-*")
             assert row["reward_model"] == {"style": "rule", "ground_truth": str(prepare.evaluate(expression))}
             assert row["extra_info"] == {

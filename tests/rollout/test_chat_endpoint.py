@@ -114,7 +114,7 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(run_agent) -> None:
                     seen(status=error.status_code, code=error.code, message=error.body["message"])
             await refused(model="gpt-9")
             await refused(messages=[])
-            await refused(n=2)
+            await refused(n=0)
             await refused(frequency_penalty=1)
             await refused(extra_body={"beam_width": 4})
             await refused(messages=[{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}])

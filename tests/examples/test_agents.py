@@ -1,0 +1,45 @@
+"""Agents of other frameworks, unchanged: each calls its tool and answers, and its trajectory is one branch."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_core.api import Termination, ToolCall, Turn
+from agentrl_core.testing.loops import FakeSession
+from agentrl_loop_openai_agent.config import OpenAIAgentConfig
+from agentrl_loop_openai_agent.server import MODEL_NAME, EndpointServer
+
+FOLDER = Path(__file__).parents[2] / "examples/agents"
+CALL = ToolCall("calculator", {"a": 37, "operator": "*", "b": 45}, "call00001")
+
+
+def load(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.solve
+
+
+@pytest.mark.parametrize("name", ["openai_agents", "langgraph_react", "llm_cli"])
+def test_the_agent_calls_its_tool_and_answers(name: str) -> None:
+    session = FakeSession([Turn((1, 2), "calculator(37 * 45)", "stop", "", (CALL,)), "#### 1665"])
+
+    async def run() -> Any:
+        endpoint = EndpointServer(OpenAIAgentConfig(agent="json:dumps"), str)
+        prompt = [{"role": "user", "content": "What is 37 * 45?"}]
+        async with endpoint.open(session, {}) as (key, conversation):
+            try:
+                await load(name)(endpoint.base_url, key, MODEL_NAME, prompt, {})
+                return conversation.finish(Termination.COMPLETED)
+            finally:
+                await endpoint.close()
+
+    (output,) = asyncio.run(asyncio.wait_for(run(), 60))
+    (trajectory,) = session.trajectories
+    assert trajectory.tools[0]["function"]["name"] == "calculator"
+    assert [message["role"] for message in trajectory.messages] == ["user", "assistant", "tool", "assistant"]
+    assert trajectory.messages[2]["content"] == "1665" and output.metrics["endpoint_forks"] == 0
