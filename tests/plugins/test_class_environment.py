@@ -169,8 +169,10 @@ def test_observations_that_are_no_prompt_are_refused(make: Any, name: str, messa
         run(make(name), {})
 
 
-@pytest.mark.parametrize("own_tasks", [True, False])
-@pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.ray)])
+@pytest.mark.parametrize(
+    ("own_tasks", "runtime"),
+    [(True, "local"), (False, "local"), pytest.param(True, "ray", marks=pytest.mark.ray)],
+)
 def test_a_run_trains_on_a_class(fit: Any, tiny_run: Any, own_tasks: bool, runtime: str) -> None:
     (tiny_run.folder / "env.py").write_text(textwrap.dedent(COUNTER))
     call = '<tool_call>\n{"name": "add", "arguments": {"number": 1}}\n</tool_call>'
