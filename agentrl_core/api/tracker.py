@@ -52,6 +52,16 @@ class Tracker(ABC):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Metrics of one step. Step 0 is the validation before training."""
 
+    def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """Something happens within a step; called often, never for every token.
+
+        Args:
+            phase: what has begun or goes on: ``rollout``, ``update_actor``, ``validation`` and so on, as in
+                ``timing/<phase>``; empty while trajectories end.
+            done, total: trajectories that have ended, and all of this rollout; 0 outside of rollouts.
+        """
+        return None
+
     def finish(self, status: str) -> None:
         """The run has ended: ``completed``, ``stopped`` or ``failed``. Called once."""
         return None

@@ -137,7 +137,7 @@ def _message(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
         extra = _EXTRA_OF_MODULE[_root(error)]
         return f"this needs {_root(error)}, which is not installed: pip install 'agentrl-core[{extra}]'"
-    return str(error)
+    return "\n".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def _root(error: ModuleNotFoundError) -> str:

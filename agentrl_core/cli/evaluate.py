@@ -1,6 +1,7 @@
 """``agentrl eval``."""
 
 import json
+import logging
 import shlex
 from pathlib import Path
 from typing import Annotated
@@ -12,6 +13,8 @@ from agentrl_core.cli._shared import ConfigFile, Overrides, console_of_stdout, n
 from agentrl_core.config import ResolvedConfig, load_config, to_yaml
 from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.run_dir import RunDir, next_numbered
+
+logger = logging.getLogger(__name__)
 
 
 def run(
@@ -39,6 +42,7 @@ def run(
     from agentrl_core.trainer.validation import validate
 
     set_up_logging(stderr=as_json)
+    logger.info("starting the model of %s", checkpoint or config)
     step, changes = 0, overrides or []
     if checkpoint is not None:
         found = checkpoint_path(checkpoint)
@@ -56,7 +60,10 @@ def run(
         engines = start_engines(loaded, runtime, preparation)
         manager = AgentLoopManager(loaded, runtime, engines, start_named_engines(loaded, runtime))
         try:
-            progress.update(task, description=f"answering {len(rows)} prompts")
+            logger.info("answering %d prompts", len(rows))
+            manager.on_progress = lambda done, total: progress.update(
+                task, description=f"{done} of {total} trajectories have ended"
+            )
             metrics, results = validate(loaded, rows, step, manager)
         finally:
             manager.close()

@@ -67,10 +67,17 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
 
     log_transformers()
     trainer = Trainer(loaded)
-    path = trainer.fit()
+    arguments = shlex.join([str(config), *overrides])
+    try:
+        path = trainer.fit()
+    except BaseException as error:
+        state = RunDir(trainer.run.path).read_state()
+        has_checkpoint = (trainer.run.path / "checkpoints" / "latest").exists()
+        if state is not None and state.status in ("failed", "stopped") and has_checkpoint:
+            error.add_note(f"To continue the run after the last checkpoint: agentrl train {arguments} --resume")
+        raise
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     held = [name for name in ("metrics.jsonl", "rollouts", "checkpoints", "curve.png") if (path / name).exists()]
-    arguments = shlex.join([str(config), *overrides])
     say(f"\n{shown} holds {', '.join(held)}. Next:")
     state = RunDir(path).read_state()
     if state is not None and not state.finished:
@@ -86,8 +93,10 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
 
 
 def _dry_run(config: ResolvedConfig, run_tools: bool = False) -> None:
+    logger.info("loading torch and transformers")
     from agentrl_core.trainer.preparation import Preparation
 
+    logger.info("checking model, tokenizer and prompts")
     preparation = Preparation.of(config, listeners=True)
     table = new_table("KIND", "NAME", "PACKAGE", "VERSION", title="Plugins")
     for slot in all_slots(config):

@@ -111,7 +111,7 @@ class RayRuntime(Runtime):
                 # systems than Linux; there it has no public switch, and turns 127.0.0.1 into the host's address.
                 ray_constants.ENABLE_RAY_CLUSTER = False
             try:
-                ray.init(**start, runtime_env=_threads(cpu_threads), logging_level=logging.ERROR)
+                ray.init(**start, runtime_env=_environment(cpu_threads), logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 aim = f"reached at {address}" if address else "started"
                 raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
@@ -205,7 +205,9 @@ class RayRuntime(Runtime):
                 ray.shutdown()
 
 
-def _threads(cpu_threads: int | None) -> dict[str, Any]:
-    """One OpenMP thread per process, as many share a node, unless the user says otherwise."""
+def _environment(cpu_threads: int | None) -> dict[str, Any]:
+    """One OpenMP thread per process, as many share a node, and no progress bars or notes of libraries on the screen,
+    unless the user's environment says otherwise."""
     threads = os.environ.get("OMP_NUM_THREADS", "1") if cpu_threads is None else str(cpu_threads)
-    return {"env_vars": {"OMP_NUM_THREADS": threads}}
+    quiet = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+    return {"env_vars": {"OMP_NUM_THREADS": threads, **{name: os.environ.get(name, quiet[name]) for name in quiet}}}

@@ -3,7 +3,7 @@
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from agentrl_core.api import (
@@ -75,6 +75,9 @@ class AgentLoopManager:
         for each in self._named.values():
             each.introduce([*self._workers, *self._rewarders])
         self._started: set[ActorHandle] = set()
+        self.on_progress: Callable[[int, int], None] = lambda done, total: None
+        """Called every ``rollout.engine.health_interval`` with the trajectories that have ended, and with all."""
+        self._ended: dict[ActorHandle, int] = {}
 
     def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         """Run every prompt row; results in the order of the rows.
@@ -107,7 +110,10 @@ class AgentLoopManager:
     async def _generate(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         chunks = prompts.chunk(len(self._workers))
         calls = (self._run(worker, chunk) for worker, chunk in zip(self._workers, chunks, strict=False))
-        watchers = [asyncio.create_task(self._supervise(actor)) for actor in (*self._workers, *self._rewarders)]
+        self._ended.clear()
+        watchers = [
+            asyncio.create_task(self._supervise(actor, len(prompts))) for actor in (*self._workers, *self._rewarders)
+        ]
         try:
             return [result for part in await asyncio.gather(*calls) for result in part]
         finally:
@@ -131,7 +137,7 @@ class AgentLoopManager:
                 logger.error("%s\nRestarting %s with its %d trajectories", error, worker.name, len(chunk))
         raise AssertionError("the loop returns or raises")
 
-    async def _supervise(self, actor: ActorHandle) -> None:
+    async def _supervise(self, actor: ActorHandle, total: int) -> None:
         """Restart a worker whose process or event loop has stood still for longer than a trajectory may take."""
         rollout = self._config.rollout
         while True:
@@ -139,8 +145,9 @@ class AgentLoopManager:
             limit = rollout.trajectory_timeout + FROZEN_GRACE if is_started else rollout.engine.start_timeout
             try:
                 async with deadline(limit, f"{actor.name} has not moved for {limit:g} s"):
-                    await actor.call("ping")
+                    self._ended[actor] = await actor.call("ping") or 0
                 self._started.add(actor)
+                self.on_progress(sum(self._ended.values()), total)
             except DeadlineError as error:
                 logger.error("%s; killing its process", error)
                 self._started.discard(actor)

@@ -288,10 +288,12 @@ class RolloutSession(TrajectorySession):
         if (name, type(error)) in self._env.reported:
             return
         self._env.reported.add((name, type(error)))
-        trace = getattr(error, "trace", "") or "".join(traceback.format_exception(error))
+        trace = getattr(error, "trace", "")
+        if not trace and not isinstance(error, ToolError):  # a ToolError is what the tool wants to tell the model
+            trace = "".join(traceback.format_exception(error))
         logger.warning(
             "tool %r failed in trajectory %s, and the model reads the error. rollout/tool_failures counts further "
-            "failures of this kind. %s\n%s", name, self.trajectory_id, error, trace,
+            "failures of this kind. %s%s", name, self.trajectory_id, error, trace and f"\n{trace}",
         )  # fmt: skip
 
     @property

@@ -75,6 +75,7 @@ class AgentLoopWorker:
         self._rewarders = rewarders
         self._next_rewarder = index
         self._live: dict[str, RolloutSession] = {}
+        self._ended = 0
         self._engines = AsyncLLMServerManager(
             servers,
             turn_timeout=rollout.turn_timeout,
@@ -124,6 +125,7 @@ class AgentLoopWorker:
             ConfigError, PluginError, TemplateBreakError: nothing could succeed.
         """
         rows = prompts.rows
+        self._ended = 0
         keys = [
             TrajectoryKey(
                 self._config.trainer.seed,
@@ -194,6 +196,7 @@ class AgentLoopWorker:
                 attempts = result.attempts
                 result = await self._attempt(key, RolloutSession(key, row, self._environment), sampling)
                 result.attempts += attempts
+            self._ended += 1
             return result
 
     async def _attempt(
@@ -276,8 +279,9 @@ class AgentLoopWorker:
                     raise RewardError(str(error)) from error
                 result.attempts += 1
 
-    async def ping(self) -> None:
-        """Answer, if this process and its event loop move."""
+    async def ping(self) -> int:
+        """Answer, if this process and its event loop move: with the number of ended trajectories of this call."""
+        return self._ended
 
     async def close(self) -> None:
         """End all child processes, and what the loops keep running."""

@@ -5,7 +5,7 @@
 
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -20,14 +20,16 @@ _BY_TOKEN = ("advantages", "returns", "values")
 
 
 class PhaseTimer:
-    """Measures the seconds of each phase of the current step."""
+    """Measures the seconds of each phase of the current step, and calls ``begins`` with the name of each."""
 
-    def __init__(self) -> None:
+    def __init__(self, begins: Callable[[str], None] = lambda _: None) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
+        self._begins = begins
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds of a block to ``timing/<name>``."""
+        self._begins(name)
         start = time.perf_counter()
         try:
             yield

@@ -1,5 +1,6 @@
 """Starts the training workers, engines and agent-loop workers of a run."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -27,6 +28,8 @@ from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.models import resolve_device
 from agentrl_core.workers.protocols import Actor, Critic, Reference
 from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -113,6 +116,7 @@ def build_roles(config: ResolvedConfig, runtime: Runtime, preparation: Preparati
     """Start the training workers and the engines of a run."""
     groups = start_workers(config, runtime, preparation.steps)
     actor = cast(Actor, groups["actor"])
+    logger.info("the model is loaded for training; starting %s", config.rollout.engine.name)
     engines = start_engines(config, runtime, preparation, actor)
     return Roles(
         actor=actor,

@@ -45,6 +45,10 @@ class Trackers:
         """Log the metrics of one step."""
         self._each(f"at step {step}", lambda tracker: tracker.log(metrics, step))
 
+    def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """Report what happens within a step."""
+        self._each(f"in the phase {phase!r}", lambda tracker: tracker.progress(phase, done, total))
+
     def finish(self, status: str) -> None:
         """Report that the run has ended."""
         self._each("at the end of the run", lambda tracker: tracker.finish(status))
@@ -88,7 +92,7 @@ class Run:
         self.first_step = 1
         """The first step that this process runs; known once the run records."""
         self._writer = RolloutWriter(self._directory.rollouts_dir)
-        self._trackers = Trackers()
+        self.trackers = Trackers()
         self._finished: int | None = None
         self._status: RunStatus = "running"
         self.hooks = HookCaller([])
@@ -175,7 +179,7 @@ class Run:
     def _build_listeners(self) -> None:
         config = self._config
         context = TrackerContext(config.trainer.name, self.path, self._steps, to_dict(config), self.first_step)
-        self._trackers = Trackers((slot.name, slot.build(context)) for slot in config.trainer.trackers)
+        self.trackers = Trackers((slot.name, slot.build(context)) for slot in config.trainer.trackers)
         contexts = [(hook, HookContext(hook.registered_name, self.path)) for hook in config.hooks]
         self.hooks = HookCaller([(context.name, hook.build(context)) for hook, context in contexts])
 
@@ -232,7 +236,7 @@ class Run:
         if self._finished is not None:
             with suppress(OSError):  # a full disk, which may be why the run failed, must not hide the reason
                 self._directory.write_state(status, self._finished)
-            self._trackers.finish(status)
+            self.trackers.finish(status)
         logging.getLogger().removeHandler(self._log)
         file = self._log.target
         self._log.close()
@@ -284,7 +288,7 @@ class Run:
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report a finished step to trackers, ``state.json`` and hooks."""
-        self._trackers.log(dict(sorted(metrics.items())), step)
+        self.trackers.log(dict(sorted(metrics.items())), step)
         self._finished = step
         self._directory.write_state(self._status, step)
         self.hooks.on_step_end(step=step, metrics=metrics)

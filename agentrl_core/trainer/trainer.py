@@ -71,7 +71,7 @@ class Trainer:
         self.algorithm = Algorithm(config)
         data = self.preparation.data
         self.run = Run(config, self.steps, fingerprint(data.train), data.sampler, self.algorithm)
-        self.timer = PhaseTimer()
+        self.timer = PhaseTimer(lambda phase: self.run.trackers.progress(phase))
         self.stop = StopRequest()
         self.step = 0
         self._roles: Roles | None = None
@@ -118,6 +118,7 @@ class Trainer:
         self._roles = build_roles(self.config, runtime, self.preparation)
         try:
             self.step = self.run.begin(self.roles.actor, self.roles.critic)
+            self.roles.rollout.on_progress = partial(self.run.trackers.progress, "")
             self.sync_weights(self.step)
             self._compare_with_engines()
             self.run.hooks.on_run_start(config=to_dict(self.config), run_dir=self.run.path)

@@ -12,11 +12,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from agentrl_core.api import RolloutError
 from agentrl_core.cli.doctor import TESTED
 from agentrl_core.cli.main import app
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.testing.tiny_model import tiny_tokenizer
+from agentrl_core.trainer import Trainer
 
 Fit = Callable[..., RunDir]
 ROOT = Path(__file__).parents[2]
@@ -133,6 +135,24 @@ def test_all_errors_at_once(tiny_run: Any) -> None:
     assert result.exit_code == 2
     for key in ("rollout.nn", "trainer.steps", "trainer.sed"):
         assert key in result.output
+
+
+def test_a_run_that_fails_says_how_to_continue(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tiny_run({**SCRIPTED, "trainer.steps": 2, "trainer.checkpoint.interval": 1})
+    failing = Trainer.finish_step
+
+    def fail_after_the_first(self: Trainer, step: int, *arguments: Any) -> None:
+        failing(self, step, *arguments)
+        raise RolloutError("the engine is ill")
+
+    monkeypatch.setattr(Trainer, "finish_step", fail_after_the_first)
+    result = agentrl("train", path, "rollout.n=3")
+    assert result.exit_code == 1
+    error = result.output[result.output.index("error: ") :]
+    assert error.splitlines() == [
+        "error: the engine is ill",
+        f"To continue the run after the last checkpoint: agentrl train {path} rollout.n=3 --resume",
+    ]
 
 
 def test_failing_run_shows_the_root_traceback_and_no_other(tiny_run: Any) -> None:

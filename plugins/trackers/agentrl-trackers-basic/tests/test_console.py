@@ -73,9 +73,10 @@ def test_outside_of_a_terminal_each_step_is_one_ascii_line(tmp_path: Path) -> No
         console.log({**STEP, "validation/a very long data source/accuracy_greedy": 0.5}, step)
     console.finish("completed")
     lines = file.getvalue().splitlines()
-    assert [line.split("  ")[0] for line in lines] == [
+    assert [line.split("  ")[0] for line in lines[:4]] == [
         "step 0/20", "step 1/20", "step 2/20", "run calculator completed at step 2 after 4s",
     ]  # fmt: skip
+    assert lines[4] == "  reward 0.41 -> 0.41, best 0.41 at step 1"
     assert file.getvalue().isascii()
 
 
@@ -117,7 +118,7 @@ def test_the_panel_fits_terminals_of_any_width(tmp_path: Path, width: int) -> No
     console.log({**STEP, **VALIDATION, "rollout/failed_fraction": 0.2}, 1)
     console.finish("stopped")
     lines = [re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", line) for line in file.getvalue().splitlines()]
-    assert max(len(line) for line in lines) <= width
+    assert max(len(line) for line in lines if line[:1] in "╭│╰") <= width
     assert any("failed" in line for line in lines)
 
 
@@ -160,11 +161,54 @@ def test_a_resumed_run_shows_the_curve_from_its_start(tmp_path: Path) -> None:
     console, file, _ = tracker(tmp_path, terminal=False, first_step=3)
     console.log({"validation/calculator/accuracy_greedy": 0.9}, 3)
     console.finish("completed")
-    assert "calculator acc 0.00 -> 0.90 (greedy)" in file.getvalue()
+    assert "  calculator acc (greedy) 0.00 -> 0.90, best 0.90 at step 3\n" in file.getvalue()
 
 
 def test_one_validation_is_shown_once(tmp_path: Path) -> None:
     console, file, _ = tracker(tmp_path, terminal=False)
     console.log({"validation/calculator/accuracy_greedy": 0.9}, 3)
     console.finish("completed")
-    assert "calculator acc 0.90 (greedy)" in file.getvalue()
+    assert "calculator acc (greedy) 0.90, best 0.90 at step 3" in file.getvalue()
+
+
+def test_the_summary_counts_tokens_and_failures(tmp_path: Path) -> None:
+    console, file, _ = tracker(tmp_path, terminal=False)
+    for step, reward in enumerate((0.2, 0.7, 0.5), start=1):
+        failures = {"rollout/failed_fraction": 0.03 * (step == 2), "rollout/tool_failures": 0.1}
+        console.log({"reward/mean": reward, "rollout/sampled_tokens": 4000.0, **failures}, step)
+    console.finish("stopped")
+    assert file.getvalue().splitlines()[3:] == [
+        "run calculator stopped at step 3 after 0s, 12.0k tokens sampled",
+        "  reward 0.20 -> 0.50, best 0.70 at step 2",
+        "  1.0% of trajectories left out, 0.1 failed tool calls per trajectory: see log.txt",
+    ]
+
+
+def test_a_long_step_says_how_far_it_is(tmp_path: Path) -> None:
+    console, file, clock = tracker(tmp_path, terminal=False)
+    console.log(STEP, 1)
+    console.progress("rollout")
+    for seconds, done in ((5, 1), (31, 12), (36, 14), (62, 64)):
+        clock.now = seconds
+        console.progress("", done, 64)
+    clock.now = 100
+    console.progress("update_actor")
+    assert file.getvalue().splitlines()[1:] == [
+        "step 2/20  rollout, 12 of 64 trajectories", "step 2/20  rollout, 64 of 64 trajectories",
+    ]  # fmt: skip
+
+
+def test_the_panel_moves_within_a_step(tmp_path: Path) -> None:
+    console, file, clock = tracker(tmp_path, terminal=True)
+    console.progress("validation")
+    clock.now = 5
+    console.progress("", 3, 200)
+    assert "validation, 3 of 200 trajectories" in file.getvalue()
+    console.log(STEP, 1)
+    clock.now = 6
+    console.progress("update_actor")
+    console.finish("completed")
+    below = [line for line in file.getvalue().splitlines() if line.startswith("╰")]
+    assert [next((word for word in line.split() if "─" not in word), "") for line in below[:4]] == [
+        "validation,", "", "update", "completed",
+    ]  # fmt: skip

@@ -31,14 +31,14 @@ def evaluate(expression: str, limits: CalculatorConfig) -> Number:
         raise ToolError(f"unexpected {foreign.group()!r}; allowed are numbers, + - * / // % ** and parentheses")
     try:
         tree = ast.parse(expression, mode="eval")
-    except (SyntaxError, ValueError, MemoryError, RecursionError) as error:
-        raise ToolError("not an arithmetic expression") from error
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        raise ToolError("not an arithmetic expression") from None
     try:
         return _Evaluator(limits).value(tree.body, limits.max_depth)
-    except ZeroDivisionError as error:
-        raise ToolError("division by zero") from error
-    except OverflowError as error:
-        raise ToolError("the result is too large") from error
+    except ZeroDivisionError:
+        raise ToolError("division by zero") from None
+    except OverflowError:
+        raise ToolError("the result is too large") from None
 
 
 def to_text(value: Number) -> str:

@@ -17,9 +17,12 @@ from agentrl_trackers_basic.config import ConsoleConfig
 from agentrl_trackers_basic.formatting import compact, duration, figure, percent
 from agentrl_trackers_basic.live_view import live_view
 from agentrl_trackers_basic.metrics import mean_accuracies, metrics_file, read_metrics, time_shares
-from agentrl_trackers_basic.progress import Progress
+from agentrl_trackers_basic.progress import FAILED, TOKENS, TOOL_FAILURES, Progress
 
 _SMALLEST_SHARE = 0.02
+_QUIET_SECONDS = 30.0
+"""After this time without a line, one says how far the step is."""
+_REDRAW_SECONDS = 0.5
 
 
 class ConsoleTracker(Tracker):
@@ -52,26 +55,44 @@ class ConsoleTracker(Tracker):
         live = in_terminal if config.live is None else config.live
         # Redrawn when there is something new and not by a timer, which would write over a debugger's prompt.
         self._live = Live(console=self._console, auto_refresh=False) if live else None
+        self._shown = self._clock()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         values = {name: float(value) for name, value in metrics.items()}
         self._progress.add(step, values, self._clock())
+        self._shown = self._clock()
         if self._live is None:
             self._write(plain_line(values, step, self._progress.total_steps, self._progress.remaining))
             return
-        if not self._live.is_started:
-            self._live.start()
         self._redraw()
 
+    def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
+        progress = self._progress
+        progress.activity, progress.done, progress.total = phase or progress.activity, done, total
+        quiet = self._clock() - self._shown
+        if quiet < (_QUIET_SECONDS if self._live is None else _REDRAW_SECONDS):
+            return
+        self._shown = self._clock()
+        if self._live is not None:
+            self._redraw()
+        elif total:
+            self._write(
+                f"step {min(progress.step + 1, progress.total_steps)}/{progress.total_steps}  {progress.going_on}"
+            )
+
     def finish(self, status: str) -> None:
-        if self._live is None:
-            self._write(self._last_line(status))
-        elif self._live.is_started:
+        self._progress.activity = ""
+        if self._live is not None and self._live.is_started:
             self._redraw(status)
             self._live.stop()
+        if self._progress.latest:
+            for line in summary(self._progress, status):
+                self._write(line)
 
     def _redraw(self, status: str = "") -> None:
         assert self._live is not None, "only a live view is redrawn"
+        if not self._live.is_started:
+            self._live.start()
         remaining = self._progress.remaining
         done_at = "" if remaining is None else f"{datetime.now() + timedelta(seconds=remaining):%H:%M}"
         self._live.update(live_view(self._progress, self._console.width, done_at, status), refresh=True)
@@ -79,14 +100,31 @@ class ConsoleTracker(Tracker):
     def _write(self, line: str) -> None:
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _last_line(self, status: str) -> str:
-        progress = self._progress
-        parts = [f"run {progress.run_name} {status} at step {progress.step} after {duration(progress.elapsed)}"]
-        for accuracy, points in sorted(progress.accuracies.items()):
-            # One validation is no progress.
-            shown = " -> ".join(f"{value:.2f}" for _, value in [*points[:-1][:1], points[-1]])
-            parts.append(f"{accuracy.source} acc {shown} ({accuracy.mode})")
-        return "  ".join(parts)
+
+def summary(progress: Progress, status: str) -> list[str]:
+    """How the run ended: time and tokens; first, best and last values; what failed."""
+    tokens = progress.totals[TOKENS]
+    lines = [
+        f"run {progress.run_name} {status} at step {progress.step} after {duration(progress.elapsed)}"
+        + (f", {compact(tokens)} tokens sampled" if tokens else "")
+    ]
+    points = {"reward": progress.rewards}
+    points |= {f"{each.source} acc ({each.mode})": progress.accuracies[each] for each in sorted(progress.accuracies)}
+    for name, values in points.items():
+        if values:
+            step, best = max(values, key=lambda point: point[1])
+            # One value is no progress.
+            shown = " -> ".join(f"{value:.2f}" for _, value in [*values[:-1][:1], values[-1]])
+            lines.append(f"  {name} {shown}, best {best:.2f} at step {step}")
+    steps = max(len(progress.rewards), 1)
+    failures = []
+    if left_out := progress.totals[FAILED] / steps:
+        failures.append(f"{left_out:.1%} of trajectories left out")
+    if tool_failures := progress.totals[TOOL_FAILURES] / steps:
+        failures.append(f"{tool_failures:.2g} failed tool calls per trajectory")
+    if failures:
+        lines.append(f"  {', '.join(failures)}: see log.txt")
+    return lines
 
 
 def plain_line(metrics: Mapping[str, float], step: int, total_steps: int, remaining: float | None) -> str:

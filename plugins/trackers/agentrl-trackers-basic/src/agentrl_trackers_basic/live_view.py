@@ -61,7 +61,8 @@ def live_view(progress: Progress, width: int, eta_clock: str = "", status: str =
         parts += [Text(), table]
     parts += _time(progress, inner)
     title = Text.assemble(("agentrl", "bold cyan"), " · ", (progress.run_name, "bold default"))
-    subtitle = Text(status, style=_STATUS_STYLES.get(status, "bold")) if status else None
+    below = status or progress.going_on
+    subtitle = Text(below, style=_STATUS_STYLES.get(status, "dim")) if below else None
     return Panel(
         Group(*parts), box=ROUNDED, width=width, title=title, title_align="left", subtitle=subtitle,
         subtitle_align="right", border_style="bright_black",

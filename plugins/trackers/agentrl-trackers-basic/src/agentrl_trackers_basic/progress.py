@@ -5,12 +5,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from agentrl_trackers_basic.metrics import Accuracy, is_number, validation_accuracies
+from agentrl_trackers_basic.metrics import PHASE_LABELS, Accuracy, is_number, validation_accuracies
 
 REWARD = "reward/mean"
 LENGTH = "response_length/mean"
 TOOL_SHARE = "rollout/tool_call_share"
 SPEED = "perf/tokens_per_second"
+TOKENS = "rollout/sampled_tokens"
+FAILED = "rollout/failed_fraction"
+TOOL_FAILURES = "rollout/tool_failures"
+_SUMMED = (TOKENS, FAILED, TOOL_FAILURES)
 _SERIES = (REWARD, LENGTH, TOOL_SHARE, SPEED)
 
 
@@ -34,6 +38,15 @@ class Progress:
     series: dict[str, list[float]] = field(default_factory=lambda: {name: [] for name in _SERIES})
     accuracies: dict[Accuracy, list[tuple[int, float]]] = field(default_factory=dict)
     """``(step, accuracy)`` of every validation."""
+    rewards: list[tuple[int, float]] = field(default_factory=list)
+    """``(step, mean reward)`` of every step."""
+    totals: dict[str, float] = field(default_factory=lambda: dict.fromkeys(_SUMMED, 0.0))
+    """Sums over all steps: of sampled tokens, of the share of failed trajectories, of failed calls a trajectory."""
+    activity: str = ""
+    """The phase that goes on within the step."""
+    done: int = 0
+    total: int = 0
+    """Trajectories of this phase: those that have ended, and all."""
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=10))
 
     def __post_init__(self) -> None:
@@ -46,18 +59,30 @@ class Progress:
             value = metrics.get(name)
             if is_number(value):
                 self.series[name].append(float(value))
+        for name in _SUMMED:
+            value = metrics.get(name)
+            self.totals[name] += value if is_number(value) else 0.0
+        if is_number(metrics.get(REWARD)):
+            self.rewards.append((step, float(metrics[REWARD])))
         for accuracy, value in validation_accuracies(metrics).items():
             self.accuracies.setdefault(accuracy, []).append((step, value))
 
     def add(self, step: int, metrics: Mapping[str, float], now: float) -> None:
         """Take a step that has just ended."""
         self.remember(step, metrics)
+        self.activity, self.done, self.total = "", 0, 0
         self.latest = {name: float(value) for name, value in metrics.items() if is_number(value)}
         if step > 0:
             # What came before the first step of this process is start-up, not a step.
             own = self.latest.get("timing/step")
             self._durations.append(now - self.now if self._durations or own is None else own)
         self.now = now
+
+    @property
+    def going_on(self) -> str:
+        """What happens within the step: ``rollout, 12 of 64 trajectories``."""
+        label = PHASE_LABELS.get(self.activity, "")
+        return f"{label}, {self.done} of {self.total} trajectories" if label and self.total else label
 
     @property
     def elapsed(self) -> float:
