@@ -15,6 +15,7 @@ from _verbose_calculator import VerboseCalculator
 from _workload import make_workload, train_tokenizer
 
 from agentrl_core.config import Config, load_config
+from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.trainer.prompt_data import PromptLoader
 
@@ -48,7 +49,7 @@ def measure(config: Config, rows: int, repetitions: int) -> list[Figure]:
     for repetition in range(repetitions + 1):
         renderer = HFChatRenderer.from_config(config.model)
         start, cpu_start = time.perf_counter(), time.process_time()
-        data = PromptLoader(config, renderer).load()
+        data = PromptLoader(config, ChatTemplateRenderer.of(renderer)).load()
         if repetition:
             seconds.append(time.perf_counter() - start)
             cpu.append(time.process_time() - cpu_start)

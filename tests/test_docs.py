@@ -189,7 +189,8 @@ def test_generated_pages_are_current(name: str) -> None:
 
 
 SEAMS = (
-    "agent_loop", "engine", "tool", "tool_parser", "interaction", "environment", "reward", "algorithm", "dataset",
+    "agent_loop", "engine", "tool", "tool_parser", "renderer", "interaction", "environment", "reward", "algorithm",
+    "dataset",
     "sampler", "tracker", "hooks",
 )  # fmt: skip
 

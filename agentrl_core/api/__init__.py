@@ -33,6 +33,7 @@ _NAMES_OF_MODULE = {
     "hooks": ("EndedTrajectory", "HookContext", "HookSpecs", "hookimpl"),
     "interaction": ("Interaction", "InteractionContext", "InteractionTurn"),
     "plugin": ("KINDS", "PluginKind", "PluginRef", "PluginSpec"),
+    "renderer": ("Conversation", "ParsedTurn", "Rendered", "Renderer", "RendererContext"),
     "reward": (
         "BoundRewardFunction", "RewardFunction", "RewardFunctionContext", "RewardManager", "RewardManagerContext",
         "RewardResult", "RewardTrajectory",
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
     from agentrl_core.api.hooks import *
     from agentrl_core.api.interaction import *
     from agentrl_core.api.plugin import *
+    from agentrl_core.api.renderer import *
     from agentrl_core.api.reward import *
     from agentrl_core.api.sampler import *
     from agentrl_core.api.tool import *

@@ -80,6 +80,9 @@ KINDS: dict[str, PluginKind] = {
             "sessions": "keeps state between the turns of a trajectory: open_session and close_session are called",
         }),
         PluginKind("tool", "agentrl.tools", 1, "tool"),
+        PluginKind("renderer", "agentrl.renderers", 1, "renderer", {
+            "tool_parser": "finds calls with rollout.tool_parser",
+        }),
         PluginKind("tool_parser", "agentrl.tool_parsers", 1, "tool-call parser"),
         PluginKind("interaction", "agentrl.interactions", 1, "interaction"),
         PluginKind("environment", "agentrl.environments", 1, "environment"),

@@ -199,6 +199,12 @@ class ToolParserSlot(Slot):
 
 
 @dataclass
+class RendererSlot(Slot):
+    kind: ClassVar[str] = "renderer"
+    name: str = option("chat_template", help="a registered name, 'package:name', or './file.py:object'")
+
+
+@dataclass
 class ToolSlot(Slot):
     kind: ClassVar[str] = "tool"
     timeout: float = option(30.0, gt=0, unit="seconds", help="time limit of one call")
@@ -358,6 +364,7 @@ class AgentConfig:
 class RolloutConfig:
     agent: AgentConfig = option()
     engine: EngineSlot = option(default_factory=EngineSlot)
+    renderer: RendererSlot = option(default_factory=RendererSlot)
     tool_parser: ToolParserSlot = option(default_factory=ToolParserSlot)
     n: int = option(8, ge=1, help="samples per prompt")
     sampling: SamplingConfig = option(default_factory=SamplingConfig)

@@ -270,6 +270,20 @@ class HFChatRenderer(ChatRenderer):
         """A rendered text as a person reads it: without what keeps text from outside apart from control tokens."""
         return rendered.replace(_MARK, "")
 
+    @staticmethod
+    def after(rendered: str, shown: str) -> str | None:
+        """What a rendered text adds to one that :meth:`shown` gave; None where it does not begin with it."""
+        if _MARK not in rendered:
+            return rendered[len(shown) :] if rendered.startswith(shown) else None
+        if not rendered.replace(_MARK, "").startswith(shown):
+            return None
+        at = 0
+        for piece in rendered.split(_MARK):
+            if len(piece) >= len(shown):
+                return rendered[at + len(shown) :]
+            at, shown = at + len(piece) + len(_MARK), shown[len(piece) :]
+        return ""
+
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         if self._backend is not None:
             return cast(str, self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens))

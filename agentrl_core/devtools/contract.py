@@ -28,6 +28,7 @@ _BASES = {
     "agent_loop": "agent_loop:AgentLoopBase",
     "engine": "engine:InferenceEngine",
     "tool": "tool:Tool",
+    "renderer": "renderer:Renderer",
     "tool_parser": "tool_parser:ToolParser",
     "interaction": "interaction:Interaction",
     "environment": "environment:Environment",
@@ -52,6 +53,7 @@ _NOT_BUILT = {
     "engine": "an engine needs a model",
     "dataset": "a dataset needs files",
     "sampler": "a sampler needs rows",
+    "renderer": "a renderer needs a tokenizer",
     "tracker": "a tracker may connect to a service",
 }
 

@@ -100,12 +100,11 @@ def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> E
     renderer, data, sampling = preparation.renderer, preparation.data, config.rollout.sampling
     messages = [row["raw_prompt"] for row in data.train if row["raw_prompt"]] or [data.first_prompt]
     prompts = [
-        renderer.encode(renderer.render(messages[number % len(messages)], generation_prompt=True))
-        for number in range(requests)
+        renderer.render(messages[number % len(messages)], generation_prompt=True).ids for number in range(requests)
     ]
     params = SamplingParams(
         config.rollout.max_response_length, sampling.temperature, sampling.top_p, sampling.top_k,
-        stop_token_ids=renderer.stop_token_ids,
+        stop_token_ids=tuple(renderer.stop_token_ids),
     )  # fmt: skip
     with start_runtime(config) as runtime:
         actor = start_workers(config, runtime, preparation.steps, actor_only=True)["actor"]

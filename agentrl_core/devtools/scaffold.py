@@ -47,6 +47,7 @@ _RECIPES = {
         ("torch>=2.11", "transformers>=5.16"),
     ),  # fmt: skip
     "tool": _Recipe("Tool", "tool", "counts the words of a text"),
+    "renderer": _Recipe("Renderer", "renderer", "the chat template, and calls as JSON in tags"),
     "tool_parser": _Recipe("Parser", "parser", "reads calls written as JSON in tags"),
     "interaction": _Recipe("Interaction", "interaction", "asks again until the answer is right"),
     "environment": _Recipe("Environment", "environment", "asks for the sum of two numbers"),

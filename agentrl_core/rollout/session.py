@@ -18,6 +18,7 @@ from agentrl_core.api import (
     InteractionError,
     InteractionTurn,
     Message,
+    Renderer,
     RewardError,
     RewardResult,
     RewardTrajectory,
@@ -27,14 +28,12 @@ from agentrl_core.api import (
     ToolCall,
     ToolError,
     ToolOutcome,
-    ToolParser,
     ToolResponse,
     ToolResult,
     ToolUnavailableError,
     TrajectorySession,
 )
 from agentrl_core.config.schema import InteractionSlot
-from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.hosting.environments import HostedEnvironment, HostedEpisode
 from agentrl_core.hosting.tools import HostedTool, check_result, is_finite, select_tools
 from agentrl_core.plugins.boundary import boundary, deadline
@@ -80,8 +79,7 @@ def interaction_context(slot: InteractionSlot, seed: int, clients: Mapping[str, 
 class SessionEnvironment:
     """What all sessions of a worker share."""
 
-    renderer: HFChatRenderer
-    parser: ToolParser | None
+    renderer: Renderer
     limits: TrajectoryLimits
     servers: Servers
     tools: Mapping[str, HostedTool]
@@ -149,7 +147,6 @@ class RolloutSession(TrajectorySession):
             messages,
             tools,
             self._env.renderer,
-            self._env.parser if tools else None,
             self._env.limits,
             self._sample,
             sibling=self.builder,

@@ -1,9 +1,8 @@
 """The token record of a trajectory.
 
 Token in, token out: what the policy sampled is appended as it came, and the prompt of the next turn starts with the
-exact ids of the turn before. New messages are rendered as text, alone where the template was proven to append only,
-otherwise with the whole conversation, which is compared with the text so far; only the new text is encoded. Where the
-chat template rewrites history, ``rollout.template_break`` decides.
+exact ids of the turn before. The renderer says what follows when messages are added. Where history is rewritten,
+``rollout.template_break`` decides.
 """
 
 import math
@@ -14,22 +13,22 @@ from typing import Any
 
 from agentrl_core.api import (
     AgentLoopOutput,
+    Conversation,
     EngineError,
     Message,
     PluginError,
     PolicySpan,
+    Renderer,
     SamplingParams,
     TemplateError,
     Termination,
     TokenOutput,
     ToolCall,
-    ToolParser,
     Trajectory,
     Turn,
 )
 from agentrl_core.api.engine import RESHAPING
 from agentrl_core.config.schema import TemplateBreak
-from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.hosting.wire import MAX_DEPTH, is_too_deep
 from agentrl_core.rollout.identity import TrajectoryKey
 
@@ -103,8 +102,7 @@ class TrajectoryBuilder(Trajectory):
         key: its identity, for seeds and the request id.
         messages: the conversation so far.
         tools: schemas that the template shows.
-        renderer: tokenizer and template.
-        parser: finds tool calls; None where the row has no tools.
+        renderer: from messages to tokens and back.
         limits: budgets.
         sample: sends a request to an engine.
         sibling: another branch of the same trajectory.
@@ -115,8 +113,7 @@ class TrajectoryBuilder(Trajectory):
         key: TrajectoryKey,
         messages: Sequence[Message],
         tools: Sequence[dict[str, Any]],
-        renderer: HFChatRenderer,
-        parser: ToolParser | None,
+        renderer: Renderer,
         limits: TrajectoryLimits,
         sample: Sample,
         sibling: "TrajectoryBuilder | None" = None,
@@ -125,7 +122,6 @@ class TrajectoryBuilder(Trajectory):
         self._key = key
         self._tools = tools
         self._renderer = renderer
-        self._parser = parser
         self._limits = limits
         self._sample = sample
         self._turns = 0
@@ -137,13 +133,12 @@ class TrajectoryBuilder(Trajectory):
         self._branch = 0 if sibling is None else self._next_branch()
         self._texts: list[str] = []
         self._full_text = ""
-        self._stop_text = ""
-        self._text, ids = renderer.render_prompt(self.messages, tools)
-        # The context that the template wrote: the prompt, and what follows each turn.
-        self._contexts = [self._text]
+        prompt = renderer.render(self.messages, tools, generation_prompt=True)
+        # What the renderer wrote into the row: the prompt, and what follows each turn.
+        self._contexts = [prompt.text]
         self._asked = True
-        self._bridged = False
-        self._rows = [TokenRow(ids, renderer.shown(self._text))]
+        self._assumed = False
+        self._rows = [TokenRow(prompt.ids, prompt.text)]
 
     @property
     def row(self) -> TokenRow:
@@ -187,7 +182,7 @@ class TrajectoryBuilder(Trajectory):
         output = await self._sample(row.prompt_ids + row.response_ids, params, self.request_id)
         check_output(output, max_tokens)
         if stops := sampling_params.get("stop"):
-            output = cut_after(output, stops, self._renderer.decode)
+            output = cut_after(output, stops, self._renderer.chat.decode)
         self._turns += 1
         return self._record_turn(output)
 
@@ -197,35 +192,27 @@ class TrajectoryBuilder(Trajectory):
             raise PluginError(
                 "sampling parameter stop: an empty text would end every turn; name at least one character"
             )
-        return [ids[0] for stop in stops if len(ids := self._renderer.encode(stop)) == 1]
+        return [ids[0] for stop in stops if len(ids := self._renderer.chat.encode(stop)) == 1]
 
     def _record_turn(self, output: TokenOutput) -> Turn:
         ids = output.token_ids
-        self._stop_text = self._renderer.stop_texts.get(ids[-1], "") if ids else ""
-        text = self._renderer.decode(ids[:-1] if self._stop_text else ids)
-        self.row.append_sampled(output, text + self._stop_text, self.counts.turns)
+        parsed = self._renderer.parse(ids, self._tools)
+        whole = parsed.text + (self._renderer.stop_texts.get(ids[-1], "") if ids else "")
+        self.row.append_sampled(output, whole, self.counts.turns)
         self.counts.turns += 1
         self._used += len(ids)
-        self._text += text + self._stop_text
-        self._full_text += text + self._stop_text
-        self._texts.append(text)
-        content, calls, errors = text, [], []
-        if self._parser is not None:
-            parsed = self._parser.parse_turn(text, self._tools)
-            calls = [self._number(call) for call in parsed.calls if not is_too_deep(call.arguments)]
-            errors = parsed.errors
-            if len(calls) < len(parsed.calls):
-                errors = [
-                    *errors,
-                    f"Error: invalid tool call: arguments nested more than {MAX_DEPTH} levels deep",
-                ]
-            # Without a readable call the text stays whole, so that the history still shows what was written.
-            content = parsed.content if calls else text
-        message: Message = {"role": "assistant", "content": content}
+        self._full_text += whole
+        self._texts.append(parsed.text)
+        calls = [self._number(call) for call in parsed.calls if not is_too_deep(call.arguments)]
+        errors = parsed.errors
+        if len(calls) < len(parsed.calls):
+            errors = [*errors, f"Error: invalid tool call: arguments nested more than {MAX_DEPTH} levels deep"]
+        content = parsed.content if calls or not parsed.calls else parsed.text
+        message: Message = {"role": "assistant", "content": content, **parsed.fields}
         if calls:
             message["tool_calls"] = [call.as_message() for call in calls]
         self.messages.append(message)
-        return Turn(ids, text, output.finish_reason, content, calls, errors, output.log_probs)
+        return Turn(ids, parsed.text, output.finish_reason, content, calls, errors)
 
     def _number(self, call: ToolCall) -> ToolCall:
         # Nine characters: some chat templates accept no other length.
@@ -234,81 +221,39 @@ class TrajectoryBuilder(Trajectory):
         return ToolCall(call.name, call.arguments, f"call{self._calls:05d}")
 
     def add_messages(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> bool:
-        def whole() -> str:
-            return self._renderer.render([*self.messages, *messages], self._tools, generation_prompt=generation_prompt)
-
-        suffix = self._renderer.bridge.text(
-            self.messages[-1],
-            messages,
-            generation_prompt=generation_prompt,
-            stopped=bool(self._stop_text),
-            whole=lambda: self._suffix(whole()),
-        )
-        if suffix is not None:
-            self._bridged = True
-        elif (suffix := self._suffix(full := whole())) is None:
-            return self._start_new_row(full, messages, generation_prompt)
-        ids = self._renderer.encode(suffix)
-        if len(ids) > self.remaining:
+        suffix = self._renderer.bridge(self._conversation, messages, generation_prompt=generation_prompt)
+        if suffix is None:
+            return self._start_new_row(messages, generation_prompt)
+        if len(suffix.ids) > self.remaining:
             return False
-        self.row.append_context(ids, self._renderer.shown(suffix))
-        self._used += len(ids)
-        self._text += suffix
-        self._full_text += self._renderer.shown(suffix)
-        self._contexts.append(suffix)
+        self.row.append_context(suffix.ids, suffix.text)
+        self._used += len(suffix.ids)
+        self._full_text += suffix.text
+        self._contexts.append(suffix.text)
         self._asked = generation_prompt
+        self._assumed |= suffix.assumed
         self.messages += messages
         return True
 
-    def _suffix(self, full: str) -> str | None:
-        """The text that ``full`` adds to what is there; None where the template has rewritten history."""
-        if full.startswith(self._text):
-            return full[len(self._text) :]
-        # The template writes the last turn in its own words (spacing of a call, say). What follows the turn is the
-        # template's in any case, and what the policy wrote stays as sampled.
-        sampled = self.messages[-1].get("role") == "assistant"
-        before = self.messages[:-1] if sampled else self.messages
-        rendered = self._renderer.render(before, self._tools, generation_prompt=self._asked)
-        alone = self._renderer.render(self.messages, self._tools)
-        if not alone.startswith(rendered) or not full.startswith(rendered):
-            return None
-        turn, rest = alone[len(rendered) :], full[len(rendered) :]
-        stops = [stop for stop in self._renderer.stop_texts.values() if stop in turn]
-        stop = min(stops, key=turn.find, default="")
-        end = rest.find(stop) if stop else len(turn) if rest.startswith(turn) else -1
-        if end < 0 or not _keeps(rest[:end], self.messages[-1]):
-            return None
-        # The token that ended the turn is there already if the policy sampled it; where nothing ends a turn, it may be
-        # the head of what follows.
-        return rest[end:].removeprefix(stop or self._stop_text) if self._stop_text else rest[end:]
+    @property
+    def _conversation(self) -> Conversation:
+        return Conversation(self.messages, self._tools, self.row, self._contexts, self._asked, self._key.trajectory_id)
 
-    def _check_bridges(self) -> None:
-        """One whole rendering shows whether what followed each turn was right."""
-        self._bridged = False
-        sampled = self.messages[-1].get("role") == "assistant"
-        whole = self._renderer.render(self.messages, self._tools, generation_prompt=self._asked and not sampled)
-        at = len(self._contexts[0]) if whole.startswith(self._contexts[0]) else -1
-        for context in self._contexts[1:]:
-            at = -1 if at < 0 or (found := whole.find(context, at)) < 0 else found + len(context)
-        if at < 0:
-            self.counts.template_mismatches += 1
-            self._renderer.bridge.distrust(self._key.trajectory_id)
-
-    def _start_new_row(self, full: str, messages: Sequence[Message], generation_prompt: bool) -> bool:
+    def _start_new_row(self, messages: Sequence[Message], generation_prompt: bool) -> bool:
         if self._limits.template_break == "error":
             raise TemplateBreakError(
                 f"trajectory {self._key.trajectory_id}: the chat template rewrites the history when a message of role "
                 f"{messages[0].get('role')!r} follows; `agentrl doctor --model PATH` shows where. Set "
                 "rollout.template_break to fork or mask, or model.chat_template to an append-only template"
             )
-        ids = self._renderer.encode(full)
-        if len(ids) >= self._limits.max_model_len or self._limits.max_response_length <= self._used:
+        prompt = self._renderer.render([*self.messages, *messages], self._tools, generation_prompt=generation_prompt)
+        if len(prompt.ids) >= self._limits.max_model_len or self._limits.max_response_length <= self._used:
             return False
         self.counts.template_breaks += 1
         if self._limits.template_break == "mask":
             self._rows.clear()
-        self._rows.append(TokenRow(ids, self._renderer.shown(full)))
-        self._text, self._contexts, self._asked = full, [full], generation_prompt
+        self._rows.append(TokenRow(prompt.ids, prompt.text))
+        self._contexts, self._asked = [prompt.text], generation_prompt
         self._full_text += "".join(f"\n{message.get('content') or ''}\n" for message in messages)
         self.messages += messages
         return True
@@ -320,7 +265,7 @@ class TrajectoryBuilder(Trajectory):
         twin.messages = list(self.messages)
         twin._texts = list(self._texts)
         twin._contexts = list(self._contexts)
-        twin._rows = [TokenRow(self.row.prompt_ids + self.row.response_ids, self._renderer.shown(self._text))]
+        twin._rows = [TokenRow(self._conversation.ids, self._conversation.text)]
         return twin
 
     def _next_branch(self) -> int:
@@ -328,8 +273,8 @@ class TrajectoryBuilder(Trajectory):
         return self.counts.branches
 
     def finish(self, termination: Termination) -> AgentLoopOutput | list[AgentLoopOutput]:
-        if self._bridged:
-            self._check_bridges()
+        if self._assumed and not self._renderer.check(self._conversation):
+            self.counts.template_mismatches += 1
         rows: list[AgentLoopOutput] = [row for row in self._rows if any(row.response_mask)] or [self._rows[-1]]
         for row in rows:
             row.termination = termination
@@ -338,13 +283,6 @@ class TrajectoryBuilder(Trajectory):
             row.messages = self.messages
             row.turn_texts, row.full_text = self._texts, self._full_text
         return rows if len(rows) > 1 else rows[0]
-
-
-def _keeps(rendered: str, message: Message) -> bool:
-    """The rendered turn still holds what the message says, white space aside, and names its calls."""
-    letters = "".join(str(message.get("content") or "").split())
-    calls = message.get("tool_calls") or ()
-    return letters in "".join(rendered.split()) and all(call["function"]["name"] in rendered for call in calls)
 
 
 def cut_after(output: TokenOutput, stops: Sequence[str], decode: Callable[[list[int]], str]) -> TokenOutput:

@@ -23,7 +23,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
-from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.data.chat_template import build_renderer
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.environments import HostedEnvironment
 from agentrl_core.hosting.rewards import check_score
@@ -86,14 +86,13 @@ class AgentLoopWorker:
             retry=rollout.engine.retry,
         )
         seed = config.trainer.seed
-        renderer = HFChatRenderer.from_config(config.model)
         tools = [HostedTool(slot, seed, clients) for slot in config.tools]
         clients_bring_tools = any(slot.has("chat_endpoint") for slot in rollout.agent.loops)
         needs_parser = config.tools or config.environments or clients_bring_tools
         parser = rollout.tool_parser.build(ToolParserContext()) if needs_parser else None
+        renderer = build_renderer(rollout.renderer, config.model, parser)
         self._environment = SessionEnvironment(
             renderer=renderer,
-            parser=parser,
             limits=TrajectoryLimits(rollout.max_response_length, max_model_len, rollout.template_break),
             servers=self._engines,
             tools={tool.name: tool for tool in tools},
@@ -107,7 +106,7 @@ class AgentLoopWorker:
             deterministic=rollout.deterministic,
         )
         context = AgentLoopContext(
-            renderer=renderer,
+            renderer=renderer.chat,
             tool_parser=parser,
             tools=tuple(name for tool in tools for name in tool.schemas),
             interactions=tuple(self._environment.interactions),

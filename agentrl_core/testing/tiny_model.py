@@ -7,10 +7,13 @@ renderer = HFChatRenderer(tiny_tokenizer())                  # one byte is one t
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
+
+if TYPE_CHECKING:
+    from agentrl_core.data.renderer import HFChatRenderer
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 
@@ -74,6 +77,13 @@ def tiny_tokenizer(
 _CONTROL = re.compile(
     r"<\|[\w/]{1,40}\|?>|<\w{1,40}\|>|<｜[^｜\s]{1,40}｜>|\[/?[A-Z][A-Z_]{2,30}\]|<(?:start|end)_of_turn>|</?s>|<seed:[be]os>|\[e~\["
 )
+
+
+def tiny_chat(chat_template: str = CHATML_TEMPLATE) -> "HFChatRenderer":
+    """Tokenizer and chat template for :class:`~agentrl_core.api.RendererContext`."""
+    from agentrl_core.data.renderer import HFChatRenderer
+
+    return HFChatRenderer(tiny_tokenizer(chat_template))
 
 
 def tokenizer_for(chat_template: str) -> PreTrainedTokenizerFast:

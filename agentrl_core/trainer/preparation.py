@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
@@ -18,6 +18,7 @@ from agentrl_core.api import (
     ConfigError,
     EngineClient,
     HookContext,
+    Renderer,
     ToolParserContext,
     TrackerContext,
 )
@@ -34,6 +35,7 @@ from agentrl_core.config.schema import (
     TrackerSlot,
 )
 from agentrl_core.data.call_format import call_format, installed_parsers
+from agentrl_core.data.chat_template import build_renderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
 from agentrl_core.hosting.rewards import HostedRewardFunction, RewardWorker
@@ -57,14 +59,16 @@ class Preparation:
     """A run that is ready to start.
 
     Args:
-        renderer: tokenizer and template, able to render what the run needs.
+        renderer: of the rollout, able to render what the run needs.
+        chat: tokenizer and template.
         data: prompts that fit.
         steps: of the whole run.
         vocab_size: of the model.
         template: what the chat template can do.
     """
 
-    renderer: HFChatRenderer
+    renderer: Renderer
+    chat: HFChatRenderer
     data: PromptData
     steps: int
     vocab_size: int
@@ -95,22 +99,23 @@ class Preparation:
             model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         text_config = model_config.get_text_config()
         check_logit_bias(config, int(text_config.vocab_size))
-        renderer = HFChatRenderer.from_config(model)
-        rehearse(config, renderer, listeners=listeners)
+        renderer = build_renderer(config.rollout.renderer, model, config.rollout.tool_parser.build(ToolParserContext()))
+        chat = cast(HFChatRenderer, renderer.chat)
+        rehearse(config, chat, listeners=listeners)
         if training:
-            check_teacher(config, renderer)
+            check_teacher(config, chat)
             warn_of_other_distribution(config)
         if config.tools:
-            require_tool_role(renderer)
-        template = check_template(renderer)
-        if config.tools or config.environments:
-            check_call_format(config, renderer)
+            require_tool_role(chat)
+        template = check_template(chat)
+        if (config.tools or config.environments) and config.rollout.renderer.has("tool_parser"):
+            check_call_format(config, chat)
         data = PromptLoader(config, renderer).load()
         check_context(config, getattr(text_config, "max_position_embeddings", None))
         if training:
             check_best_metric(config, data.validation)
             CheckpointStore(Path(config.trainer.output_dir) / config.trainer.name, 1).find(config.trainer.resume)
-        return cls(renderer, data, total_steps(config, len(data.train)), int(text_config.vocab_size), template)
+        return cls(renderer, chat, data, total_steps(config, len(data.train)), int(text_config.vocab_size), template)
 
     def lines(self, config: ResolvedConfig) -> list[str]:
         """Batch arithmetic, memory and template in lines for a person."""

@@ -14,6 +14,7 @@ from agentrl_core.api import (
     PromptDataset,
     PromptOutcome,
     PromptSampler,
+    Renderer,
     SamplerContext,
     TemplateError,
 )
@@ -21,7 +22,6 @@ from agentrl_core.api.dataset import Split
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.event_loop import EventLoop
 from agentrl_core.data.overlong import fit_prompts
-from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import Row
 from agentrl_core.data.template_check import require_tool_role
 from agentrl_core.hosting.environments import HostedEnvironment
@@ -81,7 +81,7 @@ class PromptLoader:
         renderer: the renderer of the rollout, so that lengths are the same.
     """
 
-    def __init__(self, config: ResolvedConfig, renderer: HFChatRenderer) -> None:
+    def __init__(self, config: ResolvedConfig, renderer: Renderer) -> None:
         self._config = config
         self._renderer = renderer
         self._schemas = tool_schemas(config.tools, config.trainer.seed, absent_clients(config.engines))
@@ -180,10 +180,10 @@ class PromptLoader:
                     "as tool_agent"
                 )
             if episode.schemas:
-                require_tool_role(self._renderer)
+                require_tool_role(self._renderer.chat)
             schemas = list(episode.schemas.values()) + self._row_schemas(row)
             prompt = self._renderer.render(episode.messages, schemas, generation_prompt=True)
-            self._longest = max(self._longest, len(self._renderer.encode(prompt)))
+            self._longest = max(self._longest, len(prompt.ids))
             if self._longest > config.data.max_prompt_length:
                 raise ConfigError(
                     f"data.max_prompt_length is {config.data.max_prompt_length}, but the first task of {title} has a "
@@ -196,25 +196,29 @@ class PromptLoader:
     def _file_rows(self, split: Split, files: Sequence[str]) -> list[Row]:
         slot = self._config.data.dataset
         found = [name for file in files for name in _matching(file)]
-        context = DatasetContext(found, split, self._renderer, self._row_schemas, self._config.data.max_prompt_length)
+        chat, longest = self._renderer.chat, self._config.data.max_prompt_length
+        context = DatasetContext(found, split, chat, self._row_schemas, longest)
         with hang_reported(f"dataset {slot.name!r}, loading {split} rows,"):
             dataset: PromptDataset = slot.build(context)
             for index in range(len(dataset)):
                 self._check_row(dataset[index], f"data: {split} row {index}")
 
         def lengths(rows: Sequence[Row]) -> list[int]:
-            return self._renderer.lengths(self._rendered(rows, f"data: {split} row"))
+            index = 0
+
+            def prompts() -> Iterator[tuple[Sequence[Message], list[dict[str, Any]]]]:
+                nonlocal index
+                for index, row in enumerate(rows):  # noqa: B007 - an error names the row
+                    yield row["raw_prompt"], self._row_schemas(row)
+
+            try:
+                return self._renderer.lengths(prompts())
+            except TemplateError as error:
+                raise TemplateError(f"data: {split} row {index}: {error}") from error
 
         rows, longest = fit_prompts(dataset, context, self._config.data.overlong_prompts, lengths)
         self._longest = max(self._longest, longest)
         return rows
-
-    def _rendered(self, rows: Sequence[Row], what: str) -> Iterator[str]:
-        for index, row in enumerate(rows):
-            try:
-                yield self._renderer.render(row["raw_prompt"], self._row_schemas(row), generation_prompt=True)
-            except TemplateError as error:
-                raise TemplateError(f"{what} {index}: {error}") from error
 
     def _row_schemas(self, row: Row) -> list[dict[str, Any]]:
         if "tools" not in self._loops[row.get("agent_name") or self._default_loop]:

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl_core.api import DataError, Message
-from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.api import DataError, Message, Renderer
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import pad
 from agentrl_core.rollout.results import TrajectoryResult
@@ -23,7 +22,7 @@ _FIELD = re.compile(r"\{(\w+)\}")
 
 
 def add_teacher_prompts(
-    batch: DataProto, results: Sequence[TrajectoryResult], context: str, renderer: HFChatRenderer
+    batch: DataProto, results: Sequence[TrajectoryResult], context: str, renderer: Renderer
 ) -> None:
     """Add :data:`TEACHER_PROMPTS` to the batch that ``to_data_proto`` made of ``results``.
 
@@ -55,11 +54,11 @@ def as_the_teacher_reads(batch: DataProto, pad_token_id: int) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=dict(batch.meta_info))
 
 
-def _prompts(result: TrajectoryResult, context: str, renderer: HFChatRenderer) -> list[list[int]]:
+def _prompts(result: TrajectoryResult, context: str, renderer: Renderer) -> list[list[int]]:
     """The prompt of each row of a trajectory, with the context in its first messages."""
     messages = list(takewhile(lambda message: message["role"] != "assistant", result.outputs[0].messages))
     shown, told = (
-        renderer.encode_prompt(renderer.render(each, result.tool_schemas, generation_prompt=True))
+        renderer.render(each, result.tool_schemas, generation_prompt=True).ids
         for each in (messages, _with_context(messages, _filled(context, result.row)))
     )
     for output in result.outputs:

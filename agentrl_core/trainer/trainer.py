@@ -134,8 +134,8 @@ class Trainer:
     def _compare_with_engines(self) -> None:
         """Compare each engine's log-probs with those of the actor, before the first step."""
         if self.config.rollout.engine.has("logprobs"):
-            prompt = self.renderer.render(self.preparation.data.first_prompt, generation_prompt=True)
-            compare_with_engines(self.config, self.roles.engines, self.roles.actor, self.renderer.encode(prompt))
+            prompt = self.renderer.render(self.preparation.data.first_prompt, generation_prompt=True).ids
+            compare_with_engines(self.config, self.roles.engines, self.roles.actor, prompt)
             # Drop what the engines counted: it belongs to no step.
             self.roles.engines.metrics()
 
@@ -195,7 +195,7 @@ class Trainer:
             }
             # A prompt that left no room has no sampled tokens to train.
             sampled = [result for result in results if result.sampled_tokens]
-            batch = to_data_proto(sampled, self.renderer.pad_token_id, meta)
+            batch = to_data_proto(sampled, self.preparation.chat.pad_token_id, meta)
             if self.config.teacher.context is not None:
                 add_teacher_prompts(batch, sampled, self.config.teacher.context, self.renderer)
         self._notify_hooks(step, "train", results)
@@ -246,7 +246,7 @@ class Trainer:
             if self.roles.reference is not None:
                 batch.union(self.roles.reference.compute_ref_log_prob(batch))
             if self.config.algorithm.advantage.has("teacher_log_probs"):
-                seen = as_the_teacher_reads(batch, self.renderer.pad_token_id)
+                seen = as_the_teacher_reads(batch, self.preparation.chat.pad_token_id)
                 batch.batch["teacher_log_probs"] = (
                     self.roles.actor.compute_log_prob(seen).batch["old_log_probs"]
                     if self.roles.teacher is None

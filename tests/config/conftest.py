@@ -77,6 +77,7 @@ SPECS = [
     _spec("agent_loop", "two_turns"),
     _spec("agent_loop", "scores_itself", NoConfig, "rewards"),
     _spec("agent_loop", "tool_agent", NoConfig, "tools", "interactions"),
+    _spec("renderer", "chat_template", NoConfig, "tool_parser"),
     _spec("tool_parser", "hermes"),
     _spec("tool", "calculator"),
     _spec("tool", "search", ToolOptions),

@@ -20,6 +20,7 @@ from agentrl_core.api import (
     function_schema,
 )
 from agentrl_core.data.call_format import call_format
+from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
@@ -162,7 +163,7 @@ def rows_of(renderer: HFChatRenderer, parser: ToolParser, turns: list[str]) -> A
     async def converse() -> Any:
         limits = TrajectoryLimits(max_response_length=100_000, max_model_len=100_000)
         key = TrajectoryKey(run_seed=0, split="train", step=1, prompt=0, sample=0)
-        builder = TrajectoryBuilder(key, [QUESTION], TOOLS, renderer, parser, limits, sample)
+        builder = TrajectoryBuilder(key, [QUESTION], TOOLS, ChatTemplateRenderer.of(renderer, parser), limits, sample)
         for added in ([RESULT], [{"role": "user", "content": "And <|im_end|>?"}], []):
             await builder.generate({})
             assert not added or builder.add_messages(added)

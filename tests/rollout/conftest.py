@@ -22,6 +22,7 @@ from agentrl_core.api import (
 from agentrl_core.config import load_config
 from agentrl_core.config.schema import Config, Slot
 from agentrl_core.controller import LocalRuntime
+from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.tools import HostedTool
@@ -139,8 +140,8 @@ class Conversation:
         self.renderer = make_renderer(template, **kwargs) if isinstance(template, str) else template
         self.policy = Policy(self.renderer, turns)
         self.builder = TrajectoryBuilder(
-            KEY, messages, tools, self.renderer, TagParser(), TrajectoryLimits(response, context, template_break),
-            self.policy,
+            KEY, messages, tools, ChatTemplateRenderer.of(self.renderer, TagParser()),
+            TrajectoryLimits(response, context, template_break), self.policy,
         )  # fmt: skip
 
     @property
@@ -231,8 +232,7 @@ def make_session(renderer: HFChatRenderer) -> Callable[..., RolloutSession]:
         **extra_info: Any,
     ) -> RolloutSession:
         environment = SessionEnvironment(
-            renderer=renderer,
-            parser=TagParser(),
+            renderer=ChatTemplateRenderer.of(renderer, TagParser()),
             limits=TrajectoryLimits(10_000, 20_000),
             servers=servers or RecordingServers(),
             tools={tool.name: tool for tool in tools},

@@ -10,6 +10,7 @@ import pytest
 
 from agentrl_core.api import ConfigError, DataError, EpisodeError, Termination
 from agentrl_core.config import load_config
+from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.runs.records import read_rollouts, reward_trajectory_of
@@ -250,11 +251,11 @@ class NotOne:
     settings = RUN | {"data.train_files": None, "rollout.engine": {"name": "scripted"}} | changes
     with pytest.raises(error, match=message):
         config = load_config(tiny_run(settings))
-        PromptLoader(config, HFChatRenderer.from_config(config.model)).load()
+        PromptLoader(config, ChatTemplateRenderer.of(HFChatRenderer.from_config(config.model))).load()
 
 
 def test_rows_of_files_may_name_the_environment(tiny_run: Any) -> None:
     (tiny_run.folder / "world.py").write_text(WORLD)
     config = load_config(tiny_run(RUN | {"rollout.engine": {"name": "scripted"}}, tiny_run.rows(2, environment="Moon")))
     with pytest.raises(DataError, match="train row 0: environment is 'Moon'; configured: World"):
-        PromptLoader(config, HFChatRenderer.from_config(config.model)).load()
+        PromptLoader(config, ChatTemplateRenderer.of(HFChatRenderer.from_config(config.model))).load()

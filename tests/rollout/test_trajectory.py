@@ -149,7 +149,7 @@ def test_tool_calls_are_kept_in_the_history(conversation) -> None:
 def test_a_parser_of_a_format_without_types_sees_the_schemas_of_the_tools(conversation) -> None:
     talk = conversation([f"so: {CALL}{STOP}"])
     seen = []
-    parser = talk.builder._parser
+    parser = talk.builder._renderer.context.parser
     parser.parse_turn = lambda text, tools: (seen.extend(tools), parser.parse(text))[1]
     assert generate(talk.builder).tool_calls
     assert [tool["function"]["parameters"]["properties"] for tool in seen] == [{"x": {"type": "string"}}]

@@ -229,6 +229,7 @@ def test_new_plugins_of_all_other_kinds_train(clean: CleanEnvironment, tiny_mode
         "rollout": {
             "engine": NEW["engine"],
             "agent": {"loops": [NEW["agent_loop"]]},
+            "renderer": NEW["renderer"],
             "tool_parser": NEW["tool_parser"],
             "n": 2,
             "max_response_length": 8,

@@ -10,6 +10,7 @@ import pytest
 
 from agentrl_core.api import ConfigError, DataError
 from agentrl_core.config import load_config
+from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.trainer.prompt_data import PromptLoader
 
@@ -29,7 +30,7 @@ def test_every_prompt_is_rendered_once_before_a_run(
     renderer = HFChatRenderer.from_config(config.model)
     assert renderer.stop_token_ids, "reading the stop tokens renders a probe; not to be counted below"
     monkeypatch.setattr(HFChatRenderer, "render", counting)
-    data = PromptLoader(config, renderer).load()
+    data = PromptLoader(config, ChatTemplateRenderer.of(renderer)).load()
     rows = [*data.train, *data.validation]
     assert rendered.total() == len(rows) > 1
     assert data.longest_prompt == max(len(renderer.encode(text)) for text in rendered)
@@ -53,7 +54,7 @@ def test_rows_with_images_do_not_train_as_text(
     file.write_text(json.dumps({**row, "data_source": "x", "reward_model": {"ground_truth": "4"}}) + "\n")
     config = load_config(tiny_run({"rollout.engine": {"name": "scripted"}, "data.train_files": [str(file)]}))
     with pytest.raises(DataError, match=message):
-        PromptLoader(config, HFChatRenderer.from_config(config.model)).load()
+        PromptLoader(config, ChatTemplateRenderer.of(HFChatRenderer.from_config(config.model))).load()
 
 
 def test_a_pattern_stands_for_its_files_in_alphabetical_order(tiny_run: Any) -> None:
@@ -62,7 +63,7 @@ def test_a_pattern_stands_for_its_files_in_alphabetical_order(tiny_run: Any) -> 
     for name, part in (("part-b.jsonl", rows[2:]), ("part-a.jsonl", rows[:2])):
         tiny_run.write_rows(name, part)
     config = load_config(path)
-    data = PromptLoader(config, HFChatRenderer.from_config(config.model)).load()
+    data = PromptLoader(config, ChatTemplateRenderer.of(HFChatRenderer.from_config(config.model))).load()
     assert [row["extra_info"]["index"] for row in data.train] == [0, 1, 2]
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from agentrl_core.testing.contracts.environment import EnvironmentCase, EnvironmentContract
     from agentrl_core.testing.contracts.interaction import InteractionCase, InteractionContract
     from agentrl_core.testing.contracts.policy_loss import PolicyLossCase, PolicyLossContract
+    from agentrl_core.testing.contracts.renderer import RendererCase, RendererContract
     from agentrl_core.testing.contracts.reward_function import RewardFunctionCase, RewardFunctionContract
     from agentrl_core.testing.contracts.reward_manager import RewardManagerCase, RewardManagerContract
     from agentrl_core.testing.contracts.rollout_correction import RolloutCorrectionCase, RolloutCorrectionContract
@@ -50,6 +51,8 @@ __all__ = [
     "PluginContract",
     "PolicyLossCase",
     "PolicyLossContract",
+    "RendererCase",
+    "RendererContract",
     "RewardFunctionCase",
     "RewardFunctionContract",
     "RewardManagerCase",
@@ -74,6 +77,7 @@ _MODULES = {
     "Environment": "environment",
     "Interaction": "interaction",
     "PolicyLoss": "policy_loss",
+    "Renderer": "renderer",
     "RewardFunction": "reward_function",
     "RewardManager": "reward_manager",
     "RolloutCorrection": "rollout_correction",

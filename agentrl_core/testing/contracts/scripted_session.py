@@ -26,6 +26,7 @@ from agentrl_core.api import (
 from agentrl_core.api.config import NoConfig
 from agentrl_core.api.engine import FinishReason
 from agentrl_core.api.tool import schema_of
+from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
@@ -166,8 +167,7 @@ class LoopRun:
         hosted: dict[str, Any] = dict(self.hosts)
         interactions = {"partner": HostedInteraction(self.interaction, 30.0)} if self.interaction else {}
         self.environment = SessionEnvironment(
-            renderer=self.renderer,
-            parser=parser,
+            renderer=ChatTemplateRenderer.of(self.renderer, parser),
             limits=TrajectoryLimits(self.max_response_length, 10_000),
             servers=self.policy,
             tools=hosted,
