@@ -41,7 +41,7 @@ _NAMES_OF_MODULE = {
     "sampler": ("PromptOutcome", "PromptSampler", "SamplerContext"),
     "tool": ("FunctionTool", "Tool", "ToolContext", "ToolResponse", "ToolResult", "function_schema", "schema_of"),
     "tool_parser": ("ParsedText", "ToolCall", "ToolParser", "ToolParserContext"),
-    "tracker": ("Tracker", "TrackerContext"),
+    "tracker": ("Tracker", "TrackerContext", "trajectory_table"),
     "weights": ("ArrayBucket", "WeightUpdate", "map_safetensors"),
 }  # fmt: skip
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}

@@ -36,6 +36,10 @@ _BROUGHT = {
     "agentrl-tool-search": {"tool": "remote_search search"},
     "agentrl-tools-basic": {"tool": "calculator"},
     "agentrl-tools-sandbox": {"reward_function": "code_tests", "tool": "python remote_python shell"},
+    "agentrl-tracker-mlflow": {"tracker": "mlflow"},
+    "agentrl-tracker-swanlab": {"tracker": "swanlab"},
+    "agentrl-tracker-trackio": {"tracker": "trackio"},
+    "agentrl-tracker-wandb": {"tracker": "wandb"},
     "agentrl-trackers-basic": {"tracker": "console curve jsonl tensorboard"},
 }
 """By distribution and kind: names of plugins."""

@@ -2,18 +2,25 @@
 
 import logging
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import rich
 
-from agentrl_core.api import CheckpointError, ConfigError, HookContext, PromptSampler, Tracker, TrackerContext
+from agentrl_core.api import (
+    CheckpointError,
+    ConfigError,
+    EndedTrajectory,
+    HookContext,
+    PromptSampler,
+    TrackerContext,
+)
 from agentrl_core.api.dataset import Split
 from agentrl_core.config import ResolvedConfig, to_dict, to_yaml
-from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.plugins.lock import write_lock
 from agentrl_core.runs.atomic import replace_file
@@ -22,6 +29,7 @@ from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus
 from agentrl_core.runs.trajectory_view import show_trajectory
 from agentrl_core.trainer.algorithm import Algorithm
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, plugin_refs, resumed_state
+from agentrl_core.trainer.trackers import Trackers
 from agentrl_core.workers.protocols import Actor, Critic
 
 logger = logging.getLogger(__name__)
@@ -33,37 +41,6 @@ class LogFile(logging.FileHandler):
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802 - logging's name
         pass
-
-
-class Trackers:
-    """Calls the trackers of a run. A tracker that raises is reported once and disabled; the run continues."""
-
-    def __init__(self, trackers: Iterable[tuple[str, Tracker]] = ()) -> None:
-        self._trackers = list(trackers)
-
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics of one step."""
-        self._each(f"at step {step}", lambda tracker: tracker.log(metrics, step))
-
-    def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
-        """Report what happens within a step."""
-        self._each(f"in the phase {phase!r}", lambda tracker: tracker.progress(phase, done, total))
-
-    def finish(self, status: str) -> None:
-        """Report that the run has ended."""
-        self._each("at the end of the run", lambda tracker: tracker.finish(status))
-
-    def _each(self, when: str, call: Callable[[Tracker], None]) -> None:
-        for name, tracker in list(self._trackers):
-            try:
-                with hang_reported(f"tracker {name!r}, called {when},"):
-                    call(tracker)
-            except Exception as error:  # noqa: BLE001 - a tracker is foreign code, and no reason to lose a step
-                self._trackers.remove((name, tracker))
-                logger.error(
-                    "tracker %r failed %s and is disabled; the run continues: %s: %s",
-                    name, when, type(error).__name__, error, exc_info=True,
-                )  # fmt: skip
 
 
 class Run:
@@ -179,7 +156,7 @@ class Run:
     def _build_listeners(self) -> None:
         config = self._config
         context = TrackerContext(config.trainer.name, self.path, self._steps, to_dict(config), self.first_step)
-        self.trackers = Trackers((slot.name, slot.build(context)) for slot in config.trainer.trackers)
+        self.trackers = Trackers((slot.name, partial(slot.build, context)) for slot in config.trainer.trackers)
         contexts = [(hook, HookContext(hook.registered_name, self.path)) for hook in config.hooks]
         self.hooks = HookCaller([(context.name, hook.build(context)) for hook, context in contexts])
 
@@ -285,6 +262,12 @@ class Run:
             console = rich.get_console()
             console.print(f"[bold]The first trajectory of step {step}[/bold], as the model was trained on it:")
             show_trajectory(records[0], console)
+
+    def log_trajectories(self, step: int, trajectories: Sequence[EndedTrajectory]) -> None:
+        """Report the trajectories of a rollout to hooks and trackers."""
+        for trajectory in trajectories:
+            self.hooks.on_trajectory_end(step=step, trajectory=trajectory)
+        self.trackers.log_trajectories(trajectories, step)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Report a finished step to trackers, ``state.json`` and hooks."""

@@ -6,7 +6,7 @@ estimators that compare samples.
 """
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_core.api import AgentRLError, ConfigError
-from agentrl_core.api.dataset import Split
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.data.rows import PromptBatch, fingerprint
@@ -198,7 +197,7 @@ class Trainer:
             batch = to_data_proto(sampled, self.preparation.chat.pad_token_id, meta)
             if self.config.teacher.context is not None:
                 add_teacher_prompts(batch, sampled, self.config.teacher.context, self.renderer)
-        self._notify_hooks(step, "train", results)
+        self.run.log_trajectories(step, [ended_trajectory("train", result) for result in results])
         self.run.hooks.on_rollout_end(step=step, batch=batch)
         return batch
 
@@ -337,10 +336,6 @@ class Trainer:
             everything["perf/tokens_per_second"] = everything["rollout/sampled_tokens"] / seconds
         return {name: float(value) for name, value in sorted(everything.items())}
 
-    def _notify_hooks(self, step: int, split: Split, results: Sequence[TrajectoryResult]) -> None:
-        for result in results:
-            self.run.hooks.on_trajectory_end(step=step, trajectory=ended_trajectory(split, result))
-
     def _watch_tools(self, metrics: Mapping[str, float]) -> None:
         silent = bool(self.config.tools) and not metrics["rollout/tool_calls_mean"]
         self._steps_without_tools = self._steps_without_tools + 1 if silent else 0
@@ -359,7 +354,7 @@ class Trainer:
             self.roles.engines.metrics()
         if results:
             self.run.write_records(step, "validation", make_records(step, "validation", results, {}))
-            self._notify_hooks(step, "validation", results)
+            self.run.log_trajectories(step, [ended_trajectory("validation", result) for result in results])
             self.run.hooks.on_validation_end(step=step, metrics=metrics)
         return metrics
 

@@ -28,7 +28,7 @@ from agentrl_core.config import (
 )
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.trainer import Trainer
+from agentrl_core.trainer import Trainer, trackers
 
 Fit = Callable[..., RunDir]
 SCRIPTED = {"rollout.engine": {"name": "scripted"}}
@@ -207,6 +207,34 @@ def test_a_failing_tracker_is_reported_once_and_the_run_completes(
     assert [row["step"] for row in run.read_metrics()] == [1, 2]
     assert (run.checkpoints_dir / "step-000001").is_dir() and (run.checkpoints_dir / "step-000002").is_dir()
     assert caplog.text.count(f"{tracker}' failed {when} and is disabled; the run continues") == 1
+
+
+@pytest.mark.parametrize(
+    ("where", "when"),
+    [
+        ("__init__(self, config, context)", "when it was built"),
+        ("log_trajectories(self, trajectories, step)", "with the trajectories of step 1"),
+        ("log(self, metrics, step)", "at step 1"),
+        ("finish(self, status)", "at the end of the run"),
+    ],
+)
+def test_a_hanging_tracker_is_left_behind_and_the_run_completes(
+    fit: Fit, where: str, when: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(trackers, "DEADLINE_SECONDS", 0.5)
+    (tmp_path / "hung.py").write_text(
+        "import threading\n"
+        "from agentrl_core.api import Tracker\n"
+        "class Hung(Tracker):\n"
+        "    def log(self, metrics, step): ...\n"
+        f"    def {where}: threading.Event().wait()\n"
+    )
+    run = fit({**SCRIPTED, "trainer.trackers": ["./hung.py:Hung", "jsonl"]})
+    state = run.read_state()
+    assert state is not None and (state.status, state.step) == ("completed", 2)
+    assert [row["step"] for row in run.read_metrics()] == [1, 2]
+    assert caplog.text.count(f"Hung' failed {when} and is disabled; the run continues: TimeoutError: it has not") == 1
+    assert "threading.Event().wait()" in caplog.text
 
 
 def test_failing_hook_ends_the_run_and_names_itself(fit: Fit, tmp_path: Path) -> None:

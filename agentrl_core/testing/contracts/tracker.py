@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
 
-from agentrl_core.api import Tracker, TrackerContext
+from agentrl_core.api import EndedTrajectory, Tracker, TrackerContext
 from agentrl_core.testing.contracts.case import PluginCase, PluginContract
 
 STEPS: list[dict[str, float]] = [
@@ -17,6 +17,22 @@ STEPS: list[dict[str, float]] = [
     {"actor/loss": 0.125, "a metric that/was not there before": -1e30},
 ]
 """Step 0 is the validation before training; keys come and go."""
+
+TRAJECTORY = EndedTrajectory(
+    trajectory_id="step1-prompt0-sample0",
+    uid="prompt0",
+    split="train",
+    data_source="tiny",
+    termination="completed",
+    reward=1.0,
+    reward_metrics={"exact": 1.0},
+    messages=[{"role": "user", "content": "2+3?"}, {"role": "assistant", "content": "\u2028 5 \U0001f600"}],
+    num_turns=1,
+    sampled_tokens=3,
+    attempts=1,
+    timings={"generate": 0.5, "total": 0.75},
+    error=None,
+)
 
 
 @dataclass(kw_only=True)
@@ -77,6 +93,19 @@ class TrackerContract(PluginContract):
         second = plugin.make(tmp_path, first_step=2)
         second.log(STEPS[2], 2)
         second.finish("completed")
+        plugin.check(tmp_path, {1: STEPS[1], 2: STEPS[2]})
+
+    def test_trajectories_are_taken(self, plugin: TrackerCase, tmp_path: Path) -> None:
+        """They come before the metrics of their step, whatever a model or a dataset wrote, and failed ones too."""
+        failed = replace(TRAJECTORY, termination="error", reward=None, messages=[], num_turns=0, error="no engine")
+        odd = replace(TRAJECTORY, trajectory_id="odd", messages=[{"role": "user", "content": [{"type": "text"}]}])
+        tracker = plugin.make(tmp_path)
+        tracker.log_trajectories([TRAJECTORY, failed, odd], 1)
+        tracker.log(STEPS[1], 1)
+        tracker.log_trajectories([replace(TRAJECTORY, split="validation")], 2)
+        tracker.log_trajectories([], 2)
+        tracker.log(STEPS[2], 2)
+        tracker.finish("completed")
         plugin.check(tmp_path, {1: STEPS[1], 2: STEPS[2]})
 
     def test_a_number_that_is_not_finite_is_taken(self, plugin: TrackerCase, tmp_path: Path) -> None:

@@ -98,13 +98,18 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], set[str]]] = {
             f"{R}.multi_turn.tool_config_path=tools.yaml", f"{A}.clip_ratio_high=0.28", f"{A}.clip_ratio_c=10.0",
             "custom_reward_function.path=retool.py", "data.custom_cls.path=retool.py", f"{R}.val_kwargs.n=30",
             f"{R}.val_kwargs.temperature=1.0", "trainer.logger=['console','wandb']",
+            "trainer.project_name=retool",
         ),
         {
             "rollout.engine.name": "sglang", "rollout.engine.config.mem_fraction": 0.85,
             "rollout.engine.config.max_running_requests": 256, "trainer.validation.n": 30,
             "algorithm.loss.config.clip_high": 0.28, "algorithm.loss.config.dual_clip": 10.0,
+            "trainer.trackers": [
+                "console", "jsonl", "tensorboard", "curve",
+                {"name": "wandb", "config": {"project": "retool", "mode": "online"}},
+            ],
         },
-        {f"{R}.multi_turn.tool_config_path", "data.custom_cls.path", "trainer.logger"},
+        {f"{R}.multi_turn.tool_config_path", "data.custom_cls.path"},
     ),
     "remax": (
         (

@@ -329,14 +329,28 @@ def _run(result: Conversion) -> None:
     result.done("trainer.resume_from_path")
     if result.get("trainer.max_actor_ckpt_to_keep", 1) is None:
         result.values.pop("trainer.checkpoint.keep", None)
-    loggers = keys.as_list(result.get("trainer.logger", []))
-    others = [name for name in loggers if name not in keys.TRACKERS]
+    _trackers(result)
+
+
+def _trackers(result: Conversion) -> None:
+    key, project = "trainer.logger", "trainer.project_name"
+    loggers = [keys.SAME_TRACKERS.get(name, name) for name in keys.as_list(result.get(key, []))]
+    added = [name for name in loggers if name in keys.TRACKERS]
+    if added:
+        trackers: list[Any] = list(keys.DEFAULT_TRACKERS)
+        for name in added:
+            option, further = keys.TRACKERS[name]
+            named = {option: result.get(project)} if result.get(project) else {}
+            trackers.append({"name": name, "config": named | dict(further)})
+        result.set(key, "trainer.trackers", trackers)
+        result.done(project)
+    others = [name for name in loggers if name not in (*keys.TRACKERS, *keys.DEFAULT_TRACKERS)]
     if others:
-        result.decisions["trainer.logger"] = (
+        result.decisions[key] = (
             f"trainer.trackers: {', '.join(map(str, others))}, if a package registers it; `agentrl plugins list` shows"
         )
     else:
-        result.done("trainer.logger")
+        result.done(key)
 
 
 def _rewards(result: Conversion) -> None:

@@ -129,7 +129,15 @@ REFERENCE = (
 """With ``use_kl_loss``."""
 
 RESUME = {"disable": "never", "auto": "auto"}
-TRACKERS = ("console", "tensorboard")
+TRACKERS: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
+    "mlflow": ("experiment", ()),
+    "swanlab": ("project", (("mode", "online"),)),
+    "trackio": ("project", ()),
+    "wandb": ("project", (("mode", "online"),)),
+}
+"""Those that are not on by default: the option that takes verl's project, and further options."""
+DEFAULT_TRACKERS = ("console", "jsonl", "tensorboard", "curve")
+SAME_TRACKERS = {"file": "jsonl"}
 CORRECTIONS = {"token": "token_tis", "sequence": "sequence_tis"}
 
 GREEDY = 0
