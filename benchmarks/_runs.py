@@ -1,5 +1,6 @@
 """Many short runs of the calculator example, each written to a file as it ends: what is there is not repeated."""
 
+import argparse
 import json
 import logging
 import multiprocessing
@@ -65,6 +66,27 @@ class Outcome:
     seconds: float
     metrics: dict[str, float]
     failure: str = ""
+
+
+def command_line(name: str, description: str | None, *, seeds: int, steps: int) -> argparse.ArgumentParser:
+    """The options that all benchmarks of many runs have, with these defaults."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=seeds, help="number of seeds")
+    parser.add_argument("--steps", type=int, default=steps)
+    parser.add_argument("--processes", type=int, default=1, help="runs at a time; 0: only write what is done")
+    parser.add_argument("--work", type=Path, default=Path(f"runs/benchmark-{name}"), help="for models and runs")
+    parser.add_argument("--output", type=Path, help="directory for the page and the picture")
+    return parser
+
+
+def parsed(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options, with absolute directories that exist; runs that are started then compute in one thread."""
+    options = parser.parse_args(arguments)
+    options.work = options.work.resolve()
+    options.output = options.output or options.work
+    options.output.mkdir(parents=True, exist_ok=True)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    return options
 
 
 def train(job: Job, directory: Path, trainer_class: Callable[[Any], Any] | None = None) -> Outcome:

@@ -7,14 +7,12 @@ estimator grpo. A run that is complete in ``--work`` is read, not repeated: star
 interruption.
 """
 
-import argparse
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import date
 from pathlib import Path
 
 import numpy as np
-from _runs import Job, Outcome, run_all
+from _runs import Job, Outcome, command_line, parsed, run_all
 from matplotlib.figure import Figure
 
 from agentrl_algorithms import plugin as plugins
@@ -133,29 +131,20 @@ def write_page(path: Path, outcomes: Mapping[str, Sequence[Outcome]], seeds: int
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = command_line("algorithms", __doc__, seeds=1, steps=12)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=list(METHODS), metavar="METHOD")
-    parser.add_argument("--seeds", type=int, default=1, help="number of seeds")
-    parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time; 0: only write what is done")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmark-algorithms"), help="for models and runs")
-    parser.add_argument("--output", type=Path, help="directory for the page and the picture")
-    options = parser.parse_args(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    work = options.work.resolve()
+    options = parsed(parser, arguments)
     chosen = {method: [job(method, seed, options.steps) for seed in range(options.seeds)] for method in options.methods}
     # All methods with a seed, then the next seed: an interrupted run has every method.
     jobs = sorted((each for runs in chosen.values() for each in runs), key=lambda each: each.seed)
-    found = run_all(jobs, work, options.processes)
+    found = run_all(jobs, options.work, options.processes)
     outcomes = {
         method: finished
         for method, runs in chosen.items()
         if (finished := [found[job] for job in runs if job in found])
     }
-    output = options.output or work
-    output.mkdir(parents=True, exist_ok=True)
-    draw(output / "algorithms.png", outcomes)
-    write_page(output / "algorithms.md", outcomes, options.seeds, options.steps)
+    draw(options.output / "algorithms.png", outcomes)
+    write_page(options.output / "algorithms.md", outcomes, options.seeds, options.steps)
 
 
 if __name__ == "__main__":

@@ -6,8 +6,6 @@ Each step samples with the weights that the policy had 0, 1, 4 or 8 steps ago. A
 read, not repeated.
 """
 
-import argparse
-import os
 from collections import deque
 from collections.abc import Mapping, Sequence
 from datetime import date
@@ -17,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _runs import Job, Outcome, run_all
+from _runs import Job, Outcome, command_line, parsed, run_all
 from matplotlib.figure import Figure
 
 from agentrl_core.data.rows import PromptBatch
@@ -156,15 +154,7 @@ def write_page(path: Path, outcomes: Mapping[tuple[str, int], Sequence[Outcome]]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3, help="number of seeds")
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--processes", type=int, default=1, help="runs at a time; 0: only write what is done")
-    parser.add_argument("--work", type=Path, default=Path("runs/benchmark-staleness"), help="for models and runs")
-    parser.add_argument("--output", type=Path, help="directory for the page and the picture")
-    options = parser.parse_args(arguments)
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    work = options.work.resolve()
+    options = parsed(command_line("staleness", __doc__, seeds=3, steps=40), arguments)
     cells = {
         (correction, delay): [job(correction, delay, seed, options.steps) for seed in range(options.seeds)]
         for delay in DELAYS
@@ -174,12 +164,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     order = {delay: place for place, delay in enumerate((DELAYS[-1], DELAYS[0], *DELAYS[-2:0:-1]))}
     jobs = list(dict.fromkeys(each for runs in cells.values() for each in runs))
     jobs.sort(key=lambda each: (order[each.delay], each.seed))
-    found = run_all(jobs, work, options.processes, trainer_of)
+    found = run_all(jobs, options.work, options.processes, trainer_of)
     outcomes = {cell: [found[each] for each in runs if each in found] for cell, runs in cells.items()}
-    output = options.output or work
-    output.mkdir(parents=True, exist_ok=True)
-    draw(output / "staleness.png", outcomes)
-    write_page(output / "staleness.md", outcomes, options.seeds, options.steps)
+    draw(options.output / "staleness.png", outcomes)
+    write_page(options.output / "staleness.md", outcomes, options.seeds, options.steps)
 
 
 if __name__ == "__main__":

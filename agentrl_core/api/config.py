@@ -4,7 +4,11 @@
     class CalculatorConfig:
         max_digits: int = option(12, help="longest number in a result", unit="digits", ge=1)
 
-The walker of :mod:`agentrl_core.config` checks a YAML file against such classes and reports every problem at once.
+The walker of :mod:`agentrl_core.config` checks a YAML file against such classes and reports every problem at once. An
+option that an earlier version had and that changes nothing any more goes into a class attribute, so that old runs still
+load; it is ignored with a warning:
+
+        obsolete: ClassVar[dict[str, str]] = {"rounding": "Results are exact now."}
 """
 
 from dataclasses import MISSING, dataclass, field

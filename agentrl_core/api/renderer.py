@@ -65,15 +65,16 @@ class Conversation:
         messages: all of them; the last one is the turn that the policy has just sampled, as :class:`ParsedTurn` said.
         tools: function schemas that the model is shown.
         row: the tokens so far; those that the policy sampled have mask 1.
-        contexts: the texts that were rendered into this row, in order: the prompt, and what followed each turn.
-        generation_prompt: the last of them ended with a generation prompt.
+        pieces: the text of this row in order, that of the branch in which it began included: 0 and a text that was
+            rendered (the prompt, and what followed each turn), or 1 and a turn.
+        generation_prompt: the last rendered one ended with a generation prompt.
         trajectory_id: for log lines.
     """
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]]
     row: AgentLoopOutput
-    contexts: Sequence[str]
+    pieces: Sequence[tuple[int, str]]
     generation_prompt: bool = True
     trajectory_id: str = ""
 

@@ -36,7 +36,8 @@ class RewardTrajectory:
         ground_truth: ``reward_model.ground_truth`` of the row, None if it has none.
         data_source: of the row.
         extra_info: of the row.
-        tool_rewards, turn_scores: as collected by the session, in order.
+        tool_rewards, turn_scores: as collected by the session, in order; those of an environment are in
+            ``environment`` instead.
         tool_reward_names: the tool of each of ``tool_rewards``; empty if the loop set those itself.
         tool_reward_turns, turn_score_turns: the turn of the policy, from 0, that earned each of them; empty if the loop
             set those itself.

@@ -117,8 +117,8 @@ def _mean(values: list[float]) -> str:
     return f"{sum(values) / len(values):.2f}" if values else "-"
 
 
-@reward_app.command()
-def replay(
+@reward_app.command("replay")
+def replay_reward(
     rollouts: Annotated[Path, typer.Argument(help="A run's file rollouts/step-….jsonl.", show_default=False)],
     reward: Annotated[
         str, typer.Option(help="A reward function: its name, or ./file.py:function.", show_default=False)
@@ -130,10 +130,10 @@ def replay(
         bool, typer.Option("--all", help="Print every trajectory, not only the first 20 whose score changed.")
     ] = False,
 ) -> None:
-    """Score a run's trajectories again in this process, where breakpoint() works."""
-    from agentrl_core.devtools.reward_replay import replay as replay_in_this_process
+    """Score the trajectories of a file again in this process: `agentrl replay RUN --reward` for a file."""
+    from agentrl_core.devtools import replay
 
-    replay_in_this_process(rollouts, reward, config, console_of_stdout(), show_all)
+    replay.replay_reward(rollouts, reward, config, console_of_stdout(), show_all)
 
 
 def replay_run(
@@ -144,12 +144,25 @@ def replay_run(
     ] = None,
     step: Annotated[int | None, typer.Option(help="Step. By default: the newest.")] = None,
     validation: Annotated[bool, typer.Option("--validation", help="Replay validation trajectories.")] = False,
+    reward: Annotated[
+        str | None, typer.Option(help="Only score again, with this function: its name, or ./file.py:function.")
+    ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="With --reward: configuration that lists the function, with its options.")
+    ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Print every trajectory that differs, not only 20.")] = False,
 ) -> None:
     """Run recorded trajectories again: the policy's tokens are the recorded ones, everything else runs again."""
-    from agentrl_core.devtools.replay import replay as replay_in_this_process
+    from agentrl_core.devtools import replay
 
     split: Split = "validation" if validation else "train"
     run = RunDir(run_dir)
+    if changes and reward:
+        raise typer.BadParameter("set reward.functions with --set, or leave out --set", param_hint="--reward")
+    if config and not reward:
+        raise typer.BadParameter("goes with --reward; otherwise the run's own is used", param_hint="--config")
     step = _found_step(run, step, split)
-    replay_in_this_process(run, step, split, changes or [], console_of_stdout(), show_all)
+    if reward:
+        replay.replay_reward(run.rollout_file(step, split), reward, config, console_of_stdout(), show_all)
+    else:
+        replay.replay(run, step, split, changes or [], console_of_stdout(), show_all)

@@ -1,6 +1,7 @@
 """Checks a tree against the schema and the options of the chosen plugins; collects every problem before it gives up."""
 
 import difflib
+import logging
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -30,6 +31,7 @@ from agentrl_core.config.nodes import DEFAULT, KeyPath, Node, Origin, dotted, fr
 from agentrl_core.config.schema import Config, Plugin, Slot
 from agentrl_core.config.writing import leaves, plain
 
+logger = logging.getLogger(__name__)
 _UNPACKAGED = "file"
 _NEAR_CHOICE = 0.7
 """So that 'gpu' does not suggest 'cpu'."""
@@ -128,7 +130,9 @@ class Walker:
     ) -> dict[str, Any] | Invalid:
         sound = True
         for key, child in node.value.items():
-            if key not in known:
+            if note := getattr(cls, "obsolete", {}).get(key):
+                logger.warning("%s: this option is gone and is ignored. %s", dotted((*path, key)), note)
+            elif key not in known:
                 sound = False
                 self._add((*path, key), child.origin, _unknown(str(key), cls, list(known), path, hints))
         values: dict[str, Any] = {}

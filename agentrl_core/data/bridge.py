@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from agentrl_core.api import ChatRenderer, Message, TemplateError
+from agentrl_core.api import ChatRenderer, Conversation, Message, TemplateError
 from agentrl_core.data.template_check import check_template
 
 logger = logging.getLogger(__name__)
@@ -112,6 +112,56 @@ class Bridge:
             self._proven.add(shape)
         return suffix
 
+    def is_rendering_of(self, whole: str, so_far: Conversation, shown: Callable[[str], str]) -> bool:
+        """Whether a rendering of the whole conversation has the pieces of the row, each at its place.
+
+        A turn may stand there as it was sampled, or as the template writes it alone (spacing of a call, say).
+
+        Args:
+            whole: as ``shown`` gave it, like the pieces.
+            shown: a rendered text as a person reads it.
+        """
+        messages = so_far.messages
+        turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
+        first = len(turns) - sum(sampled for sampled, _ in so_far.pieces)
+        assert first >= 0, "each piece that was sampled has its message"
+        turns = turns[first:]
+        at = 0
+        for number, (sampled, text) in enumerate(so_far.pieces):
+            written: str | None = text
+            following = ""
+            if sampled:
+                message = turns.pop(0)
+                if number + 1 == len(so_far.pieces):
+                    break
+                following = so_far.pieces[number + 1][1]
+                if not whole.startswith(text + following, at):
+                    written = self._written_alone(text, messages[message:], so_far.tools)
+            if written is None or not whole.startswith(shown(written) + following, at):
+                return False
+            at += len(shown(written))
+        return True
+
+    def _written_alone(self, said: str, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str | None:
+        """A turn as the template writes it between a question and what follows it."""
+        end = next((n for n, each in enumerate(messages) if n and each.get("role") == "assistant"), len(messages))
+        try:
+            before = self._renderer.render([_QUESTION], tools, generation_prompt=True)
+            alone = self._renderer.render([_QUESTION, messages[0]], tools)
+            text = self._renderer.render([_QUESTION, *messages[:end]], tools, generation_prompt=True)
+        except TemplateError:
+            return None
+        if not alone.startswith(before) or not text.startswith(before):
+            return None
+        rest = text[len(before) :]
+        found = turn_end(alone[len(before) :], rest, self._stops, messages[0])
+        if found is None:
+            return None
+        end, stop = found
+        sampled = next((each for each in self._stops if said.endswith(each)), "")
+        stop = stop or sampled
+        return rest[:end] + (stop if sampled and rest.startswith(stop, end) else "")
+
     def distrust(self, trajectory: str) -> None:
         """The whole conversation of a trajectory was rendered in other words: no frame is used any more."""
         self._trusted = False
@@ -180,3 +230,20 @@ class Bridge:
         if not stop:
             raise LookupError
         return stop, rest[rest.index(stop) + len(stop) :]
+
+
+def turn_end(turn: str, rest: str, stops: Sequence[str], message: Message) -> tuple[int, str] | None:
+    """Where a turn ends in a rendering, and the text with which the template ends it; None: it is not there as such.
+
+    Args:
+        turn: rendered without what follows it.
+        rest: rendered with what follows it.
+        message: the turn.
+    """
+    stop = min((stop for stop in stops if stop in turn), key=turn.find, default="")
+    end = rest.find(stop) if stop else len(turn) if rest.startswith(turn) else -1
+    if end < 0:
+        return None
+    letters, calls = "".join(str(message.get("content") or "").split()), message.get("tool_calls") or ()
+    kept = letters in "".join(rest[:end].split()) and all(call["function"]["name"] in rest[:end] for call in calls)
+    return (end, stop) if kept else None

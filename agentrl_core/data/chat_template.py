@@ -19,6 +19,7 @@ from agentrl_core.api import (
     ToolParser,
 )
 from agentrl_core.config.schema import ModelConfig, RendererSlot
+from agentrl_core.data.bridge import turn_end
 from agentrl_core.data.renderer import HFChatRenderer
 
 PLUGIN = PluginSpec(
@@ -101,13 +102,10 @@ class ChatTemplateRenderer(Renderer):
         sampled = so_far.messages[-1].get("role") == "assistant"
         prompted = so_far.generation_prompt and not sampled
         whole = self.chat.shown(self.chat.render(so_far.messages, so_far.tools, generation_prompt=prompted))
-        first, *others = so_far.contexts
-        at = len(first) if whole.startswith(first) else -1
-        for context in others:
-            at = -1 if at < 0 or (found := whole.find(context, at)) < 0 else found + len(context)
-        if at < 0:
+        right = self.chat.bridge.is_rendering_of(whole, so_far, self.chat.shown)
+        if not right:
             self.chat.bridge.distrust(so_far.trajectory_id)
-        return at >= 0
+        return right
 
     def lengths(self, prompts: Iterable[tuple[Sequence[Message], Sequence[dict[str, Any]]]]) -> list[int]:
         return self.chat.lengths(
@@ -130,19 +128,10 @@ class ChatTemplateRenderer(Renderer):
         alone = self.chat.render(messages, so_far.tools)
         if not alone.startswith(rendered) or not full.startswith(rendered):
             return None
-        turn, rest = alone[len(rendered) :], full[len(rendered) :]
-        stops = [stop for stop in self.stop_texts.values() if stop in turn]
-        stop = min(stops, key=turn.find, default="")
-        end = rest.find(stop) if stop else len(turn) if rest.startswith(turn) else -1
-        if end < 0 or not _keeps(rest[:end], messages[-1]):
+        rest, stops = full[len(rendered) :], list(self.stop_texts.values())
+        if (found := turn_end(alone[len(rendered) :], rest, stops, messages[-1])) is None:
             return None
+        end, stop = found
         # The token that ended the turn is there already if the policy sampled it; where nothing ends a turn, it may be
         # the head of what follows.
         return rest[end:].removeprefix(stop or stop_text) if stop_text else rest[end:]
-
-
-def _keeps(rendered: str, message: Message) -> bool:
-    """The rendered turn still holds what the message says, white space aside, and names its calls."""
-    letters = "".join(str(message.get("content") or "").split())
-    calls = message.get("tool_calls") or ()
-    return letters in "".join(rendered.split()) and all(call["function"]["name"] in rendered for call in calls)

@@ -1,10 +1,16 @@
-"""``agentrl replay``: recorded trajectories once more, with the tokens that the policy sampled and other parts."""
+"""``agentrl replay``: recorded trajectories once more, with the tokens that the policy sampled and other parts.
 
+With ``--reward`` only a reward function runs again; ``agentrl reward replay`` is the same for a file.
+"""
+
+import asyncio
+import inspect
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -13,12 +19,16 @@ from rich.text import Text
 
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.engine import EngineContext
-from agentrl_core.api.errors import DataError, EngineError
-from agentrl_core.config import ResolvedConfig, load_config
+from agentrl_core.api.engine_client import Engines
+from agentrl_core.api.errors import ConfigError, DataError, EngineError, RewardError
+from agentrl_core.api.reward import RewardTrajectory
+from agentrl_core.config import ResolvedConfig, RewardFunctionSlot, load_config
 from agentrl_core.controller import LocalRuntime
 from agentrl_core.data.rows import PromptBatch, Row
+from agentrl_core.hosting.rewards import build_reward_function, check_score
+from agentrl_core.plugins.resolution import resolve
 from agentrl_core.rollout.manager import AgentLoopManager
-from agentrl_core.runs.records import RolloutRecord, read_rollouts
+from agentrl_core.runs.records import RolloutRecord, read_rollouts, reward_trajectory_of
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.trainer.outcomes import make_records
@@ -81,11 +91,13 @@ def answer(request_id: str, turn: int, prompt_ids: Sequence[int]) -> list[int]:
 
 
 @dataclass(frozen=True)
-class Difference:
-    """How a trajectory came out otherwise: by what differs, how."""
+class Replayed:
+    """A trajectory, its rewards (None: it had none), and by what differs, how."""
 
     trajectory_id: str
-    changes: dict[str, str]
+    old: float | None
+    new: float | None
+    changes: dict[str, str] = field(default_factory=dict)
 
 
 def replay(run: RunDir, step: int, split: Split, changes: Sequence[str], console: Console, show_all: bool) -> None:
@@ -114,7 +126,91 @@ def replay(run: RunDir, step: int, split: Split, changes: Sequence[str], console
     _recorded.update({name: RecordedTurns(rows) for name, rows in complete.items()})
     new = _generated(config, [_row(name, rows) for name, rows in complete.items()], split)
     found = [_difference(name, rows, new[name], len(_recorded[name])) for name, rows in complete.items()]
-    _print(console, found, len(old) - len(complete), show_all)
+    differing = [each for each in found if each.changes]
+    without = "hold nothing that the policy sampled, and are left out"
+    _print(console, found, differing if show_all else differing[:_SHOWN], len(old) - len(complete), without)
+
+
+def replay_reward(path: Path, reward: str, config: Path | None, console: Console, show_all: bool = False) -> None:
+    """Score every trajectory of a rollouts file again, in this process.
+
+    The old reward is this function's, if the reward manager kept it by name, else the whole reward.
+
+    Args:
+        path: ``rollouts/step-….jsonl``.
+        reward: a registered name, ``package:name``, or ``./file.py:function`` relative to the working directory.
+        config: a configuration with an entry of that name in ``reward.functions``, whose options are used.
+        console: the console to print on.
+        show_all: print every trajectory; else at most 20, and if there are more, only those whose score changed.
+
+    Raises:
+        ConfigError: ``config`` has no such function.
+        DataError: no such file, or no trajectory in it can be scored.
+        RewardError: the function raised or returned no finite number; the message names the trajectory.
+    """
+    name, function = _function(reward, config)
+    packed = path.with_name(path.name + ".gz")
+    path = packed if packed.is_file() and not path.exists() else path
+    if not path.is_file():
+        raise DataError(f"{path}: no such file; expected rollouts/step-….jsonl of a run directory")
+    done: list[Replayed] = []
+    without: set[str] = set()
+    for record in read_rollouts(path):
+        trajectory = reward_trajectory_of(record)
+        if trajectory is None:
+            without.add(record.trajectory_id)
+            continue
+        old, new = record.reward_metrics.get(name, record.reward), _score(name, function, record, trajectory)
+        done.append(Replayed(record.trajectory_id, old, new, {} if _equal(old, new) else {"reward": ""}))
+    if not done:
+        raise DataError(f"{path}: holds no trajectory that a reward has seen")
+    shown = done if show_all or len(done) <= _SHOWN else [each for each in done if each.changes][:_SHOWN]
+    unscored = len(without - {each.trajectory_id for each in done})
+    _print(console, done, shown, unscored, "were never scored in the run and are left out")
+
+
+def _function(reward: str, config: Path | None) -> tuple[str, Callable[[RewardTrajectory], Any]]:
+    if config is None:
+        plugin = resolve("reward_function", reward, base_dir=Path.cwd())
+        try:
+            options = plugin.spec.config()
+        except TypeError as error:
+            raise ConfigError(f"reward function {reward!r} has required options ({error}): give --config") from error
+        slot = RewardFunctionSlot(reward, options, resolved=plugin)
+        return slot.registered_name, _built(slot)
+    slots = load_config(config, check_files=False).reward.functions
+    wanted = reward.rpartition(":")[2]
+    found = [slot for slot in slots if slot.registered_name == wanted]
+    if not found:
+        listed = ", ".join(slot.registered_name for slot in slots) or "none"
+        raise ConfigError(f"--reward: {reward!r} is not in reward.functions of {config}; listed: {listed}")
+    return wanted, _built(found[0])
+
+
+def _built(slot: RewardFunctionSlot) -> Callable[[RewardTrajectory], Any]:
+    reason = "replaying a reward starts no engines"
+    engines = Engines(user=f"reward function {slot.registered_name!r}", reason=reason)
+    function: Callable[[RewardTrajectory], Any] = build_reward_function(slot, engines)
+    return function
+
+
+def _score(
+    name: str, function: Callable[[RewardTrajectory], Any], record: RolloutRecord, trajectory: RewardTrajectory
+) -> float:
+    try:
+        value = function(trajectory)
+        if inspect.isawaitable(value):
+            value = asyncio.run(_result(value))
+    except Exception as error:
+        raise RewardError(
+            f"reward function {name!r} raised {type(error).__name__} for trajectory {record.trajectory_id}: {error} "
+            "(`agentrl --verbose …` shows where)"
+        ) from error
+    return check_score(f"reward function {name!r} for trajectory {record.trajectory_id}", value).score
+
+
+async def _result(value: Awaitable[Any]) -> Any:
+    return await value
 
 
 def _row(trajectory_id: str, rows: Sequence[RolloutRecord]) -> tuple[str, int, Row]:
@@ -162,7 +258,7 @@ def _generated(
     return new
 
 
-def _difference(name: str, old: Sequence[RolloutRecord], new: Sequence[RolloutRecord], unused: int) -> Difference:
+def _difference(name: str, old: Sequence[RolloutRecord], new: Sequence[RolloutRecord], unused: int) -> Replayed:
     changes: dict[str, str] = {}
     before, after = old[-1], new[-1]
     if unused or (after.error and "turn that the record does not have" in after.error):
@@ -178,11 +274,11 @@ def _difference(name: str, old: Sequence[RolloutRecord], new: Sequence[RolloutRe
     responses = [[call["response"] for call in each.tool_calls] for each in (before, after)]
     if responses[0] != responses[1]:
         changes["responses"] = "differ"
-    if before.reward != after.reward and not _equal(before.reward, after.reward):
-        changes["reward"] = f"{_number(before.reward)} -> {_number(after.reward)}"
+    if not _equal(before.reward, after.reward):
+        changes["reward"] = ""
     if before.termination != after.termination:
         changes["termination"] = f"{before.termination.value} -> {after.termination.value}"
-    return Difference(name, changes)
+    return Replayed(name, before.reward, after.reward, changes)
 
 
 def _first_difference(old: list[list[int]], new: list[list[int]]) -> str:
@@ -199,26 +295,40 @@ def _calls(calls: Sequence[tuple[str, Any]]) -> str:
 
 
 def _equal(old: float | None, new: float | None) -> bool:
-    return old is not None and new is not None and math.isclose(old, new, rel_tol=1e-6, abs_tol=1e-9)
+    if old is None or new is None:
+        return old is new
+    return math.isclose(old, new, rel_tol=1e-6, abs_tol=1e-9)
+
+
+def _print(
+    console: Console, found: Sequence[Replayed], shown: Sequence[Replayed], without: int, why_without: str
+) -> None:
+    differing = [each for each in found if each.changes]
+    table = Table("TRAJECTORY", "REWARD", "NOW", "DIFFERS IN", "HOW", box=None, pad_edge=False, header_style="bold")
+    for each in shown:
+        texts: list[Text | str] = [Text(each.trajectory_id), _number(each.old), _number(each.new)]
+        for what, how in (each.changes or {"": ""}).items():
+            table.add_row(*texts, Text(what, style="yellow"), Text(how, overflow="fold"))
+            texts = [""] * 3
+    if shown:
+        console.print(table)
+    left = len(set(map(id, differing)) - set(map(id, shown)))
+    if left:
+        console.print(f"\n{left} more that differ are not shown: --all")
+    counts = Counter(what for each in differing for what in each.changes)
+    summary = f": {', '.join(f'{what} {count}' for what, count in counts.most_common())}" if counts else ""
+    means = " -> ".join(
+        _mean([reward for reward in rewards if reward is not None])
+        for rewards in ([each.old for each in found], [each.new for each in found])
+    )
+    console.print(f"\n{len(found)} trajectories, {len(differing)} differ{summary}\nmean reward {means}")
+    if without:
+        console.print(f"{without} more {why_without}")
+
+
+def _mean(rewards: Sequence[float]) -> str:
+    return _number(sum(rewards) / len(rewards) if rewards else None)
 
 
 def _number(value: float | None) -> str:
     return "none" if value is None else f"{value:.4g}"
-
-
-def _print(console: Console, found: Sequence[Difference], failed: int, show_all: bool) -> None:
-    differing = [each for each in found if each.changes]
-    shown = differing if show_all else differing[:_SHOWN]
-    table = Table("TRAJECTORY", "DIFFERS IN", "HOW", box=None, pad_edge=False, header_style="bold")
-    for each in shown:
-        for number, (what, how) in enumerate(each.changes.items()):
-            table.add_row(Text(each.trajectory_id if number == 0 else ""), what, Text(how, overflow="fold"))
-    if shown:
-        console.print(table)
-    if len(shown) < len(differing):
-        console.print(f"\n{len(differing) - len(shown)} more are not shown: --all")
-    counts = Counter(what for each in differing for what in each.changes)
-    summary = f": {', '.join(f'{what} {count}' for what, count in counts.most_common())}" if counts else ""
-    console.print(f"\n{len(found)} trajectories, {len(differing)} differ{summary}")
-    if failed:
-        console.print(f"{failed} more hold nothing that the policy sampled, and are left out")

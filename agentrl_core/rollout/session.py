@@ -5,7 +5,7 @@ import logging
 import time
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from agentrl_core.api import (
@@ -20,7 +20,6 @@ from agentrl_core.api import (
     Message,
     Renderer,
     RewardError,
-    RewardResult,
     RewardTrajectory,
     SamplingParams,
     Termination,
@@ -370,20 +369,33 @@ class RolloutSession(TrajectorySession):
                 self.report.turn_scores.append(_number(value, "calculate_score of the interaction"))
                 self.report.turn_score_turns.append(self._turn)
 
-    async def score_episode(self, trajectory: RewardTrajectory) -> RewardResult | None:
-        """What the environment gives for the trajectory; None without one.
+    async def score_episode(self, trajectory: RewardTrajectory) -> RewardTrajectory:
+        """The trajectory with what its environment gives: what its calls and replies earned is only there.
 
         Raises:
             RewardError: its score failed, or is not a finite number.
         """
         if self._episode is None:
-            return None
-        seen = self.report
-        calls = zip(seen.tool_reward_names, seen.tool_reward_turns, seen.tool_rewards, strict=True)
-        earned = [(turn, reward) for name, turn, reward in calls if name in self._episode.schemas]
+            return trajectory
+        seen, own = self.report, self._episode.schemas
+        calls = list(zip(seen.tool_reward_names, seen.tool_reward_turns, seen.tool_rewards, strict=True))
+        earned = [(turn, reward) for name, turn, reward in calls if name in own]
         earned += zip(seen.turn_score_turns, seen.turn_scores, strict=True)
         with self.timed("environment", f"being scored by {self._episode.title}"):
-            return await self._episode.score(trajectory, earned)
+            result = await self._episode.score(trajectory, earned)
+        trajectory = replace(trajectory, environment=result)
+        # A loop may have set rewards of its own in place of what was collected.
+        if trajectory.tool_rewards is seen.tool_rewards:
+            others = [call for call in calls if call[0] not in own]
+            trajectory = replace(
+                trajectory,
+                tool_reward_names=[name for name, _, _ in others],
+                tool_reward_turns=[turn for _, turn, _ in others],
+                tool_rewards=[reward for _, _, reward in others],
+            )
+        if trajectory.turn_scores is seen.turn_scores:
+            trajectory = replace(trajectory, turn_scores=(), turn_score_turns=())
+        return trajectory
 
     async def close(self) -> None:
         """Release everything that was opened. Never raises: a failure is logged and counted."""

@@ -134,8 +134,7 @@ class TrajectoryBuilder(Trajectory):
         self._texts: list[str] = []
         self._full_text = ""
         prompt = renderer.render(self.messages, tools, generation_prompt=True)
-        # What the renderer wrote into the row: the prompt, and what follows each turn.
-        self._contexts = [prompt.text]
+        self._pieces: list[tuple[int, str]] = [(0, prompt.text)]
         self._asked = True
         self._assumed = False
         self._rows = [TokenRow(prompt.ids, prompt.text)]
@@ -202,6 +201,7 @@ class TrajectoryBuilder(Trajectory):
         self.counts.turns += 1
         self._used += len(ids)
         self._full_text += whole
+        self._pieces.append((1, whole))
         self._texts.append(parsed.text)
         calls = [self._number(call) for call in parsed.calls if not is_too_deep(call.arguments)]
         errors = parsed.errors
@@ -229,7 +229,7 @@ class TrajectoryBuilder(Trajectory):
         self.row.append_context(suffix.ids, suffix.text)
         self._used += len(suffix.ids)
         self._full_text += suffix.text
-        self._contexts.append(suffix.text)
+        self._pieces.append((0, suffix.text))
         self._asked = generation_prompt
         self._assumed |= suffix.assumed
         self.messages += messages
@@ -237,7 +237,7 @@ class TrajectoryBuilder(Trajectory):
 
     @property
     def _conversation(self) -> Conversation:
-        return Conversation(self.messages, self._tools, self.row, self._contexts, self._asked, self._key.trajectory_id)
+        return Conversation(self.messages, self._tools, self.row, self._pieces, self._asked, self._key.trajectory_id)
 
     def _start_new_row(self, messages: Sequence[Message], generation_prompt: bool) -> bool:
         if self._limits.template_break == "error":
@@ -253,7 +253,7 @@ class TrajectoryBuilder(Trajectory):
         if self._limits.template_break == "mask":
             self._rows.clear()
         self._rows.append(TokenRow(prompt.ids, prompt.text))
-        self._contexts, self._asked = [prompt.text], generation_prompt
+        self._pieces, self._asked = [(0, prompt.text)], generation_prompt
         self._full_text += "".join(f"\n{message.get('content') or ''}\n" for message in messages)
         self.messages += messages
         return True
@@ -264,7 +264,7 @@ class TrajectoryBuilder(Trajectory):
         twin._branch = self._next_branch()
         twin.messages = list(self.messages)
         twin._texts = list(self._texts)
-        twin._contexts = list(self._contexts)
+        twin._pieces = list(self._pieces)
         twin._rows = [TokenRow(self._conversation.ids, self._conversation.text)]
         return twin
 

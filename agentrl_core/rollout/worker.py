@@ -3,7 +3,6 @@
 import asyncio
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from agentrl_core.api import (
@@ -259,7 +258,7 @@ class AgentLoopWorker:
             own = outputs[-1].reward_score
             result.reward = None if own is None else check_score(f"agent loop {name!r}", own)
             seen = reward_trajectory(result.row, outputs, result.termination)
-            result.reward_input = replace(seen, environment=await session.score_episode(seen))
+            result.reward_input = await session.score_episode(seen)
             if result.reward is None:
                 with session.timed("reward", "being scored"):
                     result.reward = await self._score(result)

@@ -117,6 +117,7 @@ _REWARD_INPUT = (
     "sampled_tokens",
     "environment",
 )
+_COLLECTED = ("tool_rewards", "tool_reward_names", "tool_reward_turns", "turn_scores", "turn_score_turns")
 _REQUIRED = ("step", "split", "uid", "trajectory_id", "prompt_ids", "response_ids", "response_mask")
 # ``reward`` and ``reward_input`` hold these.
 _FIELDS = tuple(
@@ -168,7 +169,9 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
 
 def reward_input(trajectory: RewardTrajectory) -> dict[str, Any]:
     """What :attr:`RolloutRecord.reward_input` keeps."""
-    return {name: getattr(trajectory, name) for name in _REWARD_INPUT}
+    # Of an environment the record has what its calls earned; rewards see that in the environment's result only.
+    names = _REWARD_INPUT + (_COLLECTED if trajectory.environment is not None else ())
+    return {name: getattr(trajectory, name) for name in names}
 
 
 def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:

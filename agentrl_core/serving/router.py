@@ -11,6 +11,7 @@ from typing import Any
 from agentrl_core.api import DeadlineError, EngineError, PolicySpan, SamplingParams, TokenOutput, WorkerError
 from agentrl_core.config.schema import Retry
 from agentrl_core.controller.runtime import ActorHandle
+from agentrl_core.engine_kit.requests import check_request
 from agentrl_core.plugins.boundary import deadline
 
 logger = logging.getLogger(__name__)
@@ -131,7 +132,7 @@ class AsyncLLMServerManager:
             EngineError: the request is impossible, or no replica could serve it.
             DeadlineError: ``rollout.turn_timeout`` passed.
         """
-        self._check(prompt_ids, params)
+        self._check(request_id, prompt_ids, params)
         answer = self._generate(request_id, prompt_ids, params)
         try:
             output: TokenOutput = await self._bounded(f"request {request_id}", answer)
@@ -182,15 +183,17 @@ class AsyncLLMServerManager:
         finally:
             replica.in_flight -= 1
 
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        total = len(prompt_ids) + params.max_tokens
-        if not prompt_ids or params.max_tokens <= 0 or total > self._max_model_len:
+    def _check(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
+        limit = self._max_model_len
+        try:
+            check_request(request_id, prompt_ids, params, vocab_size=self._vocab_size, max_model_len=limit)
+        except ValueError as error:
+            raise EngineError(str(error)) from error
+        if len(prompt_ids) + params.max_tokens > limit:
             raise EngineError(
-                f"a request with {len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} cannot be served: "
-                f"both must be positive and fit the context of {self._max_model_len} tokens"
+                f"request {request_id!r}: {len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} do not "
+                f"fit the context of {limit} tokens"
             )
-        if max(prompt_ids) >= self._vocab_size or min(prompt_ids) < 0:
-            raise EngineError(f"a prompt holds token ids outside 0..{self._vocab_size - 1}")
         if missing := sorted(params.reshaping.keys() - self._capabilities):
             raise EngineError(f"the engine has no {' and no '.join(missing)}: it lacks the capability of this name")
 

@@ -113,7 +113,7 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     metrics = spread("reward", rewards)
     if rewards:
         metrics["reward/std"] = float(np.std(rewards))
-    details = _means({**r.reward.components, **r.reward.metrics} for r in trained if r.reward is not None)
+    details = means({**r.reward.components, **r.reward.metrics} for r in trained if r.reward is not None)
     metrics |= {f"reward/{name}": mean for name, mean in details.items()}
     lengths = [sum(len(output.response_ids) for output in result.outputs) for result in trained]
     metrics |= spread("response_length", lengths)
@@ -134,7 +134,7 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
         metrics["rollout/replaced_share"] = replaced / total
     counters = _by_name(result.metrics for result in results)
     metrics |= {f"rollout/{name}": sum(values) / total for name, values in counters.items() if name != "tool_calls"}
-    by_loops = _means(_means(output.metrics for output in result.outputs) for result in results)
+    by_loops = means(means(output.metrics for output in result.outputs) for result in results)
     metrics |= {f"loop/{name}": mean for name, mean in by_loops.items()}
     for kind in dict.fromkeys(kind for result in results for kind in result.timings):
         metrics |= spread(f"timing/trajectory/{kind}", [result.timings.get(kind, 0.0) for result in results])
@@ -152,7 +152,7 @@ def _by_name(metrics: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:
     return values
 
 
-def _means(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
+def means(metrics: Iterable[Mapping[str, float]]) -> dict[str, float]:
     """The mean of each name over the mappings that have it."""
     return {name: float(np.mean(values)) for name, values in _by_name(metrics).items()}
 

@@ -10,6 +10,7 @@ from agentrl_core.config import ResolvedConfig
 from agentrl_core.data.rows import PromptBatch, Row
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.trainer.metrics import means
 from agentrl_core.trainer.sample_statistics import best_at_k, group_sizes, maj_at_k, pass_at_k, standard_error
 
 
@@ -34,8 +35,9 @@ def validate(
 
 
 def validation_metrics(results: Mapping[str, Sequence[TrajectoryResult]], correct_above: float) -> dict[str, float]:
-    """``validation/<data source>/accuracy_greedy``, ``…/accuracy_sampled``, ``…/score_mean_<mode>``, and what
-    :func:`_of_samples` adds for several samples per prompt.
+    """``validation/<data source>/accuracy_greedy``, ``…/accuracy_sampled``, ``…/score_mean_<mode>``, the mean of
+    each reward component as ``…/reward/<component>_<mode>``, and what :func:`_of_samples` adds for several samples per
+    prompt.
 
     Args:
         results: by mode, ``greedy`` and ``sampled``.
@@ -52,10 +54,12 @@ def validation_metrics(results: Mapping[str, Sequence[TrajectoryResult]], correc
             prompts: dict[str, list[TrajectoryResult]] = defaultdict(list)
             for result in group:
                 prompts[result.row["uid"]].append(result)
-            scores = [result.reward.score for result in group if result.reward]
+            rewards = [result.reward for result in group if result.reward]
+            scores, components = [reward.score for reward in rewards], means(reward.components for reward in rewards)
             measured = {
                 f"accuracy_{mode}": float(np.mean([_correct(result, correct_above) for result in group])),
                 **({f"score_mean_{mode}": float(np.mean(scores))} if scores else {}),
+                **{f"reward/{name}_{mode}": mean for name, mean in components.items()},
                 **({f"unscored_{mode}": 1 - len(scores) / len(group)} if len(scores) < len(group) else {}),
                 **(_of_samples(list(prompts.values()), correct_above) if mode == "sampled" else {}),
             }

@@ -35,6 +35,18 @@ def test_numbers_as_people_write_them(load, valid, text):
         assert config.actor.optimizer.lr == pytest.approx(1e-4)
 
 
+def test_an_option_of_an_earlier_version_that_changes_nothing_is_ignored_with_a_warning(write, valid, caplog):
+    from agentrl_core.config import load_config
+
+    file = Path(write(valid + "cluster: {device: cpu}\n"))
+    config = load_config(file, ["rollout.tool_parser.config.starts_in_think=true"], check_files=False)
+    assert config.rollout.tool_parser.name == "hermes"
+    (warning,) = caplog.messages
+    assert warning.startswith("rollout.tool_parser.config.starts_in_think: this option is gone and is ignored. A turn")
+    with pytest.raises(ConfigError, match="starts_in_thnk: unknown key"):
+        load_config(file, ["rollout.tool_parser.config.starts_in_thnk=true"], check_files=False)
+
+
 def test_an_integer_is_a_fine_number(load, valid):
     config = load(valid, "actor.grad_clip=1")
     assert config.actor.grad_clip == 1.0

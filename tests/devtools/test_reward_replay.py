@@ -91,10 +91,11 @@ def test_old_and_new_scores(rollouts: Path) -> None:
         ["p-0", "1", "1"],
         ["p-1", "0", "0"],
         ["p-2", "0", "0"],
-        ["p-3", "none", "1", "changed"],
+        ["p-3", "none", "1", "reward"],
     ]
-    assert result.stdout.splitlines()[-2:] == [
-        "4 trajectories: mean 0.3333 -> 0.5, 1 changed",
+    assert result.stdout.splitlines()[-3:] == [
+        "4 trajectories, 1 differ: reward 1",
+        "mean reward 0.3333 -> 0.5",
         "1 more were never scored in the run and are left out",
     ]
 
@@ -124,7 +125,7 @@ def test_a_packaged_function_without_a_configuration(rollouts: Path) -> None:
             ["--reward", "./reward.py:raises"],
             1,
             "reward function 'raises' raised ZeroDivisionError for trajectory p-0: division by zero (`agentrl "
-            "--verbose reward replay …` shows where)",
+            "--verbose …` shows where)",
         ),
         (
             ["--reward", "./reward.py:nothing"],
@@ -144,8 +145,8 @@ def test_a_large_step_shows_only_what_changed_and_all_on_request(rollouts: Path)
     RolloutWriter(rollouts.parent).write(1, "train", records)
     few = replay(rollouts, "--reward", "./reward.py:same")
     assert [row[0] for row in rows(few)] == [f"p-{sample}" for sample in range(0, 160, 8)]
-    assert "236 more are not shown: --all" in few.stdout
-    assert few.stdout.splitlines()[-1] == "256 trajectories: mean 0 -> 0.125, 32 changed"
+    assert "12 more that differ are not shown: --all" in few.stdout
+    assert few.stdout.splitlines()[-2:] == ["256 trajectories, 32 differ: reward 32", "mean reward 0 -> 0.125"]
     assert len(rows(replay(rollouts, "--reward", "./reward.py:same", "--all"))) == 256
 
 
@@ -169,6 +170,10 @@ def test_of_a_run_with_the_options_of_its_configuration(
     rollouts = run.rollout_file(1, "train")
     result = replay(rollouts, "--reward", "lower", "--config", config)
     assert result.exit_code == 0, result.output
-    assert "4 trajectories" in result.stdout and ", 0 changed" in result.stdout
+    assert "4 trajectories, 0 differ" in result.stdout
+    same = CliRunner().invoke(app, ["replay", str(run.path), "--reward", "lower", "--config", str(config)])
+    assert same.stdout == result.stdout
+    both = CliRunner().invoke(app, ["replay", str(run.path), "--reward", "lower", "--set", "rollout.n=2"])
+    assert both.exit_code == 2 and "leave out --set" in both.output
     other = replay(rollouts, "--reward", "upper", "--config", config)
     assert f"--reward: 'upper' is not in reward.functions of {config}; listed: lower" in other.stderr

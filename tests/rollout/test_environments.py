@@ -121,6 +121,14 @@ def test_calls_replies_and_score_are_the_reward_each_on_its_turn(play: Callable[
     ]  # fmt: skip
 
 
+def test_a_manager_that_weighs_tool_rewards_counts_those_of_an_environment_once(play: Callable[..., Any]) -> None:
+    weights = {"tool_reward_weight": 1.0, "turn_score_weight": 1.0}
+    result = play(["hello", CALL, "done"], **{"reward.manager": {"name": "naive", "config": weights}})
+    assert result.reward.score == 0.5 + 0.0625 + 0.125 + 0.0625
+    assert result.reward.turn_rewards == [0.0625, 0.125, 0.0625]
+    assert result.outputs[-1].tool_rewards == [0.125]
+
+
 def test_a_call_ends_the_trajectory_and_later_ones_are_refused(play: Callable[..., Any]) -> None:
     result = play([f"{CALL}\n{CALL}", f"{CALL}\n{CALL}", "never said"])
     assert result.termination is Termination.COMPLETED

@@ -119,12 +119,12 @@ def test_without_a_living_replica_requests_fail() -> None:
 @pytest.mark.parametrize(
     ("prompt", "max_tokens", "message"),
     [
-        ([], 4, "0 prompt tokens"),
-        ([1], 0, "max_tokens=0"),
-        ([1], -3, "max_tokens=-3"),
+        ([], 4, "the prompt is empty"),
+        ([1], 0, "max_tokens is 0"),
+        ([1], -3, "max_tokens is -3"),
         ([1] * 13, 4, "fit the context of 16"),
-        ([1, 10], 4, r"outside 0\.\.9"),
-        ([-1], 4, r"outside 0\.\.9"),
+        ([1, 10], 4, r"token id 10 is outside the vocabulary 0\.\.9"),
+        ([-1], 4, r"token id -1 is outside the vocabulary 0\.\.9"),
     ],
 )
 def test_impossible_requests_are_refused_before_they_reach_an_engine(prompt, max_tokens, message) -> None:

@@ -1,5 +1,6 @@
 """What a validation reports for several answers per prompt, against enumeration and published examples."""
 
+from dataclasses import replace
 from itertools import combinations
 
 import numpy as np
@@ -22,6 +23,13 @@ def result(uid: str, score: float | None, text: str = "", answer: str | None = N
 def sampled(*results: TrajectoryResult) -> dict[str, float]:
     metrics = validation_metrics({"sampled": results}, correct_above=0.5)
     return {name.removeprefix("validation/s/"): value for name, value in metrics.items()}
+
+
+def test_the_components_of_the_reward_are_averaged_over_the_trajectories_that_have_them() -> None:
+    parts = [{"math": 1.0, "format": 0.5}, {"math": 0.0}]
+    results = [replace(result("a", 1.0), reward=RewardResult(1.0, components=each)) for each in parts]
+    metrics = sampled(*results, result("b", None))
+    assert (metrics["reward/math_sampled"], metrics["reward/format_sampled"]) == (0.5, 0.5)
 
 
 @given(scores=st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=2, max_size=7), data=st.data())

@@ -50,6 +50,20 @@ def test_the_server_gets_what_the_context_and_the_options_say(serve, run, tmp_pa
     assert {"--skip-tokenizer-init", "--sleep-on-idle"} <= set(words)
 
 
+def test_the_key_is_not_on_the_command_line(serve, run, tmp_path) -> None:
+    log = tmp_path / "server.log"
+
+    async def main() -> None:
+        async with serve(log_file=str(log)) as engine:
+            await engine.generate([1, 2, 3], SamplingParams(max_tokens=2), "a")
+            key = engine._client._session.headers["Authorization"].removeprefix("Bearer ")
+            assert key and key not in " ".join(arguments(log))
+            command = Path(f"/proc/{engine._process.pid}/cmdline").read_text()
+            assert "--config" in command and key not in command
+
+    run(main())
+
+
 def test_somebody_else_on_the_machine_cannot_use_the_server(serve, run) -> None:
     async def main() -> None:
         async with serve() as engine:

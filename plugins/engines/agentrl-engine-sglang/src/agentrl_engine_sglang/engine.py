@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, TypeVar
 
 from agentrl_core.api.engine import (
@@ -29,6 +30,7 @@ from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.counters import Counters
 from agentrl_engine_sglang.gate import Gate
 from agentrl_engine_sglang.launch import (
+    KEY_FILE,
     command_line,
     on_cpu,
     served_folder,
@@ -128,10 +130,12 @@ class SGLangEngine(InferenceEngine):
         for attempt in range(1, PORT_ATTEMPTS + 1):
             port = free_port(preferred)
             # Whoever reaches the port could otherwise replace the weights.
-            key = {"api_key": secrets.token_urlsafe(24)}
+            key = {"api_key": secrets.token_hex(24)}
             arguments = key | server_arguments(self._config, self._context, folder, port)
             process = self._process = ServerProcess(
-                command_line(arguments), server_environment(self._config, self._context), self._config.log_file
+                command_line(arguments, Path(folder)),
+                server_environment(self._config, self._context),
+                self._config.log_file,
             )
             process.start()
             self._client = SGLangClient(
@@ -141,6 +145,7 @@ class SGLangEngine(InferenceEngine):
                 str(arguments["api_key"]),
             )
             if await self._until_ready(process, self._client, folder, deadline):
+                (Path(folder) / KEY_FILE).unlink(missing_ok=True)
                 logger.info("SGLang server on port %d, log in %s", arguments["port"], process.log_path)
                 return
             if attempt == PORT_ATTEMPTS or not _port_was_taken(process.last_lines()):

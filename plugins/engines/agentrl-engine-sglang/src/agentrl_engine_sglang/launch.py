@@ -15,6 +15,9 @@ from agentrl_engine_sglang.config import SGLangConfig
 CONTEXT_MARGIN = 16
 """SGLang keeps a few tokens of its context to itself; without a margin it shortens the longest answers in silence."""
 
+KEY_FILE = "agentrl-server.yaml"
+"""Read by the server as it starts."""
+
 NOT_SERVED = {"config.json", "generation_config.json"}
 
 
@@ -59,8 +62,18 @@ def server_arguments(config: SGLangConfig, context: EngineContext, model: str, p
     return arguments | config.server_args
 
 
-def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """``python -m sglang.launch_server`` of this interpreter."""
+def command_line(arguments: Mapping[str, Any], folder: Path) -> list[str]:
+    """``python -m sglang.launch_server`` of this interpreter.
+
+    The API key goes into a file in ``folder`` that only this user can read: command lines are visible to everybody. It
+    stays on the command line where ``server_args`` names a ``config`` already, because SGLang reads only one.
+    """
+    arguments = dict(arguments)
+    if "config" not in arguments:
+        arguments["config"] = file = folder / KEY_FILE
+        file.unlink(missing_ok=True)
+        with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as out:
+            json.dump({"api-key": str(arguments.pop("api_key"))}, out)
     return [sys.executable, "-m", "sglang.launch_server", *_flags(arguments)]
 
 

@@ -1,14 +1,27 @@
 """What the entry points name."""
 
-from agentrl_core.api import PluginSpec
+from dataclasses import dataclass
+from typing import ClassVar
+
+from agentrl_core.api import NoConfig, PluginSpec
 
 
-def _spec(name: str, summary: str, factory: str) -> PluginSpec:
-    return PluginSpec("tool_parser", name, 1, summary, f"agentrl_tool_parsers.{factory}")
+@dataclass
+class HermesConfig(NoConfig):
+    obsolete: ClassVar[dict[str, str]] = {
+        "starts_in_think": "A turn that begins inside the reasoning is recognised by itself."
+    }
+
+
+def _spec(name: str, summary: str, factory: str, config: type = NoConfig) -> PluginSpec:
+    return PluginSpec("tool_parser", name, 1, summary, f"agentrl_tool_parsers.{factory}", config=config)
 
 
 HERMES = _spec(
-    "hermes", "<tool_call>{json}</tool_call>: Hermes, Qwen 2.5, Qwen 3 and Granite 4", "formats:HermesParser"
+    "hermes",
+    "<tool_call>{json}</tool_call>: Hermes, Qwen 2.5, Qwen 3 and Granite 4",
+    "formats:HermesParser",
+    HermesConfig,
 )
 QWEN3_CODER = _spec(
     "qwen3_coder",

@@ -133,7 +133,11 @@ def main() -> None:
         parser.add_argument(f"--{name}", type=kind, required=True)
     parser.add_argument("--weight-version", required=True)
     parser.add_argument("--api-key")
+    parser.add_argument("--config", type=Path)
     arguments, _ = parser.parse_known_args()
+    if arguments.config:
+        assert arguments.config.stat().st_mode & 0o077 == 0, "other users can read the key"
+        arguments.api_key = json.loads(arguments.config.read_text())["api-key"]
     say("arguments", json.dumps(sys.argv[1:]))
     mode = os.environ.get("STAND_IN", "")
     if mode == "broken":
