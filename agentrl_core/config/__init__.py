@@ -32,7 +32,6 @@ from agentrl_core.config.schema import (
     RewardManagerSlot as RewardManagerSlot,
     RolloutConfig as RolloutConfig,
     SamplingConfig as SamplingConfig,
-    Slot as Slot,
     ToolParserSlot as ToolParserSlot,
     ToolSlot as ToolSlot,
     TrackerSlot as TrackerSlot,
@@ -40,4 +39,5 @@ from agentrl_core.config.schema import (
     UpdateConfig as UpdateConfig,
     ValidationConfig as ValidationConfig,
 )
+from agentrl_core.config.slots import Slot as Slot
 from agentrl_core.config.writing import to_commented_yaml as to_commented_yaml, to_dict as to_dict, to_yaml as to_yaml

@@ -11,8 +11,8 @@ from typing import Any
 
 from agentrl_core.api.engine import RESHAPING
 from agentrl_core.api.plugin import KINDS
-from agentrl_core.config.schema import ResolvedConfig, ServedSlot, Slot
-from agentrl_core.config.slots import slots_by_path
+from agentrl_core.config.schema import ResolvedConfig, ServedSlot
+from agentrl_core.config.slots import Slot, slots_by_path
 
 Feature = Callable[[ResolvedConfig], str | None]
 """The feature as ``key=value`` where a configuration uses it, else None."""

@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeGuard, Union, get_args, get_origin, get_typ
 
 from agentrl_core.api.config import OptionInfo
 from agentrl_core.api.errors import PluginBrokenError
-from agentrl_core.config.schema import Slot
+from agentrl_core.config.slots import Slot
 
 NO_INFO = OptionInfo()
 

@@ -28,7 +28,8 @@ from agentrl_core.config.introspect import (
 )
 from agentrl_core.config.merging import absolute, located
 from agentrl_core.config.nodes import DEFAULT, KeyPath, Node, Origin, dotted, from_plain, problem
-from agentrl_core.config.schema import Config, Plugin, Slot
+from agentrl_core.config.schema import Config
+from agentrl_core.config.slots import Plugin, Slot
 from agentrl_core.config.writing import leaves, plain
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ from agentrl_core.api.errors import PluginError
 from agentrl_core.api.json_types import json_type
 from agentrl_core.api.plugin import KINDS, PluginSpec
 from agentrl_core.config.introspect import Member, allows_none, element_type, is_section, is_slot, members, union_arms
-from agentrl_core.config.schema import Config, Slot
+from agentrl_core.config.schema import Config
+from agentrl_core.config.slots import Slot
 from agentrl_core.config.writing import plain
 
 _DRAFT = "https://json-schema.org/draft/2020-12/schema"

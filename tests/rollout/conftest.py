@@ -19,8 +19,7 @@ from agentrl_core.api import (
     ToolCall,
     ToolParser,
 )
-from agentrl_core.config import load_config
-from agentrl_core.config.schema import Config, Slot
+from agentrl_core.config import Config, Slot, load_config
 from agentrl_core.controller import LocalRuntime
 from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
