@@ -17,11 +17,12 @@ from agentrl_core.api.errors import ConfigError
 from agentrl_core.controller import Dispatch, register
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, in_place
+from agentrl_core.workers.model_files import FILE_BYTES, save_model
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.models import empty_backbone, load_backbone
 from agentrl_core.workers.packed_attention import ForwardPass
 from agentrl_core.workers.update import MicroLoss, seed_of
-from agentrl_core.workers.weights import FILE_BYTES, ModelWeights, save_model
+from agentrl_core.workers.weights import ModelWeights
 
 VALUE_HEAD_FILE = "value_head.safetensors"
 

@@ -25,6 +25,7 @@ from agentrl_core.workers.micro_batching import (
     map_micro_batches,
     rank_of_rows,
 )
+from agentrl_core.workers.model_files import save_model
 from agentrl_core.workers.models import (
     check_lengths,
     empty_causal_lm,
@@ -37,7 +38,6 @@ from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.packed_attention import Packing
 from agentrl_core.workers.sharding import place, rest
 from agentrl_core.workers.update import Update
-from agentrl_core.workers.weights import save_model
 
 
 def _plan_balanced(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:

@@ -1,4 +1,4 @@
-"""A model's weights on their way out: to engines, and to Hugging Face files.
+"""A model's weights on their way out: to engines, and to the files of `model_files`.
 
 They leave in the form that checkpoints have, whose names and shapes differ from the model's own where transformers
 fuses tensors as it loads them (the experts of a mixture-of-experts model, for one). Where the model is sharded, a
@@ -6,17 +6,14 @@ bucket is gathered when it is asked for: all ranks must step through together, r
 rank holds more than one bucket beside its shards.
 """
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
@@ -26,11 +23,8 @@ from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.engine_kit.memory_files import WeightFile
 from agentrl_core.engine_kit.weight_group import WeightGroup
-from agentrl_core.workers.models import quiet_progress
 
 Tensors = dict[str, Tensor]
-FILE_BYTES = 4 << 30
-"""Of one safetensors file; a model that is larger gets several and an index."""
 _LAYER = re.compile(r"^.*?\.\d+\.")
 
 
@@ -171,33 +165,3 @@ def _described(tensors: Tensors) -> ArrayBucket:
         shapes=tuple(tuple(tensor.shape) for tensor in tensors.values()),
         dtypes=tuple(str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()),
     )
-
-
-def save_model(model: Any, path: str, file_bytes: int = FILE_BYTES) -> None:
-    """Config and safetensors in Hugging Face layout, in the weights' own dtype.
-
-    Where the model is sharded all ranks must call this; rank 0 writes one file after the other.
-    """
-    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        with quiet_progress():
-            model.save_pretrained(path)
-        return
-    folder, is_first = Path(path), dist.get_rank() == 0
-    if is_first:
-        folder.mkdir(parents=True, exist_ok=True)
-        model.config.save_pretrained(path)
-        if getattr(model, "generation_config", None) is not None:
-            model.generation_config.save_pretrained(path)
-    weights = ModelWeights(model)
-    count, total = len(weights.layout(file_bytes)), 0
-    files: dict[str, str] = {}
-    for number, tensors in enumerate(weights.buckets(file_bytes), 1):
-        if is_first:
-            file = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-            save_file(whole, folder / file, metadata={"format": "pt"})
-            files.update(dict.fromkeys(whole, file))
-            total += sum(tensor.nbytes for tensor in whole.values())
-    if is_first and count > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": files}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

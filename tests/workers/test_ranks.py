@@ -32,8 +32,9 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
     from agentrl_core.controller import Dispatch, register
     from agentrl_core.workers.actor import ActorWorker
     from agentrl_core.workers.critic import CriticWorker
+    from agentrl_core.workers.model_files import save_model
     from agentrl_core.workers.reference import ReferenceWorker
-    from agentrl_core.workers.weights import ModelWeights, save_model
+    from agentrl_core.workers.weights import ModelWeights
 
     class Actor(ActorWorker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
