@@ -38,7 +38,7 @@ def test_numbers_as_people_write_them(load, valid, text):
 def test_an_option_of_an_earlier_version_that_changes_nothing_is_ignored_with_a_warning(write, valid, caplog):
     from agentrl_core.config import load_config
 
-    file = Path(write(valid + "cluster: {device: cpu}\n"))
+    file = Path(write(valid.replace("[exact]", "[exact_number]") + "cluster: {device: cpu}\n"))
     config = load_config(file, ["rollout.tool_parser.config.starts_in_think=true"], check_files=False)
     assert config.rollout.tool_parser.name == "hermes"
     (warning,) = caplog.messages

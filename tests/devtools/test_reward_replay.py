@@ -171,7 +171,8 @@ def test_of_a_run_with_the_options_of_its_configuration(
     result = replay(rollouts, "--reward", "lower", "--config", config)
     assert result.exit_code == 0, result.output
     assert "4 trajectories, 0 differ" in result.stdout
-    same = CliRunner().invoke(app, ["replay", str(run.path), "--reward", "lower", "--config", str(config)])
+    arguments = ["replay", str(run.path), "--reward", "lower", "--config", str(config)]
+    same = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
     assert same.stdout == result.stdout
     both = CliRunner().invoke(app, ["replay", str(run.path), "--reward", "lower", "--set", "rollout.n=2"])
     assert both.exit_code == 2 and "leave out --set" in both.output
