@@ -75,7 +75,7 @@ class RendererCase(PluginCase):
             prompt.ids, list(turn), [1] * len(turn), None, Termination.COMPLETED,
             prompt_text=prompt.text, segments=[(1, text)],
         )  # fmt: skip
-        return Conversation([QUESTION, message], TOOLS, row, [prompt.text])
+        return Conversation([QUESTION, message], TOOLS, row, [(0, prompt.text), (1, text)])
 
     def follow(self, turn: Sequence[int], added: Sequence[Message]) -> Rendered | None:
         """What the renderer writes after a turn."""
