@@ -60,6 +60,10 @@ class EndedTrajectory:
         attempts: how often it was started, or scored again.
         timings: seconds by kind: generate, tools, interaction, reward, total.
         error: what went wrong, for the terminations that are errors.
+        spans: when each of ``timings`` was: kind, start as Unix time, seconds; in the order of their ends.
+        turn_tokens: of the prompt, and sampled, in the order of the ``generate`` spans.
+        tool_calls: that were run: ``name``, ``arguments``, ``response``, ``failed``, ``start`` (Unix time) and
+            ``seconds``.
     """
 
     trajectory_id: str
@@ -75,6 +79,9 @@ class EndedTrajectory:
     attempts: int
     timings: Mapping[str, float]
     error: str | None
+    spans: Sequence[tuple[str, float, float]] = ()
+    turn_tokens: Sequence[tuple[int, int]] = ()
+    tool_calls: Sequence[Mapping[str, Any]] = ()
 
 
 class HookSpecs:

@@ -37,6 +37,7 @@ _BROUGHT = {
     "agentrl-tools-basic": {"tool": "calculator"},
     "agentrl-tools-sandbox": {"reward_function": "code_tests", "tool": "python remote_python shell"},
     "agentrl-tracker-mlflow": {"tracker": "mlflow"},
+    "agentrl-tracker-otel": {"tracker": "otel"},
     "agentrl-tracker-swanlab": {"tracker": "swanlab"},
     "agentrl-tracker-trackio": {"tracker": "trackio"},
     "agentrl-tracker-wandb": {"tracker": "wandb"},

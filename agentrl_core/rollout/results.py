@@ -20,6 +20,9 @@ class TrajectoryResult:
         error: why the last attempt failed; the traceback where there is one.
         attempts: how often it was started, or scored again.
         timings: seconds by kind: generate, tools, interaction, reward, total.
+        spans: when each of them was: kind, start as Unix time, seconds; in the order of their ends.
+        turn_tokens: of the prompt, and sampled, in the order of the ``generate`` spans.
+        tool_spans: start as Unix time and seconds of each of ``tool_calls``.
         metrics: counters of the session.
         tool_calls: ``name``, ``arguments``, ``response`` and ``failed`` of each call that was run.
         tool_rewards, tool_reward_names, turn_scores: what tools and the interaction returned, in order.
@@ -39,6 +42,9 @@ class TrajectoryResult:
     error: str | None = None
     attempts: int = 1
     timings: dict[str, float] = field(default_factory=dict)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
+    turn_tokens: list[tuple[int, int]] = field(default_factory=list)
+    tool_spans: list[tuple[float, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)

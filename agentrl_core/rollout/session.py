@@ -90,6 +90,9 @@ class SessionEnvironment:
     """Tools with the kinds of failures that the log shows already."""
 
 
+_EPOCH = time.time() - time.monotonic()
+
+
 class CallError(ToolError):
     """The policy called a tool that there is not, or with wrong arguments: the tool itself is well."""
 
@@ -109,8 +112,9 @@ class _Timed:
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         # A cancelled block keeps its state: the message of a trajectory's deadline says what was under way.
         now = self._session.enter(self._state if kind is asyncio.CancelledError else "in its loop")
-        timings = self._session.report.timings
-        timings[self._what] = timings.get(self._what, 0.0) + now - self._start
+        report = self._session.report
+        report.timings[self._what] = report.timings.get(self._what, 0.0) + now - self._start
+        report.spans.append((self._what, round(self._start + _EPOCH, 4), round(now - self._start, 5)))
 
 
 class RolloutSession(TrajectorySession):
@@ -183,8 +187,13 @@ class RolloutSession(TrajectorySession):
             await self._announce(request_id)
             if self._env.deterministic:
                 await self._close_idle_branches()
-            with self.timed("generate", "generating"):
-                output = await self._env.servers.generate(request_id, prompt_ids, params)
+            sampled = 0
+            try:
+                with self.timed("generate", "generating"):
+                    output = await self._env.servers.generate(request_id, prompt_ids, params)
+                sampled = len(output.token_ids)
+            finally:
+                self.report.turn_tokens.append((len(prompt_ids), sampled))
         finally:
             self._sampling.discard(request_id)
         await self._env.pacer.wait()
@@ -253,6 +262,7 @@ class RolloutSession(TrajectorySession):
                     self._report_failure(call.name, error.__cause__ or error)
         self.report.count("tool_calls")
         self.report.count("tool_failures", float(failed))
+        self.report.tool_spans.append(self.report.spans[-1][1:])
         self.report.tool_calls.append(
             {"name": call.name, "arguments": call.arguments, "response": text[:2000], "failed": failed}
         )

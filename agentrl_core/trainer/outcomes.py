@@ -61,6 +61,12 @@ def ended_trajectory(split: Split, result: TrajectoryResult) -> EndedTrajectory:
         num_turns=last.num_turns if last else 0,
         sampled_tokens=result.sampled_tokens,
         attempts=result.attempts,
+        spans=result.spans,
+        turn_tokens=result.turn_tokens,
+        tool_calls=[
+            {**call, "start": start, "seconds": seconds}
+            for call, (start, seconds) in zip(result.tool_calls, result.tool_spans, strict=True)
+        ],
     )
 
 

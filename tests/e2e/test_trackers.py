@@ -17,7 +17,7 @@ def test_a_run_and_its_resumption_with_all_trackers(
     os.environ.setdefault("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     project = tmp_path.name.replace("_", "-")
-    trackers: list[Any] = ["console", "jsonl", "tensorboard", "curve", "wandb", "mlflow"]
+    trackers: list[Any] = ["console", "jsonl", "tensorboard", "curve", "wandb", "mlflow", "otel"]
     trackers += [{"name": "trackio", "config": {"project": project}}]
     for steps in (1, 2):
         changes = {"trainer.trackers": trackers, "trainer.steps": steps, "trainer.resume": "auto"}
@@ -26,6 +26,9 @@ def test_a_run_and_its_resumption_with_all_trackers(
     rewards = {row["step"]: row["reward/mean"] for row in run.read_metrics()}
     assert list(rewards) == [1, 2] and (run.path / "curve.png").exists()
     assert len(list(run.path.glob("wandb/offline-run-*/*.wandb"))) == 2
+
+    spans = (run.path / "traces.jsonl").read_text()
+    assert spans.count('"name": "step"') == 2 and '"name": "rollout"' in spans and '"name": "invoke_agent"' in spans
 
     from mlflow import MlflowClient
     from trackio.sqlite_storage import SQLiteStorage
