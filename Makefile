@@ -17,7 +17,7 @@ GPU_ARGS ?=
 SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
-.PHONY: help env wheels demo demo-ray demo-ppo test check lint format bench gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
+.PHONY: help env wheels demo demo-ray demo-ppo test check lint format bench browser gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
 	test-engines test-engine-sglang test-engine-vllm test-engines-learn
 
 help:
@@ -61,6 +61,13 @@ demo-ray: $(CALCULATOR)/model/config.json
 
 demo-ppo: $(CALCULATOR)/model/config.json
 	$(BIN)/agentrl train $(CALCULATOR)/ppo.yaml $(DEMO_ARGS)
+
+# A browser for the tests of agentrl-viewer, which are skipped without one.
+browser:
+	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
+		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || \
+		echo "no browser could be installed: the browser tests of agentrl-viewer will be skipped"
 
 # The slowest file begins first; --dist loadfile keeps what shares a Ray cluster in one process.
 test: $(VENV)/.installed

@@ -70,7 +70,7 @@ def run(
             engines.close()
     replace_file(directory.config_file, to_yaml(loaded))
     replace_file(directory.metrics_file, json.dumps({"step": step, **metrics}) + "\n")
-    RolloutWriter(directory.rollouts_dir).write(step, "validation", make_records(step, "validation", results, {}))
+    RolloutWriter(directory.rollouts_dir).write(step, "validation", make_records(step, "validation", results))
     if as_json:
         found_in = {"model": loaded.model.path, "step": step, "directory": str(directory.path), "metrics": metrics}
         typer.echo(json.dumps({"schema_version": 1, **found_in}, indent=2))

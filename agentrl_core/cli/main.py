@@ -86,6 +86,16 @@ def _plugin_commands() -> dict[str, list[Any]]:
     return commands
 
 
+def _raise_if_official(name: str) -> None:
+    from agentrl_core.api.errors import PluginNotFoundError
+    from agentrl_core.plugins.official import OFFICIAL
+
+    if package := OFFICIAL.get(("command", name)):
+        raise PluginNotFoundError(
+            f"agentrl {name} comes with: pip install {package} (all plugins: pip install agentrl-all)"
+        )
+
+
 class AgentRLGroup(TyperGroup):
     """The root: holds our commands, adds those of packages, and turns agentrl's errors into messages."""
 
@@ -103,6 +113,7 @@ class AgentRLGroup(TyperGroup):
             return own
         registered = _plugin_commands().get(cmd_name)
         if not registered:
+            _raise_if_official(cmd_name)
             return None
         packages = " and ".join(each.package for each in registered)
         return LazyCommand(cmd_name, f"From package {packages}.", partial(_load_registered, cmd_name, registered))

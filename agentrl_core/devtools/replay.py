@@ -251,7 +251,7 @@ def _generated(
         try:
             for (name, step), batch in batches.items():
                 results = manager.generate_sequences(PromptBatch(batch, step, name, {}))
-                for record in make_records(step, split, results, {}):
+                for record in make_records(step, split, results):
                     new[record.trajectory_id].append(record)
         finally:
             manager.close()

@@ -8,6 +8,7 @@ _BROUGHT = {
         "rollout_correction": "geometric_rejection icepop percentile_rejection sequence_mis sequence_tis token_mis "
         "token_tis",
     },
+    "agentrl-compat-verl": {"command": "from-verl"},
     "agentrl-dataset-prompts": {
         "dataset": "prompts",
         "sampler": "curriculum mixture sequential shuffle",
@@ -42,6 +43,7 @@ _BROUGHT = {
     "agentrl-tracker-trackio": {"tracker": "trackio"},
     "agentrl-tracker-wandb": {"tracker": "wandb"},
     "agentrl-trackers-basic": {"tracker": "console curve jsonl tensorboard"},
+    "agentrl-viewer": {"command": "view"},
 }
 """By distribution and kind: names of plugins."""
 

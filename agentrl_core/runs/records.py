@@ -39,7 +39,11 @@ class RolloutRecord(AgentLoopOutput):
         reward_metrics: details of the reward. NaN, here or elsewhere, reads back as None.
         ground_truth: of the dataset row.
         timings: seconds by name.
-        advantage: mean advantage of the trajectory's sampled tokens.
+        spans: when each of them was: name, start as Unix time, seconds.
+        advantage: mean advantage of the row's sampled tokens.
+        advantages: of each id, to five decimals, 0.0 where mask is 0; empty where ``advantage`` is that of all tokens.
+        old_log_probs: the actor's log-probability of each id before the update, in the same form; empty where it was
+            not computed because the engine's was used.
         reward_input: what rewards saw and no other field has: ``model_text``, ``last_text``, ``full_text``,
             ``extra_info``, ``row``, ``sampled_tokens``, ``environment``, and ``termination`` before scoring. Only the
             last row of a scored trajectory has it; None in the others.
@@ -61,7 +65,10 @@ class RolloutRecord(AgentLoopOutput):
     reward_metrics: dict[str, float] = field(default_factory=dict)
     ground_truth: Any = None
     timings: dict[str, float] = field(default_factory=dict)
+    spans: list[tuple[str, float, float]] = field(default_factory=list)
     advantage: float | None = None
+    advantages: list[float] = field(default_factory=list)
+    old_log_probs: list[float] = field(default_factory=list)
     reward_input: dict[str, Any] | None = None
 
     def to_json(self) -> str:

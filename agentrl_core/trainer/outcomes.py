@@ -1,8 +1,11 @@
 """What rollout files and hooks get of a finished trajectory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import fields
 from typing import Any
+
+import numpy as np
+import torch
 
 from agentrl_core.api import AgentLoopOutput, EndedTrajectory
 from agentrl_core.api.dataset import Split
@@ -28,10 +31,14 @@ def _outcome(split: Split, result: TrajectoryResult) -> dict[str, Any]:
 
 
 def make_records(
-    step: int, split: Split, results: Sequence[TrajectoryResult], advantages: Mapping[str, float]
+    step: int, split: Split, results: Sequence[TrajectoryResult], batch: DataProto | None = None
 ) -> list[RolloutRecord]:
-    """Make a record of each row. A trajectory that failed before it had one leaves a record with its error."""
+    """Make a record of each row, with its advantages if it was trained, as a row of ``batch``.
+
+    A trajectory that failed before it had a row leaves a record with its error.
+    """
     records: list[RolloutRecord] = []
+    columns = _token_columns(batch) if batch is not None and len(batch) else {}
     for result in results:
         row, seen = result.row, result.reward_input
         outputs = result.outputs or [AgentLoopOutput([], [], [], None, result.termination)]
@@ -43,11 +50,14 @@ def make_records(
             "tool_schemas": result.tool_schemas,
             "tool_calls": result.tool_calls,
             "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
-            "advantage": advantages.get(result.trajectory_id),
+            "spans": result.spans,
         }
-        for output in outputs:
+        trained = columns.get(result.trajectory_id, [])
+        # A hook may have replaced the batch by fewer rows.
+        trained = trained if len(trained) == len(outputs) else [{} for _ in outputs]
+        for output, column in zip(outputs, trained, strict=True):
             row_fields = {item.name: getattr(output, item.name) for item in fields(AgentLoopOutput)}
-            records.append(RolloutRecord(**row_fields | outcome))
+            records.append(RolloutRecord(**row_fields | outcome | column))
         records[-1].reward_input = reward_input(seen) if seen is not None else None
     return records
 
@@ -70,8 +80,23 @@ def ended_trajectory(split: Split, result: TrajectoryResult) -> EndedTrajectory:
     )
 
 
-def trajectory_advantages(batch: DataProto) -> dict[str, float]:
-    """Mean advantage of each trajectory's sampled tokens, by trajectory id."""
-    mask = batch.batch["response_mask"]
-    means = (batch.batch["advantages"] * mask).sum(-1) / mask.sum(-1).clamp(min=1)
-    return dict(zip(batch.non_tensor_batch["trajectory_id"].tolist(), means.tolist(), strict=True))
+def _token_columns(batch: DataProto) -> dict[str, list[dict[str, Any]]]:
+    """By trajectory id, what records keep of each of its rows: ``advantage``, ``advantages``, ``old_log_probs``."""
+    tensors = batch.batch
+    mask_BR = tensors["response_mask"].numpy().astype(bool)
+    lengths = tensors["attention_mask"][:, -mask_BR.shape[1] :].sum(-1).tolist()
+    advantages_BR = tensors["advantages"].double().numpy()
+    old_BR = np.where(mask_BR, tensors["old_log_probs"].double().numpy().round(5), 0.0)
+    reused = "rollout_log_probs" in tensors.keys() and torch.equal(
+        tensors["old_log_probs"], tensors["rollout_log_probs"]
+    )
+    columns: dict[str, list[dict[str, Any]]] = {}
+    for row, name in enumerate(batch.non_tensor_batch["trajectory_id"].tolist()):
+        sampled = advantages_BR[row][mask_BR[row]]
+        column: dict[str, Any] = {"advantage": float(sampled.mean()) if len(sampled) else 0.0}
+        if len(sampled) and np.ptp(sampled):
+            column["advantages"] = np.where(mask_BR[row], advantages_BR[row].round(5), 0.0)[: lengths[row]].tolist()
+        if not reused:
+            column["old_log_probs"] = old_BR[row, : lengths[row]].tolist()
+        columns.setdefault(name, []).append(column)
+    return columns

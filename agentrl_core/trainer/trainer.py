@@ -34,7 +34,7 @@ from agentrl_core.trainer.metrics import (
     source_metrics,
     throughput,
 )
-from agentrl_core.trainer.outcomes import ended_trajectory, make_records, trajectory_advantages
+from agentrl_core.trainer.outcomes import ended_trajectory, make_records
 from agentrl_core.trainer.plan import devices
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.roles import Roles, build_roles, start_runtime
@@ -305,7 +305,7 @@ class Trainer:
         if len(batch):
             metrics |= batch_metrics(batch) | throughput(batch, self.timer.seconds("step"), devices(self.config))
         last = step == self.steps or self.stop.requested
-        records = make_records(step, "train", results, trajectory_advantages(batch) if len(batch) else {})
+        records = make_records(step, "train", results, batch)
         self.run.write_records(step, "train", records)
         self._watch_tools(metrics)
         interval = self.config.trainer.validation.interval
@@ -353,7 +353,7 @@ class Trainer:
             # Drop what the engines counted: it belongs to no step.
             self.roles.engines.metrics()
         if results:
-            self.run.write_records(step, "validation", make_records(step, "validation", results, {}))
+            self.run.write_records(step, "validation", make_records(step, "validation", results))
             self.run.log_trajectories(step, [ended_trajectory("validation", result) for result in results])
             self.run.hooks.on_validation_end(step=step, metrics=metrics)
         return metrics

@@ -236,3 +236,9 @@ finally:
     assert not set({HEAVY}) & set(sys.modules), "imported"
 """)
     assert output
+
+
+def test_a_command_whose_package_is_not_installed_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("agentrl_core.cli.main._plugin_commands", dict)
+    result = CliRunner().invoke(app, ["view", "runs/x"])
+    assert result.exit_code == 2 and "pip install agentrl-viewer" in result.output

@@ -1,0 +1,400 @@
+"""An SQLite index of a run's trajectories: one row per line of its rollout files, with what lists and filters need.
+
+Rollout files are replaced as a whole, compressed later, and moved away when a run resumes. The index therefore keeps
+one entry per file, re-reads a file whose size, time or inode changed, and drops what is gone. A line without its end
+is left out until the file changes again.
+"""
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import sqlite3
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+VERSION = 2
+TEXT_CHARS = 16_000
+"""Characters of a trajectory that the text filter sees: half of them from its start, half from its end."""
+PREVIEW_CHARS = 160
+TRAINED = frozenset({"completed", "length", "max_turns", "tool_error", "env_error"})
+
+_FILE = re.compile(r"^(?P<validation>validation-)?step-(?P<step>\d{6,})\.jsonl(?P<gz>\.gz)?$")
+_SCHEMA = """
+CREATE TABLE files (
+    id INTEGER PRIMARY KEY, name TEXT UNIQUE, size INTEGER, mtime INTEGER, inode INTEGER, crc INTEGER, length INTEGER);
+CREATE TABLE rows (
+    file INTEGER, line INTEGER, start INTEGER, size INTEGER, split TEXT, step INTEGER, uid TEXT, sample INTEGER,
+    trajectory TEXT, branch INTEGER, prompt TEXT, source TEXT, reward REAL, advantage REAL, termination TEXT,
+    tools TEXT, calls INTEGER, failed_calls INTEGER, error TEXT, turns INTEGER, tokens INTEGER, seconds REAL,
+    problem INTEGER, question TEXT, answer TEXT, body TEXT);
+CREATE INDEX by_file ON rows (file, line);
+CREATE INDEX by_step ON rows (step DESC, split, line);
+CREATE INDEX by_problem ON rows (problem DESC, step DESC, split, line);
+CREATE INDEX by_reward ON rows (reward, step, split, line);
+CREATE INDEX by_tokens ON rows (tokens, step, split, line);
+CREATE INDEX by_seconds ON rows (seconds, step, split, line);
+CREATE INDEX by_uid ON rows (uid, step, split, line);
+CREATE INDEX by_prompt ON rows (prompt, step, split, line);
+CREATE INDEX by_termination ON rows (termination);
+CREATE INDEX by_tools ON rows (tools);
+CREATE INDEX by_trajectory ON rows (trajectory, step, split, line);
+"""
+ORDERS = {
+    "newest": "step DESC, split, line",
+    "oldest": "step, split DESC, line DESC",
+    "failed": "problem DESC, step DESC, split, line",
+    "reward": "reward, step, split, line",
+    "-reward": "reward DESC, step DESC, split DESC, line DESC",
+    "-tokens": "tokens DESC, step DESC, split DESC, line DESC",
+    "-seconds": "seconds DESC, step DESC, split DESC, line DESC",
+}
+_LISTED = (
+    "split, step, line, uid, sample, trajectory, branch, prompt, source, reward, advantage, termination, tools, calls, "
+    "failed_calls, error, turns, tokens, seconds, problem, question, answer"
+)
+
+
+@dataclass(frozen=True)
+class Filter:
+    """Which trajectories to list; None or empty: all.
+
+    Args:
+        split: ``train`` or ``validation``.
+        first_step, last_step: both included.
+        min_reward, max_reward: both included; trajectories without a reward do not match.
+        termination: its name, or ``failed``: infrastructure failed or the loop skipped it.
+        tool: name of a tool that was called.
+        error: part of the error's text; ``*``: any error or failed call.
+        text: part of the conversation, case ignored for ASCII letters.
+        uid, prompt: samples of one prompt in its step; the same prompt in all steps.
+        order: ``newest``, ``oldest``, ``failed`` (problems first), ``reward``, ``-reward``, ``-tokens``, ``-seconds``.
+    """
+
+    split: str = ""
+    first_step: int | None = None
+    last_step: int | None = None
+    min_reward: float | None = None
+    max_reward: float | None = None
+    termination: str = ""
+    tool: str = ""
+    error: str = ""
+    text: str = ""
+    uid: str = ""
+    prompt: str = ""
+    order: str = "newest"
+
+    def where(self) -> tuple[str, list[Any]]:
+        """The SQL condition and its values."""
+        failed = f"termination NOT IN ({', '.join(map(repr, sorted(TRAINED)))})"
+        parts: list[tuple[str, list[Any]]] = [
+            ("split = ?", [self.split]) if self.split else ("", []),
+            ("step >= ?", [self.first_step]) if self.first_step is not None else ("", []),
+            ("step <= ?", [self.last_step]) if self.last_step is not None else ("", []),
+            ("reward >= ?", [self.min_reward]) if self.min_reward is not None else ("", []),
+            ("reward <= ?", [self.max_reward]) if self.max_reward is not None else ("", []),
+            ("uid = ?", [self.uid]) if self.uid else ("", []),
+            ("prompt = ?", [self.prompt]) if self.prompt else ("", []),
+            ("instr(tools, ?)", [f"\n{self.tool}\n"]) if self.tool else ("", []),
+            ("body LIKE ? ESCAPE '\\'", [_like(self.text)]) if self.text else ("", []),
+        ]
+        if self.termination:
+            parts.append((failed, []) if self.termination == "failed" else ("termination = ?", [self.termination]))
+        if self.error:
+            any_error = self.error == "*"
+            parts.append(("problem > 0", []) if any_error else ("error LIKE ? ESCAPE '\\'", [_like(self.error)]))
+        used = [(sql, values) for sql, values in parts if sql]
+        return " AND ".join(sql for sql, _ in used) or "1", [value for _, values in used for value in values]
+
+
+def _like(text: str) -> str:
+    return "%" + re.sub(r"([\\%_])", r"\\\1", text) + "%"
+
+
+class Index:
+    """The index of one run directory. Methods can be called from several threads.
+
+    Args:
+        run: the run directory.
+    """
+
+    def __init__(self, run: Path) -> None:
+        self.rollouts = run / "rollouts"
+        self.progress = (0, 0)
+        self.version = 0
+        self._lock = threading.Lock()
+        self._contents: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self.path = self._opened(run)
+
+    def _opened(self, run: Path) -> Path:
+        """The first place that can be written: the run directory or the user's cache; made anew if it is damaged."""
+        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl"
+        name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:20]
+        places = [run / ".viewer.sqlite", cache / f"viewer-{name}.sqlite"]
+        for place in places:
+            try:
+                place.parent.mkdir(parents=True, exist_ok=True)
+                with closing(sqlite3.connect(place, timeout=30)) as database:
+                    _prepare(database)
+                return place
+            except sqlite3.DatabaseError as error:
+                if not isinstance(error, sqlite3.OperationalError):
+                    place.unlink()
+                    return self._opened(run)
+            except OSError:
+                continue
+        raise PermissionError(f"neither {places[0]} nor {places[1]} can be written: set XDG_CACHE_HOME to a folder")
+
+    @contextmanager
+    def _connected(self) -> Iterator[sqlite3.Connection]:
+        with closing(sqlite3.connect(self.path, timeout=30)) as database:
+            database.row_factory = sqlite3.Row
+            yield database
+
+    # Writing
+
+    def refresh(self) -> bool:
+        """Read files that are new or have changed, and forget those that are gone; returns whether there were any."""
+        with self._lock, self._connected() as database:
+            database.execute("PRAGMA synchronous=OFF")
+            known = {row["name"]: row for row in database.execute("SELECT * FROM files")}
+            found = self._files()
+            changed = {name: stat for name, stat in found.items() if not _is_same(known.get(name), stat)}
+            gone = known.keys() - found.keys()
+            for done, (name, stat) in enumerate(changed.items()):
+                self.progress = (done, len(changed))
+                self._read_file(database, name, stat, known, gone)
+            for name in gone & {row["name"] for row in database.execute("SELECT name FROM files")}:
+                _forget(database, name)
+            database.commit()
+            self.progress = (0, 0)
+            self.version += bool(changed or gone)
+            return bool(changed or gone)
+
+    def _files(self) -> dict[str, os.stat_result]:
+        """The rollout files; of a plain and a compressed one of a step, the plain one."""
+        found: dict[str, os.stat_result] = {}
+        try:
+            entries = sorted(os.scandir(self.rollouts), key=lambda entry: entry.name)
+        except FileNotFoundError:
+            return found
+        names = {entry.name for entry in entries}
+        for entry in entries:
+            if _FILE.match(entry.name) and entry.name.removesuffix(".gz") not in names - {entry.name}:
+                try:
+                    found[entry.name] = entry.stat()
+                except FileNotFoundError:  # moved away since
+                    continue
+        return found
+
+    def _read_file(
+        self, database: sqlite3.Connection, name: str, stat: os.stat_result, known: Mapping[str, Any], gone: set[str]
+    ) -> None:
+        plain = name.removesuffix(".gz")
+        before = known.get(plain) if plain in gone else None
+        if before is not None and _trailer(self.rollouts / name) == (before["crc"], before["length"] % 2**32):
+            # The run has compressed it, and the checksum says that the content is the same.
+            values = (name, stat.st_size, stat.st_mtime_ns, stat.st_ino, before["id"])
+            database.execute("UPDATE files SET name = ?, size = ?, mtime = ?, inode = ? WHERE id = ?", values)
+            database.commit()
+            return
+        try:
+            content = _content(self.rollouts / name)
+        except FileNotFoundError:
+            return
+        _forget(database, name)
+        match = _FILE.match(name)
+        assert match is not None, "only files that match are read"
+        split = "validation" if match["validation"] else "train"
+        signature = (name, stat.st_size, stat.st_mtime_ns, stat.st_ino, zlib.crc32(content), len(content))
+        sql = "INSERT INTO files (name, size, mtime, inode, crc, length) VALUES (?, ?, ?, ?, ?, ?)"
+        file = database.execute(sql, signature).lastrowid
+        rows = _rows(content, split, int(match["step"]))
+        marks = ", ".join("?" * 26)
+        database.executemany(f"INSERT INTO rows VALUES ({marks})", ((file, *row) for row in rows))
+        database.commit()
+
+    # Reading
+
+    def listed(self, chosen: Filter, offset: int, limit: int) -> dict[str, Any]:
+        """``total`` and the ``rows`` from ``offset`` on."""
+        where, values = chosen.where()
+        order = ORDERS[chosen.order]
+        with self._connected() as database:
+            (total,) = database.execute(f"SELECT count(*) FROM rows WHERE {where}", values).fetchone()
+            # The inner query sorts and skips in an index, the outer one reads only the rows of this page.
+            sql = (
+                f"SELECT {_LISTED} FROM rows WHERE rowid IN (SELECT rowid FROM rows WHERE {where} ORDER BY {order} "
+                f"LIMIT ? OFFSET ?) ORDER BY {order}"
+            )
+            rows = [dict(row) for row in database.execute(sql, [*values, limit, offset])]
+        return {"total": total, "rows": [row | {"tools": row["tools"].split()} for row in rows]}
+
+    def facets(self) -> dict[str, Any]:
+        """Steps by split, and the names to filter by."""
+        with self._connected() as database:
+            steps = database.execute("SELECT split, step, count(*) AS n FROM rows GROUP BY step, split ORDER BY step")
+            counts = [dict(row) for row in steps]
+            named = "SELECT termination, count(*) FROM rows GROUP BY termination"
+            terminations = {name: count for name, count in database.execute(named)}
+            tools = database.execute("SELECT DISTINCT tools FROM rows").fetchall()
+        names = sorted({name for (joined,) in tools for name in joined.split()})
+        return {"steps": counts, "terminations": terminations, "tools": names, "total": sum(c["n"] for c in counts)}
+
+    def trajectory(self, split: str, step: int, line: int) -> list[dict[str, Any]]:
+        """All records of one line's trajectory, each with its ``line``; empty if there is no such line."""
+        here = "SELECT trajectory FROM rows WHERE split = ? AND step = ? AND line = ?"
+        sql = (
+            "SELECT name, mtime, line, start, rows.size AS size FROM rows JOIN files ON files.id = rows.file "
+            f"WHERE trajectory = ({here}) AND split = ? AND step = ? ORDER BY line"
+        )
+        with self._connected() as database:
+            places = database.execute(sql, (split, step, line, split, step)).fetchall()
+        records = []
+        for place in places:
+            content = self._kept(place["name"], place["mtime"])
+            record = parsed(content[place["start"] : place["start"] + place["size"]])
+            if record is not None:
+                records.append(record | {"line": place["line"]})
+        return records
+
+    def records(self, split: str, step: int) -> list[dict[str, Any]]:
+        """All records of a step."""
+        with self._connected() as database:
+            sql = "SELECT name, mtime FROM files WHERE id = (SELECT file FROM rows WHERE split = ? AND step = ?)"
+            file = database.execute(sql, (split, step)).fetchone()
+        if file is None:
+            return []
+        lines = self._kept(file["name"], file["mtime"]).split(b"\n")
+        records = ((number, parsed(line)) for number, line in enumerate(lines))
+        return [record | {"line": number} for number, record in records if record is not None]
+
+    def _kept(self, name: str, mtime: int) -> bytes:
+        """The content of a file; the last few stay in memory, because compressed ones are read from their start."""
+        content = self._contents.get((name, mtime))
+        if content is None:
+            try:
+                content = _content(self.rollouts / name)
+            except FileNotFoundError:
+                # The run has compressed it, or moved it away, since the last refresh.
+                try:
+                    content = _content(self.rollouts / (name + ".gz"))
+                except FileNotFoundError:
+                    content = b""
+            self._contents[name, mtime] = content
+            while len(self._contents) > 4:
+                self._contents.popitem(last=False)
+        return content
+
+
+def parsed(line: bytes) -> dict[str, Any] | None:
+    """A record, or None for a line that is cut or no record."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and "trajectory_id" in record else None
+
+
+def conversation(record: Mapping[str, Any]) -> str:
+    """A trajectory's text: its prompt, and everything behind it."""
+    return record.get("prompt_text", "") + "".join(text for _, text in record.get("segments") or [])
+
+
+def _prepare(database: sqlite3.Connection) -> None:
+    """Make the tables, anew where another version made them."""
+    (version,) = database.execute("PRAGMA user_version").fetchone()
+    if version != VERSION:
+        for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
+            database.execute(f"DROP TABLE {table}")
+        database.executescript(_SCHEMA)
+    # In any case: where nothing can be written, this raises.
+    database.execute(f"PRAGMA user_version = {VERSION}")
+    database.commit()
+
+
+def _is_same(known: Any, stat: os.stat_result) -> bool:
+    signature = (stat.st_size, stat.st_mtime_ns, stat.st_ino)
+    return known is not None and (known["size"], known["mtime"], known["inode"]) == signature
+
+
+def _forget(database: sqlite3.Connection, name: str) -> None:
+    database.execute("DELETE FROM rows WHERE file = (SELECT id FROM files WHERE name = ?)", (name,))
+    database.execute("DELETE FROM files WHERE name = ?", (name,))
+
+
+def _content(path: Path) -> bytes:
+    if path.suffix != ".gz":
+        return path.read_bytes()
+    try:
+        return gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        if isinstance(error, FileNotFoundError):
+            raise
+        return b""  # Damaged: its trajectories are left out.
+
+
+def _trailer(path: Path) -> tuple[int, int] | None:
+    """Checksum and length of a gzip file's content, as its last eight bytes say."""
+    try:
+        with path.open("rb") as file:
+            file.seek(-8, os.SEEK_END)
+            last = file.read(8)
+    except OSError:
+        return None
+    return int.from_bytes(last[:4], "little"), int.from_bytes(last[4:], "little")
+
+
+def _rows(content: bytes, split: str, step: int) -> Iterator[tuple[Any, ...]]:
+    """The rows of a file without its number, in the order of the table's columns."""
+    branches: dict[str, int] = {}
+    start = 0
+    for number, line in enumerate(content.split(b"\n")):
+        record = parsed(line)
+        if record is not None:
+            name = str(record["trajectory_id"])
+            branches[name] = branches.get(name, -1) + 1
+            yield (number, start, len(line), split, step, *_columns(record, name, branches[name]))
+        start += len(line) + 1
+
+
+def _columns(record: Mapping[str, Any], name: str, branch: int) -> tuple[Any, ...]:
+    calls = record.get("tool_calls") or []
+    failed_calls = sum(bool(call.get("failed")) for call in calls)
+    termination = str(record.get("termination"))
+    # Infrastructure before the policy's own mistakes.
+    problem = 2 if termination not in TRAINED else 1 if failed_calls or record.get("error") else 0
+    text = conversation(record)
+    half = TEXT_CHARS // 2
+    body = text if len(text) <= TEXT_CHARS else text[:half] + "\n" + text[-half:]
+    messages = record.get("messages") or []
+    tools = sorted({str(call.get("name")).replace("\n", " ").replace(" ", "_") for call in calls})
+    return (
+        str(record.get("uid")), record.get("sample", 0), name, branch,
+        hashlib.blake2b(record.get("prompt_text", "").encode("utf-8", "replace"), digest_size=8).hexdigest(),
+        str(record.get("data_source", "")), _number(record.get("reward")), _number(record.get("advantage")),
+        termination, "\n" + "".join(tool + "\n" for tool in tools), len(calls), failed_calls,
+        (record.get("error") or "")[-2000:], record.get("num_turns", 0), sum(record.get("response_mask") or []),
+        _number((record.get("timings") or {}).get("total")), problem, _preview(messages, "user", 0),
+        _preview(messages, "assistant", -1), body.encode("utf-8", "replace").decode(),
+    )  # fmt: skip
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _preview(messages: list[Any], role: str, which: int) -> str:
+    texts = [
+        message.get("content") for message in messages if isinstance(message, dict) and message.get("role") == role
+    ]
+    text = texts[which] if texts else ""
+    text = text if isinstance(text, str) else json.dumps(text)
+    return " ".join(text.encode("utf-8", "replace").decode().split())[:PREVIEW_CHARS]

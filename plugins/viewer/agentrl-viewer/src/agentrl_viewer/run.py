@@ -1,0 +1,234 @@
+"""What the pages show of one run directory: state, metrics, configuration, trajectories, tokens and times."""
+
+import fcntl
+import json
+import os
+import sqlite3
+import threading
+from collections.abc import Mapping
+from datetime import datetime
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
+
+from agentrl_viewer.index import Filter, Index
+
+MAX_SAMPLES = 64
+"""Samples of a prompt, and trajectories of the same prompt in other steps, that a page lists."""
+MAX_LANES = 400
+
+
+class Run:
+    """One run directory, read only. Methods can be called from several threads.
+
+    Args:
+        path: the run directory.
+        name: what the pages call it.
+    """
+
+    def __init__(self, path: Path, name: str) -> None:
+        self.path = path
+        self.name = name
+        self.index = Index(path)
+        self.problem = ""
+        self._metrics_lock = threading.Lock()
+        self._metrics: dict[int, dict[str, Any]] = {}
+        self._read_to = 0
+        self._inode = -1
+
+    def refresh(self) -> None:
+        """Bring the index up to date; a failure, such as a full disk, is in :meth:`summary` until it is over."""
+        try:
+            self.index.refresh()
+            self.problem = ""
+        except (OSError, sqlite3.Error) as error:
+            self.problem = f"{self.index.path}: {error}"
+
+    # Metrics
+
+    def metrics(self) -> list[dict[str, Any]]:
+        """One dict per step, ascending; of lines that a resumed run repeats, the last one. Reads only what is new."""
+        with self._metrics_lock:
+            try:
+                with (self.path / "metrics.jsonl").open("rb") as file:
+                    self._read_metrics(file)
+            except FileNotFoundError:
+                self._metrics, self._read_to = {}, 0
+            return [self._metrics[step] for step in sorted(self._metrics)]
+
+    def _read_metrics(self, file: Any) -> None:
+        inode, size = _status(file)
+        if inode != self._inode or size < self._read_to:
+            self._metrics, self._read_to, self._inode = {}, 0, inode
+        file.seek(self._read_to)
+        new = file.read()
+        # A line without its end is read when it has one.
+        whole = new[: new.rfind(b"\n") + 1]
+        self._read_to += len(whole)
+        for line in whole.split(b"\n"):
+            try:
+                row = json.loads(line)
+                self._metrics[int(row["step"])] = row
+            except (ValueError, KeyError, TypeError):
+                continue
+
+    def series(self) -> dict[str, Any]:
+        """Every metric as columns: ``steps``, ``times`` (Unix seconds or None), and ``values`` by name."""
+        rows = self.metrics()
+        names = sorted({name for row in rows for name in row if name not in ("step", "time")})
+        values = {name: [_number(row.get(name)) for row in rows] for name in names}
+        times = [_unix(row.get("time")) for row in rows]
+        return {"steps": [row["step"] for row in rows], "times": times, "values": values}
+
+    # State and configuration
+
+    def summary(self) -> dict[str, Any]:
+        """What the head of each page shows."""
+        state = _json_file(self.path / "state.json")
+        status = str(state.get("status", "-"))
+        rows = self.metrics()
+        done, files = self.index.progress
+        return {
+            "name": self.name,
+            "path": str(self.path),
+            "status": "interrupted" if status == "running" and not _is_locked(self.path / ".lock") else status,
+            "step": state.get("step", 0),
+            "steps": (self.config().get("trainer") or {}).get("steps"),
+            "rows": len(rows),
+            "last": rows[-1] if rows else {},
+            "version": f"{self.index.version}.{len(rows)}.{self._read_to}",
+            "problem": self.problem,
+            "indexing": {"done": done, "files": files},
+        }
+
+    def config(self) -> dict[str, Any]:
+        """The resolved configuration; empty without one."""
+        try:
+            content = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
+        except (OSError, ValueError, yaml.YAMLError):
+            return {}
+        return content if isinstance(content, dict) else {}
+
+    def flat_config(self) -> dict[str, str]:
+        """The configuration by dotted key, values as text."""
+        return dict(_flat(self.config(), ""))
+
+    # Trajectories
+
+    def trajectory(self, split: str, step: int, line: int) -> dict[str, Any] | None:
+        """A trajectory's rows with the text of each token, the samples of its prompt, and the same prompt elsewhere."""
+        rows = self.index.trajectory(split, step, line)
+        if not rows:
+            return None
+        for row in rows:
+            row["prompt_tokens"] = self._texts(row.get("prompt_ids") or [])
+            row["response_tokens"] = self._texts(row.get("response_ids") or [])
+        here = self.index.listed(Filter(split=split, first_step=step, last_step=step, uid=str(rows[0]["uid"])), 0, 64)
+        prompt = here["rows"][0]["prompt"]
+        same = self.index.listed(Filter(prompt=prompt, order="oldest"), 0, MAX_SAMPLES)["rows"]
+        return {
+            "run": self.name,
+            "split": split,
+            "step": step,
+            "line": line,
+            "rows": rows,
+            "samples": here["rows"],
+            "same_prompt": [row for row in same if (row["split"], row["step"]) != (split, step)],
+        }
+
+    def _texts(self, ids: list[int]) -> list[str] | None:
+        tokenizer = _tokenizer(self._tokenizer_file())
+        if tokenizer is None:
+            return None
+        # Bytes of one character can be several tokens: the last of them gets the text.
+        stream = DecodeStream(skip_special_tokens=False)
+        try:
+            return [stream.step(tokenizer, token) or "" for token in ids]
+        except Exception:  # noqa: BLE001 - the tokenizers package raises bare Exceptions, for ids that are not its own
+            return None
+
+    def _tokenizer_file(self) -> Path | None:
+        model = (self.config().get("model") or {}).get("path")
+        saved = sorted(self.path.glob("checkpoints/step-*/actor/tokenizer.json"))
+        given = [Path(model) / "tokenizer.json"] if isinstance(model, str) else []
+        return next((file for file in [*reversed(saved), *given] if file.is_file()), None)
+
+    # Times
+
+    def timeline(self, split: str, step: int) -> dict[str, Any]:
+        """Spans of a step's trajectories, the longest first, and the step's metrics under ``timing/``."""
+        lanes: dict[str, dict[str, Any]] = {}
+        for record in self.index.records(split, step):
+            lanes[record["trajectory_id"]] = {
+                "id": record["trajectory_id"],
+                "line": record["line"],
+                "termination": record.get("termination"),
+                "reward": record.get("reward"),
+                "spans": record.get("spans") or [],
+                "timings": record.get("timings") or {},
+            }
+        ordered = sorted(lanes.values(), key=lambda lane: -(lane["timings"].get("total") or 0.0))
+        rows = {row["step"]: row for row in self.metrics()}
+        timing = {name: value for name, value in rows.get(step, {}).items() if name.startswith("timing/")}
+        spans = [span for lane in ordered for span in lane["spans"]]
+        return {"lanes": ordered[:MAX_LANES], "left_out": len(ordered[MAX_LANES:]), "timing": timing, "spans": spans}
+
+
+def _flat(value: Any, prefix: str) -> list[tuple[str, str]]:
+    if isinstance(value, Mapping) and value:
+        return [pair for key, item in value.items() for pair in _flat(item, f"{prefix}.{key}" if prefix else str(key))]
+    if isinstance(value, list) and any(isinstance(item, Mapping | list) for item in value):
+        return [pair for number, item in enumerate(value) for pair in _flat(item, f"{prefix}[{number}]")]
+    return [(prefix, value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str))]
+
+
+@lru_cache(maxsize=8)
+def _loaded(file: Path, mtime: int) -> Tokenizer | None:
+    try:
+        return Tokenizer.from_file(str(file))
+    except Exception:  # noqa: BLE001 - the tokenizers package raises bare Exceptions
+        return None
+
+
+def _tokenizer(file: Path | None) -> Tokenizer | None:
+    return None if file is None else _loaded(file, file.stat().st_mtime_ns)
+
+
+def _status(file: Any) -> tuple[int, int]:
+    status = os.fstat(file.fileno())
+    return status.st_ino, status.st_size
+
+
+def _json_file(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether the training process holds its lock; also where the file system cannot tell."""
+    try:
+        with path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+    return False
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
+def _unix(time: Any) -> float | None:
+    try:
+        return datetime.fromisoformat(str(time)).timestamp()
+    except ValueError:
+        return None

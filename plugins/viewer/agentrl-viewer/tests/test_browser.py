@@ -1,0 +1,207 @@
+"""The page in a real browser: it loads, filters, opens, follows a live run, and works as one file.
+
+With AGENTRL_REGENERATE=1 the pictures of docs/viewer.md are written anew.
+"""
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from agentrl_viewer.page import exported
+from agentrl_viewer.run import Run
+from agentrl_viewer.server import Viewer
+from benchmarks._sample_run import SampleRun
+
+playwright = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+expect = playwright.expect
+# A busy machine is slow, not broken.
+expect.set_options(timeout=60_000)
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
+PICTURES = Path(__file__).parents[4] / "docs/images"
+pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium: `make browser` installs it on Debian as root")
+
+
+@pytest.fixture(scope="module")
+def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SampleRun]]:
+    folder = tmp_path_factory.mktemp("runs")
+    fast = SampleRun(folder / "shop", prompts=6, samples=6).write(1, 28)
+    slow = SampleRun(folder / "shop-lr-low", seed=1, skill=0.6, prompts=2, samples=4).write(1, 30, "completed")
+    with (fast.path / ".lock").open("w") as lock:
+        # As a process that trains does.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield [fast, slow]
+
+
+@pytest.fixture(scope="module")
+def viewer(samples: list[SampleRun]) -> Iterator[Viewer]:
+    with Viewer([Run(each.path, each.path.name) for each in samples], refresh_seconds=0.1) as viewer:
+        yield viewer
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with playwright.sync_playwright() as started:
+        browser = started.chromium.launch(executable_path=BROWSER, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any) -> Iterator[Any]:
+    """A page on which nothing may fail, and which asks nobody but the viewer."""
+    page = browser.new_page(viewport={"width": 1280, "height": 800}, color_scheme="light", reduced_motion="reduce")
+    page.set_default_timeout(60_000)
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+    page.on("dialog", lambda dialog: (wrong.append("a dialog: text became a script"), dialog.dismiss()))
+    page.on("request", lambda request: wrong.append(request.url) if "//127.0.0.1" not in request.url
+            and not request.url.startswith(("data:", "file:")) else None)  # fmt: skip
+    yield page
+    page.close()
+    assert wrong == []
+
+
+def picture(page: Any, name: str) -> None:
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    content = page.screenshot()
+    assert content.startswith(b"\x89PNG")
+    if os.environ.get("AGENTRL_REGENERATE"):
+        PICTURES.mkdir(exist_ok=True)
+        (PICTURES / f"viewer-{name}.png").write_bytes(content)
+
+
+def test_curves_of_two_runs(page: Any, viewer: Viewer) -> None:
+    page.goto(viewer.url)
+    card = page.locator("[data-metric='reward/mean']").first
+    expect(card.locator("canvas")).to_be_visible()
+    expect(card.locator(".last span")).to_have_count(2)
+    expect(page.locator(".run .status")).to_have_text(["running · step 28/30", "completed · step 30/30"])
+    picture(page, "curves")
+    page.get_by_label("Filter metrics").fill("logprob")
+    expect(page.locator(".card")).to_have_count(1)
+    page.get_by_role("button", name="time").click()
+    page.get_by_label("Smoothing").fill("0.8")
+    page.keyboard.press("Escape")
+    page.locator("body").click()
+    page.keyboard.press("4")
+    expect(page.locator(".config tbody tr")).to_have_count(4)
+
+
+def listed(sample: SampleRun) -> str:
+    lines = sum(len(file.read_text().splitlines()) for file in (sample.path / "rollouts").iterdir())
+    return f"{lines:,} trajectories"
+
+
+def test_filters_then_opens_a_trajectory(page: Any, viewer: Viewer, samples: list[SampleRun]) -> None:
+    page.goto(viewer.url + "#/trajectories?run=shop&order=failed")
+    count = page.locator(".count")
+    expect(count).to_have_text(listed(samples[0]))
+    expect(page.locator(".row").first.locator(".termination")).to_have_text("engine_error")
+    picture(page, "trajectories")
+    page.get_by_label("text").fill("I guess")
+    page.keyboard.press("Enter")
+    expect(count).not_to_have_text(listed(samples[0]))
+    guessed = page.locator(".row small", has_text="I guess")
+    expect(guessed.first).to_be_visible()
+    expect(page.locator(".row .reward.good")).to_have_count(0)
+    page.goto(viewer.url + "#/trajectories?run=shop&tool=calculator&first_step=20&order=-reward")
+    page.locator(".row").first.click()
+    expect(page.locator(".call")).to_have_count(3)
+    page.locator(".call summary").last.click()
+    expect(page.locator(".call[open] pre")).to_have_count(2)
+    picture(page, "chat")
+
+
+def test_tokens(page: Any, viewer: Viewer) -> None:
+    page.goto(viewer.url + "#/trajectory?run=shop&split=train&step=24&line=1")
+    page.get_by_role("tab", name="Tokens").click()
+    tokens = page.locator(".token[data-i]")
+    expect(tokens.first).to_be_visible()
+    for colour in ("mask", "gap", "advantage", "version", "log_prob"):
+        page.locator(f"button[data-by={colour}]").click()
+        expect(page.locator(f"button[data-by={colour}]")).to_have_attribute("aria-pressed", "true")
+        expect(page.locator(".token-legend")).not_to_contain_text("not recorded")
+    page.locator(".token.sampled").nth(12).hover()
+    expect(page.locator(".tip dt")).to_have_text(
+        ["id", "mask", "log-prob", "gap to the engine", "advantage", "version", "turn"]
+    )
+    page.evaluate("document.querySelector('[title*=\"Dark or light\"]').click()")
+    picture(page, "tokens")
+    expect(page.locator(".tree .branch")).to_have_count(2)
+
+
+def test_side_by_side_and_times(page: Any, viewer: Viewer) -> None:
+    page.goto(viewer.url + "#/compare?run=shop&split=train&step=5&uid=train-000005-00001")
+    expect(page.locator(".column")).to_have_count(6)
+    page.goto(viewer.url + "#/time?run=shop&step=25")
+    expect(page.locator(".phases i")).to_have_count(5)
+    expect(page.locator("canvas.lanes")).to_be_visible()
+    picture(page, "time")
+
+
+def test_narrow(page: Any, viewer: Viewer) -> None:
+    page.set_viewport_size({"width": 390, "height": 760})
+    for name in ("curves", "trajectories?run=shop", "time?run=shop&step=25", "configs",
+                 "trajectory?run=shop&split=train&step=25&line=0"):  # fmt: skip
+        page.goto(viewer.url + "#/" + name)
+        expect(page.locator(f"main[data-page='{name.split('?')[0]}'] > *").first).to_be_visible()
+        assert page.evaluate("document.documentElement.scrollWidth") <= 390
+    expect(page.locator(".message").first).to_be_visible()
+    picture(page, "narrow")
+
+
+def test_live_run(page: Any, viewer: Viewer, samples: list[SampleRun]) -> None:
+    page.goto(viewer.url + "#/trajectories?run=shop-lr-low")
+    count = page.locator(".count")
+    expect(count).to_have_text(listed(samples[1]))
+    samples[1].write(31, 31)
+    expect(count).to_have_text(listed(samples[1]))
+    expect(page.locator(".row").first.locator(".where b")).to_have_text("step 31")
+
+
+def test_exported_file(page: Any, samples: list[SampleRun], tmp_path: Path) -> None:
+    runs = [Run(each.path, each.path.name) for each in samples]
+    for run in runs:
+        run.index.refresh()
+    content, kept, left_out = exported(runs, 60)
+    held = json.loads(content.partition(b'id="data">')[2].partition(b"</script>")[0])["runs"][0]["list"]
+    problems = sum(row["problem"] > 0 for row in held)
+    (tmp_path / "out.html").write_bytes(content)
+    page.goto(f"file://{tmp_path}/out.html")
+    expect(page.locator("[data-metric='reward/mean'] canvas").first).to_be_visible()
+    expect(page.locator(".banner")).to_contain_text(f"{left_out:,}")
+    page.get_by_role("link", name="Trajectories").click()
+    expect(page.locator(".count")).to_have_text(f"{kept // 2} trajectories")
+    page.locator("select[name=error]").select_option("*")
+    expect(page.locator(".count")).to_have_text(f"{problems} trajectories")
+    page.locator(".row").first.click()
+    expect(page.locator(".message").first).to_be_visible()
+    page.get_by_role("link", name="Time").click()
+    expect(page.locator("canvas.lanes")).to_be_visible()
+
+
+def test_attacks_are_text(page: Any, evil: Run, tmp_path: Path) -> None:
+    (tmp_path / "evil.html").write_bytes(exported([evil], 10)[0])
+    with Viewer([evil]) as viewer:
+        for address in (viewer.url, f"file://{tmp_path}/evil.html"):
+            page.goto(address)
+            page.locator(".section").last.wait_for()
+            page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+            expect(page.locator(".name", has_text="alert(1)").first).to_be_visible()
+            for name in ("configs", "trajectories", "trajectory?run=evil&split=train&step=1&line=0"):
+                page.goto(f"{address}#/{name}")
+                expect(
+                    page.locator(f"main[data-page='{name.split('?')[0]}']").get_by_text("alert(1)").first
+                ).to_be_attached()
+            page.get_by_role("tab", name="Tokens").click()
+            page.get_by_role("tab", name="Record").click()
+            assert page.locator("img, iframe, main script").count() == 0

@@ -1,0 +1,54 @@
+"""What records keep of a trained batch, token by token."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from agentrl_core.api import AgentLoopOutput, Termination
+from agentrl_core.rollout.batching import to_data_proto
+from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.runs.records import RolloutRecord
+from agentrl_core.trainer.outcomes import make_records
+
+
+def result(name: str, *rows: list[int]) -> TrajectoryResult:
+    outputs = [
+        AgentLoopOutput([7], list(range(len(mask))), mask, [-0.5 * m for m in mask], Termination.COMPLETED, name)
+        for mask in rows
+    ]
+    row = {"uid": name, "sample_index": 0}
+    return TrajectoryResult(row, name, Termination.COMPLETED, outputs, spans=[("generate", 10.0, 0.5)])
+
+
+def records(results: list[TrajectoryResult], **tensors: Any) -> list[RolloutRecord]:
+    batch = to_data_proto(results, 0, {})
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    for name, values in tensors.items():
+        batch.batch[name] = torch.tensor(values)
+    return [RolloutRecord.from_json(each.to_json()) for each in make_records(1, "train", results, batch)]
+
+
+def test_columns_stand_in_the_row_of_their_tokens() -> None:
+    both, short = records(
+        [result("a", [1, 0, 1], [1])],
+        advantages=[[0.25, 9.0, -0.75], [2.0, 9.0, 9.0]],
+        old_log_probs=[[-0.1234567, 9.0, -0.5], [-1.0, 9.0, 9.0]],
+    )
+    assert (both.advantages, both.old_log_probs) == ([0.25, 0.0, -0.75], [-0.12346, 0.0, -0.5])
+    assert (short.advantage, short.advantages, short.old_log_probs) == (2.0, [], [-1.0])
+    assert both.advantage == pytest.approx(-0.25)
+    assert both.spans == [["generate", 10.0, 0.5]]
+
+
+def test_what_one_number_says_is_not_kept_for_every_token() -> None:
+    (record,) = records([result("a", [1, 1, 0, 1])], advantages=[[0.5, 0.5, 0.0, 0.5]])
+    assert (record.advantage, record.advantages, record.old_log_probs) == (0.5, [], [])
+
+
+def test_rows_of_a_batch_that_a_hook_cut_are_not_guessed() -> None:
+    results = [result("a", [1, 1], [1, 1])]
+    batch = to_data_proto(results, 0, {})
+    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+    batch.batch["advantages"] = torch.ones(2, 2)
+    assert [each.advantage for each in make_records(1, "train", results, batch.select_idxs([1]))] == [None, None]
