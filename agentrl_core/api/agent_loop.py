@@ -265,6 +265,11 @@ class ChatRenderer(ABC):
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         """Text of ids."""
 
+    def from_outside(self, message: Message) -> Message:
+        """The message of a user, tool or environment as :meth:`encode` keeps it text: what looks like a control token
+        in it becomes none. Messages of other roles come back as they are."""
+        return message
+
     @abstractmethod
     def truncate(self, text: str, max_tokens: int, side: TruncationSide) -> str:
         """At most ``max_tokens`` tokens of a text.

@@ -62,11 +62,6 @@ KINDS: dict[str, PluginKind] = {
         PluginKind("engine", "agentrl.engines", 1, "inference engine", {
             "logprobs": "returns the log-probability of every sampled token",
             "seeds": "SamplingParams.seed decides a request's tokens, whatever else is in the batch",
-            "min_p": "SamplingParams.min_p: truncates sampling relative to the likeliest token",
-            "presence_penalty": "SamplingParams.presence_penalty: penalizes tokens that the request has sampled",
-            "frequency_penalty": "SamplingParams.frequency_penalty: penalizes tokens by how often they were sampled",
-            "repetition_penalty": "SamplingParams.repetition_penalty: penalizes tokens of prompt and output",
-            "logit_bias": "SamplingParams.logit_bias: adds to the logits of given tokens",
             "abort": "a request can be ended early and returns what it has",
             "pause": "generation can be halted and resumed",
             "sleep": "memory can be released and taken back",
@@ -78,6 +73,11 @@ KINDS: dict[str, PluginKind] = {
             "shared_module": "can generate with the actor's own torch module, in the actor's process",
             "deterministic": "can repeat a rollout exactly (rollout.deterministic)",
             "sessions": "keeps state between the turns of a trajectory: open_session and close_session are called",
+            "min_p": "SamplingParams.min_p: truncates sampling relative to the likeliest token",
+            "presence_penalty": "SamplingParams.presence_penalty: penalizes tokens that the request has sampled",
+            "frequency_penalty": "SamplingParams.frequency_penalty: penalizes tokens by how often they were sampled",
+            "repetition_penalty": "SamplingParams.repetition_penalty: penalizes tokens of prompt and output",
+            "logit_bias": "SamplingParams.logit_bias: adds to the logits of given tokens",
         }),
         PluginKind("tool", "agentrl.tools", 1, "tool"),
         PluginKind("renderer", "agentrl.renderers", 1, "renderer", {

@@ -107,6 +107,7 @@ class RendererContext:
         parser: of ``rollout.tool_parser``; None where no tools are configured.
         model_path: directory of the model.
         template_kwargs: ``model.chat_template_kwargs``.
+        base: the renderer ``chat_template`` of this model, for one that changes only a part of what it does.
     """
 
     chat: ChatRenderer
@@ -114,6 +115,7 @@ class RendererContext:
     parser: ToolParser | None = None
     model_path: str = ""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    base: "Renderer | None" = None
 
 
 class Renderer(ABC):

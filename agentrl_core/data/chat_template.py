@@ -40,7 +40,8 @@ def build_renderer(slot: RendererSlot, model: ModelConfig, parser: ToolParser | 
         PluginError: the plugin cannot be built.
     """
     chat = HFChatRenderer.from_config(model)
-    context = RendererContext(chat, chat.tokenizer, parser, str(model.path), model.chat_template_kwargs)
+    base = ChatTemplateRenderer.of(chat, parser)
+    context = RendererContext(chat, chat.tokenizer, parser, str(model.path), model.chat_template_kwargs, base)
     return cast(Renderer, slot.build(context))
 
 

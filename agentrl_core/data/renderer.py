@@ -79,7 +79,7 @@ class HFChatRenderer(ChatRenderer):
         self._texts: dict[str, str] = {}
         self._prompts: dict[str, list[int]] = {}
         self._heads: dict[str, list[int] | None] = {}
-        self._model_stops: tuple[int, ...] = ()
+        self.model_stops: tuple[int, ...] = ()
 
     @classmethod
     def from_config(cls, model: ModelConfig) -> "HFChatRenderer":
@@ -87,7 +87,7 @@ class HFChatRenderer(ChatRenderer):
         renderer = cls(load_tokenizer(model), model.chat_template_kwargs)
         if not renderer.encode("a"):
             raise ConfigError(f"model.path: {model.path} has no tokenizer: copy tokenizer.json and its like there too")
-        renderer._model_stops = _generation_stops(Path(model.path))
+        renderer.model_stops = _generation_stops(Path(model.path))
         return renderer
 
     @cached_property
@@ -96,7 +96,7 @@ class HFChatRenderer(ChatRenderer):
         special token that the template writes after an answer."""
         eos = self.tokenizer.eos_token_id
         found = [] if eos is None else [int(eos)]
-        return tuple(dict.fromkeys([*found, *self._model_stops, *self._template_stop()]))
+        return tuple(dict.fromkeys([*found, *self.model_stops, *self._template_stop()]))
 
     def _template_stop(self) -> list[int]:
         answer = "an answer"
@@ -115,7 +115,7 @@ class HFChatRenderer(ChatRenderer):
     @cached_property
     def bridge(self) -> Bridge:
         """What the template writes between two turns."""
-        return Bridge(self, list(self.stop_texts.values()), self._from_outside)
+        return Bridge(self, list(self.stop_texts.values()), self.from_outside)
 
     @property
     def pad_token_id(self) -> int:
@@ -133,7 +133,7 @@ class HFChatRenderer(ChatRenderer):
 
         with boundary(TemplateError, failed, describe=str):
             text = self.tokenizer.apply_chat_template(
-                [self._from_outside(message) for message in messages],
+                [self.from_outside(message) for message in messages],
                 tools=list(tools) or None,
                 tokenize=False,
                 add_generation_prompt=generation_prompt,
@@ -141,8 +141,7 @@ class HFChatRenderer(ChatRenderer):
             )
         return cast(str, text)
 
-    def _from_outside(self, message: Message) -> Message:
-        """The message of a user, tool or environment: what looks like a control token in it is text, and stays text."""
+    def from_outside(self, message: Message) -> Message:
         if message.get("role") in _TRUSTED:
             return message
         content = message.get("content")
@@ -161,7 +160,7 @@ class HFChatRenderer(ChatRenderer):
 
     @cached_property
     def _control_tokens(self) -> re.Pattern[str]:
-        stops = [self.tokenizer.eos_token_id, *self._model_stops]
+        stops = [self.tokenizer.eos_token_id, *self.model_stops]
         added = self.tokenizer.added_tokens_decoder.items()
         contents = [token.content for id, token in added if len(token.content) > 1 and (token.special or id in stops)]
         return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))) or r"(?!)")

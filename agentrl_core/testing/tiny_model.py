@@ -13,7 +13,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 if TYPE_CHECKING:
-    from agentrl_core.data.renderer import HFChatRenderer
+    from agentrl_core.api import RendererContext, ToolParser
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>")
 
@@ -79,13 +79,6 @@ _CONTROL = re.compile(
 )
 
 
-def tiny_chat(chat_template: str = CHATML_TEMPLATE) -> "HFChatRenderer":
-    """Tokenizer and chat template for :class:`~agentrl_core.api.RendererContext`."""
-    from agentrl_core.data.renderer import HFChatRenderer
-
-    return HFChatRenderer(tiny_tokenizer(chat_template))
-
-
 def tokenizer_for(chat_template: str) -> PreTrainedTokenizerFast:
     """:func:`tiny_tokenizer` with one token for each control token that the template of a real model names.
 
@@ -93,6 +86,33 @@ def tokenizer_for(chat_template: str) -> PreTrainedTokenizerFast:
     """
     tokens = sorted({*_CONTROL.findall(chat_template), "<bos>", "<eos>"} - set(SPECIAL_TOKENS))
     return tiny_tokenizer(chat_template, extra_tokens=tokens, bos_token="<bos>", eos_token="<eos>")
+
+
+def renderer_context(
+    chat_template: str = CHATML_TEMPLATE,
+    parser: "ToolParser | None" = None,
+    *,
+    tokens: Sequence[str] = (),
+    stops: Sequence[str] = (),
+) -> "RendererContext":
+    """What a renderer gets when it is built, over a tiny tokenizer for this chat template.
+
+    Args:
+        chat_template: of the model.
+        parser: of ``rollout.tool_parser``.
+        tokens: further tokens of the vocabulary.
+        stops: tokens that ``generation_config.json`` would name.
+    """
+    from agentrl_core.api import RendererContext
+    from agentrl_core.data.chat_template import ChatTemplateRenderer
+    from agentrl_core.data.renderer import HFChatRenderer
+
+    plain = chat_template == CHATML_TEMPLATE
+    tokenizer = tiny_tokenizer() if plain else tokenizer_for(chat_template)
+    tokenizer.add_tokens([AddedToken(token, normalized=False, special=token.startswith("<|")) for token in tokens])
+    chat = HFChatRenderer(tokenizer)
+    chat.model_stops = tuple(tokenizer.convert_tokens_to_ids(list(stops)))
+    return RendererContext(chat, tokenizer, parser, base=ChatTemplateRenderer.of(chat, parser))
 
 
 def save_tiny_model(

@@ -21,7 +21,7 @@ from agentrl_core.api import (
 from agentrl_core.testing.contracts.case import PluginCase, PluginContract
 
 TOOLS = [function_schema("forecast", "The weather.", {"city": {"type": "string"}, "days": {"type": "integer"}})]
-ARGUMENTS = {"city": 'Zürich "Nord"\n', "days": 3}
+ARGUMENTS = {"city": 'Zürich\n"Nord"', "days": 3}
 QUESTION: Message = {"role": "user", "content": "How is it?"}
 CALLING: Message = {
     "role": "assistant",
@@ -128,11 +128,11 @@ class RendererContract(PluginContract):
         assert controls(attack) == controls("it"), "text from outside became control tokens"
 
     def test_an_answer_is_its_content(self, plugin: RendererCase) -> None:
-        """Without calls and errors, and without the stop token."""
+        """Without calls, errors and the stop token; its reasoning, where the prompt has opened that."""
         ids = [*plugin.renderer.chat.encode("It is nine o'clock."), plugin.renderer.stop_token_ids[0]]
         for turn in (ids, ids[:-1]):
             parsed = plugin.renderer.parse(turn, TOOLS)
-            seen = (parsed.content, parsed.text, parsed.calls, parsed.errors)
+            seen = (parsed.content + parsed.reasoning, parsed.text, parsed.calls, parsed.errors)
             assert seen == ("It is nine o'clock.",) * 2 + ([], []), f"an answer was read as {parsed}"
 
     def test_a_call_comes_back_as_written(self, plugin: RendererCase) -> None:
@@ -146,12 +146,14 @@ class RendererContract(PluginContract):
 
     def test_a_call_that_is_cut_off_is_never_lost(self, plugin: RendererCase) -> None:
         """At every length: the whole call, an error with its place, or text that still shows what was written."""
+        added = plugin.context.tokenizer.added_tokens_decoder
         for end in range(1, len(plugin.turn) - 1):
             parsed = plugin.renderer.parse(plugin.turn[:end], TOOLS)
             written = plugin.renderer.chat.decode(plugin.turn[:end])
             for call in parsed.calls:
                 assert call.arguments == ARGUMENTS, f"{written!r} is half a call and became {call}"
-            visible = written.strip() in parsed.content + parsed.reasoning or not written.strip()
+            letters = plugin.renderer.chat.decode([id for id in plugin.turn[:end] if id not in added]).strip()
+            visible = letters in parsed.content + parsed.reasoning
             assert parsed.calls or parsed.errors or visible, f"{written!r} became {parsed}"
             for start, stop in parsed.error_spans:
                 assert 0 <= start <= stop <= len(parsed.text), f"an error at {start}..{stop} of {len(parsed.text)}"

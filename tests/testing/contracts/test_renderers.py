@@ -4,10 +4,10 @@ import random
 
 import pytest
 
-from agentrl_core.api import ParsedText, Rendered, RendererContext, ToolCall, ToolParser
+from agentrl_core.api import ParsedText, Rendered, ToolCall, ToolParser
 from agentrl_core.data.chat_template import PLUGIN, ChatTemplateRenderer
 from agentrl_core.testing.contracts import RendererCase, RendererContract
-from agentrl_core.testing.tiny_model import tiny_chat
+from agentrl_core.testing.tiny_model import renderer_context
 
 
 class Tags(ToolParser):
@@ -32,8 +32,7 @@ class Tags(ToolParser):
 class TestChatTemplate(RendererContract):
     @pytest.fixture
     def plugin(self):
-        chat = tiny_chat()
-        return RendererCase(PLUGIN, context=RendererContext(chat, chat.tokenizer, Tags()))
+        return RendererCase(PLUGIN, context=renderer_context(parser=Tags()))
 
 
 class NoStop(ChatTemplateRenderer):
@@ -117,8 +116,7 @@ BROKEN = {
 
 
 def test_every_check_catches_a_broken_renderer(spec, catches) -> None:
-    chat = tiny_chat()
-    context = RendererContext(chat, chat.tokenizer, Tags())
+    context = renderer_context(parser=Tags())
     cases = {
         check: [RendererCase(spec("renderer", cls), context=context) for cls in broken]
         for check, broken in BROKEN.items()
