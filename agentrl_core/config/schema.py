@@ -414,6 +414,13 @@ class CheckpointConfig:
 
 
 @dataclass
+class ProfileConfig:
+    steps: list[int] = option(
+        default_factory=list, help="steps in which every training process and the driver write a torch profile"
+    )
+
+
+@dataclass
 class TrainerConfig:
     name: str = option("run", help="name of the run and of its directory")
     output_dir: str = option("runs", help="parent of the run's directory, relative to the working directory")
@@ -427,6 +434,7 @@ class TrainerConfig:
     )
     validation: ValidationConfig = option(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = option(default_factory=CheckpointConfig)
+    profile: ProfileConfig = option(default_factory=ProfileConfig)
     save_rollouts: bool = option(True, help="write every trajectory to rollouts/step-*.jsonl")
 
 

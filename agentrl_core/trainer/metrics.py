@@ -32,7 +32,9 @@ class PhaseTimer:
         self._begins(name)
         start = time.perf_counter()
         try:
-            yield
+            # A profile shows the phase.
+            with torch.profiler.record_function(name):
+                yield
         finally:
             self._seconds[name] += time.perf_counter() - start
 

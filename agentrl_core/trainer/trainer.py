@@ -42,6 +42,7 @@ from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
 from agentrl_core.trainer.teacher_context import add_teacher_prompts, as_the_teacher_reads
 from agentrl_core.trainer.validation import validate
+from agentrl_core.workers.profiling import start_profile, stop_profile
 
 logger = logging.getLogger(__name__)
 GAP_ROWS = 4
@@ -66,6 +67,8 @@ class Trainer:
         logger.info("checking model, tokenizer and prompts")
         self.preparation = Preparation.of(config)
         self.steps = self.preparation.steps
+        if never := [step for step in config.trainer.profile.steps if not 1 <= step <= self.steps]:
+            raise ConfigError(f"trainer.profile.steps: {never} are no steps of this run, which has 1 to {self.steps}")
         self.renderer = self.preparation.renderer
         self.algorithm = Algorithm(config)
         data = self.preparation.data
@@ -87,7 +90,7 @@ class Trainer:
         """
         with self.run.recording(), start_runtime(self.config) as runtime, self.stop.listening(), self._started(runtime):
             for step, prompts in self.batches():
-                with self.timer.phase("step"):
+                with self._profiled(step), self.timer.phase("step"):
                     results = self.rollout(step, prompts)
                     metrics = rollout_metrics(results, self.config.rollout.max_response_length)
                     batch = self.score(step, results)
@@ -129,6 +132,26 @@ class Trainer:
         finally:
             self.roles.rollout.close()
             self.roles.engines.close()
+
+    @contextmanager
+    def _profiled(self, step: int) -> Iterator[None]:
+        """Profile the driver and all training processes, if ``trainer.profile.steps`` has this step."""
+        if step not in self.config.trainer.profile.steps:
+            yield
+            return
+        directory = self.run.path / "profiles" / f"step-{step:06d}"
+        found = (self.roles.actor, self.roles.critic, self.roles.reference, self.roles.teacher)
+        roles = [role for role in found if role is not None]
+        start_profile()
+        for role in roles:
+            role.start_profile()
+        try:
+            yield
+            for role in roles:
+                role.stop_profile(str(directory))
+        finally:
+            stop_profile(directory / "driver")
+        logger.info("wrote profiles of step %d to %s; https://ui.perfetto.dev opens the *.json.gz", step, directory)
 
     def _compare_with_engines(self) -> None:
         """Compare each engine's log-probs with those of the actor, before the first step."""

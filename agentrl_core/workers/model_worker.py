@@ -6,6 +6,7 @@ Actor, critic and reference say only what they compute.
 from abc import abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -36,6 +37,7 @@ from agentrl_core.workers.models import (
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.packed_attention import Packing
+from agentrl_core.workers.profiling import start_profile, stop_profile
 from agentrl_core.workers.sharding import place, rest
 from agentrl_core.workers.update import Update
 
@@ -85,6 +87,7 @@ class ModelWorker(Worker):
         self._model: Any = None
         self._offload: Offload
         self._packing: Packing
+        self._profiles = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self) -> None:
@@ -99,6 +102,18 @@ class ModelWorker(Worker):
         self._packing = Packing(self._language_model, self._predict, model.packing, self._device)
         rest(self._model)
         self._offload = self._ready()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start_profile(self) -> None:
+        """Profile this process, unless somebody else in it does."""
+        self._profiles = start_profile()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def stop_profile(self, directory: str) -> None:
+        """Write the profile that :meth:`start_profile` began into a directory."""
+        if self._profiles:
+            stop_profile(Path(directory) / f"{self.role}-rank-{self.rank}")
+            self._profiles = False
 
     def _load(self, path: str, key: str) -> Any:
         return load_causal_lm(path, self.config.model, key)

@@ -17,6 +17,12 @@ class Reference(Protocol):
     def init_model(self) -> object:
         """Load the model. Called once, before anything else."""
 
+    def start_profile(self) -> object:
+        """Start the profiler of each rank's process."""
+
+    def stop_profile(self, directory: str) -> object:
+        """Write each rank's profile into a directory."""
+
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         """``ref_log_prob`` [B, R] float32, 0 under mask 0. Reads ``meta_info["temperature"]``."""
 
@@ -26,6 +32,12 @@ class Actor(Protocol):
 
     def init_model(self) -> object:
         """Load the model, make the optimizer and the policy loss. Called once, before anything else."""
+
+    def start_profile(self) -> object:
+        """Start the profiler of each rank's process."""
+
+    def stop_profile(self, directory: str) -> object:
+        """Write each rank's profile into a directory."""
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
         """``old_log_probs`` [B, R] float32, and ``entropys`` where ``meta_info["calculate_entropy"]`` is true.
@@ -72,6 +84,12 @@ class Critic(Protocol):
 
     def init_model(self) -> object:
         """Load the backbone, make the value head and the optimizer. Called once, before anything else."""
+
+    def start_profile(self) -> object:
+        """Start the profiler of each rank's process."""
+
+    def stop_profile(self, directory: str) -> object:
+        """Write each rank's profile into a directory."""
 
     def compute_values(self, batch: DataProto) -> DataProto:
         """``values`` [B, R] float32, each from before its token is sampled; 0 under mask 0."""
