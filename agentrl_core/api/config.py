@@ -3,12 +3,11 @@
     @dataclass
     class CalculatorConfig:
         max_digits: int = option(12, help="longest number in a result", unit="digits", ge=1)
+        obsolete = {"rounding": "Results are exact."}
 
-The walker of :mod:`agentrl_core.config` checks a YAML file against such classes and reports every problem at once. An
-option that an earlier version had and that changes nothing any more goes into a class attribute, so that old runs still
-load; it is ignored with a warning:
-
-        obsolete: ClassVar[dict[str, str]] = {"rounding": "Results are exact now."}
+The walker of :mod:`agentrl_core.config` checks a YAML file against such classes and reports every problem at once.
+``obsolete`` is no option. It names those of earlier versions that change nothing any more, and why: a run that still
+has one loads, with a warning.
 """
 
 from dataclasses import MISSING, dataclass, field
