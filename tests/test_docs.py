@@ -167,7 +167,9 @@ CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)
 def commands() -> list[str]:
     """Each ``agentrl COMMAND`` in a code span or block of the pages."""
     code = [span for page in PAGES for span in CODE.findall(page.read_text(encoding="utf-8"))]
-    command = re.compile(r"^`{0,3}\s*agentrl ((?:plugins |rollouts )?[a-z-]+)", re.MULTILINE)
+    command = re.compile(
+        r"^`{0,3}\s*agentrl ((?:(?:plugins|rollouts|runs|engines|config|reward) )?[a-z-]+)", re.MULTILINE
+    )
     return sorted({match for span in code for match in command.findall(span)})
 
 
@@ -177,7 +179,7 @@ def test_commands_of_the_docs_exist(command: str) -> None:
     assert result.exit_code == 0, f"agentrl {command}: {result.output}"
 
 
-@pytest.mark.parametrize("name", ["config.md", "api.md", "plugins/catalogue.md", "formats.md"])
+@pytest.mark.parametrize("name", ["cli.md", "config.md", "api.md", "plugins/catalogue.md", "formats.md"])
 def test_generated_pages_are_current(name: str) -> None:
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs/generate.py")
     assert spec is not None and spec.loader is not None

@@ -1,6 +1,8 @@
 """``agentrl doctor``: what is installed against what was tested, and whether a model can serve."""
 
+import json
 import platform
+from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +11,7 @@ import typer
 from packaging.version import Version
 
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.cli._shared import console_of_stdout, new_table, say
+from agentrl_core.cli._shared import Json, console_of_stdout, new_table, say
 
 TESTED = {"torch": "2.13.0", "transformers": "5.19.0", "tensordict": "0.15.3", "ray": "2.60.0"}
 """The versions of constraints.txt."""
@@ -21,12 +23,20 @@ def run(
     model: Annotated[
         Path | None, typer.Option(help="Directory of a model: also check its chat template and memory.")
     ] = None,
+    as_json: Json = False,
 ) -> None:
     """Compare installed packages with the tested versions, and check whether a model can serve.
 
     Raises:
         ConfigError: ``model`` is no directory with a model.
     """
+    if model is not None and as_json:
+        raise typer.BadParameter("cannot be printed as JSON together with --model", param_hint="--json")
+    if as_json:
+        keys = "package", "found", "tested", "verdict"
+        packages = [dict(zip(keys, row, strict=True)) for row in _versions()]
+        typer.echo(json.dumps({"schema_version": 1, "packages": packages}, indent=2))
+        return
     _print_versions()
     if model is not None:
         if not (model / "config.json").is_file():
@@ -34,16 +44,20 @@ def run(
         _print_model(model)
 
 
-def _print_versions() -> None:
-    from rich.text import Text
-
-    table = new_table("PACKAGE", "FOUND", "TESTED", "VERDICT")
+def _versions() -> Iterator[tuple[str, str, str, str]]:
+    """Name, version found, version tested and verdict of Python and of each package."""
     python = platform.python_version()
     supported = (3, 11) <= tuple(map(int, python.split(".")[:2])) <= (3, 13)
-    table.add_row("python", python, "3.11", "ok" if supported else "use Python 3.11, 3.12 or 3.13")
+    yield "python", python, "3.11", "ok" if supported else "use Python 3.11, 3.12 or 3.13"
     for package, tested in TESTED.items():
         found, verdict = _verdict(package, tested)
-        table.add_row(package, found, tested, Text(verdict))
+        yield package, found, tested, verdict
+
+
+def _print_versions() -> None:
+    table = new_table("PACKAGE", "FOUND", "TESTED", "VERDICT")
+    for row in _versions():
+        table.add_row(*row)
     console_of_stdout().print(table)
     try:
         import torch

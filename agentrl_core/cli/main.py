@@ -3,6 +3,7 @@
 Packages add subcommands through the entry-point group ``agentrl.cli``: ``name = "package.module:typer_app"``.
 """
 
+import os
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
@@ -25,10 +26,13 @@ COMMANDS = {
     "rollouts": ("rollouts:app", "Inspect the trajectories of a run."),
     "replay": ("rollouts:replay_run", "Run recorded trajectories again with another part, and show what differs."),
     "reward": ("rollouts:reward_app", "Debug reward functions."),
-    "runs": ("rollouts:runs_app", "Inspect the runs of a directory."),
+    "runs": ("runs:app", "List and compare runs."),
+    "completion": ("completion:run", "Print the completion script of a shell."),
 }
 """By name: the module and its function or group of commands, and the help text."""
 VERBOSE = "agentrl.verbose"
+COMPLETE = "_AGENTRL_COMPLETE"
+"""The variable in which a shell asks for completions."""
 
 
 class LazyCommand(TyperCommand):
@@ -42,7 +46,7 @@ class LazyCommand(TyperCommand):
         return self._load().make_context(info_name, args, parent=parent, **extra)
 
 
-def _load_own(name: str) -> Any:
+def load_own(name: str) -> Any:
     target, help_text = COMMANDS[name]
     module, _, attribute = target.partition(":")
     found = getattr(import_module(f"agentrl_core.cli.{module}"), attribute)
@@ -102,7 +106,13 @@ class AgentRLGroup(TyperGroup):
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         for name, (_, help_text) in COMMANDS.items():
-            self.add_command(LazyCommand(name, help_text, partial(_load_own, name)))
+            self.add_command(LazyCommand(name, help_text, partial(load_own, name)))
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Take ``--debug`` wherever it stands: an error is seen after the command was typed."""
+        end = args.index("--") if "--" in args else len(args)
+        ctx.meta[VERBOSE] = "--debug" in args[:end]
+        return super().parse_args(ctx, [each for each in args[:end] if each != "--debug"] + args[end:])
 
     def list_commands(self, ctx: Any) -> list[str]:
         return [*self.commands, *sorted(_plugin_commands().keys() - self.commands.keys())]
@@ -150,17 +160,23 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def root(
     ctx: typer.Context,
-    verbose: Annotated[bool, typer.Option("--verbose", help="Show the traceback of an error.")] = False,
+    debug: Annotated[
+        bool, typer.Option("--debug", "--verbose", help="Show the traceback of an error; allowed after a command too.")
+    ] = False,
     version: Annotated[
         bool, typer.Option("--version", help="Print the version.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    ctx.meta[VERBOSE] = verbose
+    ctx.meta[VERBOSE] = debug or ctx.meta[VERBOSE]
 
 
 def main() -> None:
     """Entry point of the ``agentrl`` script."""
-    app()
+    if COMPLETE in os.environ:
+        from typer.completion import completion_init  # type: ignore[attr-defined]  # typer re-exports it silently
+
+        completion_init()
+    app(prog_name="agentrl")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,22 @@
-"""``agentrl rollouts show``, ``runs list``, ``replay`` and ``reward replay``: what runs wrote."""
+"""``agentrl rollouts show``, ``replay`` and ``reward replay``: what runs wrote."""
 
+import json
 from collections import Counter
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
 
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
-from agentrl_core.cli._shared import command_group, console_of_stdout, new_table
-from agentrl_core.runs.records import read_rollouts
-from agentrl_core.runs.run_dir import RunDir, is_number
+from agentrl_core.cli._shared import command_group, console_of_stdout
+from agentrl_core.runs.records import SCHEMA_VERSION, read_rollouts
+from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.runs.trajectory_view import legend, show_trajectory
 
 app = command_group()
-runs_app = command_group()
 reward_app = command_group()
 
 
@@ -29,6 +29,7 @@ def show(
     color: Annotated[
         bool | None, typer.Option("--color/--no-color", help="By default: color if the output is a terminal.")
     ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: the records as they are on disk.")] = False,
 ) -> None:
     """Print decoded trajectories: mask in color, tool calls, reward."""
     split: Split = "validation" if validation else "train"
@@ -37,6 +38,10 @@ def show(
     records = list(islice(read_rollouts(path), count))
     if not records:
         raise DataError(f"{path}: holds no trajectory")
+    if as_json:
+        trajectories = [json.loads(record.to_json()) for record in records]
+        typer.echo(json.dumps({"schema_version": SCHEMA_VERSION, "trajectories": trajectories}, indent=2))
+        return
     console = Console(color_system=None) if color is False else Console()
     if color:
         console = Console(force_terminal=True, color_system="standard", no_color=False)
@@ -85,36 +90,6 @@ def _ranges(steps: list[int]) -> str:
         else:
             ranges.append((step, step))
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
-
-
-@runs_app.command("list")
-def list_runs(
-    folder: Annotated[Path, typer.Argument(help="Directory of runs: trainer.output_dir.")] = Path("runs"),
-) -> None:
-    """Print each run's status, step, reward and accuracy, the newest first."""
-    runs = [RunDir(entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
-    runs = [run for run in runs if run.state_file.is_file()]
-    if not runs:
-        raise DataError(f"{folder}: holds no run. Give a directory of runs, such as trainer.output_dir")
-    numbers = "STEP", "REWARD", "ACCURACY"
-    table = new_table("RUN", "STATUS", *numbers, "WRITTEN", right=numbers)
-    for run in sorted(runs, key=lambda run: run.state_file.stat().st_mtime, reverse=True):
-        state = run.read_state()
-        assert state is not None, "runs without a state were filtered out"
-        last: dict[str, Any] = {}
-        for row in run.read_metrics():
-            last |= row
-        rewards = [last["reward/mean"]] if is_number(last.get("reward/mean")) else []
-        accuracies = [value for name, value in last.items() if "/accuracy_" in name and is_number(value)]
-        table.add_row(
-            str(run.path), run.shown_status(), str(state.step), _mean(rewards), _mean(accuracies),
-            state.time[:16].replace("T", " "),
-        )  # fmt: skip
-    console_of_stdout().print(table)
-
-
-def _mean(values: list[float]) -> str:
-    return f"{sum(values) / len(values):.2f}" if values else "-"
 
 
 @reward_app.command("replay")

@@ -320,8 +320,34 @@ def test_runs_are_listed_with_their_status(fit: Fit, tiny_run: Any) -> None:
         ("killed", "interrupted", "1"),
     }
     assert next(row for row in rows if row[0].endswith("tiny"))[4] != "-"
+    listed = json.loads(agentrl("runs", "list", run.path.parent, "--json").stdout)["runs"]
+    assert [(Path(each["run"]).name, each["step"]) for each in listed] == [("killed", 1), ("tiny", 1)]
     none = agentrl("runs", "list", tiny_run.folder)
     assert none.exit_code == 1 and "holds no run" in none.output
+
+
+def test_runs_are_compared(fit: Fit) -> None:
+    config = {**SCRIPTED, "trainer.steps": 1}
+    runs = [fit({**config, "trainer.name": f"lr-{lr}", "actor.optimizer.lr": lr}) for lr in (1e-5, 1e-4)]
+    rows = [
+        [{"step": 1, "reward/mean": 0.9, "mine": 1}, {"step": 2, "reward/mean": 0.5}],
+        [{"step": 1, "reward/mean": 0.2}],
+    ]
+    for run, lines in zip(runs, rows, strict=True):
+        run.metrics_file.write_text("".join(json.dumps(row) + "\n" for row in lines))
+    paths = [run.path for run in runs]
+    found = json.loads(agentrl("runs", "compare", *paths, "--metric", "mine", "--json").stdout)
+    assert found["config"] == {"actor.optimizer.lr": [1e-5, 1e-4]}
+    last, highest = ([each[which] for each in found["metrics"]["reward/mean"]] for which in ("last", "highest"))
+    assert [point["value"] for point in last] == [0.5, 0.2]
+    assert highest == [{"step": 1, "value": 0.9}, {"step": 1, "value": 0.2}]
+    assert found["metrics"]["mine"][1] == {"last": None, "highest": None}
+    table = agentrl("runs", "compare", *paths).stdout
+    assert re.search(r"actor.optimizer.lr +1e-05 +0.0001", table)
+    assert re.search(r"reward/mean \(highest\) +0.9 at step 1 +0.2 at step 1", table)
+    assert agentrl("runs", "compare", paths[0]).exit_code == 2
+    assert "no such run" in agentrl("runs", "compare", paths[0], "nowhere").output
+    assert "no run logged it; allowed are" in agentrl("runs", "compare", *paths, "--metric", "rewards").output
 
 
 # where the command line can be started, and what it says about the disk

@@ -1,4 +1,5 @@
 import functools
+import os
 import subprocess
 import sys
 from importlib import import_module
@@ -11,7 +12,7 @@ from typer.testing import CliRunner, Result
 
 import agentrl_core
 from agentrl_core.api import CheckpointError, ConfigError, PluginNotFoundError
-from agentrl_core.cli.main import app
+from agentrl_core.cli.main import COMPLETE, app
 from agentrl_core.testing.plugins import IsolatedPlugins
 
 COMMAND = """
@@ -88,17 +89,18 @@ def test_export(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
 def test_doctor(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     calls.replace(monkeypatch, "doctor")
     assert agentrl("doctor").exit_code == 0
-    assert calls == {"model": None}
+    assert calls == {"model": None, "as_json": False}
     agentrl("doctor", "--model", "m")
-    assert calls == {"model": Path("m")}
+    assert calls == {"model": Path("m"), "as_json": False}
 
 
 def test_rollouts_show(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     calls.replace(monkeypatch, "rollouts", "show")
     assert agentrl("rollouts", "show", "runs/x").exit_code == 0
-    assert calls == {"run_dir": Path("runs/x"), "step": None, "count": 1, "validation": False, "color": None}
+    expected = {"run_dir": Path("runs/x"), "as_json": False}
+    assert calls == {**expected, "step": None, "count": 1, "validation": False, "color": None}
     agentrl("rollouts", "show", "runs/x", "--step", "10", "-n", "3", "--validation", "--no-color")
-    assert calls == {"run_dir": Path("runs/x"), "step": 10, "count": 3, "validation": True, "color": False}
+    assert calls == {**expected, "step": 10, "count": 3, "validation": True, "color": False}
 
 
 @pytest.mark.parametrize(
@@ -119,8 +121,14 @@ def test_error_is_a_message_without_a_traceback(
     assert (result.exit_code, result.stdout, result.stderr) == (code, "", f"error: {error}\n")
 
 
-@pytest.mark.parametrize("arguments", [["--verbose", "train", "c.yaml"], ["train", "c.yaml", "--verbose"]])
-def test_verbose_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, calls: Calls, arguments: list[str]) -> None:
+@pytest.mark.parametrize(
+    "arguments",
+    [[option, "train", "c.yaml"] for option in ("--debug", "--verbose")]
+    + [["train", "c.yaml", option] for option in ("--debug", "--verbose")],
+)
+def test_debug_and_verbose_show_the_traceback(
+    monkeypatch: pytest.MonkeyPatch, calls: Calls, arguments: list[str]
+) -> None:
     calls.replace(monkeypatch, "train")
     calls.error = CheckpointError("corrupt")
     result = agentrl(*arguments)
@@ -129,6 +137,28 @@ def test_verbose_shows_the_traceback(monkeypatch: pytest.MonkeyPatch, calls: Cal
     assert "Traceback" in result.stderr
     assert "stand_in" in result.stderr
     assert result.stderr.endswith("error: corrupt\n")
+
+
+def test_debug_behind_two_dashes_is_an_argument(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
+    calls.replace(monkeypatch, "train")
+    assert agentrl("train", "c.yaml", "--", "--debug").exit_code == 0
+    assert (calls["overrides"], calls["verbose"]) == (["--debug"], False)
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_knows_commands_and_options(shell: str) -> None:
+    script = agentrl("completion", shell)
+    assert script.exit_code == 0 and COMPLETE in script.stdout
+    asked = {COMPLETE: f"complete_{shell}", "COMP_WORDS": "agentrl runs com", "COMP_CWORD": "2"}
+    asked |= {"_TYPER_COMPLETE_ARGS": "agentrl runs com", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    command = [sys.executable, "-m", "agentrl_core.cli.main"]
+    done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True)
+    assert "compare" in done.stdout, done
+
+
+def test_completion_of_another_shell_names_those_that_there_are() -> None:
+    result = agentrl("completion", "tcsh")
+    assert result.exit_code == 2 and "fish" in result.output
 
 
 def test_bug_of_ours_keeps_its_traceback(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:

@@ -1,5 +1,6 @@
 """``rollouts show``: finds the step, prints it, and says what there is where it cannot."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,14 @@ def test_shows_the_first_trajectories_of_a_step(run_dir: Path, capsys: pytest.Ca
     out = capsys.readouterr().out
     assert [f"sample {sample} of p2" in out for sample in range(5)] == [True, True, True, False, False]
     assert "What is 1 + 1?⟦#### 2⟧" in out and "mask 1" in out
+
+
+def test_trajectories_as_json(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    show(run_dir, 2, 2, False, None, as_json=True)
+    shown = json.loads(capsys.readouterr().out)["trajectories"]
+    assert [(each["step"], each["sample"], each["segments"][0]) for each in shown] == [
+        (2, 0, [1, "#### 2"]), (2, 1, [1, "#### 2"]),
+    ]  # fmt: skip
 
 
 def test_the_newest_step_is_the_default(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,135 @@
+"""``agentrl runs list`` and ``runs compare``."""
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+
+from agentrl_core.api.errors import DataError
+from agentrl_core.cli._shared import Json, command_group, console_of_stdout, new_table
+from agentrl_core.config.nodes import dotted
+from agentrl_core.config.writing import leaves
+from agentrl_core.runs.run_dir import RunDir, is_number
+
+SCHEMA_VERSION = 1
+_COMPARED = "reward/mean", "response_length/mean", "perf/tokens_per_second"
+_NAMES = "trainer.name", "trainer.resume"
+"""Keys that differ without making a difference."""
+
+app = command_group()
+
+
+@app.command("list")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(help="Directory of runs: trainer.output_dir.")] = Path("runs"),
+    as_json: Json = False,
+) -> None:
+    """Print each run's status, step, reward and accuracy, the newest first."""
+    runs = [RunDir(entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
+    runs = [run for run in runs if run.state_file.is_file()]
+    if not runs:
+        raise DataError(f"{folder}: holds no run. Give a directory of runs, such as trainer.output_dir")
+    found = [_about(run) for run in sorted(runs, key=lambda run: run.state_file.stat().st_mtime, reverse=True)]
+    if as_json:
+        typer.echo(json.dumps({"schema_version": SCHEMA_VERSION, "runs": found}, indent=2))
+        return
+    numbers = "STEP", "REWARD", "ACCURACY"
+    table = new_table("RUN", "STATUS", *numbers, "WRITTEN", right=numbers)
+    for run in found:
+        written = run["written"][:16].replace("T", " ")
+        table.add_row(
+            run["run"], run["status"], str(run["step"]), _shown(run["reward"]), _shown(run["accuracy"]), written
+        )
+    console_of_stdout().print(table)
+
+
+def _about(run: RunDir) -> dict[str, Any]:
+    state = run.read_state()
+    assert state is not None, "runs without a state were filtered out"
+    last: dict[str, Any] = {}
+    for row in run.read_metrics():
+        last |= row
+    accuracies = [value for name, value in last.items() if "/accuracy_" in name and is_number(value)]
+    return {
+        "run": str(run.path),
+        "status": run.shown_status(),
+        "step": state.step,
+        "reward": last["reward/mean"] if is_number(last.get("reward/mean")) else None,
+        "accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
+        "written": state.time,
+    }
+
+
+@app.command()
+def compare(
+    runs: Annotated[list[Path], typer.Argument(metavar="RUN RUN...", help="Directories of runs.", show_default=False)],
+    metrics: Annotated[
+        list[str] | None, typer.Option("--metric", help="Compare this metric too; may be repeated.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """Print which configuration values differ, and the last and the highest value of the main metrics."""
+    if len(runs) < 2:
+        raise typer.BadParameter("expected two runs or more", param_hint="RUN")
+    opened = [RunDir(path) for path in runs]
+    for run in opened:
+        if not run.config_file.is_file():
+            raise DataError(f"{run.path}: no such run. `agentrl runs list` shows those of a directory")
+    configs = [_configuration(run) for run in opened]
+    rows = [run.read_metrics() for run in opened]
+    keys = dict.fromkeys(key for config in configs for key in config if key not in _NAMES)
+    values = {key: [config.get(key) for config in configs] for key in keys}
+    differing = {key: each for key, each in values.items() if any(other != each[0] for other in each)}
+    points = {name: [_points(each, name) for each in rows] for name in _names(rows, metrics or [])}
+    names = [str(run.path) for run in opened]
+    if as_json:
+        typer.echo(
+            json.dumps(
+                {"schema_version": SCHEMA_VERSION, "runs": names, "config": differing, "metrics": points}, indent=2
+            )
+        )
+        return
+    table = new_table("", *names, right=names)
+    for key, found in differing.items():
+        table.add_row(key, *("-" if value is None else str(value) for value in found))
+    if not differing:
+        table.add_row("no configuration value differs")
+    table.add_section()
+    for name, of_runs in points.items():
+        for which in ("last", "highest"):
+            table.add_row(f"{name} ({which})", *(_point(each[which]) for each in of_runs))
+    console_of_stdout().print(table)
+
+
+def _configuration(run: RunDir) -> dict[str, Any]:
+    tree = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
+    return {dotted(path): value for path, value in leaves(tree)}
+
+
+def _names(runs: Iterable[list[dict[str, Any]]], wanted: list[str]) -> list[str]:
+    logged = dict.fromkeys(name for rows in runs for row in rows for name in row)
+    unknown = [name for name in wanted if name not in logged]
+    if unknown:
+        raise DataError(f"--metric {unknown[0]}: no run logged it; allowed are {', '.join(sorted(logged))}")
+    accuracies = sorted(name for name in logged if "/accuracy_" in name)
+    return list(dict.fromkeys([*(name for name in _COMPARED if name in logged), *accuracies, *wanted]))
+
+
+def _points(rows: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The last value and the highest one, each with its step; None for a run that didn't log it."""
+    points = [{"step": row["step"], "value": row[name]} for row in rows if is_number(row.get(name))]
+    return {
+        "last": points[-1] if points else None,
+        "highest": max(points, key=lambda point: float(point["value"])) if points else None,
+    }
+
+
+def _point(point: dict[str, Any] | None) -> str:
+    return "-" if point is None else f"{point['value']:.4g} at step {point['step']}"
+
+
+def _shown(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
