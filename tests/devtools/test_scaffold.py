@@ -46,7 +46,7 @@ def test_every_kind_gives_a_clean_package(kind: str, tmp_path: Path) -> None:
     project = tomllib.loads((folder / "pyproject.toml").read_text())
     assert project["project"]["entry-points"] == {KINDS[kind].group: {"my-word_count2": "my_word_count2.plugin:PLUGIN"}}
     assert (folder / "src/my_word_count2/__init__.py").read_text() == ""
-    assert (folder / "tests/test_contract.py").exists()
+    assert (folder / "tests/test_my_word_count2.py").exists()
     leftovers = [file for file in folder.rglob("*") if file.is_file() and "$" in file.read_text()]
     assert leftovers == []
     (fragment,) = yaml_of((folder / "README.md").read_text())
