@@ -99,11 +99,13 @@ def set_up_logging(verbose: bool = False, stderr: bool = False) -> None:
 
 
 def log_transformers() -> None:
-    """Log what transformers logs: it writes to stderr by itself, over the live view and not into ``log.txt``."""
+    """Log what transformers logs, and nothing of its progress bars: it writes to stderr by itself, over the live view
+    and not into ``log.txt``."""
     from transformers.utils import logging as transformers_logging
 
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
+    transformers_logging.disable_progress_bar()
 
 
 def is_for_the_user(error: Exception) -> bool:

@@ -14,6 +14,7 @@ from agentrl_core.cli._shared import (
     Overrides,
     command_group,
     console_of_stdout,
+    log_transformers,
     new_table,
     say,
     set_up_logging,
@@ -76,6 +77,7 @@ def bench_engines(
     from agentrl_core.devtools.engine_bench import measure_engines, row_of
 
     set_up_logging(stderr=as_json)
+    log_transformers()
     found = measure_engines(config, overrides or [], engines or [""], requests, concurrency)
     failed = {name: each for name, each in found.items() if isinstance(each, AgentRLError)}
     if as_json:

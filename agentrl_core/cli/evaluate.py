@@ -9,7 +9,15 @@ from typing import Annotated
 import typer
 
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.cli._shared import ConfigFile, Overrides, console_of_stdout, new_table, say, set_up_logging
+from agentrl_core.cli._shared import (
+    ConfigFile,
+    Overrides,
+    console_of_stdout,
+    log_transformers,
+    new_table,
+    say,
+    set_up_logging,
+)
 from agentrl_core.config import ResolvedConfig, load_config, to_yaml
 from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.run_dir import RunDir, next_numbered
@@ -43,6 +51,7 @@ def run(
 
     set_up_logging(stderr=as_json)
     logger.info("starting the model of %s", checkpoint or config)
+    log_transformers()
     step, changes = 0, overrides or []
     if checkpoint is not None:
         found = checkpoint_path(checkpoint)
@@ -60,7 +69,7 @@ def run(
         engines = start_engines(loaded, runtime, preparation)
         manager = AgentLoopManager(loaded, runtime, engines, start_named_engines(loaded, runtime))
         try:
-            logger.info("answering %d prompts", len(rows))
+            logger.info("answering %d prompts", len(rows[: loaded.trainer.validation.max_prompts]))
             manager.on_progress = lambda done, total: progress.update(
                 task, description=f"{done} of {total} trajectories have ended"
             )
@@ -75,8 +84,8 @@ def run(
         found_in = {"model": loaded.model.path, "step": step, "directory": str(directory.path), "metrics": metrics}
         typer.echo(json.dumps({"schema_version": 1, **found_in}, indent=2))
         return
-    title = f"{len(results)} trajectories, {checkpoint or loaded.model.path}"
-    table = new_table("METRIC", "VALUE", right=["VALUE"], title=title)
+    say(f"\n{len(results)} trajectories, {checkpoint or loaded.model.path}")
+    table = new_table("METRIC", "VALUE", right=["VALUE"])
     for name, value in sorted(metrics.items()):
         table.add_row(name, f"{value:.3f}")
     console_of_stdout().print(table)
