@@ -12,7 +12,6 @@ from agentrl_core.api import (
     Message,
     NoConfig,
     ParsedTurn,
-    PluginSpec,
     Rendered,
     Renderer,
     RendererContext,
@@ -21,15 +20,6 @@ from agentrl_core.api import (
 from agentrl_core.config.schema import ModelConfig, RendererSlot
 from agentrl_core.data.bridge import turn_end
 from agentrl_core.data.renderer import HFChatRenderer
-
-PLUGIN = PluginSpec(
-    kind="renderer",
-    name="chat_template",
-    api_version=1,
-    summary="the model's chat template and rollout.tool_parser",
-    factory="agentrl_core.data.chat_template:ChatTemplateRenderer",
-    capabilities=frozenset({"tool_parser"}),
-)
 
 
 def build_renderer(slot: RendererSlot, model: ModelConfig, parser: ToolParser | None) -> Renderer:

@@ -5,7 +5,8 @@ import random
 import pytest
 
 from agentrl_core.api import ParsedText, Rendered, ToolCall, ToolParser
-from agentrl_core.data.chat_template import PLUGIN, ChatTemplateRenderer
+from agentrl_core.data.chat_template import ChatTemplateRenderer
+from agentrl_core.data.plugin import CHAT_TEMPLATE
 from agentrl_core.testing.contracts import RendererCase, RendererContract
 from agentrl_core.testing.tiny_model import renderer_context
 
@@ -32,7 +33,7 @@ class Tags(ToolParser):
 class TestChatTemplate(RendererContract):
     @pytest.fixture
     def plugin(self):
-        return RendererCase(PLUGIN, context=renderer_context(parser=Tags()))
+        return RendererCase(CHAT_TEMPLATE, context=renderer_context(parser=Tags()))
 
 
 class NoStop(ChatTemplateRenderer):
