@@ -185,6 +185,7 @@ def test_eval_uses_the_checkpoint(fit: Fit, tiny_run: Any) -> None:
     assert accuracies(after.output).keys() == {
         name,
         "validation/tiny/accuracy_sampled",
+        "validation/tiny/reward/lower_sampled",
         *(f"validation/tiny/{each}_at_2{end}" for each in ("pass", "maj", "best") for end in ("", "_stderr")),
     }
 
