@@ -4,7 +4,7 @@ import asyncio
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_core.api import AgentLoopOutput, EngineError, PluginError, PolicySpan, Termination, TokenOutput
@@ -43,6 +43,7 @@ ACTIONS = st.lists(
 )
 
 
+@settings(deadline=None)
 @given(actions=ACTIONS, response=st.integers(1, 300), context=st.integers(150, 500))
 def test_mask_logprob_and_id_lengths_are_equal_after_every_turn(conversation, renderer, actions, response, context):
     """Together with: what was sampled stands in the row as it came, and prompts grow by exact ids."""
