@@ -40,7 +40,7 @@ def logprob_gap(batch: DataProto, log_probs_BR: torch.Tensor) -> dict[str, float
     probabilities, which a few unlikely tokens cannot dominate.
 
     Args:
-        batch: with ``rollout_log_probs`` and ``response_mask``, both [B, R].
+        batch: with ``rollout_log_probs``, ``response_mask`` and ``turn_ids``, all [B, R].
         log_probs_BR: of the actor.
     """
     mask_BR = batch.batch["response_mask"].bool()
@@ -51,10 +51,8 @@ def logprob_gap(batch: DataProto, log_probs_BR: torch.Tensor) -> dict[str, float
     probs_diff = (batch.batch["rollout_log_probs"][mask_BR].exp() - log_probs_BR[mask_BR].exp()).abs()
     metrics |= {f"{PROBS_DIFF}_mean": float(probs_diff.mean()), f"{PROBS_DIFF}_max": float(probs_diff.max())}
     metrics[f"{PROBS_DIFF}_std"] = float(probs_diff.std(correction=0))
-    # A turn begins where the mask rises.
-    before_BR = torch.nn.functional.pad(mask_BR, (1, 0))[:, :-1]
-    turn_BR = (mask_BR & ~before_BR).cumsum(-1)
-    for turn in range(1, min(int(turn_BR.max()), MOST_TURNS) + 1):
+    turn_BR = batch.batch["turn_ids"] + 1
+    for turn in turn_BR[mask_BR & (turn_BR <= MOST_TURNS)].unique().tolist():
         gaps = gap_BR[mask_BR & (turn_BR == turn)]
         metrics |= {f"{GAP}/turn_{turn}_mean": float(gaps.mean()), f"{GAP}/turn_{turn}_max": float(gaps.max())}
     return metrics

@@ -36,7 +36,7 @@ from agentrl_core.workers.models import (
 )
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
-from agentrl_core.workers.packed_attention import Packing
+from agentrl_core.workers.packed_attention import Packing, check_padding
 from agentrl_core.workers.profiling import start_profile, stop_profile
 from agentrl_core.workers.sharding import place, rest
 from agentrl_core.workers.update import Update
@@ -99,6 +99,7 @@ class ModelWorker(Worker):
         )
         longest = self.config.data.max_prompt_length + self.config.rollout.max_response_length
         check_lengths(self._language_model.config, longest, key)
+        check_padding(self._language_model, self._predict, self._device, key)
         self._packing = Packing(self._language_model, self._predict, model.packing, self._device)
         rest(self._model)
         self._offload = self._ready()

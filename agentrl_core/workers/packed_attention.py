@@ -16,7 +16,7 @@ from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from agentrl_core.api.errors import WorkerError
+from agentrl_core.api.errors import ConfigError, WorkerError
 from agentrl_core.workers.micro_batching import Columns, MicroBatch
 from agentrl_core.workers.packing import AttentionLayout, pack
 
@@ -126,6 +126,9 @@ class Packing:
             return mask
 
         text = self._model.config.get_text_config(decoder=True)
+        positions = getattr(text, "max_position_embeddings", None)
+        if positions is None:
+            return "its config has no max_position_embeddings, over which its masks could be compared"
         if getattr(text, "attn_temperature_tuning", False):
             return "attn_temperature_tuning depends on the place in the sequence"
         AttentionInterface.register(PROBE, sdpa_attention_forward)
@@ -140,7 +143,7 @@ class Packing:
             self._implementation = PACKED
         if not masks:
             return "it makes its attention masks itself"
-        return "" if all(_is_causal(mask, text.max_position_embeddings) for mask in masks) else "its masks have windows"
+        return "" if all(_is_causal(mask, positions) for mask in masks) else "its masks have windows"
 
     def _difference(self, compute: Compute, micro: MicroBatch) -> str:
         """Why packed rows are not the same to the model, "" where they are."""
@@ -153,9 +156,11 @@ class Packing:
             return str(error)
         padded = padded[micro["response_mask"][places]]
         gap, largest = float((padded - packed).abs().max()), float(padded.abs().max())
-        # Wrong attention shows in the first digits; sums in another order show in the last.
-        precision = torch.finfo(packed.dtype).eps ** 0.5
-        return "" if gap <= precision * largest else f"packed ones differ by {gap:.2g}, the largest is {largest:.2g}"
+        return (
+            ""
+            if gap <= _precision(packed) * largest
+            else f"packed ones differ by {gap:.2g}, the largest is {largest:.2g}"
+        )
 
 
 def _is_causal(mask_function: Callable[..., Any], positions: int) -> bool:
@@ -170,6 +175,46 @@ def _is_causal(mask_function: Callable[..., Any], positions: int) -> bool:
         if not torch.equal(seen, keys <= query):
             return False
     return True
+
+
+def _precision(values: Tensor) -> float:
+    """Wrong attention shows in the first digits; sums in another order show in the last."""
+    return float(torch.finfo(values.dtype).eps) ** 0.5
+
+
+def check_padding(model: Any, compute: Compute, device: torch.device, key: str) -> None:
+    """Compare rows with padding on their left with the same rows alone.
+
+    Args:
+        model: a model of transformers.
+        compute: as of :class:`Packing`.
+        device: of the forward pass.
+        key: the config key that the model comes from, for messages.
+
+    Raises:
+        ConfigError: they differ, because the model counts padding as positions, or its state runs through it.
+    """
+    micro = _example(model)
+    gaps, largest = [], 0.0
+    with torch.no_grad():
+        padded_brC = compute(micro.to(device))[0].view(*micro["responses"].shape, -1)
+        for row in (2, 3):
+            filled_l = micro["attention_mask"][row].bool()
+            response = int(micro["response_mask"][row].sum())
+            columns = {
+                name: column[row : row + 1, filled_l] if column.shape[1] == len(filled_l) else
+                column[row : row + 1, :response] for name, column in micro.columns.items()
+            }  # fmt: skip
+            alone_rC = compute(MicroBatch(torch.arange(1), columns, is_plain=True).to(device))[0]
+            gaps.append(float((padded_brC[row, :response] - alone_rC).abs().max()))
+            largest = max(largest, float(alone_rC.abs().max()))
+    # Of all rows: half precision may send a token of one row to another expert.
+    if not min(gaps) <= _precision(padded_brC) * largest:
+        raise ConfigError(
+            f"{key}: {type(model).__name__} computes something else for a row that has padding on its left: its "
+            f"predictions differ by {min(gaps):.2g}, the largest is {largest:.2g}. Its log-probs would be wrong; train "
+            "another model"
+        )
 
 
 def is_packing(model: Any) -> bool:

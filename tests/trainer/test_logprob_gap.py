@@ -36,10 +36,12 @@ class Stale(HFEngine):
 
 
 def test_gaps_are_told_by_turn_and_only_over_sampled_tokens() -> None:
-    mask = torch.tensor([[1, 1, 0, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    # The second row is a branch, which goes on with the trajectory's second turn.
+    turns = torch.tensor([[0, 0, -1, 1], [1, -1, -1, -1]])
+    mask = turns >= 0
     engine = torch.tensor([[-1.0, -2.0, -99.0, -3.0], [-1.0, 0.0, 0.0, 0.0]])
     actor = torch.tensor([[-1.5, -2.0, 0.0, -1.0], [-1.25, 9.0, 9.0, 9.0]])
-    batch = DataProto.from_dict(tensors={"response_mask": mask, "rollout_log_probs": engine})
+    batch = DataProto.from_dict(tensors={"response_mask": mask, "rollout_log_probs": engine, "turn_ids": turns})
     # |exp(engine) - exp(actor)| of the four tokens with mask 1.
     probabilities = np.abs(np.exp([-1.0, -2.0, -3.0, -1.0]) - np.exp([-1.5, -2.0, -1.0, -1.25]))
     assert logprob_gap(batch, actor) == pytest.approx({
@@ -48,9 +50,9 @@ def test_gaps_are_told_by_turn_and_only_over_sampled_tokens() -> None:
         "rollout/probs_diff_std": probabilities.std(),
         "rollout/logprob_gap_mean": 2.75 / 4,
         "rollout/logprob_gap_max": 2.0,
-        "rollout/logprob_gap/turn_1_mean": 0.25,
+        "rollout/logprob_gap/turn_1_mean": (0.5 + 0.0) / 2,
         "rollout/logprob_gap/turn_1_max": 0.5,
-        "rollout/logprob_gap/turn_2_mean": 2.0,
+        "rollout/logprob_gap/turn_2_mean": (2.0 + 0.25) / 2,
         "rollout/logprob_gap/turn_2_max": 2.0,
     })  # fmt: skip
     assert logprob_gap(DataProto.from_dict(tensors={**batch.batch, "response_mask": mask & False}), actor) == {}
