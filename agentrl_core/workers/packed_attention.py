@@ -4,6 +4,7 @@ Shapes: T tokens of the packed sequence, H heads, D size of a head, n predicted 
 """
 
 import logging
+import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -179,7 +180,7 @@ def _is_causal(mask_function: Callable[..., Any], positions: int) -> bool:
 
 def _precision(values: Tensor) -> float:
     """Wrong attention shows in the first digits; sums in another order show in the last."""
-    return float(torch.finfo(values.dtype).eps) ** 0.5
+    return math.sqrt(torch.finfo(values.dtype).eps)
 
 
 def check_padding(model: Any, compute: Compute, device: torch.device, key: str) -> None:

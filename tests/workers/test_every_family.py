@@ -38,9 +38,9 @@ PACKED = {
 }  # fmt: skip
 PADDED = {
     "bamba", "cohere2", "deepseek_v3", "exaone4", "falcon_mamba", "gemma2", "gemma3_text", "lfm2", "mamba", "mamba2",
-    "mistral", "nemotron", "olmo3", "qwen2_moe", "stablelm",
+    "minimax", "mistral", "nemotron", "olmo3", "qwen2_moe", "stablelm",
 }  # fmt: skip
-REFUSED = {"bart", "minimax", "recurrent_gemma", "roberta", "rwkv"}
+REFUSED = {"bart", "recurrent_gemma", "roberta", "rwkv"}
 EAGER = {"mamba", "mamba2", "falcon_mamba", "rwkv"}
 ROWS = [([3, 4, 5, 6, 7, 8], [9, 10, 11], [1, 1, 1]), ([3, 4, 5, 6, 7, 8], [12, 13, 14, 15, 16], [1, 0, 0, 1, 1]),
         ([20, 21, 22], [23, 24], [1, 1])]  # fmt: skip
