@@ -2,8 +2,9 @@
 
 import os
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from glob import glob
+from pathlib import Path
 from typing import Any
 
 from agentrl_core.api import (
@@ -21,6 +22,7 @@ from agentrl_core.api import (
 from agentrl_core.api.dataset import Split
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.event_loop import EventLoop
+from agentrl_core.data.length_cache import cached_lengths
 from agentrl_core.data.overlong import fit_prompts
 from agentrl_core.data.rows import Row
 from agentrl_core.data.template_check import require_tool_role
@@ -29,6 +31,7 @@ from agentrl_core.hosting.tools import select_tools, tool_schemas
 from agentrl_core.plugins.boundary import boundary, hang_reported
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.serving.clients import absent_clients
+from agentrl_core.trainer.checkpoint import plugin_refs
 
 _RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
@@ -216,7 +219,17 @@ class PromptLoader:
             except TemplateError as error:
                 raise TemplateError(f"data: {split} row {index}: {error}") from error
 
-        rows, longest = fit_prompts(dataset, context, self._config.data.overlong_prompts, lengths)
+        def kept_lengths(rows: Sequence[Row]) -> list[int]:
+            names = ([schema["function"]["name"] for schema in self._row_schemas(row)] for row in rows)
+            prompts = ((row["raw_prompt"], tools) for row, tools in zip(rows, names, strict=True))
+            folder, model = Path(self._config.trainer.output_dir, ".prompts"), self._config.model
+            template = Path(model.chat_template).read_text(encoding="utf-8") if model.chat_template else None
+            refs = [astuple(ref) for ref in plugin_refs(self._config)]
+            parser = repr(self._config.rollout.tool_parser)
+            settings = [refs, template, model.chat_template_kwargs, parser, self._schemas]
+            return cached_lengths(folder, Path(model.path), settings, prompts, lambda: lengths(rows))
+
+        rows, longest = fit_prompts(dataset, context, self._config.data.overlong_prompts, kept_lengths)
         self._longest = max(self._longest, longest)
         return rows
 
