@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -159,6 +160,27 @@ def test_python_of_the_docs_runs(code: str, tmp_path: Path) -> None:
     spec = importlib.util.spec_from_file_location("snippet", file)
     assert spec is not None and spec.loader is not None
     spec.loader.exec_module(importlib.util.module_from_spec(spec))
+
+
+def test_an_estimator_of_the_docs_chooses_by_source() -> None:
+    """Each source gets what its own estimator gives it alone."""
+    import numpy as np
+    import torch
+
+    from agentrl_core.api import AdvantageInput, AlgorithmContext
+
+    (code,) = [text for page, text in blocks("python") if page.name == "algorithms.md"]
+    made: dict[str, Any] = {}
+    exec(code, made)
+    rewards_BR = torch.tensor([[0.0, 1.0], [0.0, 0.0], [0.0, 3.0], [0.0, 1.0]])
+    mask_BR, ids = torch.ones(4, 2, dtype=torch.bool), np.array(["a", "b", "c", "d"], dtype=object)
+    sources, groups = np.array(["game", "game", "math", "math"], dtype=object), np.array([0, 0, 1, 1], dtype=object)
+    estimator = made["BySource"](None, AlgorithmContext(group_size=2))
+    seen = AdvantageInput(rewards_BR, mask_BR, groups, ids, data_sources=sources)
+    advantages_BR = estimator(seen).advantages
+    for rows, own in ((slice(0, 2), estimator.games), (slice(2, 4), estimator.others)):
+        alone = own(AdvantageInput(rewards_BR[rows], mask_BR[rows], groups[rows], ids[rows])).advantages
+        assert torch.equal(advantages_BR[rows], alone) and alone.any()
 
 
 CODE = re.compile(r"```.*?```|`[^`\n]+`", re.DOTALL)

@@ -24,6 +24,7 @@ def advantage_input(batch: DataProto) -> AdvantageInput:
         response_mask=batch.batch["response_mask"],
         group_ids=objects["uid"],
         trajectory_ids=objects["trajectory_id"],
+        data_sources=objects.get("data_source"),
         values=column("values"),
         outcomes=batch.batch["outcomes"],
         scores=batch.batch["scores"],

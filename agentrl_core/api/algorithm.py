@@ -41,6 +41,8 @@ class AdvantageInput:
         response_mask: [B, R] bool.
         group_ids: [B] object array; rows of one prompt share a value.
         trajectory_ids: [B] object array; rows of one trajectory share a value, and have one vote in their group.
+        data_sources: [B] object array; ``data_source`` of the row's prompt, "" where it has none. None in batches that
+            were not made by a trainer.
         values: [B, R] float32 of the critic, or None. Capability ``values``.
         outcomes: [B] float32; what the row's trajectory earned as a whole, without its turns and single tokens.
         scores: [B] float32; everything that the row's trajectory earned.
@@ -72,6 +74,7 @@ class AdvantageInput:
     entropies: "torch.Tensor | None" = field(default=None, kw_only=True)
     teacher_log_probs: "torch.Tensor | None" = field(default=None, kw_only=True)
     baselines: "torch.Tensor | None" = field(default=None, kw_only=True)
+    data_sources: "np.ndarray[Any, Any] | None" = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         scores: Any = self.scores

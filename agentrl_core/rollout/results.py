@@ -101,6 +101,7 @@ def reward_trajectory(
         sampled_tokens=_sampled_tokens(outputs),
         termination=termination.value,
         row={key: value for key, value in row.items() if key not in named},
+        token_rows=[(output.prompt_ids, output.response_ids, output.response_mask) for output in outputs],
     )
 
 

@@ -185,8 +185,11 @@ def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:
     """What rewards saw of a record's trajectory; None if it was never scored, or another of its rows has it."""
     if record.reward_input is None:
         return None
-    names = {item.name for item in fields(RewardTrajectory)}.difference(_REWARD_INPUT)
+    names = {item.name for item in fields(RewardTrajectory)}.difference(_REWARD_INPUT, {"token_rows"})
     seen = {name: getattr(record, name) for name in names} | record.reward_input
+    if seen["sampled_tokens"] == sum(record.response_mask):
+        # Otherwise the trajectory has more rows than this record.
+        seen["token_rows"] = [(record.prompt_ids, record.response_ids, record.response_mask)]
     empty: dict[str, Any] = {name: () for name, value in seen.items() if value == []}
     if isinstance(given := seen.get("environment"), dict):
         empty["environment"] = RewardResult(**given)

@@ -142,6 +142,7 @@ def test_a_reward_stands_on_the_token_that_earned_it() -> None:
     assert batch.batch["outcomes"].tolist() == [1.0] and batch.batch["scores"].tolist() == [1.75]
     assert batch.batch["turn_rewards"].tolist() == [[0.5, 0.25]]
     seen = advantage_input(batch)
+    assert seen.data_sources is not None and seen.data_sources.shape == (1,)
     assert seen.components["a"].tolist() == [1.0] and seen.turn_ids.tolist() == [[0, 0, -1, 1, 1, -1]]
 
 

@@ -14,9 +14,14 @@ def two_labels(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_reward_model(tmp_path_factory.mktemp("two-labels"), labels=2)
 
 
-def make_reward_model(path: Path, labels: int) -> Path:
+@pytest.fixture(scope="session")
+def token_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_reward_model(tmp_path_factory.mktemp("tokens"), labels=1, tokens=True)
+
+
+def make_reward_model(path: Path, labels: int, tokens: bool = False) -> Path:
     import torch
-    from transformers import AutoConfig, Qwen3ForSequenceClassification
+    from transformers import AutoConfig, Qwen3ForSequenceClassification, Qwen3ForTokenClassification
 
     from agentrl_core.testing.tiny_model import save_tiny_model
 
@@ -24,7 +29,7 @@ def make_reward_model(path: Path, labels: int) -> Path:
     config = AutoConfig.from_pretrained(path)
     config.num_labels = labels
     torch.manual_seed(labels)
-    model = Qwen3ForSequenceClassification(config)
+    model = (Qwen3ForTokenClassification if tokens else Qwen3ForSequenceClassification)(config)
     # A fresh head says nearly the same of everything.
     torch.nn.init.normal_(model.score.weight)
     model.save_pretrained(path)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoModelForTokenClassification, AutoTokenizer
 
 from agentrl_core.api import ConfigError, RewardError, RewardFunctionContext, RewardResult, RewardTrajectory
 from agentrl_rewards_judge.config import RewardModelConfig
@@ -71,6 +71,64 @@ def test_turns_earn_what_they_change(reward_model: Path) -> None:
 def test_the_log_probability_of_a_label_is_the_score(two_labels: Path) -> None:
     (result,) = scored(make(two_labels, label=1), [LONG])
     assert result.score == pytest.approx(float(alone(two_labels, LONG).log_softmax(-1)[1]), abs=1e-5)
+
+
+def rows_of(path: Path, *rows: list[tuple[str, int]]) -> RewardTrajectory:
+    """A trajectory of rows; each has a prompt, and pieces of text with their mask."""
+    tokenizer, last = AutoTokenizer.from_pretrained(path), rows[-1]
+    encoded = []
+    for row in rows:
+        (prompt, _), *pieces = [(tokenizer.encode(text, add_special_tokens=False), mask) for text, mask in row]
+        mask = [mask for ids, mask in pieces for _ in ids]
+        encoded.append((prompt, [token for ids, _ in pieces for token in ids], mask))
+    text = next(text for text, mask in reversed(last) if mask)
+    return RewardTrajectory((), text, text, "", token_rows=encoded)
+
+
+def test_each_sampled_token_earns_its_score(token_model: Path) -> None:
+    trajectories = [
+        rows_of(token_model, [("2 + 2?", 0), ("let me see", 1), ("<tool>4</tool>", 0), ("four", 1), (" ", 0)]),
+        rows_of(token_model, [("a", 0), ("b", 1)], [("a longer prompt", 0), ("cd", 1)]),
+    ]
+    model = AutoModelForTokenClassification.from_pretrained(token_model, dtype=torch.float32).eval()
+    expected = []
+    for each in trajectories:
+        with torch.no_grad():
+            logits = [model(torch.tensor([[*prompt, *ids]])).logits[0, :, 0] for prompt, ids, _ in each.token_rows]
+        expected.append(
+            [
+                float(score)
+                for scores, (prompt, _, mask) in zip(logits, each.token_rows, strict=True)
+                for score in scores[len(prompt) :][torch.tensor(mask).bool()]
+            ]
+        )
+    function = make(token_model, scores="tokens", batch_size=3)
+
+    async def play() -> list[RewardResult]:
+        return list(await asyncio.gather(*map(function, trajectories)))
+
+    for result, scores in zip(asyncio.run(play()), expected, strict=True):
+        assert result.token_rewards == pytest.approx(scores, abs=1e-5)
+        assert result.score == pytest.approx(sum(scores), abs=1e-5)
+    assert len({round(score, 3) for score in expected[0]}) > 3, "the tokens differ"
+
+
+def test_tokens_of_another_tokenizer_are_not_scored(token_model: Path) -> None:
+    function = make(token_model, scores="tokens")
+    ((prompt, ids, mask),) = rows_of(token_model, [("a", 0), ("four", 1)]).token_rows
+    for other in ([*ids[:-1], ids[-1] + 1], [*ids[:-1], 10**6]):
+        seen = RewardTrajectory((), "four", "four", "", token_rows=[(prompt, other, mask)])
+        with pytest.raises(RewardError, match="has another tokenizer than the policy: scores=tokens needs the same"):
+            asyncio.run(function(seen))
+    with pytest.raises(RewardError, match="the policy said nothing"):
+        asyncio.run(function(RewardTrajectory((), "", "", "", token_rows=[(prompt, [], [])])))
+
+
+@pytest.mark.parametrize("scores", ["tokens", "last"])
+def test_a_model_of_the_other_kind_is_refused(reward_model: Path, token_model: Path, scores: str) -> None:
+    kind = "token" if scores == "tokens" else "sequence"
+    with pytest.raises(ConfigError, match=f"expected one for {kind} classification with scores={scores}"):
+        make(reward_model if scores == "tokens" else token_model, scores=scores)
 
 
 def test_what_cannot_be_scored_is_a_reward_error_of_that_trajectory(reward_model: Path) -> None:

@@ -27,9 +27,14 @@ class JudgeConfig:
 
 @dataclass
 class RewardModelConfig:
-    model: str = option(help="directory of a transformers model for sequence classification, with its tokenizer")
-    scores: Literal["last", "turns"] = option(
-        "last", help="what is scored: the whole conversation, or also each turn of the policy, by the change in score"
+    model: str = option(
+        help="directory of a transformers model with its tokenizer: for sequence classification, or with scores=tokens "
+        "for token classification"
+    )
+    scores: Literal["last", "turns", "tokens"] = option(
+        "last",
+        help="what is scored: the whole conversation, also each turn of the policy by the change in score, or each "
+        "token that the policy sampled",
     )
     label: int | None = option(None, ge=0, help="label whose log-probability is the score; null: a model of one label")
     batch_size: int = option(16, ge=1, unit="conversations", help="most that are computed at a time")

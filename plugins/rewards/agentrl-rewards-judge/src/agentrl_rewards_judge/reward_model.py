@@ -8,12 +8,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from agentrl_core.api import ConfigError, RewardError, RewardFunctionContext, RewardResult, RewardTrajectory
 from agentrl_rewards_judge.config import RewardModelConfig
 
-Pending = tuple[list[int], "asyncio.Future[float]"]
+Pending = tuple[list[int], "asyncio.Future[Any]"]
 
 
 class RewardModel:
@@ -25,10 +30,14 @@ class RewardModel:
     With ``scores: turns``, what the k-th turn of the policy earns is by how much the score after it is higher than
     after the turn before; the first turn earns its whole score. The sum is the score of the whole conversation.
 
+    With ``scores: tokens`` the model is an ``AutoModelForTokenClassification`` that reads the policy's own tokens: each
+    token that the policy sampled earns its score. Both must have the same tokenizer. The sum is the trajectory's score.
+
     Conversations that wait while a batch is computed make the next batch, so none waits for others to come.
 
     Raises:
-        RewardError: the conversation is longer than ``max_length``, or the policy said nothing.
+        RewardError: the conversation is longer than ``max_length``, the policy said nothing, or it has another
+            tokenizer than ``scores: tokens`` needs.
     """
 
     isolation: ClassVar[str] = "inline"
@@ -37,9 +46,10 @@ class RewardModel:
         _check(config)
         self._config = config
         self._tokenizer: Any = AutoTokenizer.from_pretrained(config.model)
-        if self._tokenizer.chat_template is None:
+        if self._tokenizer.chat_template is None and config.scores != "tokens":
             raise ConfigError(f"model: the tokenizer of {config.model} has no chat template")
-        self._model: Any = AutoModelForSequenceClassification.from_pretrained(config.model, dtype=config.dtype).eval()
+        kind = AutoModelForTokenClassification if config.scores == "tokens" else AutoModelForSequenceClassification
+        self._model: Any = kind.from_pretrained(config.model, dtype=config.dtype).eval()
         # The model takes the last token that is no padding as the end of the conversation.
         known = (self._model.config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
         self._padding = next((token for token in known if token is not None), 0)
@@ -48,25 +58,64 @@ class RewardModel:
         self._working: asyncio.Task[None] | None = None
 
     async def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
+        if self._config.scores == "tokens":
+            return await self._score_tokens(trajectory)
         turns = [index for index, message in enumerate(trajectory.messages) if message["role"] == "assistant"]
         if not turns:
             raise RewardError(f"the reward model {self._config.model} has nothing to score: the policy said nothing")
         ends = turns if self._config.scores == "turns" else turns[-1:]
-        scores = await asyncio.gather(*(self._score(trajectory.messages[: end + 1]) for end in ends))
+        ids = [self._ids(trajectory.messages[: end + 1]) for end in ends]
+        scores = await asyncio.gather(*map(self._score, ids))
         if self._config.scores == "last":
             return RewardResult(scores[0])
         earned = [after - before for before, after in zip([0.0, *scores], scores, strict=False)]
         return RewardResult(scores[-1], turn_rewards=earned)
 
-    async def _score(self, messages: Sequence[Mapping[str, Any]]) -> float:
+    async def _score_tokens(self, trajectory: RewardTrajectory) -> RewardResult:
+        if not any(any(mask) for _, _, mask in trajectory.token_rows):
+            raise RewardError(f"the reward model {self._config.model} has nothing to score: the policy said nothing")
+        self._check_tokenizer(trajectory)
+        rows = [([*prompt, *response], len(prompt), mask) for prompt, response, mask in trajectory.token_rows]
+        scores = await asyncio.gather(*(self._score(ids) for ids, _, _ in rows))
+        earned = [
+            score
+            for scores_L, (_, start, mask) in zip(scores, rows, strict=True)
+            for score, sampled in zip(scores_L[start:], mask, strict=True)
+            if sampled
+        ]
+        return RewardResult(sum(earned), token_rewards=earned)
+
+    def _check_tokenizer(self, trajectory: RewardTrajectory) -> None:
+        """Compare the policy's last turn with what its ids mean to this tokenizer."""
+        _, ids, mask = trajectory.token_rows[-1]
+        end = max((index + 1 for index, sampled in enumerate(mask) if sampled), default=0)
+        start = max((index + 1 for index in range(end) if not mask[index]), default=0)
+        turn = list(ids[start:end])
+        known = max(turn, default=0) < self._model.config.vocab_size
+        if not known or self._bare(trajectory.last_text) != self._bare(self._tokenizer.decode(turn)):
+            raise RewardError(
+                f"the reward model {self._config.model} has another tokenizer than the policy: scores=tokens needs the "
+                "same one; use scores=last or scores=turns"
+            )
+
+    def _bare(self, text: str) -> str:
+        for token in self._tokenizer.get_added_vocab():
+            text = text.replace(token, "")
+        return "".join(text.split())
+
+    def _ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
         ids: list[int] = self._tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False)
+        return ids
+
+    async def _score(self, ids: list[int]) -> Any:
+        """The score at the last token, or with ``scores: tokens`` those of all tokens."""
         if len(ids) > self._config.max_length:
             raise RewardError(
                 f"the conversation has {len(ids)} tokens for the reward model {self._config.model}, allowed are "
                 f"max_length={self._config.max_length}"
             )
         loop = asyncio.get_running_loop()
-        future: asyncio.Future[float] = loop.create_future()
+        future: asyncio.Future[Any] = loop.create_future()
         self._waiting.append((ids, future))
         if self._working is None or self._working.done():
             self._working = loop.create_task(self._work())
@@ -90,7 +139,7 @@ class RewardModel:
                     future.set_result(score)
 
     @torch.inference_mode()
-    def _compute(self, conversations: Sequence[list[int]]) -> list[float]:
+    def _compute(self, conversations: Sequence[list[int]]) -> list[Any]:
         longest = max(map(len, conversations))
         ids_NL = torch.full((len(conversations), longest), self._padding)
         mask_NL = torch.zeros_like(ids_NL)
@@ -101,8 +150,10 @@ class RewardModel:
         device = automatic if self._config.device == "auto" else self._config.device
         self._model.to(device)
         logits = self._model(input_ids=ids_NL.to(device), attention_mask=mask_NL.to(device)).logits.float()
-        chosen = logits[:, 0] if logits.shape[-1] == 1 else logits.log_softmax(-1)[:, self._config.label]
-        scores: list[float] = chosen.tolist()
+        chosen = logits[..., 0] if logits.shape[-1] == 1 else logits.log_softmax(-1)[..., self._config.label]
+        scores: list[Any] = chosen.tolist()
+        if self._config.scores == "tokens":
+            return [each[: len(ids)] for each, ids in zip(scores, conversations, strict=True)]
         return scores
 
 
@@ -112,11 +163,12 @@ def _check(config: RewardModelConfig) -> None:
         model: Any = AutoConfig.from_pretrained(config.model)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model: cannot read {config.model}: {' '.join(str(error).split())}") from error
-    if not any("SequenceClassification" in name for name in model.architectures or ()):
+    kind = "token" if config.scores == "tokens" else "sequence"
+    if not any(f"{kind.title()}Classification" in name for name in model.architectures or ()):
         found = ", ".join(model.architectures or ()) or "none"
         raise ConfigError(
-            f"model: {config.model} has the architecture {found}; expected one for sequence classification. A model "
-            "that generates text judges with the function 'judge'"
+            f"model: {config.model} has the architecture {found}; expected one for {kind} classification with "
+            f"scores={config.scores}. A model that generates text judges with the function 'judge'"
         )
     if model.num_labels > 1 and config.label is None:
         raise ConfigError(f"label: {config.model} has {model.num_labels} labels; say which one is the good one")
