@@ -225,8 +225,8 @@ class PromptLoader:
             folder, model = Path(self._config.trainer.output_dir, ".prompts"), self._config.model
             template = Path(model.chat_template).read_text(encoding="utf-8") if model.chat_template else None
             refs = [astuple(ref) for ref in plugin_refs(self._config)]
-            parser = repr(self._config.rollout.tool_parser)
-            settings = [refs, template, model.chat_template_kwargs, parser, self._schemas]
+            slots = repr((self._config.rollout.renderer, self._config.rollout.tool_parser))
+            settings = [refs, template, model.chat_template_kwargs, slots, self._schemas]
             return cached_lengths(folder, Path(model.path), settings, prompts, lambda: lengths(rows))
 
         rows, longest = fit_prompts(dataset, context, self._config.data.overlong_prompts, kept_lengths)

@@ -9,6 +9,7 @@ import pytest
 
 from agentrl_core.config import load_config
 from agentrl_core.data import length_cache
+from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.length_cache import cached_lengths
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.trainer.prompt_data import PromptLoader
@@ -101,7 +102,7 @@ def test_a_second_start_renders_no_prompt(
     monkeypatch.setattr(HFChatRenderer, "render", lambda *args, **kwargs: rendered.append(1) or render(*args, **kwargs))
 
     def load() -> Any:
-        data = PromptLoader(config, HFChatRenderer.from_config(config.model)).load()
+        data = PromptLoader(config, ChatTemplateRenderer.of(HFChatRenderer.from_config(config.model))).load()
         return data.train, data.longest_prompt
 
     first, count = load(), len(rendered)
