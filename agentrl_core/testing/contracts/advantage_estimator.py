@@ -59,7 +59,7 @@ def example(seed: int = 0) -> AdvantageInput:
     scores_B = outcomes_B + turn_rewards_BT.sum(-1)
     return AdvantageInput(
         rewards_BR, mask_BR, groups, trajectories, torch.randn(8, 6, generator=generator), outcomes=outcomes_B,
-        scores=scores_B, turn_ids=turns_BR, turn_rewards=turn_rewards_BT,
+        scores=scores_B, turn_ids=turns_BR, turn_rewards=turn_rewards_BT, data_sources=groups,
         components={"first": first, "second": scores_B - first},
         baselines=torch.randn(2, generator=generator).repeat_interleave(4), **log_probs,
     )  # fmt: skip
