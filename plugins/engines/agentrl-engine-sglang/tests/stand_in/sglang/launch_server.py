@@ -17,7 +17,10 @@ from aiohttp import web
 
 VOCAB = 200
 TOKEN_SECONDS = 0.002
-KNOWN_SAMPLING = {"max_new_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "sampling_seed", "ignore_eos"}
+KNOWN_SAMPLING = {
+    "max_new_tokens", "temperature", "top_p", "top_k", "min_p", "logit_bias", "stop_token_ids", "sampling_seed",
+    "ignore_eos",
+}  # fmt: skip
 
 
 def say(*words: object) -> None:
