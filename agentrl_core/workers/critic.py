@@ -97,7 +97,11 @@ class CriticWorker(TrainingWorker):
         values_br, clip = in_place(*self._model(micro)), self.config.critic.value_clip
         losses_br = value_losses(values_br, micro["values"], micro["returns"], clip)
         loss = aggregate(losses_br, micro["response_mask"], "token-mean", divisor)
-        return MicroLoss(loss, token_values={"value_mean": values_br})
+        token_values = {"value_mean": values_br}
+        if clip is not None:
+            unclipped_br = value_losses(values_br, micro["values"], micro["returns"], None)
+            token_values["clip_fraction"] = (losses_br > unclipped_br).float()
+        return MicroLoss(loss, token_values=token_values)
 
     def _save(self, path: str) -> None:
         save_model(self._model.backbone, path)

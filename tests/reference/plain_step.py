@@ -307,16 +307,19 @@ class PlainRun:
         for _ in range(self.config["critic"]["epochs"]):
             critic.backbone.zero_grad()
             critic.head.zero_grad()
-            losses, values = [], []
+            losses, values, clipped = [], [], []
             for row in rows:
                 values_n = critic(row)
                 near_n = row.values_n + (values_n - row.values_n).clamp(-clip, clip)
-                losses.append(torch.maximum((values_n - row.returns_n) ** 2, (near_n - row.returns_n) ** 2) / 2)
+                plain_n, near_n = (values_n - row.returns_n) ** 2, (near_n - row.returns_n) ** 2
+                losses.append(torch.maximum(plain_n, near_n) / 2)
+                clipped.append((near_n > plain_n).float())
                 values.append(values_n)
             loss = torch.cat(losses).mean()
             loss.backward()
             seen["loss"].append(loss.item())
             seen["value_mean"].append(torch.cat(values).mean().item())
+            seen["clip_fraction"].append(torch.cat(clipped).mean().item())
             seen["lr"] = [optimizer.lr]
             seen["grad_norm"].append(optimizer.step(critic.parameters()))
         returns_N = torch.cat([row.returns_n for row in rows]).double()

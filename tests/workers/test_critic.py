@@ -47,7 +47,7 @@ def test_updates_explain_the_returns(make_critic, batch):
     assert metrics[-1]["critic/explained_variance"] > 0.5
     assert metrics[-1].keys() == {
         "critic/loss", "critic/explained_variance", "critic/grad_norm", "critic/lr", "critic/value_mean",
-        "critic/skipped_steps",
+        "critic/skipped_steps", "critic/clip_fraction",
     }  # fmt: skip
 
 

@@ -77,16 +77,6 @@ def test_somebody_else_on_the_machine_cannot_use_the_server(serve, run) -> None:
     run(main())
 
 
-def test_a_server_starts_with_a_random_key_that_begins_with_a_dash(serve, run, monkeypatch) -> None:
-    monkeypatch.setattr("secrets.token_urlsafe", lambda nbytes: "-" + "k" * nbytes)
-
-    async def main() -> None:
-        async with serve() as engine:
-            await engine.generate([1, 2, 3], SamplingParams(max_tokens=2), "a")
-
-    run(main())
-
-
 def test_hosts_of_a_replica_meet_where_the_core_says() -> None:
     place = {"tensor_parallel": 4, "nodes": 2, "rendezvous": "10.0.0.1:777"}
     head = server_arguments(SGLangConfig(), EngineContext("m", **place), "m", 1)
