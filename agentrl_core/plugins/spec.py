@@ -153,7 +153,8 @@ def _place(error: BaseException) -> str:
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"
     places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
-    while places and places[-1][0].startswith(_IMPORT_MACHINERY):
+    # The backport of importlib.metadata, which some libraries install, takes the place of Python's own.
+    while places and (places[-1][0].startswith(_IMPORT_MACHINERY) or "/importlib_metadata/" in places[-1][0]):
         places.pop()
     if not places or places[-1][0].startswith((os.path.dirname(__file__), os.path.dirname(stevedore.__file__))):
         return ""
