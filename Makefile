@@ -38,7 +38,7 @@ env: $(VENV)/.installed
 $(VENV)/.installed: requirements-dev.txt constraints.txt $(PROJECTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "agentrl needs Python 3.11 or newer; name one with PYTHON=")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables
+	$(BIN)/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables setuptools wheel
 	$(BIN)/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -r requirements-dev.txt
 	touch $@
 

@@ -67,10 +67,10 @@ def test_a_conversation_with_a_tool_is_recorded_token_by_token(run_agent) -> Non
     assert seen["models"] == [seen["model"]]
     (output,) = result.outputs
     assert result.termination is Termination.COMPLETED and result.reward.score == 0.75
-    renderer = rollout.workers[0]._environment.renderer
+    tokenizer = rollout.workers[0]._environment.renderer.chat.tokenizer
     sampled = [i for i, mask in zip(output.response_ids, output.response_mask, strict=True) if mask]
-    assert renderer.decode(sampled) == f"{CALL}<|im_end|>four<|im_end|>"
-    assert "<tool_response>\n4\n</tool_response>" in renderer.decode(output.response_ids)
+    assert tokenizer.decode(sampled) == f"{CALL}<|im_end|>four<|im_end|>"
+    assert "<tool_response>\n4\n</tool_response>" in tokenizer.decode(output.response_ids)
     assert len(output.response_logprobs) == len(output.response_ids) == len(output.policy_versions)
     total = len(output.prompt_ids) + len(output.response_ids)
     assert seen["usage"]["total_tokens"] == total and seen["usage"]["completion_tokens"] == len("four") + 1

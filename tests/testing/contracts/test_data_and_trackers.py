@@ -163,6 +163,14 @@ class NeedsSteps(Lines):
         1 / self.steps
 
 
+class KnowsOnlyTexts(Lines):
+    """A message's content may be a list of parts."""
+
+    def log_trajectories(self, trajectories, step):
+        for trajectory in trajectories:
+            " ".join(message["content"] for message in trajectory.messages)
+
+
 def read(run_dir):
     return dict(map(json.loads, (run_dir / "lines").read_text().splitlines()))
 
@@ -177,6 +185,7 @@ def test_every_check_catches_a_broken_tracker(spec, catches) -> None:
             "test_all_steps_are_kept": [case(Forgets)],
             "test_metrics_are_left_alone": [case(Pops)],
             "test_a_resumed_run_goes_on": [case(StartsOver)],
+            "test_trajectories_are_taken": [case(KnowsOnlyTexts)],
             "test_a_number_that_is_not_finite_is_taken": [case(Strict)],
             "test_a_run_without_steps_can_end": [case(NeedsSteps)],
         },
