@@ -77,6 +77,9 @@ class AgentLoopOutput:
         response_logprobs: log-probability of each id where mask is 1, 0.0 elsewhere; None if the engine has none.
         termination: why the trajectory ended.
         trajectory_id: the same for all rows of one trajectory.
+        agent: who sampled the row, where several agents act. Each agent is scored on its own, and compared with the
+            same agent in the other samples of the prompt.
+        trained: False: the row is recorded, and enters neither the loss nor the statistics of its group.
         num_turns: messages of user, assistant and tools in the conversation, the system prompt not counted.
         policy_versions: number of the weights that sampled each id, -1 where mask is 0.
         turn_ids: number of the trajectory's turn that sampled each id, from 0 over all rows, -1 where mask is 0; empty:
@@ -105,6 +108,8 @@ class AgentLoopOutput:
     response_logprobs: list[float] | None
     termination: Termination
     trajectory_id: str = ""
+    agent: str = ""
+    trained: bool = True
     num_turns: int = 0
     policy_versions: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
@@ -218,6 +223,8 @@ class TrajectorySession(ABC):
     """
 
     trajectory_id: str
+    agent: str = ""
+    """Whose turn it is, as the environment or the interaction said last; empty where only one agent acts."""
 
     @abstractmethod
     def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> Trajectory:

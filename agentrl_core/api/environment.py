@@ -60,10 +60,12 @@ class Episode(ABC):  # noqa: B024 - messages is what a subclass must have
     Attributes:
         messages: the conversation that the policy answers first; at least one message, its content text.
         tools: OpenAI function schemas of the tools that the episode offers.
+        agent: who answers ``messages``, where several agents act; the loop ``multi_agent`` plays them.
     """
 
     messages: Sequence[dict[str, Any]] = ()
     tools: Sequence[dict[str, Any]] = ()
+    agent: str = ""
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         """Run one tool call. ``done`` of the result ends the trajectory. May raise: the model reads the error."""
@@ -72,14 +74,16 @@ class Episode(ABC):  # noqa: B024 - messages is what a subclass must have
     async def reply(self, messages: Sequence[dict[str, Any]]) -> InteractionTurn:
         """Answer the conversation so far, whose last message is a turn of the policy without a tool call.
 
-        By default the trajectory ends.
+        By default the trajectory ends. Where several agents act, ``messages`` are those that the agent of this turn has
+        seen, the reward is its own, and ``agent`` of the answer names who is next.
         """
         return InteractionTurn(terminate=True, text="")
 
     async def score(self, trajectory: RewardTrajectory) -> RewardResult | float:
         """Score the finished trajectory, in addition to the rewards of its calls and replies.
 
-        A :class:`RewardResult` names the parts in ``components``. Called once, before :meth:`close`.
+        A :class:`RewardResult` names the parts in ``components``. Called once, before :meth:`close`; where several
+        agents act, once for each that had a turn, with its part of the trajectory and its name in ``trajectory.agent``.
         """
         return 0.0
 

@@ -20,12 +20,21 @@ from agentrl_core.api.engine_client import Engines
 
 
 class InteractionTurn(NamedTuple):
-    """The answer: whether the conversation ends here, the user's text, a reward for the turn, metrics."""
+    """The answer to a turn.
+
+    Args:
+        terminate: the conversation ends here.
+        text: what the user says.
+        reward: for the turn.
+        metrics: finite numbers by name.
+        agent: who reads ``text`` and has the next turn, where several agents act; None: the one that had this turn.
+    """
 
     terminate: bool
     text: str
     reward: float | None = None
     metrics: dict[str, float] = {}
+    agent: str | None = None
 
 
 @dataclass(frozen=True)

@@ -46,6 +46,7 @@ class RewardTrajectory:
         sampled_tokens: number of tokens that the policy sampled, all turns; 0 in records of runs that did not keep it.
         termination: a value of ``Termination``.
         row: all other fields of the dataset row.
+        agent: whose part of the trajectory this is, where several agents act.
         token_rows: prompt ids, response ids and response mask of each row of the trajectory, as in ``AgentLoopOutput``.
     """
 
@@ -66,6 +67,7 @@ class RewardTrajectory:
     turn_score_turns: Sequence[int] = ()
     sampled_tokens: int = 0
     environment: "RewardResult | None" = None
+    agent: str = ""
     token_rows: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]] = ()
 
 

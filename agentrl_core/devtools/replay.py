@@ -118,6 +118,11 @@ def replay(run: RunDir, step: int, split: Split, changes: Sequence[str], console
     old: dict[str, list[RolloutRecord]] = defaultdict(list)
     for record in read_rollouts(path):
         old[record.trajectory_id].append(record)
+        if record.agent:
+            raise DataError(
+                f"{path}: {record.trajectory_id} is the part of one agent of several; only trajectories of one agent "
+                "can be replayed. `agentrl reward replay` scores the parts again"
+            )
     complete = {name: rows for name, rows in old.items() if any(any(row.response_mask) for row in rows)}
     if not complete:
         raise DataError(f"{path}: holds no trajectory in which the policy sampled anything")

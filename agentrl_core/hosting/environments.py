@@ -109,12 +109,17 @@ class HostedEpisode:
         return [dict(message) for message in self._episode.messages]
 
     @property
+    def agent(self) -> str:
+        """Who answers them; empty where only one agent acts."""
+        return self._episode.agent
+
+    @property
     def replies(self) -> bool:
         """Whether the episode answers turns without a call."""
         return type(self._episode).reply is not Episode.reply
 
     def check(self) -> None:
-        """Check messages and tools.
+        """Check messages, tools and agent.
 
         Raises:
             ValueError: says what is wrong with them.
@@ -127,6 +132,8 @@ class HostedEpisode:
                 raise ValueError(f"the message {message!r:.100} has no role; write {{'role': 'user', 'content': …}}")
             if not isinstance(message.get("content"), str):
                 raise ValueError(f"the content of the message {message!r:.100} is no text")
+        if not isinstance(self._episode.agent, str):
+            raise ValueError(f"`agent` of the episode is {self._episode.agent!r}; set the name of who answers first")
         for tool in tools:
             if not isinstance(tool, Mapping) or not isinstance((tool.get("function") or {}).get("name"), str):
                 raise ValueError(f"the tool {tool!r:.100} is no OpenAI function schema; make it with function_schema()")

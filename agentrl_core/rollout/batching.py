@@ -5,6 +5,7 @@ Legend: B rows, P prompt tokens, R response tokens.
 
 from collections import defaultdict
 from collections.abc import Sequence
+from itertools import takewhile
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
     prompt's group), ``trajectory_id``, ``data_source``, ``num_turns``, ``termination``, ``reward_components`` (numbers
     by name), and a column for each extra field of the rows, None in the rows without it.
     """
-    pairs = [(result, output) for result in results if result.trained for output in result.outputs]
+    pairs = [(result, output) for result in results if result.trained for output in result.outputs if output.trained]
     outputs = [output for _, output in pairs]
     prompts, prompt_mask = pad([output.prompt_ids for output in outputs], pad_token_id, left=True)
     responses, filled = pad([output.response_ids for output in outputs], pad_token_id, left=False)
@@ -118,13 +119,12 @@ def reward_columns(
     for row in np.flatnonzero(by_turn_BT.any(axis=1)).tolist():
         for turn in np.unique(turns_BR[row][mask_BR[row]]).tolist():
             rewards_BR[row, np.flatnonzero(turns_BR[row] == turn)[-1]] += by_turn_BT[row, turn]
-    used: dict[str, int] = defaultdict(int)
-    for row, ((result, _), reward) in enumerate(zip(pairs, rewards, strict=True)):
+    for row, ((result, output), reward) in enumerate(zip(pairs, rewards, strict=True)):
         if reward.token_rewards:
             places = np.flatnonzero(mask_BR[row])
-            start = used[result.trajectory_id]
+            before = takewhile(lambda each: each is not output, result.outputs)  # noqa: B023 - used at once
+            start = sum(sum(each.response_mask) for each in before)
             rewards_BR[row, places] += np.asarray(reward.token_rewards[start : start + len(places)], dtype=np.float32)
-            used[result.trajectory_id] += len(places)
     columns = {"scores": scores_B, "outcomes": outcomes_B, "turn_rewards": by_turn_BT, "rm_scores": rewards_BR}
     return {name: column.astype(np.float32) for name, column in columns.items()}
 

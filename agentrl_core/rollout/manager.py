@@ -80,7 +80,7 @@ class AgentLoopManager:
         self._ended: dict[ActorHandle, int] = {}
 
     def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
-        """Run every prompt row; results in the order of the rows.
+        """Run every prompt row; results in the order of the rows, one for each agent of a trajectory.
 
         Raises:
             RolloutError: more than ``rollout.max_failed_fraction`` failed; holds the first root traceback.
@@ -100,9 +100,10 @@ class AgentLoopManager:
 
     def _check_failed(self, results: Sequence[TrajectoryResult]) -> None:
         failed = [result for result in results if result.failed]
-        if len(failed) > self._config.rollout.max_failed_fraction * len(results):
+        total = sum(not result.other_agent for result in results)
+        if len(failed) > self._config.rollout.max_failed_fraction * total:
             raise RolloutError(
-                f"{len(failed)} of {len(results)} trajectories failed after {self._config.rollout.retries} retries, "
+                f"{len(failed)} of {total} trajectories failed after {self._config.rollout.retries} retries, "
                 f"more than rollout.max_failed_fraction={self._config.rollout.max_failed_fraction}. The first one, "
                 f"{failed[0].trajectory_id}, with {failed[0].termination.value}:\n{failed[0].error}"
             )

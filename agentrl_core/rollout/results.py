@@ -1,9 +1,13 @@
 """What a worker returns for one trajectory: everything that happened, tokens unpadded."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from agentrl_core.api import AgentLoopOutput, RewardResult, RewardTrajectory, Termination
+
+AGENT = "@"
+"""Stands before the name of an agent in ``trajectory_id`` and ``uid``."""
 
 
 @dataclass
@@ -31,6 +35,8 @@ class TrajectoryResult:
         baseline: score of a greedy answer to the same prompt, where the advantage estimator needs it.
         replaced: another prompt is trained in its place, see ``rollout.resample_rounds``.
         further: its prompt was added by these rounds; the sampler did not choose it for this step.
+        other_agent: another result is of the same trajectory, and has the timings, counters and calls of both.
+        agents: see :func:`by_agent`; empty where only one agent acts.
     """
 
     row: dict[str, Any]
@@ -56,15 +62,27 @@ class TrajectoryResult:
     baseline: float | None = None
     replaced: bool = False
     further: bool = False
+    other_agent: bool = False
+    agents: list["TrajectoryResult"] = field(default_factory=list)
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a counter of ``metrics``."""
         self.metrics[name] = self.metrics.get(name, 0.0) + value
 
     @property
+    def counts(self) -> bool:
+        """It takes part in the statistics: it ended as a trained one does, and an agent that is trained acted."""
+        return self.termination.trained and (not self.outputs or any(output.trained for output in self.outputs))
+
+    @property
     def trained(self) -> bool:
         """The update uses it."""
-        return self.termination.trained and not self.replaced
+        return self.counts and not self.replaced
+
+    @property
+    def prompt(self) -> str:
+        """The uid of its prompt; ``uid`` of the row names the agent too."""
+        return str(self.row["uid"]).partition(AGENT)[0]
 
     @property
     def failed(self) -> bool:
@@ -74,6 +92,52 @@ class TrajectoryResult:
     @property
     def sampled_tokens(self) -> int:
         return _sampled_tokens(self.outputs)
+
+
+def by_agent(result: TrajectoryResult, turn_agents: Mapping[int, str]) -> list[TrajectoryResult]:
+    """One result for each agent of a trajectory, or the result itself where its rows name none.
+
+    Each has its agent's rows and what that agent earned, with the agent's turns numbered from 0, and a ``uid`` and a
+    ``trajectory_id`` of its own: it is compared with the same agent in the other samples of its prompt.
+
+    Args:
+        result: with all rows, their ``turn_ids`` set.
+        turn_agents: who had each turn that was answered.
+    """
+    agents = dict.fromkeys(output.agent for output in result.outputs)
+    if not any(agents):
+        return [result]
+    owners = {**turn_agents, **{turn: row.agent for row in result.outputs for turn in row.turn_ids if turn >= 0}}
+    return [
+        _of_agent(result, agent, sorted(turn for turn, owner in owners.items() if owner == agent), other=number > 0)
+        for number, agent in enumerate(agents)
+    ]
+
+
+def _of_agent(whole: TrajectoryResult, agent: str, turns: list[int], *, other: bool) -> TrajectoryResult:
+    place = {turn: index for index, turn in enumerate(turns)}
+    names, at, rewards = whole.tool_reward_names, whole.tool_reward_turns, whole.tool_rewards
+    calls = [call for call in zip(names, at, rewards, strict=True) if call[1] in place]
+    scores = [each for each in zip(whole.turn_score_turns, whole.turn_scores, strict=True) if each[0] in place]
+    suffix = f"{AGENT}{agent}" if agent else ""
+    rows = [output for output in whole.outputs if output.agent == agent]
+    for row in rows:
+        row.turn_ids = [place.get(turn, -1) for turn in row.turn_ids]
+    own = replace(
+        whole,
+        row={**whole.row, "uid": whole.row["uid"] + suffix},
+        trajectory_id=whole.trajectory_id + suffix,
+        outputs=rows,
+        tool_reward_names=[name for name, _, _ in calls],
+        tool_reward_turns=[place[turn] for _, turn, _ in calls],
+        tool_rewards=[reward for _, _, reward in calls],
+        turn_score_turns=[place[turn] for turn, _ in scores],
+        turn_scores=[score for _, score in scores],
+        other_agent=other,
+    )
+    if other:
+        own.timings, own.metrics, own.spans, own.turn_tokens, own.tool_spans, own.tool_calls = {}, {}, [], [], [], []
+    return own
 
 
 def reward_trajectory(
@@ -100,6 +164,7 @@ def reward_trajectory(
         num_turns=last.num_turns,
         sampled_tokens=_sampled_tokens(outputs),
         termination=termination.value,
+        agent=last.agent,
         row={key: value for key, value in row.items() if key not in named},
         token_rows=[(output.prompt_ids, output.response_ids, output.response_mask) for output in outputs],
     )

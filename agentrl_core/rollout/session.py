@@ -142,6 +142,8 @@ class RolloutSession(TrajectorySession):
         self._interaction_asked = False
         self._engine_sessions: set[str] = set()
         self._sampling: set[str] = set()
+        self.turn_agents: dict[int, str] = {}
+        """Who had each turn that was answered."""
         self.builder: TrajectoryBuilder | None = None
 
     def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> TrajectoryBuilder:
@@ -224,6 +226,7 @@ class RolloutSession(TrajectorySession):
         with self.timed("environment", f"opening {environment.title}"):
             self._episode = await environment.open(copied(self.row), self._key.task_seed)
         self.row["raw_prompt"] = self._episode.messages
+        self.agent = self._episode.agent
         self._interaction = HostedInteraction(self._episode.partner, self._episode.timeout, "environment")
         self._interaction_asked = True
 
@@ -249,6 +252,7 @@ class RolloutSession(TrajectorySession):
         return self.report.tool_schemas
 
     async def call_tool(self, call: ToolCall) -> ToolOutcome:
+        self.turn_agents[self._turn] = self.agent
         with self.timed("tools", f"calling tool {call.name!r}"):
             try:
                 with boundary(ToolError):
@@ -339,6 +343,8 @@ class RolloutSession(TrajectorySession):
         turn: InteractionTurn = await self._interact(self._interaction, answer, "waiting for")
         if not isinstance(turn, InteractionTurn) or not isinstance(turn.text, str):
             raise InteractionError(f"generate_response returned {turn!r:.200}, not an InteractionTurn with a text")
+        if turn.agent is not None and not isinstance(turn.agent, str):
+            raise InteractionError(f"generate_response named the agent {turn.agent!r}, not a text")
         numbers = {f"metric {key}": value for key, value in turn.metrics.items()}
         if turn.reward is not None:
             numbers["reward"] = turn.reward
@@ -350,6 +356,8 @@ class RolloutSession(TrajectorySession):
             self.report.turn_score_turns.append(self._turn)
         for name, value in turn.metrics.items():
             self.report.count(f"interaction/{name}", float(value))
+        self.turn_agents[self._turn] = self.agent
+        self.agent = self.agent if turn.agent is None else turn.agent
         return turn
 
     async def _interact(self, hosted: HostedInteraction, call: Awaitable[Any], what: str) -> Any:
@@ -379,15 +387,19 @@ class RolloutSession(TrajectorySession):
                 self.report.turn_scores.append(_number(value, "calculate_score of the interaction"))
                 self.report.turn_score_turns.append(self._turn)
 
-    async def score_episode(self, trajectory: RewardTrajectory) -> RewardTrajectory:
+    async def score_episode(self, trajectory: RewardTrajectory, seen: TrajectoryResult) -> RewardTrajectory:
         """The trajectory with what its environment gives: what its calls and replies earned is only there.
+
+        Args:
+            trajectory: of one agent.
+            seen: what that agent earned; ``report``, where only one acts.
 
         Raises:
             RewardError: its score failed, or is not a finite number.
         """
         if self._episode is None:
             return trajectory
-        seen, own = self.report, self._episode.schemas
+        own = self._episode.schemas
         calls = list(zip(seen.tool_reward_names, seen.tool_reward_turns, seen.tool_rewards, strict=True))
         earned = [(turn, reward) for name, turn, reward in calls if name in own]
         earned += zip(seen.turn_score_turns, seen.turn_scores, strict=True)

@@ -30,7 +30,7 @@ from agentrl_core.hosting.tools import HostedTool, is_finite
 from agentrl_core.plugins.boundary import deadline, traced
 from agentrl_core.rollout.batching import COLUMNS, turns_of
 from agentrl_core.rollout.identity import TrajectoryKey
-from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
+from agentrl_core.rollout.results import TrajectoryResult, by_agent, reward_trajectory
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment, interaction_context
 from agentrl_core.rollout.trajectory import TemplateBreakError, TrajectoryLimits
 from agentrl_core.rollout.watchdog import Watchdog
@@ -117,7 +117,7 @@ class AgentLoopWorker:
         self._default_loop = next(iter(self._loops))
 
     async def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
-        """Run every row of ``prompts``; the results are in its order.
+        """Run every row of ``prompts``; the results are in its order, one for each agent of a trajectory.
 
         Raises:
             ConfigError, PluginError, TemplateBreakError: nothing could succeed.
@@ -174,7 +174,7 @@ class AgentLoopWorker:
             if isinstance(failure, BaseExceptionGroup):
                 raise failure.exceptions[0] from None
             raise
-        return [task.result() for task in tasks]
+        return [part for task in tasks for part in task.result()]
 
     async def _run(
         self,
@@ -183,7 +183,7 @@ class AgentLoopWorker:
         session: RolloutSession,
         sampling: Mapping[str, Any],
         gate: asyncio.Semaphore,
-    ) -> TrajectoryResult:
+    ) -> list[TrajectoryResult]:
         """One trajectory; a failure of the infrastructure starts it again from a fresh state."""
         async with gate:
             await self._environment.pacer.wait()
@@ -195,7 +195,10 @@ class AgentLoopWorker:
                 result = await self._attempt(key, RolloutSession(key, row, self._environment), sampling)
                 result.attempts += attempts
             self._ended += 1
-            return result
+            if result.failed or not result.agents:
+                return [result]
+            result.agents[0].attempts = result.attempts
+            return result.agents
 
     async def _attempt(
         self, key: TrajectoryKey, session: RolloutSession, sampling: Mapping[str, Any]
@@ -246,36 +249,46 @@ class AgentLoopWorker:
         await session.collect_rewards()
         turns = 0
         for output in outputs:
-            output.trajectory_id = result.trajectory_id
-            if not output.tool_rewards:
-                output.tool_rewards, output.tool_reward_names = result.tool_rewards, result.tool_reward_names
-                output.tool_reward_turns = result.tool_reward_turns
-            if not output.turn_scores:
-                output.turn_scores, output.turn_score_turns = result.turn_scores, result.turn_score_turns
             output.turn_ids = output.turn_ids or turns_of(output.response_mask, turns)
             turns = max(turns, 1 + max(output.turn_ids, default=-1))
-        if result.sampled_tokens:
-            own = outputs[-1].reward_score
-            result.reward = None if own is None else check_score(f"agent loop {name!r}", own)
-            seen = reward_trajectory(result.row, outputs, result.termination)
-            result.reward_input = await session.score_episode(seen)
-            if result.reward is None:
-                with session.timed("reward", "being scored"):
-                    result.reward = await self._score(result)
+        check_agents(name, outputs, session.turn_agents)
+        parts = by_agent(result, session.turn_agents)
+        for part in parts:
+            await self._score_agent(name, session, part)
+        result.agents = [] if parts[0] is result else parts
 
-    async def _score(self, result: TrajectoryResult) -> RewardResult:
+    async def _score_agent(self, loop: str, session: RolloutSession, part: TrajectoryResult) -> None:
+        """Give one agent's part of the trajectory, or the whole one, its reward."""
+        for output in part.outputs:
+            output.trajectory_id = part.trajectory_id
+            if not output.tool_rewards:
+                output.tool_rewards, output.tool_reward_names = part.tool_rewards, part.tool_reward_names
+                output.tool_reward_turns = part.tool_reward_turns
+            if not output.turn_scores:
+                output.turn_scores, output.turn_score_turns = part.turn_scores, part.turn_score_turns
+        if part.sampled_tokens:
+            own = part.outputs[-1].reward_score
+            part.reward = None if own is None else check_score(f"agent loop {loop!r}", own)
+            seen = reward_trajectory(part.row, part.outputs, part.termination)
+            # On the whole one too: it says that what fails now is not to be sampled again.
+            part.reward_input = session.report.reward_input = await session.score_episode(seen, part)
+            if part.reward is None:
+                with session.timed("reward", "being scored"):
+                    part.reward = await self._score(part, session.report)
+
+    async def _score(self, part: TrajectoryResult, whole: TrajectoryResult) -> RewardResult:
         """The reward, of another worker if one fails: sampling again would give the same trajectory."""
         while True:
             self._next_rewarder += 1
             rewarder = self._rewarders[self._next_rewarder % len(self._rewarders)]
             try:
-                reward: RewardResult = await rewarder.call("score", result.reward_input)
-                check_places(reward, result.outputs)
+                reward: RewardResult = await rewarder.call("score", part.reward_input)
+                check_places(reward, part.outputs)
                 return reward
             except (RewardError, WorkerError) as error:
-                if result.attempts > self._config.rollout.retries:
+                if whole.attempts > self._config.rollout.retries:
                     raise RewardError(str(error)) from error
-                result.attempts += 1
+                whole.attempts += 1
 
     async def ping(self) -> int:
         """Answer, if this process and its event loop move: with the number of ended trajectories of this call."""
@@ -316,6 +329,20 @@ def check_places(reward: RewardResult, outputs: Sequence[AgentLoopOutput]) -> No
         raise RewardError(f"{len(reward.turn_rewards)} turn_rewards for a trajectory of {turns} turns")
     if reward.token_rewards and len(reward.token_rewards) != tokens:
         raise RewardError(f"{len(reward.token_rewards)} token_rewards for a trajectory of {tokens} sampled tokens")
+
+
+def check_agents(loop: str, outputs: Sequence[AgentLoopOutput], turn_agents: Mapping[int, str]) -> None:
+    """Refuse one conversation of several agents.
+
+    Raises:
+        ConfigError: the loop did not tell the agents apart.
+    """
+    agents = sorted(set(turn_agents.values()))
+    if len(agents) > 1 and not any(output.agent for output in outputs):
+        raise ConfigError(
+            f"rollout.agent.loops: {loop!r} plays one agent, and the environment lets {', '.join(agents)} act; "
+            "use the loop multi_agent"
+        )
 
 
 def classify(error: Exception) -> Termination:

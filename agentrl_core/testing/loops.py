@@ -200,6 +200,7 @@ class FakeSession(TrajectorySession):
         turn: InteractionTurn = await answer if inspect.isawaitable(answer) else answer
         if turn.reward is not None:
             self.turn_scores.append(turn.reward)
+        self.agent = self.agent if turn.agent is None else turn.agent
         return turn
 
     def next_turn(self, budget: int, tools: Sequence[dict[str, Any]] = ()) -> Turn:

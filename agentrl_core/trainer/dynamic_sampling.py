@@ -28,7 +28,7 @@ def fill(step: int, results: list[TrajectoryResult], rounds: int, more: More) ->
     Raises:
         RolloutError: after the last round the batch is not full.
     """
-    everything, wanted = list(results), len(_groups(results))
+    everything, wanted = list(results), len(_prompts(results))
     missing = _mark_replaced(results)
     for number in range(1, rounds + 1):
         if not missing:
@@ -48,20 +48,25 @@ def fill(step: int, results: list[TrajectoryResult], rounds: int, more: More) ->
 
 
 def _mark_replaced(results: Sequence[TrajectoryResult]) -> int:
-    """Mark the trajectories of groups without signal; returns the number of these groups."""
-    silent = [group for group in _groups(results).values() if len(_rewards(group)) < 2]
+    """Mark the trajectories of prompts without signal; returns the number of these prompts."""
+    silent = [group for group in _prompts(results).values() if not _has_signal(group)]
     for group in silent:
         for result in group:
             result.replaced = True
     return len(silent)
 
 
-def _groups(results: Sequence[TrajectoryResult]) -> dict[str, list[TrajectoryResult]]:
+def _prompts(results: Sequence[TrajectoryResult]) -> dict[str, list[TrajectoryResult]]:
     groups: dict[str, list[TrajectoryResult]] = defaultdict(list)
     for result in results:
-        groups[result.row["uid"]].append(result)
+        groups[result.prompt].append(result)
     return groups
 
 
-def _rewards(group: Sequence[TrajectoryResult]) -> set[float]:
-    return {result.reward.score for result in group if result.termination.trained and result.reward is not None}
+def _has_signal(samples: Sequence[TrajectoryResult]) -> bool:
+    """Whether an agent has different rewards in the samples of a prompt."""
+    rewards: dict[str, set[float]] = defaultdict(set)
+    for result in samples:
+        if result.counts and result.reward is not None:
+            rewards[result.row["uid"]].add(result.reward.score)
+    return any(len(scores) > 1 for scores in rewards.values())

@@ -96,7 +96,7 @@ def source_metrics(results: Sequence[TrajectoryResult], correct_above: float) ->
     """
     by_source: dict[str, list[float]] = defaultdict(list)
     for result in results:
-        if result.termination.trained and result.reward is not None:
+        if result.counts and result.reward is not None:
             by_source[result.row.get("data_source") or "default"].append(result.reward.score)
     metrics: dict[str, float] = {}
     for source, scores in by_source.items():
@@ -109,10 +109,11 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     """Metrics of a rollout: ``reward/``, ``response_length/``, ``prompt_length/``, ``rollout/``, what the agent
     loops measured under ``loop/``, seconds by kind over all trajectories under ``timing/trajectory/``, and those of
     the slowest one under ``timing/slowest_trajectory/``."""
-    total = max(len(results), 1)
-    trained = [result for result in results if result.termination.trained]
+    whole = [result for result in results if not result.other_agent]
+    total = max(len(whole), 1)
+    trained = [result for result in results if result.counts]
     rewards = [result.reward.score for result in trained if result.reward is not None]
-    metrics = spread("reward", rewards)
+    metrics = spread("reward", rewards) | _by_agent(results)
     if rewards:
         metrics["reward/std"] = float(np.std(rewards))
     details = means({**r.reward.components, **r.reward.metrics} for r in trained if r.reward is not None)
@@ -122,27 +123,36 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     metrics |= spread("prompt_length", [len(output.prompt_ids) for r in trained for output in r.outputs[:1]])
     if lengths:
         metrics["response_length/clip_ratio"] = float(np.mean([length >= max_response_length for length in lengths]))
-    for name, count in Counter(result.termination.value for result in results).items():
+    for name, count in Counter(result.termination.value for result in whole).items():
         metrics[f"rollout/termination/{name}"] = count / total
     metrics |= {
         "rollout/tool_call_share": sum(result.metrics.get("tool_calls", 0) > 0 for result in results) / total,
         "rollout/tool_calls_mean": sum(result.metrics.get("tool_calls", 0) for result in results) / total,
         "rollout/turns_mean": float(np.mean([r.outputs[-1].num_turns for r in trained])) if trained else 0.0,
-        "rollout/failed_fraction": sum(result.failed for result in results) / total,
-        "rollout/retries": float(sum(result.attempts - 1 for result in results)),
+        "rollout/failed_fraction": sum(result.failed for result in whole) / total,
+        "rollout/retries": float(sum(result.attempts - 1 for result in whole)),
         "rollout/sampled_tokens": float(sum(result.sampled_tokens for result in results)),
     }
     if replaced := sum(result.replaced for result in results):
-        metrics["rollout/replaced_share"] = replaced / total
+        metrics["rollout/replaced_share"] = replaced / len(results)
     counters = _by_name(result.metrics for result in results)
     metrics |= {f"rollout/{name}": sum(values) / total for name, values in counters.items() if name != "tool_calls"}
     by_loops = means(means(output.metrics for output in result.outputs) for result in results)
     metrics |= {f"loop/{name}": mean for name, mean in by_loops.items()}
     for kind in dict.fromkeys(kind for result in results for kind in result.timings):
-        metrics |= spread(f"timing/trajectory/{kind}", [result.timings.get(kind, 0.0) for result in results])
+        metrics |= spread(f"timing/trajectory/{kind}", [result.timings.get(kind, 0.0) for result in whole])
     slowest = max(results, key=lambda result: result.timings.get("total", 0.0), default=None)
     timings = slowest.timings if slowest is not None else {}
     return metrics | {f"timing/slowest_trajectory/{name}": seconds for name, seconds in timings.items()}
+
+
+def _by_agent(results: Sequence[TrajectoryResult]) -> dict[str, float]:
+    """``reward/agent/<name>``: the mean reward of each agent, also of those that are not trained."""
+    scores: dict[str, list[float]] = defaultdict(list)
+    for result in results:
+        if result.termination.trained and result.reward is not None and result.outputs and result.outputs[0].agent:
+            scores[result.outputs[0].agent].append(result.reward.score)
+    return {f"reward/agent/{name}": float(np.mean(values)) for name, values in scores.items()}
 
 
 def _by_name(metrics: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:

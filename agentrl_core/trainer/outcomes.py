@@ -54,8 +54,9 @@ def make_records(
         }
         trained = columns.get(result.trajectory_id, [])
         # A hook may have replaced the batch by fewer rows.
-        trained = trained if len(trained) == len(outputs) else [{} for _ in outputs]
-        for output, column in zip(outputs, trained, strict=True):
+        rows = iter(trained if len(trained) == sum(output.trained for output in outputs) else ())
+        for output in outputs:
+            column = next(rows, {}) if output.trained else {}
             row_fields = {item.name: getattr(output, item.name) for item in fields(AgentLoopOutput)}
             records.append(RolloutRecord(**row_fields | outcome | column))
         records[-1].reward_input = reward_input(seen) if seen is not None else None

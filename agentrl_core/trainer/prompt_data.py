@@ -70,7 +70,7 @@ class PromptData:
         """Give the sampler the rewards of a finished step."""
         rewards: list[list[float]] = [[] for _ in range(self.batch_size)]
         for result in results:
-            if result.termination.trained and result.reward is not None:
+            if result.counts and result.reward is not None:
                 rewards[result.row["prompt_index"]].append(result.reward.score)
         numbers = self.sampler.batch(step)
         self.sampler.update(step, [PromptOutcome(*pair) for pair in zip(numbers, rewards, strict=True)])

@@ -61,13 +61,14 @@ def _prompts(result: TrajectoryResult, context: str, renderer: Renderer) -> list
         renderer.render(each, result.tool_schemas, generation_prompt=True).ids
         for each in (messages, _with_context(messages, _filled(context, result.row)))
     )
-    for output in result.outputs:
+    rows = [output for output in result.outputs if output.trained]
+    for output in rows:
         if output.prompt_ids[: len(shown)] != shown:
             raise DataError(
                 f"teacher.context: a prompt of {result.trajectory_id} does not begin with its first messages as the "
                 "chat template renders them, so the context has no place there. Set teacher.context=null"
             )
-    return [told + output.prompt_ids[len(shown) :] for output in result.outputs]
+    return [told + output.prompt_ids[len(shown) :] for output in rows]
 
 
 def _filled(context: str, row: Mapping[str, Any]) -> str:

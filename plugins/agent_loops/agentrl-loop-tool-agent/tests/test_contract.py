@@ -1,8 +1,8 @@
 import pytest
 
 from agentrl_core.testing.contracts import AgentLoopCase, AgentLoopContract
-from agentrl_loop_tool_agent.config import CompactingToolAgentConfig
-from agentrl_loop_tool_agent.plugin import COMPACTING, PLUGIN
+from agentrl_loop_tool_agent.config import CompactingToolAgentConfig, MultiAgentConfig
+from agentrl_loop_tool_agent.plugin import COMPACTING, MULTI_AGENT, PLUGIN
 
 
 class TestToolAgent(AgentLoopContract):
@@ -17,3 +17,9 @@ class TestCompactingToolAgent(AgentLoopContract):
     @pytest.fixture
     def plugin(self) -> AgentLoopCase:
         return AgentLoopCase(COMPACTING, config=CompactingToolAgentConfig(compact_below=1_900))
+
+
+class TestMultiAgent(AgentLoopContract):
+    @pytest.fixture
+    def plugin(self) -> AgentLoopCase:
+        return AgentLoopCase(MULTI_AGENT, config=MultiAgentConfig())

@@ -24,6 +24,14 @@ class ToolAgentConfig:
     )
 
 
+@dataclass
+class MultiAgentConfig(ToolAgentConfig):
+    trained: list[str] | None = option(
+        None,
+        help="names of the agents that are trained; the rows of the others are only recorded; null: all agents",
+    )
+
+
 SUMMARY_INSTRUCTION = (
     "The context is nearly full. Summarise the work so far for yourself: what was found, what was tried without "
     "success, and what is to be done next. You will go on with the task and this summary alone. Do not call a tool now."

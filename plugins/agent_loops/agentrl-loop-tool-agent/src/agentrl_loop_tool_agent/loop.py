@@ -89,8 +89,12 @@ class Episode:
         """The rows of all token records, each with the texts of the whole trajectory, for its reward."""
         if not self._trajectories:
             self.start(self.raw_prompt)
+        return self.rows(self._trajectories)
+
+    def rows(self, trajectories: Sequence[Trajectory]) -> list[AgentLoopOutput]:
+        """The rows of these token records, which are one conversation."""
         parts: list[list[AgentLoopOutput]] = []
-        for trajectory in self._trajectories:
+        for trajectory in trajectories:
             output = trajectory.finish(self.termination)
             parts.append(output if isinstance(output, list) else [output])
         rows = [row for part in parts for row in part]
@@ -171,7 +175,11 @@ class Episode:
         if self._last_turn or self.user_turns == self.config.max_user_turns:
             return self.terminated(Termination.MAX_TURNS)
         self.user_turns += 1
-        return self.extend([{"role": "user", "content": answer.text}])
+        return self.answered(answer.text)
+
+    def answered(self, text: str) -> State | None:
+        """Show the policy what the interaction said."""
+        return self.extend([{"role": "user", "content": text}])
 
     @property
     def _last_turn(self) -> bool:
