@@ -8,7 +8,12 @@ from agentrl_core.api import option
 
 @dataclass(kw_only=True)
 class OpenEnvConfig:
-    environment: str = option(help="class of the environment, such as my_env.server.environment:MyEnvironment")
+    environment: str | None = option(
+        None, help="class of the environment, such as my_env.server.environment:MyEnvironment; null: it has a url"
+    )
+    url: str | None = option(
+        None, help="address of a running server, such as http://localhost:8000; null: in the worker"
+    )
     action: str | None = option(
         None, help="class of its actions, such as my_env.models:MyAction; null: the annotation of `action` in `step`"
     )

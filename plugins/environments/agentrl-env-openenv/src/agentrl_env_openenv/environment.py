@@ -1,12 +1,7 @@
-"""OpenEnv environment classes as episodes of a worker."""
+"""OpenEnv environments as episodes: actions are tool calls or plain text, observations what the policy reads."""
 
-import asyncio
-import functools
 import json
-import typing
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from typing import Any
 
 from agentrl_core.api import (
@@ -22,19 +17,16 @@ from agentrl_core.api import (
 )
 from agentrl_core.api.dataset import Split
 from agentrl_env_openenv.config import OpenEnvConfig
+from agentrl_env_openenv.worlds import LocalWorlds, Observed, RemoteWorlds, World
 
 TOOL = "act"
 
 
 class OpenEnv(Environment):
-    """One object of the class for each trajectory.
-
-    The class has ``reset(seed, **kwargs)`` and ``step(action)``, which return observations with ``done`` and
-    ``reward``; actions and observations are pydantic models. ``reset_async`` and ``step_async`` are preferred where
-    the class has its own.
+    """One object of the environment class, here or on a server, for each trajectory.
 
     Raises:
-        ConfigError: a class that is missing or has another interface.
+        ConfigError: a class that is missing or has another interface; a server that does not answer.
     """
 
     config: OpenEnvConfig
@@ -42,34 +34,23 @@ class OpenEnv(Environment):
     def __init__(self, config: OpenEnvConfig, context: EnvironmentContext) -> None:
         super().__init__(config, context)
         where = f"environment {context.name!r}"
-        self._cls = _load(f"{where}: environment", config.environment)
-        if missing := [name for name in ("reset", "step") if not callable(getattr(self._cls, name, None))]:
-            raise ConfigError(
-                f"{where}: {config.environment} has no method {' and no '.join(missing)}. Name the environment class "
-                "of the server, not its client"
-            )
-        self.action = self._action(where)
-        fields = self.action.model_fields
-        if config.text_field is not None and config.text_field not in fields:
-            raise ConfigError(
-                f"{where}: text_field is {config.text_field!r}, but {self.action.__name__} has the fields "
-                f"{', '.join(name for name in fields if name != 'metadata')}"
-            )
-
-    def _action(self, where: str) -> Any:
-        if self.config.action is not None:
-            found = _load(f"{where}: action", self.config.action)
+        if (config.environment is None) == (config.url is None):
+            raise ConfigError(f"{where}: set either environment, a class, or url, the address of a server")
+        if config.url is None:
+            self.worlds: LocalWorlds | RemoteWorlds = LocalWorlds(where, config)
         else:
-            try:
-                found = typing.get_type_hints(self._cls.step).get("action")
-            except NameError:
-                found = None
-        if not hasattr(found, "model_json_schema"):
+            self.worlds = RemoteWorlds(where, config)
+        self.parameters = {key: value for key, value in self.worlds.action.items() if key != "properties"}
+        properties = self.worlds.action.get("properties", {})
+        self.parameters["properties"] = {name: value for name, value in properties.items() if name != "metadata"}
+        # The action of an environment whose actions are calls of its MCP tools.
+        self.mcp = properties.get("type", {}).get("const") == "call_tool"
+        if config.text_field is not None and config.text_field not in self.parameters["properties"]:
+            title = self.worlds.action.get("title", "the action")
             raise ConfigError(
-                f"{where}: the class of the actions is {found!r}, which is no pydantic model. Set action to one, such "
-                "as my_env.models:MyAction"
+                f"{where}: text_field is {config.text_field!r}, but {title} has the fields "
+                f"{', '.join(self.parameters['properties'])}"
             )
-        return found
 
     def tasks(self, split: Split) -> Sequence[Mapping[str, Any]]:
         count = self.config.tasks if split == "train" else self.config.validation_tasks
@@ -80,18 +61,25 @@ class OpenEnv(Environment):
         if self.config.send_index:
             place = task["extra_info"]
             given |= {"split": "train" if place["split"] == "train" else "test", "index": place["index"]}
-        world = _World()
+        world = await self.worlds.open()
         try:
-            await world.make(self._cls, self.config.arguments)
-            first = await world.call("reset", **given)
-            return _Acting(self, world, first)
+            first = await world.reset(given)
+            return _Acting(self, world, first, await self._tools(world))
         except BaseException:
             await world.close()
             raise
 
-    def text(self, observation: Any) -> str:
-        """What the policy reads of an observation."""
-        shown = observation.model_dump(mode="json", exclude={"done", "reward", "metadata"})
+    async def _tools(self, world: World) -> list[dict[str, Any]]:
+        if self.config.text_field is not None:
+            return []
+        if self.mcp:
+            listed = (await world.step({"type": "list_tools"})).fields["tools"]
+            return [_function(tool["name"], tool["description"], tool["input_schema"]) for tool in listed]
+        parameters = dict(self.parameters)
+        return [_function(TOOL, parameters.pop("description", None) or "Acts in the environment.", parameters)]
+
+    def text(self, shown: Mapping[str, Any]) -> str:
+        """What the policy reads of the fields of an observation."""
         if (names := self.config.observation) is not None:
             if unknown := [name for name in names if name not in shown]:
                 raise ValueError(
@@ -104,88 +92,66 @@ class OpenEnv(Environment):
         return json.dumps(shown, ensure_ascii=False)
 
 
-class _World:
-    """The environment object in a thread of its own, because some use libraries that stay in one thread."""
-
-    def __init__(self) -> None:
-        self._thread = ThreadPoolExecutor(1, "openenv")
-        self._object: Any = None
-
-    async def make(self, cls: Any, arguments: Mapping[str, Any]) -> None:
-        self._object = await self._run(functools.partial(cls, **arguments))
-
-    async def call(self, name: str, *values: Any, **given: Any) -> Any:
-        """Await the class's own coroutine method, or run the plain one in the thread."""
-        owners = [cls for cls in type(self._object).__mro__ if f"{name}_async" in vars(cls)]
-        # The default of OpenEnv's base class calls the plain method, which would block the event loop.
-        if owners and not owners[0].__module__.startswith("openenv.core."):
-            return await getattr(self._object, f"{name}_async")(*values, **given)
-        return await self._run(functools.partial(getattr(self._object, name), *values, **given))
-
-    async def close(self) -> None:
-        try:
-            if callable(close := getattr(self._object, "close", None)):
-                await self._run(close)
-        finally:
-            self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _run(self, work: Any) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
 class _Acting(Episode):
-    def __init__(self, environment: OpenEnv, world: _World, first: Any) -> None:
+    def __init__(self, environment: OpenEnv, world: World, first: Observed, tools: list[dict[str, Any]]) -> None:
         self._environment = environment
         self._world = world
         self._steps = 0
-        self._done = bool(first.done)
-        config = environment.config
-        said = [part for part in (config.prompt, environment.text(first)) if part]
+        self._done = first.done
+        said = [part for part in (environment.config.prompt, environment.text(first.fields)) if part]
         self.messages = [{"role": "user", "content": "\n\n".join(said)}]
-        if config.text_field is None:
-            parameters = environment.action.model_json_schema()
-            parameters.get("properties", {}).pop("metadata", None)
-            about = parameters.pop("description", None) or "Acts in the environment."
-            function = {"name": TOOL, "description": about, "parameters": parameters}
-            self.tools = [{"type": "function", "function": function}]
+        self.tools = tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
-        text, reward, done = await self._step(arguments)
-        return ToolResult(ToolResponse(text), reward, done=done)
+        if not self._environment.mcp:
+            observed = await self._step(arguments)
+            text = self._environment.text(observed.fields)
+        else:
+            observed = await self._step({"type": "call_tool", "tool_name": name, "arguments": arguments})
+            text = _mcp_text(observed.fields)
+        return ToolResult(ToolResponse(text), observed.reward, done=observed.done)
 
     async def reply(self, messages: Sequence[dict[str, Any]]) -> InteractionTurn:
         field = self._environment.config.text_field
         if field is None:
             return InteractionTurn(terminate=True, text="")
-        text, reward, done = await self._step({field: messages[-1]["content"]})
-        return InteractionTurn(done, "" if done else text, reward)
+        observed = await self._step({field: messages[-1]["content"]})
+        text = "" if observed.done else self._environment.text(observed.fields)
+        return InteractionTurn(observed.done, text, observed.reward)
 
-    async def _step(self, fields: Mapping[str, Any]) -> tuple[str, float | None, bool]:
-        action = self._environment.action(**fields)
+    async def _step(self, fields: Mapping[str, Any]) -> Observed:
         if self._done:
             raise RuntimeError("the episode is over")
-        observation = await self._world.call("step", action)
+        observed = await self._world.step(fields)
         self._steps += 1
-        self._done = bool(observation.done)
-        reward = None if observation.reward is None else float(observation.reward)
-        return self._environment.text(observation), reward, self._done
+        self._done = observed.done
+        return observed
 
     async def score(self, trajectory: RewardTrajectory) -> RewardResult:
-        """Nothing in addition to the rewards of the steps."""
+        """Nothing in addition to the rewards of the steps.
+
+        Raises:
+            ConnectionError: the server was lost, so the rewards are not complete.
+        """
+        self._world.check()
         return RewardResult(0.0, components={"steps": float(self._steps), "finished": float(self._done)})
 
     async def close(self) -> None:
         await self._world.close()
 
 
-def _load(where: str, path: str) -> Any:
-    module, _, name = path.partition(":")
-    if not module or not name:
-        raise ConfigError(f"{where} is {path!r}; write it as package.module:Class")
-    try:
-        return getattr(import_module(module), name)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{where}: {path} cannot be imported: {error}. Install the environment's package next to agentrl; the "
-            "library itself is in agentrl-env-openenv[openenv]"
-        ) from error
+def _function(name: str, description: str, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
+
+
+def _mcp_text(fields: Mapping[str, Any]) -> str:
+    """The text of an MCP tool's result; raises what the tool failed with."""
+    if error := fields.get("error"):
+        raise RuntimeError(error.get("message") or str(error))
+    result = fields.get("result")
+    if not isinstance(result, Mapping) or "content" not in result:
+        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+    text = "\n".join(block.get("text") or json.dumps(block, ensure_ascii=False) for block in result["content"])
+    if result.get("is_error") or result.get("isError"):
+        raise RuntimeError(text or "the tool failed")
+    return text

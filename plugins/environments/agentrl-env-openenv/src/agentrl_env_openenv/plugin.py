@@ -7,7 +7,7 @@ ENVIRONMENT = PluginSpec(
     kind="environment",
     name="openenv",
     api_version=1,
-    summary="an OpenEnv environment class in the worker: its actions as a tool or as plain text, its rewards",
+    summary="an OpenEnv environment, in the worker or at a URL: its actions as tools or as plain text, its rewards",
     config=OpenEnvConfig,
     factory="agentrl_env_openenv.environment:OpenEnv",
 )
