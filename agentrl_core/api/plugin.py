@@ -152,8 +152,8 @@ class PluginRef:
     """Names one resolved plugin across processes.
 
     The driver resolves a name once; workers get the reference, resolve it again and reject a difference. For an
-    unpackaged plugin ``dist`` is ``"file"``, ``version`` the sha256 of the file, ``source`` its text and ``name``
-    ``"<file name>:<object>"``.
+    unpackaged plugin ``dist`` is ``"file"``, ``version`` the sha256 of the file, ``source`` its text, ``path`` where
+    the driver read it and ``name`` ``"<file name>:<object>"``.
     """
 
     kind: str
@@ -161,3 +161,4 @@ class PluginRef:
     dist: str
     version: str
     source: str = field(default="", repr=False)
+    path: str = field(default="", repr=False, compare=False)

@@ -1,7 +1,7 @@
 """Unpackaged plugins: ``./reward.py:score`` in a slot names an object of a Python file.
 
-The reference carries the file's text, so a worker on another machine runs the same code without having the file. The
-module gets a name made of the file's name and hash, the same in every process: what it defines can be pickled.
+The reference carries the file's text, so a worker on another machine runs the same code without having the file;
+``__file__`` is the file's path where the machine has it, and ``<name.py>`` elsewhere. The module gets a name made of the file's name and hash, the same in every process: what it defines can be pickled.
 """
 
 import ast
@@ -9,6 +9,7 @@ import difflib
 import hashlib
 import inspect
 import linecache
+import os
 import re
 import sys
 from functools import reduce
@@ -52,9 +53,9 @@ def file_ref(kind: str, name: str, base_dir: Path, run: bool = True) -> PluginRe
     except (OSError, UnicodeDecodeError) as error:
         raise PluginBrokenError(f"{title}: cannot read {path}: {error}") from error
     digest = hashlib.sha256(source.encode()).hexdigest()
-    ref = PluginRef(kind, f"{path.name}:{match['object']}", FILE_DIST, digest, source)
+    ref = PluginRef(kind, f"{path.name}:{match['object']}", FILE_DIST, digest, source, str(path))
     if run:
-        _module_of(ref, str(path))
+        _module_of(ref)
     return ref
 
 
@@ -67,8 +68,8 @@ def load_file_object(ref: PluginRef) -> Any:
     """
     if hashlib.sha256(ref.source.encode()).hexdigest() != ref.version:
         raise PluginDriftError(f"the text of {ref.name!r} does not have the hash {ref.version}: start the run again")
-    file_name, _, path = ref.name.rpartition(":")
-    module = _module_of(ref, f"<{file_name}>")
+    path = ref.name.rpartition(":")[2]
+    module = _module_of(ref)
     try:
         found = reduce(getattr, path.split("."), module)
     except AttributeError as error:
@@ -133,10 +134,11 @@ def _module_name(ref: PluginRef) -> str:
     return f"agentrl_file_{stem}_{ref.version[:16]}"
 
 
-def _module_of(ref: PluginRef, file_name: str) -> ModuleType:
+def _module_of(ref: PluginRef) -> ModuleType:
     name = _module_name(ref)
     if name in sys.modules:
         return sys.modules[name]
+    file_name = ref.path if os.path.isfile(ref.path) else f"<{ref.name.rpartition(':')[0]}>"
     module = ModuleType(name)
     module.__file__ = file_name
     # Where the file is not on this machine, tracebacks and inspect find the lines here.

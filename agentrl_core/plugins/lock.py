@@ -25,7 +25,7 @@ class Lock:
 
 def lock_of(refs: Iterable[PluginRef]) -> Lock:
     """The lock of these plugins in this interpreter."""
-    plugins = {replace(ref, source="") for ref in refs}
+    plugins = {replace(ref, source="", path="") for ref in refs}
     return Lock(agentrl_core.__version__, platform.python_version(), tuple(sorted(plugins, key=astuple)))
 
 
@@ -34,7 +34,7 @@ def write_lock(path: Path, refs: Iterable[PluginRef]) -> Lock:
     lock = lock_of(refs)
     content = {"schema_version": SCHEMA_VERSION, **asdict(lock)}
     for plugin in content["plugins"]:
-        del plugin["source"]
+        del plugin["source"], plugin["path"]
     text = json.dumps(content, indent=2) + "\n"
     unfinished = path.with_name(f"{path.name}.tmp")
     unfinished.write_text(text, encoding="utf-8")

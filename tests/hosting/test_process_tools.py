@@ -37,6 +37,8 @@ class Stateless(Tool):
         x = parameters["x"]
         if x == "pid":
             return ToolResult(ToolResponse(str(os.getpid())), 0.5, {"calls": 1.0})
+        if x == "file":
+            return ToolResult(ToolResponse(__file__))
         if x == "unavailable":
             from agentrl_core.api import ToolUnavailableError
             raise ToolUnavailableError("no sandbox")
@@ -152,6 +154,16 @@ def test_an_unavailable_tool_says_so_through_its_process(hosted) -> None:
     async def scenario() -> None:
         with pytest.raises(ToolUnavailableError, match="^no sandbox$"):
             await execute(tool, "unavailable")
+
+    run(tool, scenario)
+
+
+def test_a_tool_in_a_child_process_finds_what_lies_next_to_its_file(hosted, tmp_path) -> None:
+    tool = hosted("Stateless", processes=1)
+
+    async def scenario() -> None:
+        found = (await execute(tool, "file")).response.text
+        assert (found, os.path.isfile(found)) == (str(tmp_path / "plugin_1.py"), True)
 
     run(tool, scenario)
 

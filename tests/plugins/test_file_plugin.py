@@ -112,10 +112,11 @@ def test_worker_without_the_file_runs_the_same_code_and_can_unpickle(tmp_path: P
 import pickle, sys
 from agentrl_core.plugins.resolution import resolve_ref
 ref, pickled = pickle.load(open(sys.argv[1], "rb"))
-print(resolve_ref(ref).load()(None) == pickle.loads(pickled))
+function = resolve_ref(ref).load()
+print(function(None) == pickle.loads(pickled), function.__globals__["__file__"])
 """
     done = subprocess.run([sys.executable, "-c", worker, handed_over], capture_output=True, text=True, cwd=tmp_path)
-    assert (done.stdout, done.stderr) == ("True\n", "")
+    assert (done.stdout, done.stderr) == ("True <reward.py>\n", "")
 
 
 def test_module_runs_once_per_process_and_edits_are_a_new_module(tmp_path: Path) -> None:
