@@ -1,6 +1,7 @@
 """``agentrl bench``."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -8,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+import agentrl_core
 from agentrl_core.api import ConfigError
 from agentrl_core.cli._shared import ConfigFile, Json, Overrides, console_of_stdout, new_table, say, set_up_logging
 
@@ -18,23 +20,25 @@ if TYPE_CHECKING:
 def run(
     config: ConfigFile,
     overrides: Overrides = None,
-    against: Annotated[Path | None, typer.Option("--against", help="Another config, to compare with.")] = None,
+    against: Annotated[
+        str | None, typer.Option("--against", help="Another config, or a commit of agentrl, to compare with.")
+    ] = None,
     steps: Annotated[int, typer.Option(min=1, help="Measured steps of each run, after a first one.")] = 3,
-    pairs: Annotated[int, typer.Option(min=1, help="Runs of each config, with --against.")] = 3,
+    pairs: Annotated[int, typer.Option(min=1, help="Runs of each of the two, with --against.")] = 3,
     as_json: Json = False,
 ) -> None:
-    """Train a few steps, and print where their time goes: medians, by phase. Nothing is kept."""
-    from agentrl_core.devtools.step_bench import compare, figures, measure
+    """Train a few steps, and print where their time goes: medians, by phase. Nothing is kept.
+
+    With a commit in --against, the code of the working tree is compared with that commit's, on the same config.
+    """
+    from agentrl_core.devtools.step_bench import figures, measure
 
     set_up_logging(stderr=as_json)
     ratios: list[float] = []
     if against is None:
         found = {str(config): figures(measure(config, overrides or [], steps))}
-    elif against == config:
-        raise ConfigError("--against: this is the same file; name another config")
     else:
-        one, other, ratios = compare(config, against, overrides or [], steps, pairs)
-        found = {str(config): one, str(against): other}
+        found, ratios = _compared(config, against, overrides or [], steps, pairs)
     if as_json:
         configs = {name: asdict(each) for name, each in found.items()}
         typer.echo(json.dumps({"schema_version": 1, "configs": configs, "ratios": ratios}, indent=2))
@@ -44,6 +48,29 @@ def run(
     if ratios:
         shown = " ".join(f"{ratio:.2f}" for ratio in ratios)
         say(f"a step of {against} takes {median(ratios):.2f} times as long (median of {len(ratios)} pairs: {shown})")
+
+
+def _compared(
+    config: Path, against: str, overrides: Sequence[str], steps: int, pairs: int
+) -> tuple[dict[str, "StepFigures"], list[float]]:
+    from agentrl_core.devtools.step_bench import checkout, compare, measure, measure_at
+
+    if not Path(against).is_file():
+        with checkout(against) as folder:
+            # Both in a new process, as a comparison needs.
+            here = Path(agentrl_core.__file__).parents[1]
+            one, other, ratios = compare(
+                lambda: measure_at(here, config, overrides, steps),
+                lambda: measure_at(folder, config, overrides, steps),
+                pairs,
+            )
+        return {str(config): one, f"{config} at {against}": other}, ratios
+    if Path(against) == config:
+        raise ConfigError("--against: this is the same file; name another config")
+    one, other, ratios = compare(
+        lambda: measure(config, overrides, steps), lambda: measure(Path(against), overrides, steps), pairs
+    )
+    return {str(config): one, against: other}, ratios
 
 
 def _print(name: str, found: "StepFigures") -> None:

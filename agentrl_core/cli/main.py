@@ -24,7 +24,7 @@ COMMANDS = {
     "plugins": ("plugins:app", "List, inspect, check and create plugins."),
     "engines": ("engines:app", "Set up engine environments and measure engines."),
     "rollouts": ("rollouts:app", "Inspect the trajectories of a run."),
-    "bench": ("bench:run", "Measure where the time of a training step goes, and compare two configs."),
+    "bench": ("bench:run", "Measure where the time of a training step goes, and compare two configs or commits."),
     "replay": ("rollouts:replay_run", "Run recorded trajectories again with another part, and show what differs."),
     "reward": ("rollouts:reward_app", "Debug reward functions."),
     "runs": ("runs:app", "List and compare runs."),

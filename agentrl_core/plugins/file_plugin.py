@@ -1,7 +1,8 @@
 """Unpackaged plugins: ``./reward.py:score`` in a slot names an object of a Python file.
 
 The reference carries the file's text, so a worker on another machine runs the same code without having the file;
-``__file__`` is the file's path where the machine has it, and ``<name.py>`` elsewhere. The module gets a name made of the file's name and hash, the same in every process: what it defines can be pickled.
+``__file__`` is the file's path where the machine has it, and ``<name.py>`` elsewhere. The module gets a name made of
+the file's name and hash, the same in every process: what it defines can be pickled.
 """
 
 import ast

@@ -1,13 +1,17 @@
 """``agentrl bench``."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
+from agentrl_core.api import ConfigError
 from agentrl_core.cli.main import app
-from agentrl_core.devtools.step_bench import figures
+from agentrl_core.devtools.step_bench import checkout, environment_of, figures
 
 
 def agentrl(*arguments: object) -> Result:
@@ -38,6 +42,37 @@ def test_bench_compares_two_configs_and_keeps_nothing(tiny_run: Any) -> None:
         assert sum(found["phases"].values()) == pytest.approx(found["seconds"], rel=0.01)
         assert found["tokens_per_second"] > 0
     assert not (config.parent / "runs").exists()
+
+
+ROOT = Path(__file__).parents[2]
+needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="agentrl does not run from a git repository")
+
+
+@needs_git
+def test_a_commit_is_imported_from_its_own_checkout() -> None:
+    code = "import agentrl_core, agentrl_algorithms; print(agentrl_core.__file__, agentrl_algorithms.__file__)"
+    with checkout("HEAD") as folder:
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment_of(folder), stdout=subprocess.PIPE, text=True
+        )
+        assert all(Path(file).is_relative_to(folder) for file in done.stdout.split())
+    listed = subprocess.run(["git", "-C", ROOT, "worktree", "list"], stdout=subprocess.PIPE, text=True, check=True)
+    assert str(folder) not in listed.stdout and not folder.exists()
+
+
+@needs_git
+def test_bench_compares_two_commits(tiny_run: Any) -> None:
+    config = tiny_run({"rollout.engine": {"name": "scripted"}})
+    result = agentrl("bench", config, "--against", "HEAD", "--steps", 1, "--pairs", 1, "--json")
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert list(content["configs"]) == [str(config), f"{config} at HEAD"] and content["ratios"][0] > 0
+    assert all(found["phases"].keys() >= {"rollout", "other"} for found in content["configs"].values())
+
+
+def test_what_is_neither_a_file_nor_a_commit_is_an_error() -> None:
+    with pytest.raises(ConfigError, match="'--no-such' is neither a file nor a commit"), checkout("--no-such"):
+        pass
 
 
 def test_the_table_has_shares(tiny_run: Any) -> None:
