@@ -5,13 +5,17 @@ import platform
 from collections.abc import Iterator
 from importlib import metadata
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from packaging.version import Version
 
 from agentrl_core.api.errors import ConfigError
+from agentrl_core.api.tool_parser import ToolParserContext
 from agentrl_core.cli._shared import Json, console_of_stdout, new_table, say
+
+if TYPE_CHECKING:
+    from agentrl_core.api.renderer import Renderer
 
 TESTED = {"torch": "2.13.0", "transformers": "5.19.0", "tensordict": "0.15.3", "ray": "2.60.0"}
 """The versions of constraints.txt."""
@@ -23,6 +27,9 @@ def run(
     model: Annotated[
         Path | None, typer.Option(help="Directory of a model: also check its chat template and memory.")
     ] = None,
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file: check its model with its renderer, as a run would.")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """Compare installed packages with the tested versions, and check whether a model can serve.
@@ -30,18 +37,20 @@ def run(
     Raises:
         ConfigError: ``model`` is no directory with a model.
     """
-    if model is not None and as_json:
-        raise typer.BadParameter("cannot be printed as JSON together with --model", param_hint="--json")
+    if model is not None and config is not None:
+        raise typer.BadParameter("names a model too; leave out one of the two", param_hint="--config")
+    if model is not None and not (model / "config.json").is_file():
+        raise ConfigError(f"--model {model}: expected a directory with config.json, weights and tokenizer")
+    found = None if model is None and config is None else _model(model, config)
     if as_json:
         keys = "package", "found", "tested", "verdict"
         packages = [dict(zip(keys, row, strict=True)) for row in _versions()]
-        typer.echo(json.dumps({"schema_version": 1, "packages": packages}, indent=2))
+        content = {"schema_version": 1, "packages": packages, **({} if found is None else {"model": found})}
+        typer.echo(json.dumps(content, indent=2, ensure_ascii=False))
         return
     _print_versions()
-    if model is not None:
-        if not (model / "config.json").is_file():
-            raise ConfigError(f"--model {model}: expected a directory with config.json, weights and tokenizer")
-        _print_model(model)
+    if found is not None:
+        _print_model(found)
 
 
 def _versions() -> Iterator[tuple[str, str, str, str]]:
@@ -80,29 +89,67 @@ def _verdict(package: str, tested: str) -> tuple[str, str]:
     return found, "not tested, should work"
 
 
-def _print_model(model: Path) -> None:
-    from agentrl_core.config import ModelConfig
-    from agentrl_core.data.call_format import call_format, installed_parsers
+def _model(model: Path | None, config: Path | None) -> dict[str, Any]:
+    """What the model, or the model and renderer of a configuration, can do."""
+    from agentrl_core.config import ModelConfig, load_config
+    from agentrl_core.data.call_format import call_format, installed_parsers, renderer_of
+    from agentrl_core.data.chat_template import ChatTemplateRenderer, build_renderer
     from agentrl_core.data.renderer import HFChatRenderer
-    from agentrl_core.data.template_check import check_template
+    from agentrl_core.data.template_check import RenderedText, check_template
+    from agentrl_core.trainer.plan import memory_bytes
+
+    name, reads_text = "chat_template", True
+    if config is None:
+        settings = ModelConfig(path=str(model))
+        renderer: Renderer = ChatTemplateRenderer.of(HFChatRenderer.from_config(settings))
+    else:
+        loaded = load_config(config, check_files=False)
+        settings, slot = loaded.model, loaded.rollout.renderer
+        name, reads_text = slot.registered_name, slot.has("tool_parser")
+        renderer = build_renderer(slot, settings, loaded.rollout.tool_parser.build(ToolParserContext()))
+    report = check_template(RenderedText(renderer))
+    written = call_format(RenderedText(renderer), list(renderer.stop_texts.values()))
+    readers = written.readers(installed_parsers()) if reads_text else []
+    return {
+        "path": str(settings.path),
+        "renderer": name,
+        "system_message": report.system,
+        "tool_schemas": report.tools,
+        "tool_role": report.tool_role,
+        "call": written.one,
+        "reads_text": reads_text,
+        "tool_parsers": readers,
+        "better_renderer": renderer_of(readers[0]) if readers else "",
+        "append_only": report.append_only,
+        "breaks": list(report.breaks),
+        "errors": list(report.errors),
+        "memory_bytes": memory_bytes(Path(settings.path)),
+    }
+
+
+def _print_model(found: dict[str, Any]) -> None:
     from agentrl_core.trainer.plan import weight_lines
 
-    renderer = HFChatRenderer.from_config(ModelConfig(path=str(model)))
-    report = check_template(renderer)
-    written = call_format(renderer, [renderer.decode([stop]) for stop in renderer.stop_token_ids])
-    readers = written.readers(installed_parsers())
-    say(f"\n{model}")
-    say(f"  system message  {'yes' if report.system else 'no'}")
-    say(f"  tool schemas    {'yes' if report.tools else 'no: the template does not show them to the model'}")
-    say(f"  tool role       {'yes' if report.tool_role else 'no: runs with tools are rejected'}")
-    if readers:
-        say(f"  tool parser     {readers[0]}: set rollout.tool_parser to it")
-    elif written.one:
-        say(f"  tool parser     none: no installed parser reads {written.one[:200]!r}")
-    else:
-        say("  tool parser     unknown: the template writes no tool calls")
-    say(f"  append-only     {'yes' if report.append_only else 'no: rollout.template_break decides'}")
-    for line in (*report.breaks, *report.errors):
+    say(f"\n{found['path']}")
+    say(f"  renderer        {found['renderer']}")
+    say(f"  system message  {'yes' if found['system_message'] else 'no'}")
+    say(f"  tool schemas    {'yes' if found['tool_schemas'] else 'no: the template does not show them to the model'}")
+    say(f"  tool role       {'yes' if found['tool_role'] else 'no: runs with tools are rejected'}")
+    say(f"  tool parser     {_parser_line(found)}")
+    if found["better_renderer"]:
+        say(f"  hint            set rollout.renderer to {found['better_renderer']}: it reads calls by their tokens")
+    say(f"  append-only     {'yes' if found['append_only'] else 'no: rollout.template_break decides'}")
+    for line in (*found["breaks"], *found["errors"]):
         say(f"    {line}")
-    for line in weight_lines(model):
+    for line in weight_lines(Path(found["path"])):
         say(f"  {line}")
+
+
+def _parser_line(found: dict[str, Any]) -> str:
+    if not found["reads_text"]:
+        return "not needed: the renderer reads the calls"
+    if found["tool_parsers"]:
+        return f"{found['tool_parsers'][0]}: set rollout.tool_parser to it"
+    if found["call"]:
+        return f"none: no installed parser reads {found['call'][:200]!r}"
+    return "unknown: the template writes no tool calls"

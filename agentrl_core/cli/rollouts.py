@@ -11,7 +11,7 @@ from rich.console import Console
 
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
-from agentrl_core.cli._shared import command_group, console_of_stdout
+from agentrl_core.cli._shared import command_group, console_of_stdout, set_up_logging
 from agentrl_core.runs.records import SCHEMA_VERSION, read_rollouts
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.runs.trajectory_view import legend, show_trajectory
@@ -104,11 +104,18 @@ def replay_reward(
     show_all: Annotated[
         bool, typer.Option("--all", help="Print every trajectory, not only the first 20 whose score changed.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every trajectory.")] = False,
 ) -> None:
     """Score the trajectories of a file again in this process: `agentrl replay RUN --reward` for a file."""
     from agentrl_core.devtools import replay
 
-    replay.replay_reward(rollouts, reward, config, console_of_stdout(), show_all)
+    if as_json:
+        set_up_logging(stderr=True)
+    found = replay.replay_reward(rollouts, reward, config)
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        replay.show_rewards(found, console_of_stdout(), show_all)
 
 
 def replay_run(
@@ -126,6 +133,7 @@ def replay_run(
         Path | None, typer.Option(help="With --reward: configuration that lists the function, with its options.")
     ] = None,
     show_all: Annotated[bool, typer.Option("--all", help="Print every trajectory that differs, not only 20.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every trajectory.")] = False,
 ) -> None:
     """Run recorded trajectories again: the policy's tokens are the recorded ones, everything else runs again."""
     from agentrl_core.devtools import replay
@@ -136,8 +144,14 @@ def replay_run(
         raise typer.BadParameter("set reward.functions with --set, or leave out --set", param_hint="--reward")
     if config and not reward:
         raise typer.BadParameter("goes with --reward; otherwise the run's own is used", param_hint="--config")
+    if as_json:
+        set_up_logging(stderr=True)
     step = _found_step(run, step, split)
     if reward:
-        replay.replay_reward(run.rollout_file(step, split), reward, config, console_of_stdout(), show_all)
+        found, show = replay.replay_reward(run.rollout_file(step, split), reward, config), replay.show_rewards
     else:
-        replay.replay(run, step, split, changes or [], console_of_stdout(), show_all)
+        found, show = replay.replay(run, step, split, changes or []), replay.show_replay
+    if as_json:
+        typer.echo(found.to_json())
+    else:
+        show(found, console_of_stdout(), show_all)

@@ -1,6 +1,7 @@
 """``agentrl train``."""
 
 import asyncio
+import json
 import logging
 import shlex
 from pathlib import Path
@@ -42,13 +43,16 @@ def train(
         bool, typer.Option("--allow-plugin-drift", help="Resume although plugin versions have changed.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log more; show the traceback of an error.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run or --run-tools: print JSON.")] = False,
 ) -> None:
     """The command: :func:`run` with what the options say."""
     ctx.meta[VERBOSE] = verbose or ctx.meta[VERBOSE]
     overrides = [*(overrides or []), *(["plugins.allow_drift=true"] if allow_plugin_drift else [])]
-    if run_tools:
-        set_up_logging(ctx.meta[VERBOSE])
-        _dry_run(load_config(config, overrides), run_tools=True)
+    if as_json and not (dry_run or run_tools):
+        raise typer.BadParameter("goes with --dry-run or --run-tools; a run writes metrics.jsonl", param_hint="--json")
+    if run_tools or as_json:
+        set_up_logging(ctx.meta[VERBOSE], stderr=as_json)
+        _dry_run(load_config(config, overrides), run_tools, as_json)
         return
     run(config=config, overrides=overrides, dry_run=dry_run, resume=resume, verbose=ctx.meta[VERBOSE])
 
@@ -92,21 +96,27 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
         raise typer.Exit(128 + trainer.stop.number)
 
 
-def _dry_run(config: ResolvedConfig, run_tools: bool = False) -> None:
+def _dry_run(config: ResolvedConfig, run_tools: bool = False, as_json: bool = False) -> None:
     logger.info("loading torch and transformers")
     from agentrl_core.trainer.preparation import Preparation
 
     logger.info("checking model, tokenizer and prompts")
     preparation = Preparation.of(config, listeners=True)
-    table = new_table("KIND", "NAME", "PACKAGE", "VERSION", title="Plugins")
-    for slot in all_slots(config):
-        table.add_row(slot.kind, slot.registered_name, slot.ref.dist, slot.ref.version[:12])
-    console_of_stdout().print(table)
-    for line in ("", *preparation.lines(config)):
-        say(line)
+    plugins = [(slot.kind, slot.registered_name, slot.ref.dist, slot.ref.version) for slot in all_slots(config)]
+    tried: list[str] = []
     if run_tools:
         from agentrl_core.devtools.trial import trial_lines
 
-        for line in ("", *asyncio.run(trial_lines(config, preparation.data.train[0]))):
-            say(line)
+        tried = asyncio.run(trial_lines(config, preparation.data.train[0]))
+    if as_json:
+        keys = "kind", "name", "package", "version"
+        content = {"plugins": [dict(zip(keys, each, strict=True)) for each in plugins], **preparation.to_dict(config)}
+        typer.echo(json.dumps({"schema_version": 1, **content, "tried": tried}, indent=2, ensure_ascii=False))
+        return
+    table = new_table("KIND", "NAME", "PACKAGE", "VERSION", title="Plugins")
+    for *names, version in plugins:
+        table.add_row(*names, version[:12])
+    console_of_stdout().print(table)
+    for line in ("", *preparation.lines(config), *([""] if tried else []), *tried):
+        say(line)
     say("\nThe configuration is valid. Nothing was started.")

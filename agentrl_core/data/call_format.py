@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from os.path import commonprefix
 
 from agentrl_core.api import (
-    ChatRenderer,
     Message,
     TemplateError,
     ToolCall,
@@ -13,6 +12,7 @@ from agentrl_core.api import (
     ToolParserContext,
     function_schema,
 )
+from agentrl_core.data.template_check import Template
 from agentrl_core.plugins.discovery import discover
 from agentrl_core.plugins.resolution import resolve
 
@@ -60,7 +60,7 @@ class CallFormat:
         return sorted((name for name in parsers if self.one and self.is_read_by(parsers[name])), key=rest)
 
 
-def call_format(renderer: ChatRenderer, stops: Sequence[str] = ()) -> CallFormat:
+def call_format(renderer: Template, stops: Sequence[str] = ()) -> CallFormat:
     """Render calls with the template of a renderer.
 
     Args:
@@ -103,3 +103,12 @@ def installed_parsers(block: Sequence[str] = ()) -> dict[str, ToolParser]:
         resolve("tool_parser", row.name, block=block) for row in discover(["tool_parser"], block) if row.status == "ok"
     ]
     return {each.ref.name: each.build(each.spec.config(), ToolParserContext()) for each in usable}
+
+
+def renderer_of(parser: str, block: Sequence[str] = ()) -> str:
+    """The installed renderer that reads the format of a tool parser by its control tokens; empty if there is none.
+
+    It has the parser's name.
+    """
+    rows = discover(["renderer"], block)
+    return next((row.name for row in rows if row.status == "ok" and row.name == parser), "")

@@ -71,16 +71,24 @@ def _cut(
             f"{context.max_prompt_length}, and a content that is not a text cannot be cut; set "
             "data.overlong_prompts=filter"
         )
-    budget = len(context.renderer.encode(text))
-    # Cutting can change how the rest is tokenised, so a cut that is still too long is repeated.
-    while at >= 0 and budget > 0 and length > context.max_prompt_length:
+
+    def with_text(shorter: str) -> tuple[Row, int]:
+        changed = {**row, "raw_prompt": [*messages[:at], {**messages[at], "content": shorter}, *messages[at + 1 :]]}
+        return changed, lengths_of([changed])[0]
+
+    # What the text may take is what the run's renderer leaves of the limit without it.
+    empty = with_text("") if at >= 0 else (row, length)
+    budget = context.max_prompt_length - empty[1]
+    while at >= 0 and budget > 0:
+        found, length = with_text(context.renderer.truncate(text, budget, side))  # type: ignore[arg-type]
+        if length <= context.max_prompt_length:
+            return found, length
+        # Cutting can change how the rest is tokenised, so a cut that is still too long is repeated.
         budget -= length - context.max_prompt_length
-        cut = {**messages[at], "content": context.renderer.truncate(text, max(budget, 0), side)}  # type: ignore[arg-type]
-        row = {**row, "raw_prompt": [*messages[:at], cut, *messages[at + 1 :]]}
-        [length] = lengths_of([row])
+    found, length = empty
     if length > context.max_prompt_length:
         raise DataError(
             f"data: {context.split} row {index}: even with an empty last user message the prompt has {length} tokens, "
             f"more than data.max_prompt_length={context.max_prompt_length}"
         )
-    return row, length
+    return found, length

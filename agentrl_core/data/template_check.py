@@ -1,13 +1,14 @@
-"""Can a chat template serve a multi-turn run? Answered by probing it, before anything starts.
+"""Can a chat template, or another renderer, serve a multi-turn run? Answered by probing it, before anything starts.
 
 A template is append-only when rendering a longer conversation starts with the rendering of the shorter one. Only then
 does the prompt of turn N+1 start with the exact tokens of turn N; otherwise ``rollout.template_break`` decides.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-from agentrl_core.api import ChatRenderer, Message, TemplateError, function_schema
+from agentrl_core.api import Message, Renderer, TemplateError, function_schema
 
 _SCHEMA = function_schema("probe_tool", "A probe.", {"value": {"type": "string", "description": "any text"}})
 _USER: Message = {"role": "user", "content": "first question"}
@@ -26,6 +27,26 @@ _TOOL: Message = {"role": "tool", "name": "probe_tool", "tool_call_id": "call000
 _THINK: Message = {"role": "assistant", "content": "<think>\nsome thought\n</think>\n\nan answer"}
 _PLAIN: Message = {"role": "assistant", "content": "an answer"}
 _NEXT: Message = {"role": "user", "content": "second question"}
+
+
+class Template(Protocol):
+    """What can be probed: a :class:`ChatRenderer`, or the text of a renderer."""
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generation_prompt: bool = False
+    ) -> str: ...
+
+
+@dataclass(frozen=True)
+class RenderedText:
+    """The text that a renderer writes, which need not be that of the model's chat template."""
+
+    renderer: Renderer
+
+    def render(
+        self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generation_prompt: bool = False
+    ) -> str:
+        return self.renderer.render(messages, tools, generation_prompt=generation_prompt).text
 
 
 @dataclass(frozen=True)
@@ -52,7 +73,7 @@ class TemplateReport:
         return not self.breaks
 
 
-def check_template(renderer: ChatRenderer) -> TemplateReport:
+def check_template(renderer: Template) -> TemplateReport:
     """Probe the template of a renderer.
 
     Raises:
@@ -91,7 +112,7 @@ def check_template(renderer: ChatRenderer) -> TemplateReport:
     return TemplateReport(system is not None, shows_tools, tool_role, tuple(breaks), tuple(errors), frozenset(rewrites))
 
 
-def _unfaithful(renderer: ChatRenderer) -> list[str]:
+def _unfaithful(renderer: Template) -> list[str]:
     """Answers that the template does not write into the history as the policy gave them."""
     prompt = renderer.render([_USER], generation_prompt=True)
     answers = [
@@ -113,7 +134,7 @@ def _unfaithful(renderer: ChatRenderer) -> list[str]:
 
 
 def _break(
-    renderer: ChatRenderer, name: str, before: list[Message], added: list[Message], tools: list[dict[str, Any]]
+    renderer: Template, name: str, before: list[Message], added: list[Message], tools: list[dict[str, Any]]
 ) -> str:
     try:
         short, long = renderer.render(before, tools), renderer.render([*before, *added], tools)
@@ -128,7 +149,7 @@ def _break(
     return f"{name}: history changes from {short[at : at + 40]!r} to {long[at : at + 40]!r}"
 
 
-def require_tool_role(renderer: ChatRenderer) -> None:
+def require_tool_role(renderer: Template) -> None:
     """Refuse a template that cannot carry tool messages.
 
     Raises:
@@ -142,6 +163,6 @@ def require_tool_role(renderer: ChatRenderer) -> None:
         reason = str(error)
     if reason:
         raise TemplateError(
-            f"the run has tools, but the model's chat template rejects the tool role: {reason}; "
-            "set model.chat_template to a file with a template that renders role 'tool'"
+            f"the run has tools, but the model's chat template rejects the tool role: {reason}; set "
+            "model.chat_template to a file with a template that renders role 'tool', or choose another rollout.renderer"
         )

@@ -9,7 +9,7 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -100,15 +100,39 @@ class Replayed:
     changes: dict[str, str] = field(default_factory=dict)
 
 
-def replay(run: RunDir, step: int, split: Split, changes: Sequence[str], console: Console, show_all: bool) -> None:
-    """Run the trajectories of a step again and print what differs.
+@dataclass(frozen=True)
+class Replay:
+    """The trajectories that ran or were scored again.
+
+    Args:
+        trajectories: in the order of the file.
+        left_out: number of trajectories that could not.
+        why: predicate of a sentence about them.
+    """
+
+    trajectories: Sequence[Replayed]
+    left_out: int
+    why: str
+
+    @property
+    def differing(self) -> list[Replayed]:
+        return [each for each in self.trajectories if each.changes]
+
+    def to_json(self) -> str:
+        """Every trajectory, with ``changes`` by what differs."""
+        trajectories = [asdict(each) for each in self.trajectories]
+        return json.dumps(
+            {"schema_version": 1, "trajectories": trajectories, "left_out": self.left_out}, indent=2, ensure_ascii=False
+        )
+
+
+def replay(run: RunDir, step: int, split: Split, changes: Sequence[str]) -> Replay:
+    """Run the trajectories of a step again.
 
     Args:
         run: whose configuration and records are used.
         step, split: which rollouts.
         changes: values of the configuration to replace, ``rollout.tool_parser=hermes``.
-        console: the console to print on.
-        show_all: print every trajectory that differs; else the first 20.
 
     Raises:
         ConfigError, PluginError: the changed configuration cannot run.
@@ -131,12 +155,10 @@ def replay(run: RunDir, step: int, split: Split, changes: Sequence[str], console
     _recorded.update({name: RecordedTurns(rows) for name, rows in complete.items()})
     new = _generated(config, [_row(name, rows) for name, rows in complete.items()], split)
     found = [_difference(name, rows, new[name], len(_recorded[name])) for name, rows in complete.items()]
-    differing = [each for each in found if each.changes]
-    without = "hold nothing that the policy sampled, and are left out"
-    _print(console, found, differing if show_all else differing[:_SHOWN], len(old) - len(complete), without)
+    return Replay(found, len(old) - len(complete), "hold nothing that the policy sampled, and are left out")
 
 
-def replay_reward(path: Path, reward: str, config: Path | None, console: Console, show_all: bool = False) -> None:
+def replay_reward(path: Path, reward: str, config: Path | None) -> Replay:
     """Score every trajectory of a rollouts file again, in this process.
 
     The old reward is this function's, if the reward manager kept it by name, else the whole reward.
@@ -145,8 +167,6 @@ def replay_reward(path: Path, reward: str, config: Path | None, console: Console
         path: ``rollouts/step-….jsonl``.
         reward: a registered name, ``package:name``, or ``./file.py:function`` relative to the working directory.
         config: a configuration with an entry of that name in ``reward.functions``, whose options are used.
-        console: the console to print on.
-        show_all: print every trajectory; else at most 20, and if there are more, only those whose score changed.
 
     Raises:
         ConfigError: ``config`` has no such function.
@@ -169,9 +189,8 @@ def replay_reward(path: Path, reward: str, config: Path | None, console: Console
         done.append(Replayed(record.trajectory_id, old, new, {} if _equal(old, new) else {"reward": ""}))
     if not done:
         raise DataError(f"{path}: holds no trajectory that a reward has seen")
-    shown = done if show_all or len(done) <= _SHOWN else [each for each in done if each.changes][:_SHOWN]
     unscored = len(without - {each.trajectory_id for each in done})
-    _print(console, done, shown, unscored, "were never scored in the run and are left out")
+    return Replay(done, unscored, "were never scored in the run and are left out")
 
 
 def _function(reward: str, config: Path | None) -> tuple[str, Callable[[RewardTrajectory], Any]]:
@@ -305,10 +324,20 @@ def _equal(old: float | None, new: float | None) -> bool:
     return math.isclose(old, new, rel_tol=1e-6, abs_tol=1e-9)
 
 
-def _print(
-    console: Console, found: Sequence[Replayed], shown: Sequence[Replayed], without: int, why_without: str
-) -> None:
-    differing = [each for each in found if each.changes]
+def show_replay(found: Replay, console: Console, show_all: bool) -> None:
+    """Print the trajectories that differ, the first 20 or all of them, and a summary."""
+    _show(found, found.differing if show_all else found.differing[:_SHOWN], console)
+
+
+def show_rewards(found: Replay, console: Console, show_all: bool) -> None:
+    """Print every trajectory where they are few or ``show_all``, else the first 20 that differ, and a summary."""
+    few = show_all or len(found.trajectories) <= _SHOWN
+    _show(found, found.trajectories if few else found.differing[:_SHOWN], console)
+
+
+def _show(found: Replay, shown: Sequence[Replayed], console: Console) -> None:
+    """Print some trajectories, and a summary of all."""
+    differing = found.differing
     table = Table("TRAJECTORY", "REWARD", "NOW", "DIFFERS IN", "HOW", box=None, pad_edge=False, header_style="bold")
     for each in shown:
         texts: list[Text | str] = [Text(each.trajectory_id), _number(each.old), _number(each.new)]
@@ -324,11 +353,11 @@ def _print(
     summary = f": {', '.join(f'{what} {count}' for what, count in counts.most_common())}" if counts else ""
     means = " -> ".join(
         _mean([reward for reward in rewards if reward is not None])
-        for rewards in ([each.old for each in found], [each.new for each in found])
+        for rewards in ([each.old for each in found.trajectories], [each.new for each in found.trajectories])
     )
-    console.print(f"\n{len(found)} trajectories, {len(differing)} differ{summary}\nmean reward {means}")
-    if without:
-        console.print(f"{without} more {why_without}")
+    console.print(f"\n{len(found.trajectories)} trajectories, {len(differing)} differ{summary}\nmean reward {means}")
+    if found.left_out:
+        console.print(f"{found.left_out} more {found.why}")
 
 
 def _mean(rewards: Sequence[float]) -> str:

@@ -110,7 +110,8 @@ def _git(repository: Path, *arguments: str) -> "subprocess.CompletedProcess[str]
 def environment_of(folder: Path) -> dict[str, str]:
     """Environment variables with which Python imports agentrl and its plugins from a checkout."""
     sources = [folder, *sorted(folder.glob("plugins/*/*/src"))]
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources))}
+    # Without PYTHONSAFEPATH the working directory comes first, which may be another checkout.
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, sources)), "PYTHONSAFEPATH": "1"}
 
 
 def measure_at(folder: Path, config: Path, overrides: Sequence[str], steps: int) -> list[dict[str, float]]:

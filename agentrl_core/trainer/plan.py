@@ -1,6 +1,7 @@
 """The arithmetic of a run, before it starts: steps, batches, lengths, memory."""
 
 from pathlib import Path
+from typing import Any
 
 from agentrl_core.api import ConfigError
 from agentrl_core.config.schema import ResolvedConfig
@@ -67,6 +68,29 @@ def describe(
     return lines
 
 
+def arithmetic(
+    config: ResolvedConfig, steps: int, train_rows: int, validation_rows: int, longest_prompt: int
+) -> dict[str, Any]:
+    """What :func:`describe` says, for scripts."""
+    validation = config.trainer.validation
+    memory = memory_bytes(Path(config.model.path), 1 + config.needs_critic, frozen=int(config.needs_reference))
+    return {
+        "training_prompts": train_rows,
+        "validation_prompts": validation_rows,
+        "longest_prompt": longest_prompt,
+        "max_prompt_length": config.data.max_prompt_length,
+        "max_response_length": config.rollout.max_response_length,
+        "trajectories_per_step": config.data.batch_size * config.rollout.n,
+        "trajectories_per_validation": validation_rows * (validation.n + int(validation.greedy)),
+        "steps": steps,
+        "epochs": steps * config.data.batch_size / train_rows,
+        "processes": config.cluster.processes,
+        "devices": devices(config),
+        "engine_replicas": config.engine_replicas,
+        "memory_bytes": memory,
+    }
+
+
 def _engine_line(config: ResolvedConfig) -> str:
     engine = config.rollout.engine
     line = f"engines     {config.engine_replicas} x {engine.registered_name}"
@@ -81,14 +105,19 @@ def _engine_line(config: ResolvedConfig) -> str:
 
 def weight_lines(model: Path, trained: int = 1, frozen: int = 0) -> list[str]:
     """Memory of ``trained`` models under AdamW and of ``frozen`` ones, from the size of the weights on disk."""
+    parts = memory_bytes(model, trained, frozen)
+    shown = ", ".join(f"{name.replace('_', ' ')} {_size(value)}" for name, value in parts.items())
+    return [f"memory      {shown}; together {_size(sum(parts.values()))} plus activations and KV cache"]
+
+
+def memory_bytes(model: Path, trained: int = 1, frozen: int = 0) -> dict[str, int]:
+    """As :func:`weight_lines`, in bytes."""
     weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    parts = {
+    return {
         "weights": weights * (trained + frozen),
         "gradients": weights * trained,
-        "AdamW states": weights * 2 * trained,
+        "AdamW_states": weights * 2 * trained,
     }
-    shown = ", ".join(f"{name} {_size(value)}" for name, value in parts.items())
-    return [f"memory      {shown}; together {_size(sum(parts.values()))} plus activations and KV cache"]
 
 
 def _size(count: float) -> str:

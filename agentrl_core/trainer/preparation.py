@@ -34,10 +34,10 @@ from agentrl_core.config.schema import (
     ToolSlot,
     TrackerSlot,
 )
-from agentrl_core.data.call_format import call_format, installed_parsers
+from agentrl_core.data.call_format import call_format, installed_parsers, renderer_of
 from agentrl_core.data.chat_template import build_renderer
 from agentrl_core.data.renderer import HFChatRenderer
-from agentrl_core.data.template_check import TemplateReport, check_template, require_tool_role
+from agentrl_core.data.template_check import RenderedText, TemplateReport, check_template, require_tool_role
 from agentrl_core.hosting.rewards import HostedRewardFunction, RewardWorker
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins.boundary import boundary
@@ -46,7 +46,7 @@ from agentrl_core.rollout.session import interaction_context
 from agentrl_core.serving.clients import absent_clients
 from agentrl_core.serving.interpreter import check_interpreter
 from agentrl_core.trainer.checkpoint import CheckpointStore
-from agentrl_core.trainer.plan import check_context, describe, total_steps
+from agentrl_core.trainer.plan import arithmetic, check_context, describe, total_steps
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
 from agentrl_core.trainer.sample_statistics import group_sizes
 from agentrl_core.workers.models import resolve_device
@@ -64,7 +64,7 @@ class Preparation:
         data: prompts that fit.
         steps: of the whole run.
         vocab_size: of the model.
-        template: what the chat template can do.
+        template: what the conversations that the renderer writes can do.
     """
 
     renderer: Renderer
@@ -106,8 +106,8 @@ class Preparation:
             check_teacher(config, chat)
             warn_of_other_distribution(config)
         if config.tools:
-            require_tool_role(chat)
-        template = check_template(chat)
+            require_tool_role(RenderedText(renderer))
+        template = check_template(RenderedText(renderer))
         if (config.tools or config.environments) and config.rollout.renderer.has("tool_parser"):
             check_call_format(config, chat)
         data = PromptLoader(config, renderer).load()
@@ -116,6 +116,14 @@ class Preparation:
             check_best_metric(config, data.validation)
             CheckpointStore(Path(config.trainer.output_dir) / config.trainer.name, 1).find(config.trainer.resume)
         return cls(renderer, chat, data, total_steps(config, len(data.train)), int(text_config.vocab_size), template)
+
+    def to_dict(self, config: ResolvedConfig) -> dict[str, Any]:
+        """Batch arithmetic, memory and template for scripts."""
+        return {
+            **arithmetic(config, self.steps, len(self.data.train), len(self.data.validation), self.data.longest_prompt),
+            "append_only": self.template.append_only,
+            "history_rewritten_at": list(self.template.breaks),
+        }
 
     def lines(self, config: ResolvedConfig) -> list[str]:
         """Batch arithmetic, memory and template in lines for a person."""
@@ -263,6 +271,14 @@ def check_call_format(config: ResolvedConfig, renderer: HFChatRenderer) -> None:
         )  # fmt: skip
         return
     if found.is_read_by(slot.build(ToolParserContext())):
+        if better := renderer_of(slot.registered_name, config.plugins.block):
+            logger.warning(
+                "rollout.renderer: the model writes %s, and %s reads it as text, in which a control token's name in a "
+                "message looks like the token: set rollout.renderer to %s, which reads the tokens",
+                better,
+                config.rollout.renderer.registered_name,
+                better,
+            )
         return
     readers = found.readers(installed_parsers(config.plugins.block))
     fix = (

@@ -25,7 +25,7 @@ from agentrl_core.controller.event_loop import EventLoop
 from agentrl_core.data.length_cache import cached_lengths
 from agentrl_core.data.overlong import fit_prompts
 from agentrl_core.data.rows import Row
-from agentrl_core.data.template_check import require_tool_role
+from agentrl_core.data.template_check import RenderedText, require_tool_role
 from agentrl_core.hosting.environments import HostedEnvironment
 from agentrl_core.hosting.tools import select_tools, tool_schemas
 from agentrl_core.plugins.boundary import boundary, hang_reported
@@ -183,7 +183,7 @@ class PromptLoader:
                     "as tool_agent"
                 )
             if episode.schemas:
-                require_tool_role(self._renderer.chat)
+                require_tool_role(RenderedText(self._renderer))
             schemas = list(episode.schemas.values()) + self._row_schemas(row)
             prompt = self._renderer.render(episode.messages, schemas, generation_prompt=True)
             self._longest = max(self._longest, len(prompt.ids))

@@ -57,6 +57,12 @@ def test_dry_run_prints_plugins_and_arithmetic_and_starts_nothing(tiny_run: Any)
     ):
         assert " ".join(words.split()) in " ".join(result.output.split())
     assert not (tiny_run.folder / "runs").exists()
+    found = json.loads(agentrl("train", path, "--dry-run", "--json").stdout)
+    assert ("engine", "hf") in [(each["kind"], each["name"]) for each in found["plugins"]]
+    numbers = ("training_prompts", "validation_prompts", "longest_prompt", "trajectories_per_step", "steps", "epochs")
+    assert [found[name] for name in numbers] == [6, 3, 24, 12, 5, 2.5]
+    assert found["memory_bytes"]["weights"] > 0 and found["append_only"] is True
+    assert "goes with --dry-run" in agentrl("train", path, "--json").output
     many = agentrl("train", path, "--dry-run", "cluster={runtime: ray, nodes: 2, processes_per_node: 8}")
     shown = " ".join(many.output.split())
     assert "2 node(s) x 8 = 16, each with 1/16 of weights" in shown and "engines 16 x hf, colocated" in shown, shown
@@ -276,6 +282,28 @@ def test_doctor_of_a_model(tiny_model: Path) -> None:
         r"weights 0.1 MiB",
     ):
         assert re.search(line, result.output), result.output
+
+
+def test_doctor_of_a_model_as_json(tiny_model: Path) -> None:
+    found = json.loads(agentrl("doctor", "--model", tiny_model, "--json").stdout)
+    assert {each["package"] for each in found["packages"]} >= {"python", "torch"}
+    model = found["model"]
+    assert model["tool_parsers"][0] == "hermes" and model["append_only"] and model["memory_bytes"]["weights"] > 0
+
+
+def test_doctor_of_a_config_asks_its_renderer(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tiny_run.folder / "loud.py").write_text(
+        "from agentrl_core.data.chat_template import ChatTemplateRenderer\n\n"
+        "class Loud(ChatTemplateRenderer):\n"
+        "    def render(self, messages, tools=(), *, generation_prompt=False):\n"
+        "        found = super().render(messages, tools, generation_prompt=generation_prompt)\n"
+        "        return found._replace(text=f'{len(messages)} {found.text}')\n"
+    )
+    path = tiny_run({"rollout.renderer": "./loud.py:Loud"})
+    found = json.loads(agentrl("doctor", "--config", path, "--json").stdout)["model"]
+    assert (found["renderer"], found["append_only"], found["reads_text"]) == ("Loud", False, False)
+    assert "not needed: the renderer reads the calls" in agentrl("doctor", "--config", path).output
+    assert "leave out one of the two" in agentrl("doctor", "--config", path, "--model", "m").output
 
 
 def test_doctor_of_what_is_no_model(tmp_path: Path) -> None:

@@ -89,9 +89,9 @@ def test_export(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
 def test_doctor(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     calls.replace(monkeypatch, "doctor")
     assert agentrl("doctor").exit_code == 0
-    assert calls == {"model": None, "as_json": False}
+    assert calls == {"model": None, "config": None, "as_json": False}
     agentrl("doctor", "--model", "m")
-    assert calls == {"model": Path("m"), "as_json": False}
+    assert calls == {"model": Path("m"), "config": None, "as_json": False}
 
 
 def test_rollouts_show(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:

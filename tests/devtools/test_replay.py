@@ -1,5 +1,6 @@
 """``agentrl replay``: recorded trajectories with one part swapped."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,15 @@ def test_nothing_swapped_nothing_differs(run: RunDir) -> None:
     (record, *_) = read_rollouts(run.rollout_file(1, "train"))
     assert [call["response"] for call in record.tool_calls] == ["HI"]
     assert replay(run).startswith("4 trajectories, 0 differ mean reward")
+
+
+def test_json_has_every_trajectory(run: RunDir) -> None:
+    result = CliRunner().invoke(app, ["replay", str(run.path), "--set", "rollout.tool_parser=mistral", "--json"])
+    assert result.exit_code == 0, result.output
+    content = json.loads(result.stdout)
+    assert (content["left_out"], len(content["trajectories"])) == (0, 4)
+    for each in content["trajectories"]:
+        assert each["old"] == each["new"] and "calls" in each["changes"] and "tokens" in each["changes"]
 
 
 def test_a_parser_that_reads_no_calls_leaves_turns_over(run: RunDir) -> None:

@@ -1,5 +1,6 @@
 """``reward replay``: trajectories of a run, scored again in one process."""
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,19 @@ def test_old_and_new_scores(rollouts: Path) -> None:
         "mean reward 0.3333 -> 0.5",
         "1 more were never scored in the run and are left out",
     ]
+
+
+def test_json_has_every_trajectory(rollouts: Path) -> None:
+    result = replay(rollouts, "--reward", "./reward.py:same", "--json")
+    content = json.loads(result.stdout)
+    assert content["left_out"] == 1
+    assert [(each["trajectory_id"], each["old"], each["new"]) for each in content["trajectories"]] == [
+        ("p-0", 1, 1),
+        ("p-1", 0, 0),
+        ("p-2", 0, 0),
+        ("p-3", None, 1),
+    ]
+    assert [bool(each["changes"]) for each in content["trajectories"]] == [False, False, False, True]
 
 
 def test_a_coroutine_with_details_and_in_this_process(rollouts: Path) -> None:

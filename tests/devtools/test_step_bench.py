@@ -52,12 +52,10 @@ needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="agentrl doe
 def test_a_commit_is_imported_from_its_own_checkout() -> None:
     code = "import agentrl_core, agentrl_algorithms; print(agentrl_core.__file__, agentrl_algorithms.__file__)"
     with checkout("HEAD") as folder:
-        done = subprocess.run(
-            [sys.executable, "-c", code], env=environment_of(folder), stdout=subprocess.PIPE, text=True
-        )
-        assert all(Path(file).is_relative_to(folder) for file in done.stdout.split())
-    listed = subprocess.run(["git", "-C", ROOT, "worktree", "list"], stdout=subprocess.PIPE, text=True, check=True)
-    assert str(folder) not in listed.stdout and not folder.exists()
+        imported = subprocess.check_output([sys.executable, "-c", code], env=environment_of(folder), text=True).split()
+        assert [Path(file).is_relative_to(folder) for file in imported] == [True, True]
+    listed = subprocess.check_output(["git", "-C", ROOT, "worktree", "list"], text=True)
+    assert str(folder) not in listed and not folder.exists()
 
 
 @needs_git

@@ -2,6 +2,7 @@
 
 import shutil
 from collections.abc import Callable
+from importlib.metadata import distribution
 from pathlib import Path
 from typing import Any
 
@@ -115,6 +116,21 @@ def test_a_dry_run_reports_what_would_fail_later(tiny_run: Any, changes: dict[st
     shown = result.output + str(result.exception if isinstance(result.exception, AgentRLError) else "")
     assert message in " ".join(shown.split()), shown
     assert not (tiny_run.folder / "runs").exists()
+
+
+def test_a_parser_of_control_tokens_hints_at_the_renderer_that_reads_them(tiny_run: Any) -> None:
+    templates = Path(str(distribution("trl").locate_file("trl/chat_templates")))
+    path = tiny_run(
+        {
+            "tools": ["./odd.py:same"],
+            "rollout.tool_parser": "harmony",
+            "model.chat_template": str(templates / "gptoss.jinja"),
+            **LOOPS,
+            "data.max_prompt_length": 4096,
+        }
+    )
+    (tiny_run.folder / "odd.py").write_text(PLUGINS)
+    assert "set rollout.renderer to harmony, which reads the tokens" in " ".join(dry_run(path).output.split())
 
 
 def copied_model(tiny_run: Any) -> Path:
