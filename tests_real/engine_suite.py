@@ -384,7 +384,6 @@ class GenerationSuite(Suite):
 
         metrics = run(main())
         assert metrics["prompt_tokens"] == 81
-        assert metrics["generated_tokens"] == 4
         assert self.cacheable(80) <= metrics["cached_tokens"] <= 80
 
 

@@ -357,7 +357,7 @@ class EngineReplicas:
             for name, value in (metrics or {}).items():
                 totals[name] += value
             if metrics and metrics.get("serving_seconds"):
-                rate += metrics["tokens"] / metrics["serving_seconds"]
+                rate += metrics["generated_tokens"] / metrics["serving_seconds"]
         if rate:
             totals["tokens_per_second"] = rate
         if totals.get("prompt_tokens"):

@@ -212,7 +212,7 @@ class RequestStats:
             self._slots.release()
 
     def take(self) -> dict[str, float]:
-        """``requests``; ``queue_max`` and ``running_max``, the most at once; ``tokens`` sampled in
+        """``requests``; ``queue_max`` and ``running_max``, the most at once; ``generated_tokens`` in
         ``serving_seconds``, in which there was at least one request. Nothing where there was none."""
         if not self._requests and not self._running:
             return {}
@@ -224,7 +224,7 @@ class RequestStats:
             "requests": float(self._requests),
             "queue_max": float(self._max_waiting),
             "running_max": float(self._max_running),
-            "tokens": float(self.tokens),
+            "generated_tokens": float(self.tokens),
             "serving_seconds": self._serving_seconds,
         }
         self._reset()

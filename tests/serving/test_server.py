@@ -128,5 +128,5 @@ def test_what_the_engine_says_comes_through(make_server) -> None:
     server = asyncio.run(started(make_server()))
     assert asyncio.run(CALLS["generate"](server)).token_ids == [1]
     told = server.metrics()
-    assert (told["requests"], told["tokens"], told["running_max"], told["queue_max"]) == (1, 1, 1, 0)
+    assert (told["requests"], told["generated_tokens"], told["running_max"], told["queue_max"]) == (1, 1, 1, 0)
     assert server.metrics() == {}

@@ -75,8 +75,7 @@ class HFEngine(InferenceEngine):
         await self._call(lambda executor: None)
 
     def metrics(self) -> dict[str, float]:
-        """``prompt_tokens`` (``cached_tokens`` of them not computed again), ``generated_tokens``, ``steps``,
-        ``busy_seconds``, ``max_running``."""
+        """``prompt_tokens`` (``cached_tokens`` of them not computed again), ``steps`` and ``busy_seconds``."""
         return self._counters.take()
 
     # Generation ---------------------------------------------------------------------------------------------------

@@ -68,16 +68,14 @@ class Executor:
     def step(self) -> None:
         """One token for every running request; those who wait join first."""
         started = time.perf_counter()
-        generated = 0
         try:
             self.model.begin()
             self._admit()
             self._prefill()
-            self._counters.observe_running(self._scheduler.active)
-            generated = self._decode()
+            self._decode()
         except Exception as error:  # noqa: BLE001 - no request can be trusted any more, but the next ones can
             self._abandon(error)
-        self._counters.add(steps=1, generated_tokens=generated, busy_seconds=time.perf_counter() - started)
+        self._counters.add(steps=1, busy_seconds=time.perf_counter() - started)
         self.settle()
 
     def _admit(self) -> None:
@@ -157,12 +155,12 @@ class Executor:
                 break
         return chunk
 
-    def _decode(self) -> int:
+    def _decode(self) -> None:
         scheduler = self._scheduler
         scheduler.reserve()
         sequences = scheduler.running()[: scheduler.decoding]
         if not sequences:
-            return 0
+            return
         try:
             logits = self.model.decode(scheduler.store, sequences)
             if self._sampler.sequences != sequences:
@@ -170,7 +168,7 @@ class Executor:
             ids, log_probs = self._sampler.sample(logits)
         except Exception as error:  # noqa: BLE001 - whatever a forward raises belongs to the requests in it
             self._fail(sequences, error)
-            return 0
+            return
         ended: list[tuple[Sequence, FinishReason]] = []
         broken: list[Sequence] = []
         for sequence, token, log_prob in zip(sequences, ids, log_probs, strict=True):
@@ -184,7 +182,6 @@ class Executor:
             self._fail_broken(broken, len(sequences))
         for sequence, reason in ended:
             self._end(sequence, reason)
-        return len(sequences) - len(broken)
 
     # Ends ---------------------------------------------------------------------------------------------------------
 

@@ -197,8 +197,8 @@ class SGLangEngine(InferenceEngine):
         await self._server().health()
 
     def metrics(self) -> dict[str, float]:
-        """``prompt_tokens`` (``cached_tokens`` of them not computed again), ``generated_tokens``, ``retractions``
-        (requests that had to give up their KV cache), ``max_running``."""
+        """``prompt_tokens`` (``cached_tokens`` of them not computed again), ``retractions`` (requests that had
+        to give up their KV cache)."""
         return self._counters.take()
 
     # Generation ---------------------------------------------------------------------------------------------------
@@ -232,7 +232,6 @@ class SGLangEngine(InferenceEngine):
         client = self._server()
         call = asyncio.create_task(client.generate(body))
         running = self._running[rid] = _Running(request_id, call, asyncio.get_running_loop().create_future())
-        self._counters.started(len(self._running))
         try:
             reply = await asyncio.shield(call)
         except asyncio.CancelledError:

@@ -1,6 +1,6 @@
 """What the engine did since somebody asked last."""
 
-NAMES = ("prompt_tokens", "cached_tokens", "generated_tokens", "max_running")
+NAMES = ("prompt_tokens", "cached_tokens")
 
 
 class Counters:
@@ -9,13 +9,9 @@ class Counters:
     def __init__(self) -> None:
         self._values = dict.fromkeys(NAMES, 0.0)
 
-    def started(self, running: int) -> None:
-        """One more request runs; ``running`` in all."""
-        self._values["max_running"] = max(self._values["max_running"], running)
-
-    def finished(self, prompt: int, cached: int, generated: int) -> None:
-        """Tokens of a prompt, those of them that were not computed again, and sampled ones."""
-        for name, count in zip(NAMES, (prompt, cached, generated), strict=False):
+    def finished(self, prompt: int, cached: int) -> None:
+        """Tokens of a prompt, and those of them that were not computed again."""
+        for name, count in zip(NAMES, (prompt, cached), strict=True):
             self._values[name] += count
 
     def take(self) -> dict[str, float]:

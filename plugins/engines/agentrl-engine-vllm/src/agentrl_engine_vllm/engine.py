@@ -96,7 +96,7 @@ class VLLMEngine(InferenceEngine):
             raise EngineError(f"vLLM has ended: {error}") from error
 
     def metrics(self) -> dict[str, float]:
-        """``prompt_tokens`` (``cached_tokens`` of them not computed again), ``generated_tokens``, ``max_running``."""
+        """``prompt_tokens`` (``cached_tokens`` of them not computed again)."""
         return self._counters.take()
 
     def _running(self) -> Any:
@@ -178,7 +178,6 @@ class VLLMEngine(InferenceEngine):
         llm = self._running()
         if self._lost_weights:
             raise EngineError("the weights are gone since sleep(2): update_weights() first")
-        self._counters.started(len(self._requests) - len(self._waiting))
         params = VLLMSamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
         final = None
         prompt = TokensPrompt(prompt_token_ids=prompt_ids)
@@ -187,7 +186,7 @@ class VLLMEngine(InferenceEngine):
         if final is None or not final.finished:
             raise EngineError(f"request {request_id!r}: vLLM ended it without an answer")
         output = token_output(final.outputs[0], self._version)
-        self._counters.finished(len(prompt_ids), final.num_cached_tokens or 0, len(output.token_ids))
+        self._counters.finished(len(prompt_ids), final.num_cached_tokens or 0)
         return output
 
     async def abort(self, request_id: str) -> TokenOutput | None:
