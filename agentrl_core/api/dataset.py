@@ -1,9 +1,10 @@
 """The interface of prompt datasets: random access to rows.
 
 The factory ``(config, DatasetContext) -> PromptDataset`` is called once for each split that has files, in the trainer's
-process, before any worker starts; all rows are read there, from one thread, and checked against the run. Methods are
-plain ones, never coroutines. What the factory or a row raises ends the run before it starts; a ``DataError`` should
-name file, row and remedy. Rows are pickled to the workers.
+process, before any worker starts; all rows are read there, from one thread, and checked against the run. With
+``data.streaming`` most training rows are read later, each when its step comes, so keep no rows in memory. Methods are
+plain ones, never coroutines. What the factory or a row raises ends the run; a ``DataError`` should name file, row and
+remedy. Rows are pickled to the workers.
 
     class Numbers(PromptDataset):
         def __init__(self, config, context):

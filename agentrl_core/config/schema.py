@@ -223,6 +223,9 @@ class DataConfig:
         "filter",
         help="for prompts that are too long: drop the row, stop with an error, or cut the last user message on a side",
     )
+    streaming: bool = option(
+        False, help="read, check and measure a training row when its step comes, for data that does not fit in memory"
+    )
     dataset: DatasetSlot = option(default_factory=DatasetSlot)
     sampler: SamplerSlot = option(default_factory=SamplerSlot)
 

@@ -4,54 +4,62 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from agentrl_core.api import DataError, DatasetContext, PromptDataset
+from agentrl_core.api import DataError, DatasetContext
 from agentrl_core.data.rows import Row
 
 logger = logging.getLogger(__name__)
 
 
+Lengths = Callable[[Sequence[Row]], Sequence[int]]
+"""Tokens of each row's prompt as the agent loop will render it, tool schemas included."""
+
+
 def fit_prompts(
-    dataset: PromptDataset, context: DatasetContext, overlong: str, lengths_of: Callable[[list[Row]], Sequence[int]]
+    rows: Sequence[Row], context: DatasetContext, overlong: str, lengths_of: Lengths
 ) -> tuple[list[Row], int]:
     """The rows whose rendered prompt fits ``max_prompt_length``, and the length of the longest one.
 
     Args:
         overlong: ``filter`` drops the others, ``error`` refuses them, ``left``/``right``/``middle`` cut their last
             user message at that side.
-        lengths_of: tokens of each row's prompt as the agent loop will render it, tool schemas included.
 
     Raises:
         DataError: a prompt is too long under ``error``, cannot be cut enough, or nothing is left.
     """
-    rows = [dataset[index] for index in range(len(dataset))]
-    kept: list[Row] = []
-    longest = 0
-    for index, (row, length) in enumerate(zip(rows, lengths_of(rows), strict=True)):
-        if length <= context.max_prompt_length:
-            kept.append(row)
-            longest = max(longest, length)
-        elif overlong == "error":
-            raise DataError(
-                f"data: {context.split} row {index} has a prompt of {length} tokens (tool schemas included), more than "
-                f"data.max_prompt_length={context.max_prompt_length}; raise it, or set data.overlong_prompts to "
-                "filter, left, right or middle"
-            )
-        elif overlong != "filter":
-            row, length = _cut(row, index, length, context, overlong, lengths_of)
-            kept.append(row)
-            longest = max(longest, length)
-    dropped = len(dataset) - len(kept)
+    measured = enumerate(zip(rows, lengths_of(rows), strict=True))
+    fitted = (fit_prompt(row, index, length, context, overlong, lengths_of) for index, (row, length) in measured)
+    kept = [found for found in fitted if found is not None]
+    dropped = len(rows) - len(kept)
     if dropped:
         logger.warning(
             "data: %d of %d %s prompts are longer than data.max_prompt_length=%d tokens and were dropped",
-            dropped, len(dataset), context.split, context.max_prompt_length,
+            dropped, len(rows), context.split, context.max_prompt_length,
         )  # fmt: skip
     if not kept:
         raise DataError(
-            f"data: no {context.split} prompt is left: {len(dataset)} rows in {', '.join(context.files)}, all longer "
+            f"data: no {context.split} prompt is left: {len(rows)} rows in {', '.join(context.files)}, all longer "
             f"than data.max_prompt_length={context.max_prompt_length} tokens (tool schemas included)"
         )
-    return kept, longest
+    return [row for row, _ in kept], max(length for _, length in kept)
+
+
+def fit_prompt(
+    row: Row, index: int, length: int, context: DatasetContext, overlong: str, lengths_of: Lengths
+) -> tuple[Row, int] | None:
+    """The row, cut where ``overlong`` says so, and the length of its prompt; None: it is dropped.
+
+    Raises:
+        DataError: as :func:`fit_prompts`.
+    """
+    if length <= context.max_prompt_length:
+        return row, length
+    if overlong == "error":
+        raise DataError(
+            f"data: {context.split} row {index} has a prompt of {length} tokens (tool schemas included), more than "
+            f"data.max_prompt_length={context.max_prompt_length}; raise it, or set data.overlong_prompts to "
+            "filter, left, right or middle"
+        )
+    return None if overlong == "filter" else _cut(row, index, length, context, overlong, lengths_of)
 
 
 def _cut(
@@ -60,7 +68,7 @@ def _cut(
     length: int,
     context: DatasetContext,
     side: str,
-    lengths_of: Callable[[list[Row]], Sequence[int]],
+    lengths_of: Lengths,
 ) -> tuple[Row, int]:
     messages: Sequence[dict[str, Any]] = row["raw_prompt"]
     at = max((i for i, message in enumerate(messages) if message["role"] == "user"), default=-1)

@@ -32,7 +32,7 @@ from agentrl_core.runs.run_dir import CHECKPOINT, entries
 
 STATE_FILE = "trainer.json"
 CHECKSUM_FILE = "checksums.json"
-_ORDER_OF_DATA = ("trainer.seed", "data.batch_size", "data.sampler")
+_ORDER_OF_DATA = ("trainer.seed", "data.batch_size", "data.sampler", "data.streaming")
 _UNSEALED = ("config.yaml", "plugins.lock.json")
 """Files whose readers check them."""
 _REMEDY = "resume from another one (trainer.resume=PATH), or from the newest undamaged one (trainer.resume=intact)"

@@ -1,8 +1,10 @@
 """Loads the prompts of a run and checks everything that they name, before anything starts."""
 
+import logging
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from glob import glob
 from pathlib import Path
 from typing import Any
@@ -23,8 +25,9 @@ from agentrl_core.api.dataset import Split
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.event_loop import EventLoop
 from agentrl_core.data.length_cache import cached_lengths
-from agentrl_core.data.overlong import fit_prompts
-from agentrl_core.data.rows import Row
+from agentrl_core.data.overlong import fit_prompt, fit_prompts
+from agentrl_core.data.rows import Row, fingerprint
+from agentrl_core.data.streaming import StreamedRows
 from agentrl_core.data.template_check import RenderedText, require_tool_role
 from agentrl_core.hosting.environments import HostedEnvironment
 from agentrl_core.hosting.tools import select_tools, tool_schemas
@@ -33,6 +36,10 @@ from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.serving.clients import absent_clients
 from agentrl_core.trainer.checkpoint import plugin_refs
 
+logger = logging.getLogger(__name__)
+
+_AT_START = 1000
+"""Streamed rows that are checked and measured before a run, and about as many that its fingerprint is made of."""
 _RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}
 _MEDIA = ("image", "images", "video", "videos", "audio", "audios")
 _TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
@@ -43,6 +50,7 @@ class PromptData:
     """Rows that fit, the sampler over the training rows, and the tokens of the longest prompt.
 
     ``first_prompt`` holds the messages of a training prompt: an environment writes its own only when a task begins.
+    Streamed rows are read from ``train`` when their step comes, and ``longest_prompt`` is that of the first ones.
     """
 
     train: Sequence[Row]
@@ -65,6 +73,10 @@ class PromptData:
                 f"data.batch_size={self.batch_size} numbers from 0 to {len(self.train) - 1}"
             )
         return [self.train[number] for number in numbers]
+
+    def fingerprint(self) -> str:
+        """A hash of the training prompts in their order; of streamed rows, of some that are spread over the data."""
+        return fingerprint(self.train, _AT_START if isinstance(self.train, StreamedRows) else None)
 
     def update(self, step: int, results: Sequence[TrajectoryResult]) -> None:
         """Give the sampler the rewards of a finished step."""
@@ -93,6 +105,7 @@ class PromptLoader:
         self._used_tools: set[str] = set()
         self._used_interactions: set[str] = set()
         self._longest = 0
+        self._all_read = True
         seed, clients = config.trainer.seed, absent_clients(config.engines)
         self._environments = [HostedEnvironment(slot, seed, clients) for slot in config.environments]
 
@@ -113,9 +126,9 @@ class PromptLoader:
         sampler = data.sampler.build(context)
         return PromptData(train, validation, sampler, self._longest, data.batch_size, first_prompt)
 
-    def _split(self, split: Split, files: Sequence[str]) -> list[Row]:
+    def _split(self, split: Split, files: Sequence[str]) -> Sequence[Row]:
         """The rows of the files, and the tasks of the environments."""
-        rows, tasks, without = self._file_rows(split, files) if files else [], list[Row](), list[str]()
+        tasks, without = list[Row](), list[str]()
         for environment in self._environments:
             name = environment.name
             with boundary(DataError, f"{environment.title}: tasks({split!r}) raised"), hang_reported(environment.title):
@@ -127,20 +140,25 @@ class PromptLoader:
                 row.setdefault("raw_prompt", [])
                 self._check_row(row, f"{environment.title}: {split} task {index}")
             tasks += given
-        for index, row in enumerate(rows):
-            if "environment" not in row and without:
-                rows[index] = {**row, "environment": without[0]}
-            elif row.get("environment") not in (None, *(each.name for each in self._environments)):
-                raise DataError(
-                    f"data: {split} row {index}: environment is {row['environment']!r}; configured: "
-                    f"{', '.join(each.name for each in self._environments) or 'none'}"
-                )
-        if len(without) > 1 and any(row["environment"] == without[0] for row in rows):
+        return self._file_rows(split, files, without, tasks) if files else tasks
+
+    def _prepared(self, split: Split, without: Sequence[str], index: int, row: Row) -> Row:
+        """The checked row, with its environment where it has one; ``without`` are those without tasks of their own."""
+        self._check_row(row, f"data: {split} row {index}")
+        names = [each.name for each in self._environments]
+        if "environment" not in row and len(without) > 1:
             raise DataError(
-                f"data: {split} rows name no environment, but {', '.join(without)} have no tasks of their own; add a "
-                "column `environment`"
+                f"data: {split} row {index} names no environment, but {', '.join(without)} have no tasks of their own; "
+                "add a column `environment`"
             )
-        return rows + tasks
+        if "environment" not in row and without:
+            return {**row, "environment": without[0]}
+        if row.get("environment") not in (None, *names):
+            raise DataError(
+                f"data: {split} row {index}: environment is {row['environment']!r}; configured: "
+                f"{', '.join(names) or 'none'}"
+            )
+        return row
 
     def _try_environments(self, rows: Sequence[Row]) -> Sequence[Message]:
         """Begin the first task of each environment, check it against the run; return messages of a prompt."""
@@ -196,28 +214,18 @@ class PromptLoader:
         finally:
             await episode.close()
 
-    def _file_rows(self, split: Split, files: Sequence[str]) -> list[Row]:
+    def _file_rows(self, split: Split, files: Sequence[str], without: Sequence[str], tasks: list[Row]) -> Sequence[Row]:
+        """The rows of the files that fit, then ``tasks``."""
         slot = self._config.data.dataset
         found = [name for file in files for name in _matching(file)]
         chat, longest = self._renderer.chat, self._config.data.max_prompt_length
         context = DatasetContext(found, split, chat, self._row_schemas, longest)
+        prepared, overlong = partial(self._prepared, split, without), self._config.data.overlong_prompts
         with hang_reported(f"dataset {slot.name!r}, loading {split} rows,"):
             dataset: PromptDataset = slot.build(context)
-            for index in range(len(dataset)):
-                self._check_row(dataset[index], f"data: {split} row {index}")
-
-        def lengths(rows: Sequence[Row]) -> list[int]:
-            index = 0
-
-            def prompts() -> Iterator[tuple[Sequence[Message], list[dict[str, Any]]]]:
-                nonlocal index
-                for index, row in enumerate(rows):  # noqa: B007 - an error names the row
-                    yield row["raw_prompt"], self._row_schemas(row)
-
-            try:
-                return self._renderer.lengths(prompts())
-            except TemplateError as error:
-                raise TemplateError(f"data: {split} row {index}: {error}") from error
+            if split == "train" and self._config.data.streaming:
+                return self._streamed(dataset, context, prepared, tasks)
+            rows = [prepared(index, dataset[index]) for index in range(len(dataset))]
 
         def kept_lengths(rows: Sequence[Row]) -> list[int]:
             names = ([schema["function"]["name"] for schema in self._row_schemas(row)] for row in rows)
@@ -227,10 +235,53 @@ class PromptLoader:
             refs = [astuple(ref) for ref in plugin_refs(self._config)]
             slots = repr((self._config.rollout.renderer, self._config.rollout.tool_parser))
             settings = [refs, template, model.chat_template_kwargs, slots, self._schemas]
-            return cached_lengths(folder, Path(model.path), settings, prompts, lambda: lengths(rows))
+            return cached_lengths(folder, Path(model.path), settings, prompts, lambda: self._lengths(split, rows))
 
-        rows, longest = fit_prompts(dataset, context, self._config.data.overlong_prompts, kept_lengths)
+        rows, longest = fit_prompts(rows, context, overlong, kept_lengths)
         self._longest = max(self._longest, longest)
+        return rows + tasks
+
+    def _lengths(self, split: Split, rows: Sequence[Row], first: int = 0) -> list[int]:
+        """Tokens of each row's prompt; ``first`` is the number of the first row."""
+        index = first
+
+        def prompts() -> Iterator[tuple[Sequence[Message], list[dict[str, Any]]]]:
+            nonlocal index
+            for index, row in enumerate(rows, first):  # noqa: B007 - an error names the row
+                yield row["raw_prompt"], self._row_schemas(row)
+
+        try:
+            return self._renderer.lengths(prompts())
+        except TemplateError as error:
+            raise TemplateError(f"data: {split} row {index}: {error}") from error
+
+    def _streamed(
+        self, dataset: PromptDataset, context: DatasetContext, prepared: Callable[[int, Row], Row], tasks: list[Row]
+    ) -> StreamedRows:
+        """The rows one by one; the first ones are tried now."""
+        overlong = self._config.data.overlong_prompts
+
+        def prepare(index: int, row: Row) -> Row | None:
+            row = prepared(index, row)
+
+            def lengths(rows: Sequence[Row]) -> list[int]:
+                return self._lengths(context.split, rows, index)
+
+            [length] = lengths([row])
+            fitted = fit_prompt(row, index, length, context, overlong, lengths)
+            if fitted is None:
+                return None
+            self._longest = max(self._longest, fitted[1])
+            return fitted[0]
+
+        tried = min(len(dataset), _AT_START)
+        for index in range(tried):
+            prepare(index, dataset[index])
+        self._all_read = tried == len(dataset)
+        rows = StreamedRows(dataset, prepare, tasks)
+        if not tasks:
+            # An error if no row fits.
+            rows[0]
         return rows
 
     def _row_schemas(self, row: Row) -> list[dict[str, Any]]:
@@ -286,8 +337,10 @@ class PromptLoader:
             for slot in self._config.interactions
             if slot.registered_name not in self._used_interactions
         ]
-        if problems:
+        if problems and self._all_read:
             raise ConfigError(problems)
+        for problem in problems:
+            logger.warning("in the first %d training rows, %s", _AT_START, problem)
 
 
 def _matching(file: str) -> list[str]:

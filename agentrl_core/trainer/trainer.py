@@ -16,7 +16,7 @@ from typing import Any
 from agentrl_core.api import AgentRLError, ConfigError
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
-from agentrl_core.data.rows import PromptBatch, fingerprint
+from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.shared_memory import remove_orphans, shared_memory_recorded
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
@@ -72,7 +72,7 @@ class Trainer:
         self.renderer = self.preparation.renderer
         self.algorithm = Algorithm(config)
         data = self.preparation.data
-        self.run = Run(config, self.steps, fingerprint(data.train), data.sampler, self.algorithm)
+        self.run = Run(config, self.steps, data.fingerprint(), data.sampler, self.algorithm)
         self.timer = PhaseTimer(lambda phase: self.run.trackers.progress(phase))
         self.stop = StopRequest()
         self.step = 0

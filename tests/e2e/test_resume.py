@@ -43,7 +43,10 @@ def sampled(run: RunDir, step: int) -> list[Any]:
     return [[json.loads(line)[key] for key in ("uid", "response_ids", "response_logprobs")] for line in lines]
 
 
-@pytest.mark.parametrize("changes", [{}, PPO], ids=["grpo", "ppo with a curriculum"])
+STREAMED = {"data.streaming": True}
+
+
+@pytest.mark.parametrize("changes", [{}, PPO, STREAMED], ids=["grpo", "ppo with a curriculum", "streamed"])
 def test_killed_run_repeats_the_uninterrupted_one_from_its_last_checkpoint(
     changes: dict[str, Any], fit: Callable[..., RunDir], tiny_run: Any, start_agentrl: Callable[..., Any]
 ) -> None:

@@ -12,7 +12,7 @@ from agentrl_core.api import ConfigError, DataError
 from agentrl_core.config import load_config
 from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
-from agentrl_core.trainer.prompt_data import PromptLoader
+from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
 
 
 def test_every_prompt_is_rendered_once_before_a_run(
@@ -70,3 +70,80 @@ def test_a_pattern_stands_for_its_files_in_alphabetical_order(tiny_run: Any) -> 
 def test_a_pattern_without_a_file_names_the_key(tiny_run: Any) -> None:
     with pytest.raises(ConfigError, match=r"data.train_files.0 .*: no such file: .*none-\*.jsonl"):
         load_config(tiny_run({"data.train_files": ["none-*.jsonl"]}))
+
+
+def streamed(tiny_run: Any, rows: list[dict[str, Any]], changes: dict[str, Any] | None = None) -> PromptData:
+    """Training rows of a run that streams them."""
+    tiny_run.write_rows("many.jsonl", rows)
+    settings = {"rollout.engine": {"name": "scripted"}, "data.streaming": True, "data.train_files": ["many.jsonl"]}
+    config = load_config(tiny_run({**settings, **(changes or {})}))
+    return PromptLoader(config, ChatTemplateRenderer.of(HFChatRenderer.from_config(config.model))).load()
+
+
+def drawn(data: PromptData, steps: range) -> list[list[int]]:
+    return [[row["extra_info"]["index"] for row in data.batch(step)] for step in steps]
+
+
+def test_streamed_rows_are_those_that_are_read_at_once_in_the_same_order(tiny_run: Any) -> None:
+    rows = tiny_run.rows(1200)
+    data, eager = streamed(tiny_run, rows), streamed(tiny_run, rows, {"data.streaming": False})
+    assert len(data.train) == len(eager.train) == 1200
+    assert [data.batch(step) for step in range(1, 9)] == [eager.batch(step) for step in range(1, 9)]
+    assert drawn(streamed(tiny_run, rows), range(5, 9)) == drawn(data, range(5, 9)), "the order depends on the step"
+
+
+def test_streamed_rows_that_do_not_fit_give_their_place_to_the_next(
+    tiny_run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    rows = tiny_run.rows(6)
+    for number in (1, 2, 5):
+        rows[number]["prompt"][0]["content"] *= 100
+    data = streamed(tiny_run, rows, {"data.sampler": "sequential", "data.batch_size": 6})
+    assert drawn(data, range(1, 2)) == [[0, 3, 3, 3, 4, 0]]
+    assert caplog.text.count("is longer than data.max_prompt_length; the next row that fits takes its place") == 1
+    for row in rows:
+        row["prompt"][0]["content"] *= 100
+    with pytest.raises(DataError, match="no train prompt is left: all 6 rows are longer"):
+        streamed(tiny_run, rows)
+
+
+@pytest.mark.parametrize("overlong", ["left", "error"])
+def test_streamed_rows_are_cut_or_refused_as_others_are(tiny_run: Any, overlong: str) -> None:
+    rows = tiny_run.rows(1100)
+    rows[1050]["prompt"][0]["content"] *= 100
+    data = streamed(tiny_run, rows, {"data.overlong_prompts": overlong})
+    if overlong == "error":
+        with pytest.raises(DataError, match="data: train row 1050 has a prompt of .* tokens"):
+            data.train[1050]
+    else:
+        found, whole = data.train[1050]["raw_prompt"][0]["content"], rows[1050]["prompt"][0]["content"]
+        assert len(found) < len(whole) and whole.endswith(found)
+
+
+def test_a_bad_streamed_row_is_named_when_its_turn_comes_and_one_of_the_first_before_the_run(tiny_run: Any) -> None:
+    rows = tiny_run.rows(1100)
+    del rows[1050]["reward_model"]["ground_truth"]
+    data = streamed(tiny_run, rows)
+    with pytest.raises(DataError, match=r"many.jsonl, row 1050: no reward_model.ground_truth"):
+        data.train[1050]
+    del rows[7]["reward_model"]["ground_truth"]
+    with pytest.raises(DataError, match=r"many.jsonl, row 7: no reward_model.ground_truth"):
+        streamed(tiny_run, rows)
+
+
+def test_the_fingerprint_of_streamed_rows_sees_their_number_and_prompts(tiny_run: Any) -> None:
+    rows = tiny_run.rows(30)
+    prints = {streamed(tiny_run, rows).fingerprint(), streamed(tiny_run, rows[:29]).fingerprint()}
+    prints.add(streamed(tiny_run, rows[::-1]).fingerprint())
+    assert len(prints) == 3
+    assert streamed(tiny_run, rows).fingerprint() in prints
+
+
+def test_tools_that_only_later_streamed_rows_may_name_are_a_warning(
+    tiny_run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    changes = {"tools": [{"name": "calculator"}], "rollout.agent.loops": ["single_turn", "tool_agent"]}
+    with pytest.raises(ConfigError, match="nothing can reach 'calculator'"):
+        streamed(tiny_run, tiny_run.rows(10), changes)
+    streamed(tiny_run, tiny_run.rows(1001), changes)
+    assert "in the first 1000 training rows, tools: nothing can reach 'calculator'" in caplog.text

@@ -124,15 +124,26 @@ def test_parquet_without_the_prompt_column(tmp_path: Path) -> None:
 def test_a_row_without_ground_truth(tmp_path: Path, reward_model: Any) -> None:
     file = write(tmp_path / "rows.jsonl", [ROWS[0], {**ROWS[1], "reward_model": reward_model}])
     with pytest.raises(DataError, match="row 1: no reward_model.ground_truth.*require_ground_truth=false"):
-        load(file)
-    assert len(load(file, require_ground_truth=False)) == 2
+        load(file)[1]
+    assert load(file, require_ground_truth=False)[1]["raw_prompt"] == ROWS[1]["prompt"]
+
+
+def test_rows_are_the_same_in_any_order_over_several_files(tmp_path: Path) -> None:
+    rows = [{**ROWS[0], "extra_info": {"index": number}} for number in range(2500)]
+    files = [write(tmp_path / "a.jsonl", rows[:1100]), write(tmp_path / "b.parquet", rows[1100:])]
+    dataset = load(*files)
+    for order in (range(2500), range(2499, -1, -7), [1099, 1100, 1101, 0, 1, 2, 2499]):
+        assert [dataset[number]["extra_info"]["index"] for number in order] == list(order)
+    for number in (-1, 2500):
+        with pytest.raises(IndexError):
+            dataset[number]
 
 
 @pytest.mark.parametrize("prompt", [[], [{"content": "no role"}], ["text"], None])
 def test_a_prompt_that_is_not_messages(tmp_path: Path, prompt: Any) -> None:
     file = write(tmp_path / "rows.jsonl", [{"prompt": prompt, "reward_model": {"ground_truth": "1"}}])
     with pytest.raises(DataError, match="row 0: 'prompt' must be a text or a list of messages"):
-        load(file)
+        load(file)[0]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -5,8 +5,10 @@ Columns: ``prompt`` (messages), ``data_source``, ``agent_name``, ``reward_model.
 """
 
 import json
+from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +23,44 @@ Row = dict[str, Any]
 _READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 
+_AHEAD = 1000
+"""Rows that are decoded together where rows are read in their order."""
+
+
 class PromptsFromFiles(PromptDataset):
-    """Random access to the rows of several files, in their order.
+    """The rows of several files, in their order.
+
+    Rows stay in the memory-mapped files that ``datasets`` makes in its cache, and are decoded when they are read.
 
     Raises:
-        DataError: a file that cannot be read, lacks the prompt column, or holds a row that cannot be used; the
-            message names file and row.
+        DataError: a file that cannot be read or lacks the prompt column; from indexing, a row that cannot be used.
+            The message names file and row.
     """
 
     def __init__(self, config: PromptsConfig, context: DatasetContext) -> None:
-        self._rows: list[Row] = []
-        for file in (name for pattern in context.files for name in _found(pattern, context.split)):
-            rows = _read(file)
-            if config.prompt_key not in rows.column_names:
-                raise DataError(
-                    f"{file}: no column {config.prompt_key!r}; it has {', '.join(rows.column_names)}. "
-                    "Set data.dataset.config.prompt_key to the column that holds the messages"
-                )
-            self._rows += [
-                _normalise(dict(row), config, f"{file}, row {number}") for number, row in enumerate(_plain(rows))
-            ]
+        self._config = config
+        names = [name for pattern in context.files for name in _found(pattern, context.split)]
+        self._files = [(name, _read(name, config)) for name in names]
+        self._ends = list(accumulate(len(rows) for _, rows in self._files))
+        self._ahead: dict[int, Row] = {}
+        self._last = -1
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return self._ends[-1]
 
     def __getitem__(self, index: int) -> Row:
-        return dict(self._rows[index])
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+        at = bisect_right(self._ends, index)
+        file, rows = self._files[at]
+        first = self._ends[at] - len(rows)
+        if index not in self._ahead:
+            count = _AHEAD if index == self._last + 1 else 1
+            columns = rows[index - first : index - first + count]
+            decoded = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
+            self._ahead = dict(enumerate(decoded, index))
+        self._last = index
+        return _normalise(dict(self._ahead[index]), self._config, f"{file}, row {index - first}")
 
 
 def _found(file: str, split: str) -> list[str]:
@@ -69,7 +83,7 @@ def _found(file: str, split: str) -> list[str]:
     return [files.unstrip_protocol(each) for each in found]
 
 
-def _read(file: str) -> datasets.Dataset:
+def _read(file: str, config: PromptsConfig) -> datasets.Dataset:
     reader = _READERS.get(Path(file).suffix)
     if reader is None:
         raise DataError(f"{file}: unknown file type; allowed are {', '.join(_READERS)}")
@@ -80,15 +94,15 @@ def _read(file: str) -> datasets.Dataset:
         raise DataError(f"{file}: the file is empty; expected one row per line, with a prompt")
     try:
         with _no_progress_bars():
-            return datasets.load_dataset(reader, data_files=file, split="train")
+            rows = datasets.load_dataset(reader, data_files=file, split="train")
     except Exception as failure:  # noqa: BLE001 - what a reader raises depends on the file and on the library behind it
         raise DataError(f"{file}: cannot be read as {reader}: {type(failure).__name__}: {failure}") from failure
-
-
-def _plain(rows: datasets.Dataset) -> Iterator[Row]:
-    """The rows, decoded a thousand at a time."""
-    for batch in rows.iter(1000):
-        yield from (dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True))
+    if config.prompt_key not in rows.column_names:
+        raise DataError(
+            f"{file}: no column {config.prompt_key!r}; it has {', '.join(rows.column_names)}. "
+            "Set data.dataset.config.prompt_key to the column that holds the messages"
+        )
+    return rows
 
 
 @contextmanager

@@ -1,0 +1,70 @@
+"""Training rows that are read, checked and measured when their turn comes."""
+
+import logging
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, overload
+
+from agentrl_core.api import DataError, PromptDataset
+from agentrl_core.data.rows import Row
+
+logger = logging.getLogger(__name__)
+
+_REMEMBERED = 2**16
+"""Numbers of rows that were found to fit."""
+
+
+class StreamedRows(Sequence[Row]):
+    """The rows of a dataset, then ``tasks``. No row is kept in memory.
+
+    A row whose prompt is too long is replaced by the next one that fits. What a number stands for depends on the
+    data alone, so a resumed run gets the same prompts.
+
+    Args:
+        dataset: all of its rows, in their order.
+        prepare: checks and completes a row, given with its number; None: its prompt is too long.
+        tasks: ready rows.
+
+    Raises:
+        DataError: from indexing: a row cannot be used, or none fits.
+    """
+
+    def __init__(
+        self, dataset: PromptDataset, prepare: Callable[[int, Row], Row | None], tasks: Sequence[Row] = ()
+    ) -> None:
+        self._dataset, self._prepare, self._tasks = dataset, prepare, tasks
+        self._replaced = False
+        self._fitting = lru_cache(_REMEMBERED)(self._first_that_fits)
+
+    def __len__(self) -> int:
+        return len(self._dataset) + len(self._tasks)
+
+    @overload
+    def __getitem__(self, number: int) -> Row: ...
+    @overload
+    def __getitem__(self, number: slice) -> list[Row]: ...
+    def __getitem__(self, number: Any) -> Any:
+        if isinstance(number, slice):
+            return [self[each] for each in range(*number.indices(len(self)))]
+        if not 0 <= number < len(self):
+            raise IndexError(f"row {number} of {len(self)}")
+        if number >= len(self._dataset):
+            return self._tasks[number - len(self._dataset)]
+        fitting = self._fitting(number)
+        return self._prepare(fitting, self._dataset[fitting])
+
+    def _first_that_fits(self, number: int) -> int:
+        size = len(self._dataset)
+        for found in ((number + offset) % size for offset in range(size)):
+            if self._prepare(found, self._dataset[found]) is not None:
+                return found
+            if not self._replaced:
+                self._replaced = True
+                logger.warning(
+                    "data: train row %d is longer than data.max_prompt_length; the next row that fits takes its place, "
+                    "here and wherever this happens again", found,
+                )  # fmt: skip
+        raise DataError(
+            f"data: no train prompt is left: all {size} rows are longer than data.max_prompt_length tokens (tool "
+            "schemas included)"
+        )
