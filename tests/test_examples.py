@@ -9,6 +9,7 @@ from agentrl_core.config import load_config
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.testing.tiny_model import save_tiny_model
 from agentrl_core.trainer import Trainer
+from agentrl_tool_search.index import build_index
 
 ROOT = Path(__file__).parents[1]
 CONFIGS = sorted(path for path in (ROOT / "examples").rglob("*.yaml"))
@@ -29,18 +30,30 @@ def test_example_config_loads(path: Path) -> None:
 def test_example_config_trains_for_a_step(path: Path, tmp_path: Path) -> None:
     """With a tiny model and two rows in place of what the example's prepare.py makes."""
     save_tiny_model(tmp_path / "model")
+    config = load_config(path, check_files=False)
+    with_user = {"ground_truth": "2", "day": "Friday", "hour": "19", "people": "2", "goal": "You want to book a table."}
     row = {
         "prompt": "What is 1 + 1?",
-        "data_source": "calculator",
+        "data_source": (config.trainer.checkpoint.best_metric or "validation/calculator/").split("/")[1],
         "reward_model": {"ground_truth": "2"},
-        "extra_info": {"interaction_kwargs": {"name": "tutor", "ground_truth": "2"} if path.stem == "tutor" else None},
+        "extra_info": {
+            "interaction_kwargs": {"name": config.interactions[0].name, **with_user} if config.interactions else None
+        },
     }
     rows = tmp_path / "rows.jsonl"
     rows.write_text(2 * (json.dumps(row) + "\n"))
-    has_files = load_config(path, check_files=False).data.train_files
+    has_files = config.data.train_files
+    if any(tool.name == "search" for tool in config.tools):
+        build_index([rows], tmp_path / "index", column="prompt")
     overrides = [
         f"model.path={tmp_path / 'model'}",
         *([f"data.train_files=[{rows}]", f"data.validation_files=[{rows}]"] if has_files else []),
+        *[f"engines.{name}.model={tmp_path / 'model'}" for name in config.engines],
+        *[
+            f"tools.{n}.config.index={tmp_path / 'index'}"
+            for n, tool in enumerate(config.tools)
+            if tool.name == "search"
+        ],
         "data.batch_size=2",
         "data.max_prompt_length=1024",
         "rollout.n=2",

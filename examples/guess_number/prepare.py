@@ -9,14 +9,20 @@ Usage: python examples/guess_number/prepare.py [--output DIR] [--seed N] [--larg
 
 import argparse
 import random
+import sys
 import time
 from pathlib import Path
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+# It lies beside the examples, which are no package.
+from warm_start import build_model as new_model  # noqa: E402
+from warm_start import optimizer_for, train_step  # noqa: E402
 
 USER, ASSISTANT, END, PAD = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
 WORDS = ("guess ", "higher ", "lower ")
@@ -46,26 +52,7 @@ def build_tokenizer(largest: int) -> PreTrainedTokenizerFast:
 
 def build_model(tokenizer: PreTrainedTokenizerFast, largest: int) -> Qwen3ForCausalLM:
     """A Qwen3 that knows the order of numbers from the start: neighbours have similar embeddings."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
-        hidden_size=128,
-        intermediate_size=256,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        head_dim=64,
-        rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-        initializer_range=0.05,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
-    )
+    model = new_model(tokenizer, num_hidden_layers=2, intermediate_size=256, max_position_embeddings=512)
     place = torch.arange(largest + 1)[:, None] / (largest + 1)
     wave = torch.pi * 2 ** (torch.arange(32) * 9 / 31) * place
     features = torch.cat([wave.sin(), wave.cos()], 1)
@@ -74,8 +61,10 @@ def build_model(tokenizer: PreTrainedTokenizerFast, largest: int) -> Qwen3ForCau
     return model
 
 
-def game(tokenizer: PreTrainedTokenizerFast, rng: random.Random, largest: int, guesses: int) -> tuple[list[int], ...]:
-    """A game of a player who draws evenly from what is possible.
+def game(
+    tokenizer: PreTrainedTokenizerFast, rng: random.Random, largest: int, guesses: int, beyond: float
+) -> tuple[list[int], ...]:
+    """A game of a player who draws evenly from the possible numbers, and ``beyond`` of their count on each side.
 
     Returns its ids and, in step, the first and the last of the ids that the player may choose from; 0, 0 where the text
     is not the player's.
@@ -86,26 +75,29 @@ def game(tokenizer: PreTrainedTokenizerFast, rng: random.Random, largest: int, g
         shown = tokenizer.convert_tokens_to_ids(
             [USER, word.replace(" ", "Ġ"), str(low), "Ġ", str(high), END, ASSISTANT]
         )
-        guess, end = rng.randint(low, high), tokenizer.eos_token_id
+        margin, end = int((high - low + 1) * beyond), tokenizer.eos_token_id
+        lowest, highest = max(0, low - margin), min(largest, high + margin)
+        guess = rng.randint(lowest, highest)
         ids += [*shown, guess, end]
-        first += [0] * len(shown) + [low, end]
-        last += [0] * len(shown) + [high, end]
+        first += [0] * len(shown) + [lowest, end]
+        last += [0] * len(shown) + [highest, end]
         if guess == secret:
             break
-        low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
+        if low <= guess <= high:
+            low, high = (guess + 1, high) if guess < secret else (low, guess - 1)
         word = WORDS[1] if guess < secret else WORDS[2]
     return ids, first, last
 
 
-def warm_start(
-    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, largest: int, steps: int, seed: int
+def teach(
+    model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, largest: int, beyond: float, steps: int, seed: int
 ) -> None:
     """Teach the distribution of this player's guesses: the ids of numbers are the numbers."""
     rng, guesses, vocabulary = random.Random(seed), largest.bit_length(), torch.arange(len(tokenizer))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = optimizer_for(model, 2e-3)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = 2e-3 * min((step + 1) / 50, 1 - 0.95 * step / steps)
-        games = [game(tokenizer, rng, largest, guesses) for _ in range(64)]
+        games = [game(tokenizer, rng, largest, guesses, beyond) for _ in range(64)]
         length = max(len(ids) for ids, _, _ in games)
         # Right-padded and causal: no guess can see the padding.
         ids, first, last = (torch.tensor([row[i] + [0] * (length - len(row[i])) for row in games]) for i in range(3))
@@ -115,10 +107,7 @@ def warm_start(
         target = ((vocabulary >= low) & (vocabulary <= high)) / (high - low + 1)
         hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
         loss = F.cross_entropy(model.lm_head(hidden[trained]), target)
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        train_step(model, optimizer, loss)
         if (step + 1) % 100 == 0:
             entropy = -(target * target.clamp(min=1e-9).log()).sum(-1).mean()
             print(f"  warm start, step {step + 1} of {steps}: {(loss - entropy).item():.3f} nats off", flush=True)
@@ -129,6 +118,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--largest", type=int, default=63, help="the largest secret number, as in environment.py")
+    parser.add_argument("--beyond", type=float, default=0.25, help="how weak the player is; 0: only possible guesses")
     parser.add_argument("--steps", type=int, default=500, help="steps of the warm start")
     arguments = parser.parse_args()
     start = time.monotonic()
@@ -137,7 +127,7 @@ def main() -> None:
     disable_progress_bar()
     tokenizer = build_tokenizer(arguments.largest)
     model = build_model(tokenizer, arguments.largest)
-    warm_start(model, tokenizer, arguments.largest, arguments.steps, arguments.seed)
+    teach(model, tokenizer, arguments.largest, arguments.beyond, arguments.steps, arguments.seed)
     model.save_pretrained(arguments.output / "model")
     tokenizer.save_pretrained(arguments.output / "model")
     print(f"made {arguments.output / 'model'} in {time.monotonic() - start:.0f} s")

@@ -31,7 +31,9 @@ def load_script() -> ModuleType:
 
 
 prepare = load_script()
-TOKENIZER = prepare.build_tokenizer()
+warm_start = prepare.warm_start
+TASK = prepare.Calculator()
+TOKENIZER = warm_start.build_tokenizer(TASK)
 PROBLEM = prepare.Problem("What is 37 * 45?", "37 * 45", "1665")
 PROBLEMS = st.builds(
     lambda seed, held_out: next(prepare.problems(random.Random(seed), held_out=held_out)),
@@ -41,7 +43,7 @@ PROBLEMS = st.builds(
 
 
 def test_demonstration_calls_the_tool_and_answers() -> None:
-    text = prepare.render(TOKENIZER, prepare.good_call(PROBLEM))
+    text = warm_start.render(TOKENIZER, prepare.good_call(PROBLEM), TASK.tools)
     conversation = text.split("<|im_end|>\n", maxsplit=1)[1]
     assert conversation == (
         "<|im_start|>user\nWhat is 37 * 45?<|im_end|>\n<|im_start|>assistant\n"
@@ -52,10 +54,10 @@ def test_demonstration_calls_the_tool_and_answers() -> None:
 
 
 def test_prompt_holds_the_schema_and_is_short() -> None:
-    text = prepare.render(TOKENIZER, prepare.conversation(PROBLEM), generation_prompt=True)
+    text = warm_start.render(TOKENIZER, prepare.conversation(PROBLEM), TASK.tools, generation_prompt=True)
     assert f"<tools>\n{json.dumps(prepare.CALCULATOR_SCHEMA)}\n</tools>" in text
     assert text.endswith("<|im_start|>assistant\n")
-    assert len(prepare.encode(TOKENIZER, text)) <= 120
+    assert len(warm_start.encode(TOKENIZER, text)) <= 120
 
 
 def test_template_without_tools_has_no_system_message() -> None:
@@ -68,7 +70,7 @@ def test_template_keeps_the_given_system_message_with_and_without_tools() -> Non
     assert TOKENIZER.apply_chat_template(messages, tokenize=False) == (
         "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n"
     )
-    assert prepare.render(TOKENIZER, messages).startswith("<|im_start|>system\nBe brief.\n\n")
+    assert warm_start.render(TOKENIZER, messages, TASK.tools).startswith("<|im_start|>system\nBe brief.\n\n")
 
 
 def test_consecutive_tool_messages_share_one_user_block() -> None:
@@ -79,7 +81,7 @@ def test_consecutive_tool_messages_share_one_user_block() -> None:
         {"role": "tool", "content": "2"},
         {"role": "tool", "content": "3"},
     )
-    text = prepare.render(TOKENIZER, messages, generation_prompt=True)
+    text = warm_start.render(TOKENIZER, messages, TASK.tools, generation_prompt=True)
     rendered_call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 + 1"}}\n</tool_call>'
     assert text.endswith(
         f"<|im_start|>assistant\nBoth.\n{rendered_call}\n{rendered_call}<|im_end|>\n"
@@ -92,13 +94,13 @@ def test_consecutive_tool_messages_share_one_user_block() -> None:
 @given(PROBLEMS, st.integers(0, 100))
 def test_template_is_append_only_and_tokens_do_not_cross_turns(problem, seed: int) -> None:
     messages = prepare.unreliable(problem, random.Random(seed))
-    whole = prepare.render(TOKENIZER, messages)
-    whole_ids = prepare.encode(TOKENIZER, whole)
+    whole = warm_start.render(TOKENIZER, messages, TASK.tools)
+    whole_ids = warm_start.encode(TOKENIZER, whole)
     for count in range(1, len(messages)):
         answers_next = messages[count]["role"] == "assistant"
-        before = prepare.render(TOKENIZER, messages[:count], generation_prompt=answers_next)
+        before = warm_start.render(TOKENIZER, messages[:count], TASK.tools, generation_prompt=answers_next)
         assert whole.startswith(before)
-        before_ids = prepare.encode(TOKENIZER, before)
+        before_ids = warm_start.encode(TOKENIZER, before)
         assert whole_ids[: len(before_ids)] == before_ids
 
 
@@ -106,9 +108,9 @@ def test_template_is_append_only_and_tokens_do_not_cross_turns(problem, seed: in
 @given(PROBLEMS, st.integers(0, 100))
 def test_mask_marks_exactly_what_the_assistant_says(problem, seed: int) -> None:
     messages = prepare.unreliable(problem, random.Random(seed))
-    [(ids, mask)] = prepare.encode_demonstrations(TOKENIZER, [messages])
+    [(ids, mask)] = warm_start.encode_demonstrations(TOKENIZER, [messages], TASK.tools)
     assert len(ids) == len(mask)
-    assert ids == prepare.encode(TOKENIZER, prepare.render(TOKENIZER, messages))
+    assert ids == warm_start.encode(TOKENIZER, warm_start.render(TOKENIZER, messages, TASK.tools))
     spoken = TOKENIZER.decode([token for token, bit in zip(ids, mask, strict=True) if bit])
     turns = [turn for turn in messages if turn["role"] == "assistant"]
     assert spoken.count("<|im_end|>") == len(turns)
@@ -119,18 +121,18 @@ def test_mask_marks_exactly_what_the_assistant_says(problem, seed: int) -> None:
 @settings(deadline=None)
 @given(st.text())
 def test_tokenizer_repeats_any_text(text: str) -> None:
-    assert TOKENIZER.decode(prepare.encode(TOKENIZER, text)) == text
+    assert TOKENIZER.decode(warm_start.encode(TOKENIZER, text)) == text
 
 
 def test_tokenizer_keeps_digits_apart_and_tags_whole() -> None:
-    ids = prepare.encode(TOKENIZER, "<tool_call>1665</tool_call><|im_end|>")
+    ids = warm_start.encode(TOKENIZER, "<tool_call>1665</tool_call><|im_end|>")
     assert [TOKENIZER.decode([token]) for token in ids] == ["<tool_call>", *"1665", "</tool_call>", "<|im_end|>"]
     assert TOKENIZER.decode(ids, skip_special_tokens=True) == "<tool_call>1665</tool_call>"
     assert (TOKENIZER.eos_token, TOKENIZER.pad_token) == ("<|im_end|>", "<|endoftext|>")
 
 
 def test_tokenizer_is_repeatable() -> None:
-    assert prepare.build_tokenizer().get_vocab() == TOKENIZER.get_vocab()
+    assert warm_start.build_tokenizer(TASK).get_vocab() == TOKENIZER.get_vocab()
 
 
 @settings(deadline=None)
@@ -148,34 +150,34 @@ def test_evaluate_rejects_everything_else(expression: str) -> None:
 
 def test_supervised_loss_ignores_what_is_masked_and_padding() -> None:
     torch.manual_seed(0)
-    model = prepare.build_model(TOKENIZER)
-    [(ids, mask)] = prepare.encode_demonstrations(TOKENIZER, [prepare.good_call(PROBLEM)])
-    loss = prepare.supervised_loss(model, [(ids, mask)])
-    padded = prepare.supervised_loss(model, [(ids, mask), (ids + [5] * 7, mask + [0] * 7)])
+    model = warm_start.build_model(TOKENIZER)
+    [(ids, mask)] = warm_start.encode_demonstrations(TOKENIZER, [prepare.good_call(PROBLEM)], TASK.tools)
+    loss = warm_start.supervised_loss(model, [(ids, mask)])
+    padded = warm_start.supervised_loss(model, [(ids, mask), (ids + [5] * 7, mask + [0] * 7)])
     assert torch.isclose(loss, padded, atol=1e-5)
-    assert not torch.isclose(loss, prepare.supervised_loss(model, [(ids, [1] * len(ids))]), atol=1e-2)
+    assert not torch.isclose(loss, warm_start.supervised_loss(model, [(ids, [1] * len(ids))]), atol=1e-2)
 
 
 def test_rollout_answers_the_call_with_the_real_calculator(monkeypatch: pytest.MonkeyPatch) -> None:
     call = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37 * 45"}}\n</tool_call><|im_end|>'
     prompts: list[str] = []
 
-    def scripted(model, tokenizer, rows: list[list[int]]) -> list[list[int]]:
+    def scripted(model, tokenizer, rows: list[list[int]], _: int) -> list[list[int]]:
         prompts.extend(TOKENIZER.decode(row) for row in rows)
         said = "#### 1665<|im_end|>" if "<tool_response>" in prompts[-1] else call
-        return [prepare.encode(TOKENIZER, said) for _ in rows]
+        return [warm_start.encode(TOKENIZER, said) for _ in rows]
 
-    monkeypatch.setattr(prepare, "generate", scripted)
-    [row] = prepare.rollout(None, TOKENIZER, [PROBLEM])
+    monkeypatch.setattr(warm_start, "generate", scripted)
+    [row] = warm_start.rollout(None, TOKENIZER, TASK, [PROBLEM])
     assert row.correct
-    [(ids, mask)] = prepare.encode_demonstrations(TOKENIZER, [prepare.good_call(PROBLEM)])
+    [(ids, mask)] = warm_start.encode_demonstrations(TOKENIZER, [prepare.good_call(PROBLEM)], TASK.tools)
     assert prompts[1] == TOKENIZER.decode(ids).removesuffix("#### 1665<|im_end|>\n")
     trailing_newline = 1
     assert (row.ids, row.mask) == (ids[:-trailing_newline], mask[:-trailing_newline])
 
 
 def make_data(output: Path, seed: int) -> dict[str, list[dict]]:
-    prepare.prepare(output / "data", prepare.make_data, seed, force=False)
+    warm_start.prepare(output / "data", prepare.make_data, seed, recipe=1, force=False)
     return {
         split: datasets.load_dataset(
             "parquet",
@@ -220,7 +222,7 @@ def test_rows_for_the_tutor_name_it(tmp_path: Path) -> None:
 
 def test_data_is_byte_identical_for_a_seed_and_differs_between_seeds(tmp_path: Path) -> None:
     def contents(name: str, seed: int) -> bytes:
-        prepare.prepare(tmp_path / name, prepare.make_data, seed, force=False)
+        warm_start.prepare(tmp_path / name, prepare.make_data, seed, recipe=1, force=False)
         return (tmp_path / name / "train.parquet").read_bytes()
 
     assert contents("a", 3) == contents("b", 3) != contents("c", 4)
@@ -236,7 +238,7 @@ def test_prepare_makes_once_per_seed_and_leaves_foreign_files_alone(
         (directory / "file").write_text(str(seed))
 
     for seed, force in ((0, False), (0, False), (1, False), (1, True)):
-        prepare.prepare(tmp_path / "out", make, seed, force=force)
+        warm_start.prepare(tmp_path / "out", make, seed, recipe=1, force=force)
     assert made == [0, 1, 1]
     assert "already there (seed 0)" in capsys.readouterr().out
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
@@ -245,7 +247,7 @@ def test_prepare_makes_once_per_seed_and_leaves_foreign_files_alone(
     foreign.mkdir()
     (foreign / "thesis.txt").write_text("mine")
     with pytest.raises(SystemExit, match="did not make"):
-        prepare.prepare(foreign, make, 0, force=False)
+        warm_start.prepare(foreign, make, 0, recipe=1, force=False)
     assert (foreign / "thesis.txt").read_text() == "mine"
 
 
@@ -255,21 +257,21 @@ def test_interrupted_prepare_leaves_nothing(tmp_path: Path) -> None:
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        prepare.prepare(tmp_path / "out", interrupted, 0, force=False)
+        warm_start.prepare(tmp_path / "out", interrupted, 0, recipe=1, force=False)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_model_directory_loads_with_the_same_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "learn_to_copy", lambda tokenizer, _: prepare.build_model(tokenizer))
-    monkeypatch.setattr(prepare, "make_unreliable", lambda *_: None)
+    monkeypatch.setattr(warm_start, "learn_to_copy", lambda tokenizer, *_: warm_start.build_model(tokenizer))
+    monkeypatch.setattr(warm_start, "make_unreliable", lambda *_: None)
     monkeypatch.setattr(prepare, "VALIDATION_PROMPTS", 2)
-    prepare.prepare(tmp_path / "model", prepare.make_model, 0, force=False)
+    warm_start.prepare(tmp_path / "model", prepare.make_model, 0, recipe=1, force=False)
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     messages = prepare.good_call(PROBLEM)
-    text = prepare.render(tokenizer, messages)
-    assert text == prepare.render(TOKENIZER, messages)
-    assert prepare.encode(tokenizer, text) == prepare.encode(TOKENIZER, text)
+    text = warm_start.render(tokenizer, messages, TASK.tools)
+    assert text == warm_start.render(TOKENIZER, messages, TASK.tools)
+    assert warm_start.encode(tokenizer, text) == warm_start.encode(TOKENIZER, text)
     assert (tokenizer.eos_token, tokenizer.pad_token) == ("<|im_end|>", "<|endoftext|>")
     assert model.generation_config.eos_token_id == tokenizer.eos_token_id
     assert model.generation_config.pad_token_id == tokenizer.pad_token_id
@@ -277,7 +279,9 @@ def test_model_directory_loads_with_the_same_tokens(tmp_path: Path, monkeypatch:
 
 
 def test_copying_rows_do_not_train_the_choice_to_call() -> None:
-    [(ids, mask)] = prepare.without_choice(prepare.encode_demonstrations(TOKENIZER, [prepare.good_call(PROBLEM)]))
+    [(ids, mask)] = warm_start.without_choice(
+        warm_start.encode_demonstrations(TOKENIZER, [prepare.good_call(PROBLEM)], TASK.tools)
+    )
     trained = TOKENIZER.decode([token for token, bit in zip(ids, mask, strict=True) if bit])
     assert trained == '37 * 45"}}\n</tool_call><|im_end|>#### 1665<|im_end|>'
 

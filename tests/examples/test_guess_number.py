@@ -84,6 +84,6 @@ def test_the_script_makes_a_model_with_a_token_for_each_number(tmp_path: Path, m
     talk = [{"role": "user", "content": "higher 32 63"}]
     ids = tokenizer.apply_chat_template(talk, add_generation_prompt=True, tokenize=True, return_dict=False)
     assert len(ids) == 7
-    assert prepare.game(tokenizer, Random(0), LARGEST, 1)[0][:7] == tokenizer.encode(
+    assert prepare.game(tokenizer, Random(0), LARGEST, 1, 0.0)[0][:7] == tokenizer.encode(
         "<|user|>guess 0 63<|end|><|assistant|>"
     )
