@@ -1,24 +1,35 @@
-"""The benchmark of the rollout loop runs to its end and reports every figure; how large they are is not judged here."""
+"""The benchmarks of the rollout loop run to their end and report every figure; their size is not judged here."""
 
 import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "orchestration.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_a_tiny_run_reports_every_figure(tmp_path: Path) -> None:
-    report = tmp_path / "figures.json"
-    sizes = ["--trajectories", "4", "--samples", "2", "--concurrent", "4", "--delay", "1", "--repetitions", "1"]
+def figures_of(script: str, report: Path, *options: str) -> list[dict[str, Any]]:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *sizes, "--vocabulary", "600", "--json", str(report)],
+        [sys.executable, str(BENCHMARKS / script), *options, "--vocabulary", "600", "--json", str(report)],
         capture_output=True,
         text=True,
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    figures = json.loads(report.read_text(encoding="utf-8"))["figures"]
+    figures: list[dict[str, Any]] = json.loads(report.read_text(encoding="utf-8"))["figures"]
+    return figures
+
+
+def test_all_trajectories_are_in_flight_together_and_end(tmp_path: Path) -> None:
+    figures = figures_of("in_flight.py", tmp_path / "figures.json", "--sizes", "64")
+    assert {figure["case"] for figure in figures} == {"64 trajectories"}
+    assert all(figure["verdict"] == "pass" for figure in figures if figure["goal"] is not None)
+
+
+def test_a_tiny_run_reports_every_figure(tmp_path: Path) -> None:
+    sizes = ["--trajectories", "4", "--samples", "2", "--concurrent", "4", "--delay", "1", "--repetitions", "1"]
+    figures = figures_of("orchestration.py", tmp_path / "figures.json", *sizes)
     reported = {(figure["case"].split(",")[0], figure["name"]) for figure in figures}
     for case in ("4 prompts × 1", "2 prompts × 2"):
         assert {(case, "CPU per trajectory"), (case, "ratio"), (case, "event-loop lag, p99")} <= reported
