@@ -13,11 +13,12 @@ CALCULATOR := examples/calculator
 TEST_PROCESSES ?= 2
 DEMO_ARGS ?=
 GPU_ARGS ?=
+CHAOS_ARGS ?= --write
 
 SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
-.PHONY: help env wheels demo demo-ray demo-ppo test check lint format bench browser gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
+.PHONY: help env wheels demo demo-ray demo-ppo test check lint format bench browser chaos gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
 	test-engines test-engine-sglang test-engine-vllm test-engines-learn
 
 help:
@@ -27,6 +28,7 @@ help:
 	@echo "make env     install only: .venv with everything editable"
 	@echo "make wheels  every package as a wheel in dist, for: pip install --find-links dist agentrl-all"
 	@echo "make bench   the benchmarks"
+	@echo "make chaos   kill, freeze and starve a tiny run again and again, see docs/reliability.md; CHAOS_ARGS=\"--parts local --faults 20\""
 	@echo "make gpu     what only a GPU can show, to docs/results/gpu.md; without one a rehearsal on the CPU"
 	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
@@ -127,6 +129,9 @@ format: $(VENV)/.installed
 # Everything that only a GPU can show; without one on a tiny model on the CPU. GPU_ARGS="--parts local --output FILE"
 gpu: $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
+
+chaos: $(VENV)/.installed
+	$(BIN)/python benchmarks/chaos.py $(CHAOS_ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/orchestration.py

@@ -115,6 +115,8 @@ class RayRuntime(Runtime):
             except (ConnectionError, RuntimeError, ValueError) as error:
                 aim = f"reached at {address}" if address else "started"
                 raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
+            except Exception as error:  # noqa: BLE001 - Ray raises this class where its node is not up after 30 s
+                raise WorkerError(f"Ray cannot be started: {error} Try again when the machine is less busy") from error
 
     def when_lost(self, report: Callable[[str], None]) -> None:
         """See :meth:`Runtime.when_lost`. A Ray that this process did not start is not watched."""

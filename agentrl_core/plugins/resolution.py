@@ -26,7 +26,7 @@ from agentrl_core.api.errors import (
 )
 from agentrl_core.api.plugin import KINDS, PluginRef, PluginSpec
 from agentrl_core.api.tool import FunctionTool
-from agentrl_core.plugins.boundary import boundary
+from agentrl_core.plugins.boundary import boundary, hang_reported
 from agentrl_core.plugins.class_environment import ClassEnvironment, is_environment_class
 from agentrl_core.plugins.discovery import conflict_text, is_external
 from agentrl_core.plugins.file_plugin import (
@@ -86,7 +86,8 @@ class ResolvedPlugin:
         """
         factory = self.load()
         what = f"package {self._package}: building {self._title} raised"
-        with boundary(PluginBrokenError, what, keep=(AgentRLError,), describe=describe_exception):
+        raised = boundary(PluginBrokenError, what, keep=(AgentRLError,), describe=describe_exception)
+        with raised, hang_reported(f"building {self._title}"):
             if is_plain_function(self.ref, factory):
                 return FunctionTool(factory, context) if self.ref.kind == "tool" else factory
             if self.ref.kind == "environment" and is_environment_class(factory):

@@ -171,6 +171,8 @@ class AgentLoopManager:
             self._check_failed(results)
 
     async def _score_groups(self, results: Sequence[TrajectoryResult]) -> None:
+        # A frozen process cannot keep its own deadline.
+        limit = self._config.reward.timeout + FROZEN_GRACE
         groups: dict[str, list[TrajectoryResult]] = defaultdict(list)
         for result in results:
             if result.reward is not None and result.reward_input is not None:
@@ -180,7 +182,8 @@ class AgentLoopManager:
             rewarder = self._rewarders[index % len(self._rewarders)]
             inputs = [result.reward_input for result in group]
             try:
-                revised = await rewarder.call("score_group", inputs, [result.reward for result in group])
+                async with deadline(limit, f"{rewarder.name} has not answered for {limit:g} s", WorkerError):
+                    revised = await rewarder.call("score_group", inputs, [result.reward for result in group])
             except (RewardError, WorkerError) as error:
                 logger.warning("the group of %s is excluded: %s", group[0].trajectory_id, error)
                 for result in group:

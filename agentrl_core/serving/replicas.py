@@ -133,7 +133,9 @@ class EngineReplicas:
     async def _boot(self, member: ReplicaState) -> None:
         try:
             # Hosts wait for each other as they start.
-            rendezvous = str(await member.server.call("rendezvous")) if len(member.servers) > 1 else ""
+            rendezvous = ""
+            if len(member.servers) > 1:
+                rendezvous = str(await self._in_time("rendezvous", member.server.call("rendezvous")))
         except WorkerError as error:
             raise EngineError(f"{member.server.name} died as it started: {error}") from error
         await asyncio.gather(*(self._boot_server(server, rendezvous) for server in member.servers))
@@ -334,7 +336,8 @@ class EngineReplicas:
     ) -> TokenOutput:
         """One request to one replica, without routing."""
         server = self._members[replica].server
-        async with asyncio.timeout(self._slot.start_timeout):
+        limit = self._slot.start_timeout
+        async with deadline(limit, f"{server.name}: no answer within {limit:g} s", EngineError):
             if self.has_sessions:
                 await server.call("open_session", request_id)
             output: TokenOutput = await server.call("generate", prompt_ids, params, request_id)

@@ -15,6 +15,7 @@ from agentrl_core.algorithms.kl import kl_estimate
 from agentrl_core.algorithms.outcome import advantage_input, outcomes_only
 from agentrl_core.api import AlgorithmContext, ConfigError, CorrectionInput
 from agentrl_core.config import ResolvedConfig
+from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.workers.actor import CORRECTION
@@ -71,14 +72,14 @@ class Algorithm:
                 "algorithm.correction needs the engine's log-probs, and some trajectories of this step have none: "
                 "an agent loop made rows without response_logprobs"
             )
-        output = self._correction(
-            CorrectionInput(
-                batch.batch["old_log_probs"],
-                batch.batch["rollout_log_probs"],
-                batch.batch["response_mask"].bool(),
-                batch.batch["policy_versions"],
-            )
+        seen = CorrectionInput(
+            batch.batch["old_log_probs"],
+            batch.batch["rollout_log_probs"],
+            batch.batch["response_mask"].bool(),
+            batch.batch["policy_versions"],
         )
+        with hang_reported("the rollout correction"):
+            output = self._correction(seen)
         batch.batch[CORRECTION] = output.weights
         return {f"correction/{name}": value for name, value in output.metrics.items()}
 
@@ -116,7 +117,8 @@ class Algorithm:
             )
         if advantage.plugin.spec.api_version < 2:
             seen = outcomes_only(seen)
-        output = self._estimator(seen)
+        with hang_reported(f"advantage estimator {advantage.name!r}"):
+            output = self._estimator(seen)
         batch.batch["advantages"] = output.advantages
         batch.batch["returns"] = output.returns
         return {f"advantage/{name}": value for name, value in output.metrics.items()}

@@ -66,7 +66,8 @@ class PromptData:
         Raises:
             DataError: the sampler named other rows than there are, or another number of them.
         """
-        numbers = self.sampler.batch(step)
+        with hang_reported(f"data.sampler, choosing the rows of step {step},"):
+            numbers = self.sampler.batch(step)
         if len(numbers) != self.batch_size or not all(0 <= number < len(self.train) for number in numbers):
             raise DataError(
                 f"data.sampler: for step {step} it chose {len(numbers)} rows, {list(numbers)!r:.100}; expected "
@@ -84,8 +85,9 @@ class PromptData:
         for result in results:
             if result.counts and result.reward is not None:
                 rewards[result.row["prompt_index"]].append(result.reward.score)
-        numbers = self.sampler.batch(step)
-        self.sampler.update(step, [PromptOutcome(*pair) for pair in zip(numbers, rewards, strict=True)])
+        with hang_reported(f"data.sampler, learning from step {step},"):
+            numbers = self.sampler.batch(step)
+            self.sampler.update(step, [PromptOutcome(*pair) for pair in zip(numbers, rewards, strict=True)])
 
 
 class PromptLoader:
@@ -251,7 +253,8 @@ class PromptLoader:
                 yield row["raw_prompt"], self._row_schemas(row)
 
         try:
-            return self._renderer.lengths(prompts())
+            with hang_reported(f"the renderer or tool parser, rendering the {split} prompts,"):
+                return self._renderer.lengths(prompts())
         except TemplateError as error:
             raise TemplateError(f"data: {split} row {index}: {error}") from error
 

@@ -20,6 +20,7 @@ from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import Dispatch, register
 from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.engine_kit.weight_group import WeightGroup
+from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.data_parallel import COLLECTIVE
 from agentrl_core.workers.flops import utilisation
@@ -150,7 +151,8 @@ class ActorWorker(TrainingWorker):
         log_probs_MR = torch.full(part["response_mask"].shape, torch.nan)
         if self.config.algorithm.loss.has("mini_batch_log_probs"):
             log_probs_MR = self._mini_batch_log_probs(part, temperature)
-        prepared = self._policy_loss.prepare(_loss_input(part, rows, log_probs_MR))
+        with hang_reported(f"policy loss {self.config.algorithm.loss.name!r}"):
+            prepared = self._policy_loss.prepare(_loss_input(part, rows, log_probs_MR))
         for name, column in prepared.columns.items():
             if column.shape != log_probs_MR.shape:
                 raise WorkerError(
@@ -184,9 +186,9 @@ class ActorWorker(TrainingWorker):
         log_probs_br, entropies_br = response_log_probs(
             self._model, micro, temperature, "gradient" if entropy_coef or needs_entropies else "value"
         )
-        policy = self._policy_loss(
-            _loss_input(micro.columns, micro.rows, log_probs_br, entropies_br if needs_entropies else None)
-        )
+        seen = _loss_input(micro.columns, micro.rows, log_probs_br, entropies_br if needs_entropies else None)
+        with hang_reported(f"policy loss {algorithm.loss.name!r}"):
+            policy = self._policy_loss(seen)
 
         def total(losses_br: Tensor) -> Tensor:
             return aggregate(losses_br, mask_br, algorithm.aggregation, divisor)

@@ -95,3 +95,15 @@ def test_unsuitable_settings_are_config_errors(monkeypatch: pytest.MonkeyPatch) 
         make_runtime("ray")
     with make_runtime("local") as runtime, pytest.raises(ConfigError, match="cluster.runtime=ray"):
         runtime.actor(Echo, "", name="engine", options=ActorOptions(python="/env/bin/python"))
+
+
+def test_a_ray_that_does_not_come_up_in_time_is_one_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+
+    def late(**_: object) -> None:
+        raise Exception("The current node timed out during startup.")  # noqa: TRY002 - the class that Ray raises
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", late)
+    with pytest.raises(WorkerError, match="Ray cannot be started: The current node timed out.*less busy"):
+        make_runtime("ray", num_cpus=2)
