@@ -212,3 +212,22 @@ def test_the_panel_moves_within_a_step(tmp_path: Path) -> None:
     assert [next((word for word in line.split() if "─" not in word), "") for line in below[:4]] == [
         "validation,", "", "update", "completed",
     ]  # fmt: skip
+
+
+def test_a_notebook_gets_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    """As under ipykernel: standard output is no terminal, and what rich prints there is displayed as HTML."""
+    shown: list[str] = []
+    monkeypatch.setattr("rich.jupyter.display", lambda segments, text: shown.append(text))
+    console = Console(force_jupyter=True, width=115)
+    console.print("rich displays this")
+    watching = ConsoleTracker(ConsoleConfig(), TrackerContext("calculator", tmp_path, 2, {}, 1), console, Clock())
+    watching.progress("rollout", 1, 8)
+    watching.log({**STEP, **VALIDATION}, 1)
+    watching.finish("completed")
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.partition("  ")[0] for line in lines[:2]] == [
+        "step 1/2",
+        "run calculator completed at step 1 after 0s",
+    ]
+    assert not any("\x1b" in line or "\r" in line or "<" in line for line in lines)
+    assert len(shown) == 1

@@ -1,9 +1,10 @@
 """What a person sees of a run: a panel that is redrawn in a terminal, one line per step everywhere else.
 
 Both go through rich's one console, ``rich.get_console()``. Log lines that use the same console (``RichHandler``) appear
-above the panel instead of tearing it.
+above the panel instead of tearing it. A notebook gets the lines on standard output.
 """
 
+import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import datetime, timedelta
@@ -98,6 +99,10 @@ class ConsoleTracker(Tracker):
         self._live.update(live_view(self._progress, self._console.width, done_at, status), refresh=True)
 
     def _write(self, line: str) -> None:
+        if self._console.is_jupyter:
+            # rich displays a block of HTML for each call; a notebook joins what goes to standard output.
+            sys.stdout.write(f"{line}\n")
+            return
         self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
