@@ -42,7 +42,7 @@ from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
 from agentrl_core.trainer.teacher_context import add_teacher_prompts, as_the_teacher_reads
 from agentrl_core.trainer.validation import validate
-from agentrl_core.workers.profiling import start_profile, stop_profile
+from agentrl_core.workers.profiling import stacks_sampled, start_profile, stop_profile
 
 logger = logging.getLogger(__name__)
 GAP_ROWS = 4
@@ -142,15 +142,16 @@ class Trainer:
         directory = self.run.path / "profiles" / f"step-{step:06d}"
         found = (self.roles.actor, self.roles.critic, self.roles.reference, self.roles.teacher)
         roles = [role for role in found if role is not None]
-        start_profile()
-        for role in roles:
-            role.start_profile()
-        try:
-            yield
+        with stacks_sampled(directory / "driver.speedscope.json"):
+            start_profile()
             for role in roles:
-                role.stop_profile(str(directory))
-        finally:
-            stop_profile(directory / "driver")
+                role.start_profile()
+            try:
+                yield
+                for role in roles:
+                    role.stop_profile(str(directory))
+            finally:
+                stop_profile(directory / "driver")
         logger.info("wrote profiles of step %d to %s; https://ui.perfetto.dev opens the *.json.gz", step, directory)
 
     def _compare_with_engines(self) -> None:

@@ -1,12 +1,23 @@
-"""Profiles of a process: a trace that Perfetto opens and, on CUDA, a snapshot of the memory."""
+"""Profiles of a process: a trace that Perfetto opens, Python's stacks and, on CUDA, a snapshot of the memory."""
 
+import logging
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+logger = logging.getLogger(__name__)
 _MOST_ALLOCATIONS = 1_000_000
+_PY_SPY_SECONDS = 60
+"""Time for py-spy to write what it has seen."""
 _active: Any = None
 """A process can have one profiler; the first who asks for it names the files."""
 
@@ -36,3 +47,33 @@ def stop_profile(path: Path) -> None:
     if torch.cuda.is_available():
         torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextmanager
+def stacks_sampled(path: Path) -> Iterator[None]:
+    """Sample the stacks of this process's threads with py-spy into a speedscope file; nothing where it isn't installed.
+
+    py-spy may not be allowed to look at this process. That is a warning.
+    """
+    beside = Path(sys.executable).with_name("py-spy")
+    py_spy = str(beside) if beside.exists() else shutil.which("py-spy")
+    if py_spy is None:
+        yield
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    command = [py_spy, "record", "--pid", str(os.getpid()), "--format", "speedscope", "--threads", "--nonblocking"]
+    sampler = subprocess.Popen(
+        [*command, "--output", str(path)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
+    )
+    try:
+        yield
+    finally:
+        sampler.send_signal(signal.SIGINT)
+        try:
+            _, errors = sampler.communicate(timeout=_PY_SPY_SECONDS)
+        except subprocess.TimeoutExpired:
+            sampler.kill()
+            _, errors = sampler.communicate()
+        if sampler.returncode or not path.exists():
+            reason = errors.decode(errors="replace").strip() or f"exit code {sampler.returncode}"
+            logger.warning("py-spy wrote no stacks of this process: %s", reason.splitlines()[-1])
