@@ -369,7 +369,8 @@ def _config(steps: int) -> dict[str, Any]:
             "max_prompt_length": 600,
         },
         "rollout": {
-            "engine": {"name": "hf", "health_interval": 0.5, "restarts": 100, "health_timeout": 30.0},
+            "engine": {"name": "hf", "health_interval": 0.5, "restarts": 100, "health_timeout": 30.0,
+                       "start_timeout": 120.0},
             "agent": {"loops": ["./parts.py:Talk"]}, "n": SAMPLES, "max_response_length": 200, "retries": 5,
             "turn_timeout": 60.0,
         },

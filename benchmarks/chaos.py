@@ -98,7 +98,11 @@ LOCAL = (
 RAY = (
     Fault("driver", KILL, RESUMES, (-signal.SIGKILL,)),
     Fault("EngineServer", KILL, GOES_ON + "; the replica is restarted with the current weights"),
-    Fault("EngineServer", STOP, GOES_ON + "; the replica is restarted after `health_timeout`"),
+    Fault(
+        "EngineServer",
+        STOP,
+        GOES_ON + "; the replica is restarted after `health_timeout`, in a weight update after `start_timeout`",
+    ),
     Fault("AgentLoopWorker", KILL, GOES_ON + "; the worker is restarted, its trajectories run again", most=3),
     Fault("RewardWorker", KILL, GOES_ON + "; the worker is restarted", most=3),
     Fault("tool", KILL, GOES_ON + "; the call under way fails"),

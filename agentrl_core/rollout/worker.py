@@ -1,6 +1,7 @@
 """Runs trajectories: one coroutine each, loops and tools built once, failures classified, rewards at once."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
@@ -37,8 +38,12 @@ from agentrl_core.rollout.watchdog import Watchdog
 from agentrl_core.serving.clients import RoutedClient
 from agentrl_core.serving.router import AsyncLLMServerManager
 
+logger = logging.getLogger(__name__)
 WATCHDOG_SECONDS = 60.0
 """Interval between reports of slow trajectories, and the age from which one is slow."""
+
+CLOSE_SECONDS = 20.0
+"""For an agent loop, a tool or an environment to close; less than their worker has."""
 
 FATAL = (ConfigError, PluginError, TemplateBreakError)
 """What is wrong with these is wrong for every trajectory: the run stops."""
@@ -295,13 +300,19 @@ class AgentLoopWorker:
         return self._ended
 
     async def close(self) -> None:
-        """End all child processes, and what the loops keep running."""
-        for loop in self._loops.values():
-            await loop.close()
-        for tool in self._environment.tools.values():
-            await tool.close()
-        for environment in self._environment.environments.values():
-            await environment.close()
+        """End all child processes, and what the loops keep running. What does not close in time is logged by name."""
+        open_ones: dict[str, Any] = {f"agent loop {name!r}": loop for name, loop in self._loops.items()}
+        open_ones |= {f"tool {name!r}": tool for name, tool in self._environment.tools.items()}
+        open_ones |= {environment.title: environment for environment in self._environment.environments.values()}
+
+        async def close(what: str, opened: Any) -> None:
+            try:
+                async with deadline(CLOSE_SECONDS, f"no answer within {CLOSE_SECONDS:g} s"):
+                    await opened.close()
+            except Exception:  # noqa: BLE001 - the run is over, and the others must be closed too
+                logger.warning("closing %s failed", what, exc_info=True)
+
+        await asyncio.gather(*(close(what, opened) for what, opened in open_ones.items()))
 
 
 async def uninterrupted(cleanup: Coroutine[Any, Any, None]) -> None:

@@ -48,11 +48,16 @@ def blocking(
 
 def close_actors(runtime: Runtime, actors: Sequence[ActorHandle]) -> None:
     """Close and kill them; a failure to close one does not keep the others open."""
+
+    async def close(actor: ActorHandle) -> None:
+        async with deadline(CLOSE_TIMEOUT, f"no answer within {CLOSE_TIMEOUT:g} s"):
+            await actor.call("close")
+
     for actor in actors:
         try:
-            runtime.run(asyncio.wait_for(actor.call("close"), CLOSE_TIMEOUT))
+            runtime.run(close(actor))
         except Exception:  # noqa: BLE001 - the run is over, and its own error matters more
-            logger.warning("closing an actor failed", exc_info=True)
+            logger.warning("closing %s failed", actor.name, exc_info=True)
         actor.kill()
 
 
@@ -97,6 +102,7 @@ class EngineReplicas:
         self._is_asleep = False
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._restarts = 0
+        self._last_death = ""
         self._may_load = asyncio.Event()
         self._loading: set[int] = set()
 
@@ -246,6 +252,7 @@ class EngineReplicas:
             weights = "" if self._name else f" with weights {member.version}"
             logger.warning("%s replica %d is back%s", self._label, index, weights)
             return
+        self._last_death = f"; the last one failed: {reason}"
         logger.error("%s replica %d failed permanently (%s)", self._label, index, reason)
         if not any(each.is_alive or each.restarts_left for each in self._members):
             await self._tell("give_up", f"no {self._label} replica is alive and none can be started: {reason}")
@@ -309,7 +316,7 @@ class EngineReplicas:
             yield
             while not any(member.is_alive for member in self._members):
                 if not self._restarting:
-                    raise EngineError("no engine replica is alive to take the new weights")
+                    raise EngineError(f"no engine replica is alive to take the new weights{self._last_death}")
                 await asyncio.wait(self._restarting.values(), return_when=asyncio.FIRST_COMPLETED)
             if self._is_asleep:
                 await self._ask("wake_up", ["kv_cache"])

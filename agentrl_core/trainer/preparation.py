@@ -40,7 +40,7 @@ from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.template_check import RenderedText, TemplateReport, check_template, require_tool_role
 from agentrl_core.hosting.rewards import HostedRewardFunction, RewardWorker
 from agentrl_core.hosting.tools import HostedTool
-from agentrl_core.plugins.boundary import boundary
+from agentrl_core.plugins.boundary import boundary, hang_reported
 from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.rollout.session import interaction_context
 from agentrl_core.serving.clients import absent_clients
@@ -105,11 +105,12 @@ class Preparation:
         if training:
             check_teacher(config, chat)
             warn_of_other_distribution(config)
-        if config.tools:
-            require_tool_role(RenderedText(renderer))
-        template = check_template(RenderedText(renderer))
-        if (config.tools or config.environments) and config.rollout.renderer.has("tool_parser"):
-            check_call_format(config, chat)
+        with hang_reported("the renderer or tool parser, checking the chat template,"):
+            if config.tools:
+                require_tool_role(RenderedText(renderer))
+            template = check_template(RenderedText(renderer))
+            if (config.tools or config.environments) and config.rollout.renderer.has("tool_parser"):
+                check_call_format(config, chat)
         data = PromptLoader(config, renderer).load()
         check_context(config, getattr(text_config, "max_position_embeddings", None))
         if training:

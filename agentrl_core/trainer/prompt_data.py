@@ -73,7 +73,9 @@ class PromptData:
                 f"data.sampler: for step {step} it chose {len(numbers)} rows, {list(numbers)!r:.100}; expected "
                 f"data.batch_size={self.batch_size} numbers from 0 to {len(self.train) - 1}"
             )
-        return [self.train[number] for number in numbers]
+        # Streamed rows are read only now.
+        with hang_reported(f"the dataset, reading the rows of step {step},"):
+            return [self.train[number] for number in numbers]
 
     def fingerprint(self) -> str:
         """A hash of the training prompts in their order; of streamed rows, of some that are spread over the data."""

@@ -72,12 +72,13 @@ class ActorWorker(TrainingWorker):
         self._policy_loss = _build_policy_loss(self.config)
         algorithm = self.config.algorithm
         self._kl_coef = 0.0 if algorithm.kl_placement == "reward" else algorithm.kl_coef
-        self._needs_advantage = (
-            algorithm.drop_zero_advantage
-            and not self._kl_coef
-            and not algorithm.entropy_coef
-            and vanishes_without_advantage(self._policy_loss)
-        )
+        with hang_reported(f"policy loss {algorithm.loss.name!r}"):
+            self._needs_advantage = (
+                algorithm.drop_zero_advantage
+                and not self._kl_coef
+                and not algorithm.entropy_coef
+                and vanishes_without_advantage(self._policy_loss)
+            )
         self._weights = ModelWeights(self._model)
         return super()._ready()
 

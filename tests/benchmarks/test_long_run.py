@@ -1,4 +1,4 @@
-"""A short version of ``benchmarks/long_run.py``: nothing but memory grows, in no process; memory is for the long one."""
+"""A short version of ``benchmarks/long_run.py``: nothing but memory may grow, in any process."""
 
 import subprocess
 import sys
