@@ -11,6 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PROJECTS := $(shell git ls-files '*pyproject.toml')
 CALCULATOR := examples/calculator
 TEST_PROCESSES ?= 2
+FUZZ_MINUTES ?= 15
 DEMO_ARGS ?=
 GPU_ARGS ?=
 CHAOS_ARGS ?= --write
@@ -18,7 +19,7 @@ CHAOS_ARGS ?= --write
 SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
-.PHONY: help env wheels demo demo-ray demo-ppo test check lint format bench browser chaos gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
+.PHONY: help env wheels demo demo-ray demo-ppo test check lint format bench browser chaos fuzz gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
 	test-engines test-engine-sglang test-engine-vllm test-engines-learn
 
 help:
@@ -29,6 +30,7 @@ help:
 	@echo "make wheels  every package as a wheel in dist, for: pip install --find-links dist agentrl-all"
 	@echo "make bench   the benchmarks"
 	@echo "make chaos   kill, freeze and starve a tiny run again and again, see docs/reliability.md; CHAOS_ARGS=\"--parts local --faults 20\""
+	@echo "make fuzz    hostile input for FUZZ_MINUTES=15; a minute of it is in make test"
 	@echo "make gpu     what only a GPU can show, to docs/results/gpu.md; without one a rehearsal on the CPU"
 	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
@@ -74,6 +76,9 @@ browser:
 # The slowest file begins first; --dist loadfile keeps what shares a Ray cluster in one process.
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests/scaffold tests plugins/*/*/tests
+
+fuzz: $(VENV)/.installed
+	$(BIN)/python tests/fuzz/run.py --minutes $(FUZZ_MINUTES)
 
 # Environments of engines, in .engines: their interpreters are for rollout.engine.python.
 engines-cpu: engines-cpu-sglang engines-cpu-vllm

@@ -27,8 +27,8 @@ GOAL_SECONDS = 4.0
 GOAL_ROWS = 20_000
 
 
-WRITTEN_TOGETHER = 10_000
-"""Rows; more would leave memory behind that the loader then seems not to need."""
+DIFFERENT = 20_000
+"""Prompts; further rows repeat them with a number."""
 
 
 def make_config(directory: Path, rows: int, vocabulary: int, streaming: bool) -> Config:
@@ -36,10 +36,13 @@ def make_config(directory: Path, rows: int, vocabulary: int, streaming: bool) ->
     train_tokenizer(directory, json.dumps(VerboseCalculator.schema), vocabulary, seed=0)
     data = directory / "train.jsonl"
     with data.open("w", encoding="utf-8") as file:
-        for first in range(0, rows, WRITTEN_TOGETHER):
-            for row in make_workload(min(WRITTEN_TOGETHER, rows - first), words=12, seed=first).rows:
-                row["prompt"] = row.pop("raw_prompt")
-                file.write(json.dumps(row) + "\n")
+        made = make_workload(min(rows, DIFFERENT), words=12, seed=0).rows
+        for number in range(rows):
+            row = made[number % DIFFERENT]
+            *before, last = row["raw_prompt"]
+            prompt = [*before, {**last, "content": f"{last['content']} {number // DIFFERENT}".removesuffix(" 0")}]
+            fields = {key: value for key, value in row.items() if key != "raw_prompt"}
+            file.write(json.dumps({**fields, "prompt": prompt}) + "\n")
     settings = {
         "model": {"path": str(directory)},
         "trainer": {"output_dir": str(directory / "runs")},

@@ -55,8 +55,11 @@ def read_lock(path: Path) -> Lock:
                 f"{path} has schema_version {content['schema_version']}, this agentrl-core reads {SCHEMA_VERSION}"
             )
         plugins = tuple(PluginRef(**entry) for entry in content["plugins"])
+        texts = [content["agentrl_core"], content["python"], *(value for ref in plugins for value in astuple(ref))]
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError("names and versions must be texts")
         return Lock(content["agentrl_core"], content["python"], plugins)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise PluginError(f"cannot read the lock file {path}: {type(error).__name__}: {error}") from error
 
 

@@ -22,6 +22,8 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError, PluginError, PluginRef
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.config.nodes import dotted, read_file
@@ -173,9 +175,11 @@ def _verify(path: Path) -> None:
     """Raise CheckpointError for a file that differs from its checksum; without checksums nothing can be said."""
     try:
         checksums = json.loads((path / CHECKSUM_FILE).read_text(encoding="utf-8"))
+        if not isinstance(checksums, dict):
+            raise ValueError("expected a mapping from files to checksums")
     except FileNotFoundError:
         return
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / CHECKSUM_FILE} is damaged: {error}; {_REMEDY}") from error
     for name, expected in checksums.items():
         file = path / name
@@ -203,8 +207,8 @@ def read_state(path: Path) -> TrainerState:
     """
     file = path / STATE_FILE
     try:
-        return TrainerState(**json.loads(file.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return TypeAdapter(TrainerState).validate_python(json.loads(file.read_text(encoding="utf-8")), strict=True)
+    except (OSError, ValueError, TypeError, RecursionError) as error:
         raise CheckpointError(
             f"{file} is damaged: {error}. Resume from another checkpoint: trainer.resume=PATH"
         ) from error

@@ -298,6 +298,7 @@ class PromptLoader:
     def _check_row(self, row: Row, where: str) -> None:
         if not isinstance(row.get("raw_prompt"), list):
             raise DataError(f"{where}: the dataset gave no raw_prompt, a list of messages")
+        _check_messages(row["raw_prompt"], where)
         if media := _media(row):
             raise DataError(
                 f"{where}: {media}, but prompts can hold only text so far. Remove the row, or describe it in words"
@@ -376,6 +377,22 @@ def _check_types(row: Row, where: str) -> None:
         for each in check(f"{key}.{name}", kwargs or {}, Mapping, allowed):
             if each not in _TOOL_KWARGS:
                 raise DataError(f"{where}: {key}.{name} has the unknown key {each!r}; allowed is {allowed}")
+
+
+def _check_messages(messages: Sequence[Any], where: str) -> None:
+    """Reject messages that no chat template can render.
+
+    Raises:
+        DataError: names the message, what was found and what is allowed.
+    """
+    for number, message in enumerate(messages):
+        name = f"{where}: message {number} of the prompt"
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"{name} is {message!r:.100}; allowed is a mapping with role, a string, and content")
+        content = message.get("content")
+        parts = content if isinstance(content, list) else []
+        if not isinstance(content, str | list | None) or not all(isinstance(part, Mapping) for part in parts):
+            raise DataError(f"{name} has the content {content!r:.100}; allowed is a string or a list of parts")
 
 
 def _media(row: Row) -> str:

@@ -1,9 +1,17 @@
 """The estimate of model FLOPs utilisation."""
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
+import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
+from agentrl_core.config.schema import Config
+from agentrl_core.protocol import DataProto
+from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.flops import peak_flops, utilisation
 
 SIZES = {
@@ -39,3 +47,39 @@ def test_a_mixture_of_experts_and_an_unknown_gpu_have_no_estimate() -> None:
     experts: nn.Module = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
     assert utilisation(experts, "NVIDIA H200", 1, 1, 1, 1.0) is None
     assert utilisation(LlamaForCausalLM(LlamaConfig(**SIZES)), "Tesla T4", 1, 1, 1, 1.0) is None
+
+
+def test_the_actors_utilisation_is_the_work_that_torch_counts(
+    make_config: Callable[..., Config], make_batch: Callable[..., DataProto], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two rows are trained, a third has no advantage: for it the metric counts a forward pass."""
+    actor = ActorWorker(make_config(), total_optimizer_steps=10)
+    actor.init_model()
+    batch = make_batch([([3, 4, 5], [6, 7, 8, 9], [1, 1, 0, 1]), ([3], [9, 8], [1, 1]), ([5, 6], [7, 7, 7], [1, 1, 1])])
+    mask = batch.batch["response_mask"]
+    batch.batch["old_log_probs"] = actor.compute_log_prob(batch).batch["old_log_probs"]
+    batch.batch["advantages"] = torch.tensor([[1.0], [-1.0], [0.0]]) * mask
+    counted = 0
+    for row, trained in zip(range(3), (True, True, False), strict=True):
+        ids = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()]
+        with FlopCounterMode(display=False) as counter:
+            logits = actor.module(ids[None]).logits
+            if trained:
+                logits.sum().backward()
+        counted += counter.get_flop_counts()["Global"][torch.ops.aten.mm]
+    actor.module.zero_grad()
+
+    seconds: list[float] = []
+    measured = actor._utilisation
+
+    def on_an_h100(columns: Any, moving: Any, took: float) -> dict[str, float]:
+        seconds.append(took)
+        with monkeypatch.context() as patch:
+            patch.setattr(actor, "_device", torch.device("cuda"))
+            patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
+            return measured(columns, moving, took)
+
+    monkeypatch.setattr(actor, "_utilisation", on_an_h100)
+    share = actor.update(batch)["perf/mfu/actor"]
+    # The metric counts the few parameters of the norms, too.
+    assert share == pytest.approx(counted / (989e12 * seconds[0]), rel=0.02)
