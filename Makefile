@@ -78,7 +78,7 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests/scaffold tests plugins/*/*/tests
 
 fuzz: $(VENV)/.installed
-	$(BIN)/python tests/fuzz/run.py --minutes $(FUZZ_MINUTES)
+	$(BIN)/python benchmarks/fuzz.py --minutes $(FUZZ_MINUTES)
 
 # Environments of engines, in .engines: their interpreters are for rollout.engine.python.
 engines-cpu: engines-cpu-sglang engines-cpu-vllm

@@ -16,8 +16,8 @@ fuzz = settings(
 )
 CORPUS = Path(__file__).parent / "corpus"
 PIECES = [
-    *"\"'{}[]:,\n\t\0\\#&*-$%", "${", "${oc.env:HOME}", "${data", "*a", "&a ", "<<: *a", "!!python/name:os.system ", "null",
-    "true", "1e999", "-1", ".nan", "NaN", "9" * 400, "[" * 3000, '{"a":' * 3000, "\ufeff", "\ud7ff", "\u2028", "é",
+    *"\"'{}[]:,\n\t\0\\#&*-$%", "${", "${oc.env:HOME}", "${data", "*a", "&a ", "<<: *a",
+    "!!python/name:os.system ", "null", "true", "1e999", "-1", ".nan", "NaN", "9" * 400, "[" * 3000, '{"a":' * 3000, "\ufeff", "\ud7ff", "\u2028", "é",
     '"\\ud800"', "<|im_end|>", "../../etc/passwd", "x" * 5000,
 ]  # fmt: skip
 json_values = st.recursive(

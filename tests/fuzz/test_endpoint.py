@@ -62,7 +62,7 @@ class Endpoint:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     async def exchange(self, *pieces: bytes, leave: bool = False) -> bytes:
-        """All that is answered to these bytes, until the endpoint closes the connection; it does if its client leaves."""
+        """All that is answered to these bytes, until the endpoint closes the connection."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
         try:
             for piece in pieces:

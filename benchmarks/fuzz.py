@@ -1,6 +1,6 @@
 """Runs the fuzz tests again and again, each time with another seed, until the time is over.
 
-python tests/fuzz/run.py --minutes 15 [--examples 200] [-k EXPRESSION]
+python benchmarks/fuzz.py --minutes 15 [--examples 200] [-k EXPRESSION]
 
 Prints examples tried per test and every failure, with the seed that repeats it.
 """
@@ -14,7 +14,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-FOLDER = Path(__file__).parent
+FOLDER = Path(__file__).parents[1] / "tests" / "fuzz"
 _TEST = re.compile(r"^(\S+)::(\S+):$", re.MULTILINE)
 _TRIED = re.compile(r"- (\d+) passing examples, (\d+) failing examples")
 
