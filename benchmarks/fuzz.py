@@ -1,3 +1,4 @@
+# ruff: noqa: T201 - a command that prints what it found
 """Runs the fuzz tests again and again, each time with another seed, until the time is over.
 
 python benchmarks/fuzz.py --minutes 15 [--examples 200] [-k EXPRESSION]

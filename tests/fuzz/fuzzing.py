@@ -16,10 +16,23 @@ fuzz = settings(
 )
 CORPUS = Path(__file__).parent / "corpus"
 PIECES = [
-    *"\"'{}[]:,\n\t\0\\#&*-$%", "${", "${oc.env:HOME}", "${data", "*a", "&a ", "<<: *a",
-    "!!python/name:os.system ", "null", "true", "1e999", "-1", ".nan", "NaN", "9" * 400, "[" * 3000, '{"a":' * 3000, "\ufeff", "\ud7ff", "\u2028", "é",
-    '"\\ud800"', "<|im_end|>", "../../etc/passwd", "x" * 5000,
-]  # fmt: skip
+    *"\"'{}[]:,\n\t\0\\#&*-$%",
+    *(
+        "${",
+        "${oc.env:HOME}",
+        "${data",
+        "*a",
+        "&a ",
+        "<<: *a",
+        "!!python/name:os.system ",
+        "null",
+        "true",
+        "1e999",
+        "-1",
+    ),
+    *(".nan", "NaN", "9" * 400, "[" * 3000, '{"a":' * 3000, "\ufeff", "\ud7ff", "\u2028", "é", '"\\ud800"'),
+    *("<|im_end|>", "../../etc/passwd", "x" * 5000),
+]
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8) | st.sampled_from(PIECES),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
