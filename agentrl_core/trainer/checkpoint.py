@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from pydantic import TypeAdapter
+from pydantic import TypeAdapter, ValidationError
 
 from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError, PluginError, PluginRef
 from agentrl_core.config import ResolvedConfig
@@ -207,10 +207,12 @@ def read_state(path: Path) -> TrainerState:
     """
     file = path / STATE_FILE
     try:
-        return TypeAdapter(TrainerState).validate_python(json.loads(file.read_text(encoding="utf-8")), strict=True)
-    except (OSError, ValueError, TypeError, RecursionError) as error:
+        return TypeAdapter(TrainerState).validate_json(file.read_bytes(), strict=True)
+    except (OSError, ValueError) as error:
+        found = error.errors()[0] if isinstance(error, ValidationError) else None
+        problem = f"{'.'.join(map(str, found['loc']))}: {found['msg']}" if found else str(error)
         raise CheckpointError(
-            f"{file} is damaged: {error}. Resume from another checkpoint: trainer.resume=PATH"
+            f"{file} is damaged: {problem}. Resume from another checkpoint: trainer.resume=PATH"
         ) from error
 
 

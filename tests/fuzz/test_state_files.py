@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from agentrl_core.api import CheckpointError, PluginError
 from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, read_state
-from tests.fuzz.fuzzing import changed, corpus, fuzz, mutated, outcome
+from tests.fuzz.fuzzing import CORPUS, changed, corpus, fuzz, mutated, outcome
 
 TEXTS = corpus("state")
 contents = (
@@ -19,6 +19,12 @@ contents = (
     | st.sampled_from([json.loads(text) for text in TEXTS]).flatmap(changed).map(lambda tree: json.dumps(tree).encode())
     | st.binary(max_size=20)
 )
+
+
+def test_the_corpus_is_read() -> None:
+    """Else everything below would be damaged."""
+    assert read_lock(CORPUS / "state" / "lock.json").plugins
+    assert read_state(CORPUS / "state") == TrainerState(**json.loads((CORPUS / "state" / "trainer.json").read_text()))
 
 
 @fuzz
