@@ -18,14 +18,18 @@ UNSTATED = {
     "zss": "BSD-3-Clause in its repository",
 }
 """Distributions whose metadata names no licence."""
-EXCEPTIONS = {"chess": "GPL-3.0-or-later; of textarena, which only the environment textarena imports, in its own process"}
+EXCEPTIONS = {
+    "chess": "GPL-3.0-or-later; of textarena, which only the environment textarena imports, in its own process"
+}
 
 
 def licence_of(found: Distribution) -> str:
     """What the metadata says: the expression, the classifiers, or the first line of the text."""
     about = found.metadata
     classifiers = [each for each in about.get_all("Classifier") or () if each.startswith("License ::")]
-    return str(about.get("License-Expression") or "; ".join(classifiers) or (about.get("License") or "").partition("\n")[0])
+    return str(
+        about.get("License-Expression") or "; ".join(classifiers) or (about.get("License") or "").partition("\n")[0]
+    )
 
 
 def installed_with(name: str, extras: frozenset[str]) -> dict[str, Distribution]:

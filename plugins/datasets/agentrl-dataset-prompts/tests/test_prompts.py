@@ -146,6 +146,16 @@ def test_a_prompt_that_is_not_messages(tmp_path: Path, prompt: Any) -> None:
         load(file)[0]
 
 
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [("null", 1), ("\n null \n{}", 2), ('{"prompt": "x"}\nnull\n', 2), ("null{}", 1), ("{}\n\tnull {}", 2)],
+)
+def test_a_line_that_is_null_is_an_error_and_not_a_crash(tmp_path: Path, text: str, line: int) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    with pytest.raises(DataError, match=rf"rows.jsonl, line {line}: found null; expected an object"):
+        load(tmp_path / "rows.jsonl")
+
+
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     broken = tmp_path / "broken.parquet"
     broken.write_bytes(b"not parquet")

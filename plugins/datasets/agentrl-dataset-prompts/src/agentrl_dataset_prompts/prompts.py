@@ -5,10 +5,12 @@ Columns: ``prompt`` (messages), ``data_source``, ``agent_name``, ``reward_model.
 """
 
 import json
+import re
 from bisect import bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import accumulate
+from mmap import ACCESS_READ, mmap
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,8 @@ from agentrl_dataset_prompts.config import PromptsConfig
 
 Row = dict[str, Any]
 
+_NULL_AT_START = re.compile(rb"\s*null(?!\w)")
+_NULL = re.compile(rb"\n[ \t\r]*null(?=[ \t\r]*(?:[\n{\[]|\Z))")
 _READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 
@@ -92,6 +96,8 @@ def _read(file: str, config: PromptsConfig) -> datasets.Dataset:
         raise DataError(f"{file}: no such file")
     if local and not Path(file).stat().st_size:
         raise DataError(f"{file}: the file is empty; expected one row per line, with a prompt")
+    if local and reader == "json":
+        _reject_null(file)
     try:
         with _no_progress_bars():
             rows = datasets.load_dataset(reader, data_files=file, split="train")
@@ -103,6 +109,14 @@ def _read(file: str, config: PromptsConfig) -> datasets.Dataset:
             "Set data.dataset.config.prompt_key to the column that holds the messages"
         )
     return rows
+
+
+def _reject_null(file: str) -> None:
+    """Reject a line that is ``null``: Arrow's reader of JSON ends the process with a segmentation fault."""
+    with open(file, "rb") as handle, mmap(handle.fileno(), 0, access=ACCESS_READ) as content:
+        if found := _NULL_AT_START.match(content) or _NULL.search(content):
+            number = content[: found.end()].count(b"\n") + 1
+            raise DataError(f"{file}, line {number}: found null; expected an object with a prompt")
 
 
 @contextmanager
