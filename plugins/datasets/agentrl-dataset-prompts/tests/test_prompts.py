@@ -148,7 +148,7 @@ def test_a_prompt_that_is_not_messages(tmp_path: Path, prompt: Any) -> None:
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("null", 1), ("\n null \n{}", 2), ('{"prompt": "x"}\nnull\n', 2), ("null{}", 1), ("{}\n\tnull {}", 2)],
+    [("null", 1), ("\n null \n{}", 2), ("{}\nnull\n", 2), ("null{}", 1), ("{}\n\tnull {}", 2)],
 )
 def test_a_line_that_is_null_is_an_error_and_not_a_crash(tmp_path: Path, text: str, line: int) -> None:
     (tmp_path / "rows.jsonl").write_text(text)
