@@ -1,4 +1,4 @@
-"""The licences of everything that the distributions of this tree install, from the metadata of what is installed here."""
+"""The licences of all that the distributions of this tree install, from the metadata of what is installed here."""
 
 import re
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
