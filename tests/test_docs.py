@@ -1,6 +1,7 @@
 """The documentation runs: its Python, its configurations, its commands; its tables are current, its links lead on."""
 
 import importlib.util
+import json
 import os
 import re
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 import yaml
 from typer.testing import CliRunner
 
@@ -113,6 +115,24 @@ def test_configurations_for_many_gpus_are_accepted(workplace: Path, snippet: str
     assert (cluster.runtime, cluster.nodes, cluster.processes_per_node) == ("ray", 1, 8)
 
 
+LOADED = ("data.md", "engines.md", "environments.md", "real-model.md", "renderers.md", "tracking.md")
+
+
+@pytest.mark.parametrize("snippet", [text for page, text in blocks("yaml") if page.name in LOADED])
+def test_configurations_of_other_pages_are_accepted(workplace: Path, snippet: str) -> None:
+    """Keys, values and options; the interpreters and files that they name need not exist."""
+    example = workplace / "examples/calculator"
+    (environment, *_) = [text for page, text in blocks("python") if page.name == "environments.md"]
+    (example / "environment.py").write_text(environment)
+    (example / "one.yaml").write_text("extends: config.yaml\n" + snippet)
+    load_config(example / "one.yaml", check_files=False)
+
+
+def test_rows_of_the_docs_are_json() -> None:
+    rows = [line for _, text in blocks("json") for line in text.splitlines()]
+    assert rows and all(isinstance(json.loads(row), dict) for row in rows)
+
+
 @pytest.mark.parametrize("snippet", [text for page, text in blocks("yaml") if page.name == "algorithms.md"])
 def test_configurations_of_algorithms_are_accepted(workplace: Path, snippet: str) -> None:
     example = workplace / "examples/calculator"
@@ -195,10 +215,30 @@ def commands() -> list[str]:
     return sorted({match for span in code for match in command.findall(span)})
 
 
+def command_lines() -> list[list[str]]:
+    """The words of each ``agentrl …`` in a code span or block, without the comment behind it."""
+    code = [span for page in PAGES for span in CODE.findall(page.read_text(encoding="utf-8"))]
+    found = {line for span in code for line in re.findall(r"^`{0,3}\s*agentrl ([a-z][^`#\n]*)", span, re.MULTILINE)}
+    return sorted(line.split() for line in found if "--" in line)
+
+
 @pytest.mark.parametrize("command", commands())
 def test_commands_of_the_docs_exist(command: str) -> None:
     result = CliRunner().invoke(app, [*command.split(), "--help"])
     assert result.exit_code == 0, f"agentrl {command}: {result.output}"
+
+
+@pytest.mark.parametrize("line", command_lines(), ids=lambda words: " ".join(words)[:60])
+def test_options_of_the_docs_exist(line: list[str]) -> None:
+    command: Any = typer.main.get_command(app)
+    context = command.make_context("agentrl", [], resilient_parsing=True)
+    words = list(line)
+    while words and hasattr(command, "get_command"):
+        command = command.get_command(context, words.pop(0))
+        command = command._load() if hasattr(command, "_load") else command
+    known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+    used = {word.partition("=")[0] for word in words if re.fullmatch(r"--?[a-z][a-z-]*(=.*)?", word)}
+    assert used <= known | {"-h", "--help", "--debug"}
 
 
 @pytest.mark.parametrize("name", ["cli.md", "config.md", "api.md", "plugins/catalogue.md", "formats.md"])
