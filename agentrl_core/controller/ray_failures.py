@@ -12,6 +12,7 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from agentrl_core.api.errors import WorkerError
+from agentrl_core.controller.runtime import ActorDiedError
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ class Watch:
     """
 
     def __init__(self, role: str, actors: Sequence[Any], nodes: Sequence[str]) -> None:
-        self.death: WorkerError | None = None
+        self.death: ActorDiedError | None = None
         self.last_calls = ["nothing yet"] * len(actors)
         self._role = role
         self._nodes = nodes
@@ -52,7 +53,7 @@ class Watch:
     def raise_if_dead(self) -> None:
         """Raise the death that the watch has seen."""
         if self.death is not None:
-            raise WorkerError(str(self.death)) from self.death.__cause__
+            raise ActorDiedError(str(self.death)) from self.death.__cause__
 
     def look(self) -> bool:
         """Look once at every actor. False when there is nothing to watch any more."""
@@ -73,16 +74,16 @@ class Watch:
             self._pings[rank], self._asked[rank] = self._actors[rank].ping.remote(), now
         return True
 
-    def describe(self, rank: int, found: str, cause: RayActorError | None = None) -> WorkerError:
+    def describe(self, rank: int, found: str, cause: RayActorError | None = None) -> ActorDiedError:
         """The error about a lost rank."""
-        death = WorkerError(
+        death = ActorDiedError(
             f"rank {rank} of {len(self._actors)} of {self._role!r} on node {self._nodes[rank]}: {found}; "
             f"the last method called on it was {self.last_calls[rank]}. {str(cause or '').strip()}".rstrip()
         )
         death.__cause__ = cause
         return death
 
-    def _report(self, death: WorkerError) -> None:
+    def _report(self, death: ActorDiedError) -> None:
         if self._stopped.is_set():
             return
         self.death = death
@@ -137,7 +138,8 @@ def _group_error(method: str, labels: Sequence[str], handles: Sequence[Any], err
     first = next((label for label, text in failures.items() if text == str(error)), f"one of {len(labels)} ranks")
     others = [label for label in failures if label != first]
     also = f"\nAlso failed: {', '.join(others)}" if others else ""
-    return WorkerError(describe(f"{first}, in {method!r}", error) + also)
+    kind = ActorDiedError if isinstance(error, RayActorError) else WorkerError
+    return kind(describe(f"{first}, in {method!r}", error) + also)
 
 
 def describe(who: str, error: BaseException) -> str:

@@ -29,6 +29,7 @@ from agentrl_core.config import ResolvedConfig
 from agentrl_core.config.nodes import dotted, read_file
 from agentrl_core.config.slots import all_slots
 from agentrl_core.config.writing import leaves, written
+from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock
 from agentrl_core.runs.run_dir import CHECKPOINT, entries
 
@@ -88,6 +89,7 @@ class CheckpointStore:
         """Write a checkpoint with ``write(directory)`` and make it the latest; delete older ones.
 
         Raises:
+            ActorDiedError: a training process died meanwhile; nothing incomplete is left.
             CheckpointError: it could not be written, because of a full disk for example; nothing incomplete is left.
         """
         path = self.path(state.step)
@@ -102,7 +104,7 @@ class CheckpointStore:
             _flush(aside)
             _remove(path)
             aside.rename(path)
-        except (KeyboardInterrupt, SystemExit):
+        except (KeyboardInterrupt, SystemExit, ActorDiedError):
             raise
         except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
             # A full disk is an OSError to Python, a RuntimeError to torch and a SafetensorError to safetensors.

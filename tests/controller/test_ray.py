@@ -32,6 +32,7 @@ from agentrl_core.controller import (
     register,
 )
 from agentrl_core.controller.ray_runtime import RayRuntime
+from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.protocol import DataProto
 
 pytestmark = pytest.mark.ray
@@ -245,7 +246,7 @@ def test_a_rank_that_raises_or_dies_is_named_while_another_hangs(runtime: RayRun
         ) as caught:
             group.fail_on(1)
         assert isinstance(caught.value.__cause__, KeyError)
-        with pytest.raises(WorkerError, match=r"rank 1 of 2 of 'failing' on node .*'die_on'.*died"):
+        with pytest.raises(ActorDiedError, match=r"rank 1 of 2 of 'failing' on node .*'die_on'.*died"):
             group.die_on(1)
 
 
@@ -255,9 +256,9 @@ def test_a_rank_that_dies_idle_surfaces_and_ends_a_call_of_others_that_hangs(run
         hanging = group.execute_rank_zero_async("wait_for_ever")
         os.kill(pids[1], signal.SIGKILL)
         died = r"rank 1 of 2 of 'watched' on node .* the last method called on it was watched\.pid(.|\n)*exit"
-        with pytest.raises(WorkerError, match=died):
+        with pytest.raises(ActorDiedError, match=died):
             hanging.get()
-        with pytest.raises(WorkerError, match=died):
+        with pytest.raises(ActorDiedError, match=died):
             group.pid()
 
 

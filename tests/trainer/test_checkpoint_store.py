@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 
 from agentrl_core.api import CheckpointError
+from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, checkpoint_path, read_state
 
 
@@ -68,12 +69,15 @@ def test_failing_write_leaves_the_old_checkpoints_and_nothing_half(tmp_path: Pat
     assert read_state(checkpoint_path(tmp_path / "latest")) == state(1)
 
 
-def test_interrupted_write_leaves_nothing_half(tmp_path: Path) -> None:
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt(), ActorDiedError("rank 0 of 'actor': it died")])
+def test_interrupted_write_leaves_nothing_half(tmp_path: Path, interruption: BaseException) -> None:
+    """Nor does it put the blame on the disk."""
+
     def interrupted(directory: Path) -> None:
         write(directory)
-        raise KeyboardInterrupt
+        raise interruption
 
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(type(interruption)):
         CheckpointStore(tmp_path, keep=1).save(state(1), interrupted)
     assert contents(tmp_path) == set()
 
