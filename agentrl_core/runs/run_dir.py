@@ -87,7 +87,8 @@ class RunDir:
             )
         run_dir = cls(output_dir / name)
         try:
-            run_dir.path.mkdir(parents=True, exist_ok=True)
+            # Conversations and weights are nobody else's; a directory that exists keeps its rights.
+            run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             file = next(path for path in [run_dir.path, *run_dir.path.parents] if path.exists())
             raise ConfigError(
