@@ -25,7 +25,8 @@ async def solve(base_url, api_key, model, messages, row, python, environment):
         python, __file__,
         # Its harnesses call uv, which is installed next to the interpreter.
         env={**os.environ, "AGENTRL_ENDPOINT_KEY": api_key, "PATH": f"{Path(python).parent}:{os.environ['PATH']}"},
-        start_new_session=True, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+        start_new_session=True,
+        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
     )  # fmt: skip
     try:
         said, problems = await process.communicate(json.dumps(request).encode())
