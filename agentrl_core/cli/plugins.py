@@ -71,11 +71,12 @@ def check_plugins(
     kind: Kind = None,
     no_ray: Annotated[bool, typer.Option("--no-ray", help="Do not check in a Ray worker.")] = False,
     timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Maximum seconds per plugin.")] = 60.0,
+    as_json: Json = False,
 ) -> None:
     """Import plugins and check what they build, each in its own process and in a Ray worker."""
     from agentrl_core.devtools.check_command import run
 
-    raise typer.Exit(run(names or [], kinds=_kinds(kind), on_ray=not no_ray, time_limit=timeout))
+    raise typer.Exit(run(names or [], kinds=_kinds(kind), on_ray=not no_ray, time_limit=timeout, as_json=as_json))
 
 
 @app.command("new")

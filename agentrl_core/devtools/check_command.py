@@ -1,9 +1,11 @@
 """``agentrl plugins check``."""
 
 import asyncio
+import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.text import Text
@@ -41,18 +43,21 @@ class CheckActor:
         return check_here(ref)
 
 
-def run(names: Sequence[str], *, kinds: list[str] | None, on_ray: bool, time_limit: float) -> int:
+def run(
+    names: Sequence[str], *, kinds: list[str] | None, on_ray: bool, time_limit: float, as_json: bool = False
+) -> int:
     """Check plugins and print the results.
 
     Args:
         names: names, ``package:name`` or packages; empty: all installed plugins.
         kinds: check only plugins of these kinds.
         time_limit: seconds for each plugin, in its process and again in the Ray worker.
+        as_json: print one JSON object; what else there is to say goes to standard error.
 
     Returns:
         The exit code: 1 on any failure.
     """
-    console = Console(highlight=False, markup=False, soft_wrap=True)
+    console = Console(highlight=False, markup=False, soft_wrap=True, stderr=as_json)
     chosen = _chosen(names, kinds)
     blocked = block_list()
     usable = [each for each in chosen if not is_blocked(each, blocked)]
@@ -62,12 +67,15 @@ def run(names: Sequence[str], *, kinds: list[str] | None, on_ray: bool, time_lim
     if on_ray:
         good = {each: result for each, result in results.items() if result.status == "ok"}
         results |= _checked_on_ray(good, time_limit, console)
+    failures = sum(result.status == "failed" for result in results.values())
+    if as_json:
+        sys.stdout.write(json.dumps({"schema_version": 1, "plugins": [*map(_plain, chosen, map(results.get, chosen))]}))
+        return 1 if failures else 0
     for each in chosen:
         if each in results:
             _print(console, results[each])
         else:
             console.print(f"blocked   {each.title} of package {each.package}: by {BLOCK_VARIABLE}")
-    failures = sum(result.status == "failed" for result in results.values())
     console.print(f"{len(results)} checked, {failures} failed")
     return 1 if failures else 0
 
@@ -130,6 +138,19 @@ async def _check_with(
         problems = tuple(f"in a Ray worker: {problem}" for problem in found.problems)
         checked[each] = before if found.status == "ok" else replace(found, problems=problems)
     return checked
+
+
+def _plain(registration: Registration, result: CheckResult | None) -> dict[str, Any]:
+    found = CheckResult(_ref(registration), "failed", notes=(f"by {BLOCK_VARIABLE}",)) if result is None else result
+    return {
+        "kind": registration.kind,
+        "name": registration.name,
+        "package": registration.package,
+        "status": "blocked" if result is None else found.status,
+        "problems": found.problems,
+        "notes": found.notes,
+        "traceback": found.traceback,
+    }
 
 
 def _print(console: Console, result: CheckResult) -> None:

@@ -1,3 +1,4 @@
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -43,6 +44,15 @@ def add_plugin(plugins: IsolatedPlugins, dist: str = "acme-tools", name: str = "
 
 def check(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["plugins", "check", "--no-ray", *arguments])
+
+
+def test_json_has_every_result(isolated_plugins: IsolatedPlugins) -> None:
+    add_plugin(isolated_plugins)
+    add_plugin(isolated_plugins, "acme-bad", "whisper", before="raise RuntimeError('no')\n")
+    result = check("--json")
+    good, bad = sorted(json.loads(result.stdout)["plugins"], key=lambda each: each["name"])
+    assert (result.exit_code, good["status"], good["problems"]) == (1, "ok", [])
+    assert (bad["name"], bad["status"]) == ("whisper", "failed") and "RuntimeError" in bad["traceback"]
 
 
 def test_all_that_is_installed(isolated_plugins: IsolatedPlugins) -> None:
