@@ -82,24 +82,32 @@ class Played:
 
 
 async def play(case: EnvironmentCase, hosted: HostedEnvironment, task: Any, seed: int, moves: Sequence[Move]) -> Played:
-    """Play one episode as a session does, and close it."""
+    """Play one episode as a session does, and close it.
+
+    Where several agents act, the moves are those of all of them, and the score is that of the agent that begins.
+    """
     episode = await hosted.open(task, seed)
     try:
         played = Played(episode.messages)
-        talk, earned = list(episode.messages), list[tuple[int, float]]()
+        agent, earned, spoken = episode.agent, list[tuple[int, float]](), list[str]()
+        talks = {agent: list(episode.messages)}
         for turn, move in enumerate(moves):
+            talk = talks[agent]
             talk.append({"role": "assistant", "content": move if isinstance(move, str) else ""})
-            text, reward, done = await _answer(episode, move, talk)
-            talk.append({"role": "user" if isinstance(move, str) else "tool", "content": text})
+            text, reward, done, following = await _answer(episode, move, talk)
+            if agent == episode.agent:
+                spoken += [move] if isinstance(move, str) else []
+                earned += [(turn, float(reward))] if reward is not None else []
+            agent = agent if following is None else following
+            said = {"role": "user" if isinstance(move, str) else "tool", "content": text}
+            talks.setdefault(agent, []).append(said)
             played.answers.append(text)
-            if reward is not None:
-                earned.append((turn, float(reward)))
             if done:
                 break
             await asyncio.sleep(0)
-        spoken = [move for move in moves if isinstance(move, str)]
         seen = RewardTrajectory(
-            messages=talk,
+            agent=episode.agent,
+            messages=talks[episode.agent],
             model_text="\n".join(spoken),
             last_text=spoken[-1] if spoken else "",
             full_text="",
@@ -112,18 +120,20 @@ async def play(case: EnvironmentCase, hosted: HostedEnvironment, task: Any, seed
         await episode.close()
 
 
-async def _answer(episode: HostedEpisode, move: Move, talk: list[Message]) -> tuple[str, float | None, bool]:
+async def _answer(
+    episode: HostedEpisode, move: Move, talk: list[Message]
+) -> tuple[str, float | None, bool, str | None]:
     if isinstance(move, str):
         given = copy.deepcopy(talk)
         turn = await episode.reply(given)
         assert isinstance(turn, InteractionTurn), f"reply returned a {type(turn).__name__}, not an InteractionTurn"
         assert given == talk, "reply changed the messages, which are the trajectory's record"
-        return turn.text, turn.reward, turn.terminate
+        return turn.text, turn.reward, turn.terminate, turn.agent
     name, arguments = move
     result = await episode.execute("", name, copy.deepcopy(arguments), {})
     assert isinstance(result, ToolResult), f"call returned a {type(result).__name__}, not a ToolResult"
     checked = check_result(name, result)
-    return checked.response.text, checked.reward, checked.done
+    return checked.response.text, checked.reward, checked.done, None
 
 
 def moves_of(case: EnvironmentCase, task: Mapping[str, Any], seed: int, messages: Sequence[Message]) -> Sequence[Move]:
@@ -233,7 +243,7 @@ class EnvironmentContract(PluginContract):
                 episode = await hosted.open(task, 1)
                 talk: list[Message] = [*messages, {"role": "assistant", "content": str(what)}]
                 if what == "score":
-                    await cancelled(episode.score(RewardTrajectory(messages, "", "", ""), []))
+                    await cancelled(episode.score(RewardTrajectory(messages, "", "", "", agent=episode.agent), []))
                 else:
                     await cancelled(episode.execute("", *what, {}) if isinstance(what, tuple) else episode.reply(talk))
                 async with asyncio.timeout(20):

@@ -8,11 +8,11 @@ import pytest
 import textarena
 from textarena.envs.registration import ENV_REGISTRY
 
-from agentrl_core.api import ConfigError, EnvironmentContext, RewardTrajectory
+from agentrl_core.api import ConfigError, Engines, EnvironmentContext, RewardTrajectory
 from agentrl_core.testing.contracts import EnvironmentCase, EnvironmentContract
 from agentrl_core.testing.contracts.case import run
 from agentrl_env_textarena.config import GameConfig, TextArenaConfig
-from agentrl_env_textarena.environment import WORKING, TextArena
+from agentrl_env_textarena.environment import TWO_PLAYERS, WORKING, TextArena
 from agentrl_env_textarena.game import Game
 from agentrl_env_textarena.plugin import ENVIRONMENT
 
@@ -175,8 +175,8 @@ def test_a_reward_that_is_no_number_is_a_counted_zero() -> None:
         ({}, "games is empty"),
         ({"GuesTheNumber-v0": GameConfig()}, "no such game; did you mean GuessTheNumber-v0"),
         ({"Go": GameConfig()}, "no such game; there are 2048-v0, "),
-        ({"TicTacToe-v0": GameConfig()}, "TicTacToe-v0: only single-player games can be played"),
-        ({"QuantumTicTacToe-v0": GameConfig()}, "it is a game for several players"),
+        ({"ThreePlayerIPD-v0": GameConfig()}, "only games for one or two players can be played: .* three players"),
+        ({"Snake-v0": GameConfig()}, "it is no game for one or two players"),
         ({"Set-v0": GameConfig(config={"cards": 3})}, "games.Set-v0: config does not fit: .*'cards'"),
     ],
 )
@@ -208,3 +208,85 @@ def test_a_task_of_another_game_says_which_there_are() -> None:
     environment = made({"2048-v0": GameConfig()})
     with pytest.raises(ValueError, match="'Go' is not one of 2048-v0"):
         run(environment.open({"data_source": "Go", "extra_info": {"split": "train", "index": 0}}, 0))
+
+
+class TestTicTacToe(EnvironmentContract):
+    """The first player wins the middle column; moves are those of both."""
+
+    @pytest.fixture
+    def plugin(self) -> EnvironmentCase:
+        def column(task: Mapping[str, Any], seed: int, messages: Any) -> list[str]:
+            return ["[1]", "[0]", "[4]", "[3]", "[7]"]
+
+        config = TextArenaConfig(games={"TicTacToe-v0": GameConfig()}, tasks=10)
+        return EnvironmentCase(ENVIRONMENT, config=config, oracle=column)
+
+
+@pytest.mark.parametrize("name", TWO_PLAYERS)
+def test_games_for_two_begin_with_one_of_the_players(name: str) -> None:
+    game = Game(name, {}, 5)
+    assert game.player in (0, 1) and game.news()
+    for _ in range(2):
+        if game.step("[no move]"):
+            rewards = [game.result(player)[0] for player in (0, 1)]
+            assert rewards in ([-1, 1], [1, -1], [0, 0])
+            break
+
+
+def turn(episode: Any, text: str) -> Any:
+    return run(episode.reply([{"role": "assistant", "content": text}]))
+
+
+def scored(agent: str = "") -> RewardTrajectory:
+    return RewardTrajectory([], "", "", "", agent=agent)
+
+
+def test_in_self_play_each_player_reads_its_own_news_and_has_its_own_reward() -> None:
+    environment = made({"TicTacToe-v0": GameConfig()})
+    episode = run(environment.open(environment.tasks("train")[0], 0))
+    assert episode.agent == "player_0" and "You are Player 0" in episode.messages[0]["content"]
+    first = turn(episode, "[1]")
+    assert first.agent == "player_1" and "You are Player 1" in first.text and "[Player 0] [1]" in first.text
+    again = turn(episode, "[1]")
+    assert again.agent == "player_1" and "invalid move" in again.text, "who moved wrongly moves again"
+    second = turn(episode, "[0]")
+    assert second.agent == "player_0" and "[Player 1] [0]" in second.text
+    assert "You are Player" not in second.text and "[Player 0]" not in second.text
+    assert [turn(episode, move).terminate for move in ("[4]", "[3]", "[7]")] == [False, False, True]
+    assert run(episode.score(scored("player_0"))).score == 1
+    assert run(episode.score(scored("player_1"))).score == -1
+
+
+class Column:
+    """An opponent that takes the first column from the top, whatever is there."""
+
+    def __init__(self) -> None:
+        self.heard: list[list[dict[str, Any]]] = []
+
+    async def chat(self, messages: Any, *, temperature: float = 0.0, max_tokens: int = 512) -> str:
+        self.heard.append(list(messages))
+        return f"[{(sum(each['role'] == 'assistant' for each in messages)) * 3}]"
+
+
+def test_an_engine_plays_the_other_side_and_sides_swap_from_task_to_task() -> None:
+    opponent = Column()
+    context = EnvironmentContext("textarena", engines=Engines({"rival": opponent}))
+    config = TextArenaConfig(games={"TicTacToe-v0": GameConfig()}, opponent="rival", system_prompt="Play well.")
+    environment = TextArena(config, context)
+    even, odd = (run(environment.open(task, 0)) for task in environment.tasks("train")[:2])
+    assert even.agent == odd.agent == ""
+    assert "You are Player 0" in even.messages[-1]["content"] and "You are Player 1" in odd.messages[-1]["content"]
+    assert "[Player 0] [0]" in odd.messages[-1]["content"]
+    opponent.heard.clear()
+    answers = [turn(even, move) for move in ("[1]", "[4]", "[7]")]
+    assert [answer.terminate for answer in answers] == [False, False, True]
+    assert "[Player 1] [0]" in answers[0].text and answers[0].agent is None
+    assert [message["role"] for message in opponent.heard[1]] == ["system", "user", "assistant", "user"]
+    assert run(even.score(scored())).score == 1
+    assert [turn(odd, move).terminate for move in ("[1]", "[4]")] == [False, True], "the opponent has its column"
+    assert run(odd.score(scored())).score == -1
+
+
+def test_an_opponent_that_is_no_engine_is_refused() -> None:
+    with pytest.raises(ConfigError, match="asks for the engine 'rival'"):
+        made({"TicTacToe-v0": GameConfig()}, opponent="rival")

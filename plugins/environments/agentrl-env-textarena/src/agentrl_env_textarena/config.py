@@ -17,13 +17,20 @@ class GameConfig:
 @dataclass(kw_only=True)
 class TextArenaConfig:
     games: dict[str, GameConfig] = option(
-        help="single-player games by id, such as {GuessTheNumber-v0: {}, Minesweeper-v0-small: {weight: 0.5}}"
+        help="games for one or two players by id, such as {GuessTheNumber-v0: {}, Minesweeper-v0-small: {weight: 0.5}}"
     )
     tasks: int = option(10_000, ge=1, help="number of training tasks, over all games")
     validation_tasks: int = option(200, ge=0, help="number of validation tasks, over all games")
     seed: int | None = option(
         None, ge=0, help="task i always begins like seed + i, in validation with other seeds; null: each step differs"
     )
+    opponent: str | None = option(
+        None,
+        help="engine of `engines` that plays the other side of games for two, sides swapped from task to task; null: "
+        "the policy plays both, with the loop multi_agent",
+    )
+    opponent_temperature: float = option(1.0, ge=0, help="sampling temperature of the opponent; 0: greedy")
+    opponent_max_tokens: int = option(256, ge=1, unit="tokens", help="longest turn of the opponent")
     max_turns: int | None = option(
         None, ge=1, help="end a game after this many turns of the policy; null: only the game's own limits"
     )

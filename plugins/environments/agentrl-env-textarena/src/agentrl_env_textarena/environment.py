@@ -1,4 +1,4 @@
-"""The single-player games of textarena as one environment."""
+"""The games of textarena for one or two players as one environment."""
 
 import asyncio
 import difflib
@@ -36,6 +36,17 @@ WORKING = (
 )  # fmt: skip
 """Games that need nothing but the package; most have variants, such as TowerOfHanoi-v0-hard."""
 
+TWO_PLAYERS = (
+    "Alquerque-v0", "Battleship-v0", "Breakthrough-v0", "Briscola-v0", "Chopsticks-v0", "ColonelBlotto-v0",
+    "ConnectFour-v0", "Crusade-v0", "GameOfPureStrategy-v0", "GermanWhist-v0", "Golf-v0", "HighSociety-v0",
+    "IndianPoker-v0", "IteratedMatchingPennies-v0", "IteratedPrisonersDilemma-v0", "IteratedRockPaperScissors-v0",
+    "IteratedTwoThirdsAverage-v0", "IteratedUltimatumGame-v0", "KuhnPoker-v0", "LinesOfAction-v0", "MemoryGame-v0",
+    "NewRecruit-v0", "Nim-v0", "Othello-v0", "PigDice-v0", "QuantumTicTacToe-v0", "SimpleBlindAuction-v0",
+    "SimpleNegotiation-v0", "SimpleTak-v0", "SpiteAndMalice-v0", "Stratego-v0", "Tak-v0", "TicTacToe-v0",
+    "TruthAndDeception-v0", "TwoDollar-v0", "UltimateTicTacToe-v0", "WildTicTacToe-v0",
+)  # fmt: skip
+"""The same for two players."""
+
 
 class TextArena(Environment):
     """A weighted mixture of games; ``data_source`` is the game's id.
@@ -54,6 +65,7 @@ class TextArena(Environment):
             )
         for name, options in config.games.items():
             self._check(name, options)
+        self.opponent = None if config.opponent is None else context.engines[config.opponent]
         # Games run one at a time, see Game. Waiting for each other here leaves asyncio's threads to others.
         self._thread = ThreadPoolExecutor(1, "textarena")
 
@@ -61,7 +73,9 @@ class TextArena(Environment):
         where = f"environment {self.context.name!r}: games.{name}"
         if name not in ENV_REGISTRY:
             close = difflib.get_close_matches(name, ENV_REGISTRY, 3)
-            hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(WORKING)}"
+            hint = (
+                f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join((*WORKING, *TWO_PLAYERS))}"
+            )
             raise ConfigError(f"{where}: textarena has no such game; {hint}")
         try:
             Game(name, options.config, 0)
@@ -94,7 +108,13 @@ class TextArena(Environment):
             return game, game.news()
 
         game, text = await self.run(begin)
-        return _Play(self, game, text)
+        if game.player is None:
+            return _Play(self, game, text)
+        if self.opponent is None:
+            return _SelfPlay(self, game, text)
+        duel = _Duel(self, game, place["index"] % 2)
+        await duel.begin(text)
+        return duel
 
     async def run(self, work: Callable[[], T]) -> T:
         """Run blocking work of a game in the games' thread."""
@@ -120,7 +140,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, TypeError) and "argument" in str(error):
         return f"config does not fit: {error}"
     if isinstance(error, AssertionError) and "player" in str(error).lower():
-        return f"only single-player games can be played: {error}. {others}"
+        return f"only games for one or two players can be played: {error}. {others}"
     return f"the game cannot begin: {type(error).__name__}: {error}. {others}"
 
 
@@ -134,20 +154,30 @@ class _Play(Episode):
         self.messages += [{"role": "user", "content": text}]
 
     async def reply(self, messages: Sequence[dict[str, Any]]) -> InteractionTurn:
-        move = _tagged(messages[-1]["content"], self._config.answer_tag)
         self._turns += 1
+        done, text = await self._step(messages[-1]["content"])
+        if done or self._turns == self._config.max_turns:
+            return InteractionTurn(terminate=True, text="")
+        return InteractionTurn(terminate=False, text=text, agent=self._whose())
+
+    async def _step(self, said: str) -> tuple[bool, str]:
+        """Make a move; returns whether the game is over, and what it says to the next player."""
+        move = _tagged(said, self._config.answer_tag)
 
         def step() -> tuple[bool, str]:
             return self._game.step(move), self._game.news()
 
-        done, text = await self._environment.run(step)
-        if done or self._turns == self._config.max_turns:
-            return InteractionTurn(terminate=True, text="")
-        return InteractionTurn(terminate=False, text=text)
+        return await self._environment.run(step)
+
+    def _whose(self) -> str | None:
+        return None
+
+    def _player(self, agent: str) -> int:
+        return 0
 
     async def score(self, trajectory: RewardTrajectory) -> RewardResult:
         """The game's reward. One that is no number counts as 0 and in ``reward_errors``."""
-        reward, info = self._game.result()
+        reward, info = self._game.result(self._player(trajectory.agent))
         parts = {
             "finished": float(reward is not None),
             "invalid_move": float(info["invalid_move"]),
@@ -158,6 +188,55 @@ class _Play(Episode):
         if not math.isfinite(reward):
             return RewardResult(0.0, metrics={"reward_errors": 1.0}, components=parts)
         return RewardResult(reward, components=parts)
+
+
+class _SelfPlay(_Play):
+    """Both players are agents of the trajectory."""
+
+    def __init__(self, environment: TextArena, game: Game, text: str) -> None:
+        super().__init__(environment, game, text)
+        self.agent = self._whose()
+
+    def _whose(self) -> str:
+        return f"player_{self._game.player}"
+
+    def _player(self, agent: str) -> int:
+        return int(agent.removeprefix("player_"))
+
+
+class _Duel(_Play):
+    """An engine plays the other side."""
+
+    def __init__(self, environment: TextArena, game: Game, seat: int) -> None:
+        super().__init__(environment, game, "")
+        self._seat = seat
+        self._talk = self.messages[:-1]
+
+    async def begin(self, text: str) -> None:
+        """Let the opponent move first, where it is its turn."""
+        done, text = await self._opponent(False, text)
+        if done:
+            raise ValueError("the opponent ended the game before the policy had a turn")
+        self.messages[-1]["content"] = text
+
+    async def _step(self, said: str) -> tuple[bool, str]:
+        return await self._opponent(*await super()._step(said))
+
+    async def _opponent(self, done: bool, text: str) -> tuple[bool, str]:
+        """The same once the opponent has made its moves."""
+        config, engine = self._config, self._environment.opponent
+        assert engine is not None, "a duel has an opponent"
+        while not done and self._game.player != self._seat:
+            self._talk.append({"role": "user", "content": text})
+            said = await engine.chat(
+                self._talk, temperature=config.opponent_temperature, max_tokens=config.opponent_max_tokens
+            )
+            self._talk.append({"role": "assistant", "content": said})
+            done, text = await super()._step(said)
+        return done, text
+
+    def _player(self, agent: str) -> int:
+        return self._seat
 
 
 def _tagged(text: str, tag: str | None) -> str:

@@ -14,7 +14,7 @@ _LOCK = threading.Lock()
 
 
 class Game:
-    """A single-player game that has begun. Blocks; several games may run in several threads.
+    """A game for one or two players that has begun. Blocks; several games may run in several threads.
 
     textarena's games draw from the global generators of ``random`` and numpy. Each game gets its own states of both,
     and the process's are restored after every call.
@@ -25,7 +25,7 @@ class Game:
         seed: decides everything that the game draws.
 
     Raises:
-        ValueError: the game is for more than one player.
+        ValueError: the game is for more than two players.
     """
 
     def __init__(self, game: str, options: Mapping[str, Any], seed: int) -> None:
@@ -36,9 +36,18 @@ class Game:
             self._base = self._wrapped
             while isinstance(self._base, textarena.Wrapper):
                 self._base = self._base.env
-            self._wrapped.reset(num_players=1, seed=seed)
-        if not isinstance(self._base.state, textarena.SinglePlayerState):
-            raise ValueError("it is a game for several players")
+            try:
+                self._wrapped.reset(num_players=1, seed=seed)
+            except (AssertionError, ValueError):  # it is not for one player
+                self._wrapped.reset(num_players=2, seed=seed)
+        if not isinstance(self._base.state, textarena.SinglePlayerState | textarena.TwoPlayerState):
+            raise ValueError("it is no game for one or two players")
+
+    @property
+    def player(self) -> int | None:
+        """Whose turn it is; None in a game for one."""
+        single = isinstance(self._base.state, textarena.SinglePlayerState)
+        return None if single else int(self._base.state.current_player_id)
 
     @contextmanager
     def _own_random(self) -> Iterator[None]:
@@ -54,12 +63,17 @@ class Game:
                 np.random.set_state(outside[1])
 
     def news(self) -> str:
-        """What the game has said since the last time, without the player's own moves."""
+        """What the game has said to the player whose turn it is since the last time, without the player's own moves."""
         with self._own_random():
-            _, observations = self._base.get_observation()
+            player, observations = self._base.get_observation()
         kinds = textarena.ObservationType
         # Some games pass the arguments of an echoed move in the wrong order, so its kind is no ObservationType.
-        said = [text for _, text, kind in observations if isinstance(kind, kinds) and kind is not kinds.PLAYER_ACTION]
+        said = []
+        for sender, text, kind in observations:
+            if kind is kinds.PLAYER_ACTION and self.player is not None and sender != player:
+                said.append(f"[Player {sender}] {text}")
+            elif isinstance(kind, kinds) and kind is not kinds.PLAYER_ACTION:
+                said.append(text)
         return "\n".join(text.strip("\n") for text in said)
 
     def step(self, move: str) -> bool:
@@ -68,14 +82,14 @@ class Game:
             done, _ = self._wrapped.step(action=move)
         return bool(done)
 
-    def result(self) -> tuple[float | None, dict[str, Any]]:
-        """The reward, None while the game is not over, and what textarena reports on the player.
+    def result(self, player: int = 0) -> tuple[float | None, dict[str, Any]]:
+        """A player's reward, None while the game is not over, and what textarena reports on the player.
 
         A reward is NaN where the game gave something else than a number, as some do after an invalid move.
         """
         rewards, info = self._base.close()
         if not rewards:
-            return None, info[0]
-        reward = rewards[0]
+            return None, info[player]
+        reward = rewards[player]
         number = isinstance(reward, (int, float, np.number)) and not isinstance(reward, bool)
-        return float(reward) if number else math.nan, info[0]
+        return float(reward) if number else math.nan, info[player]

@@ -7,7 +7,7 @@ ENVIRONMENT = PluginSpec(
     kind="environment",
     name="textarena",
     api_version=1,
-    summary="a weighted mixture of textarena's single-player games, with their rewards",
+    summary="a weighted mixture of textarena's games for one or two players, with their rewards; self-play",
     config=TextArenaConfig,
     factory="agentrl_env_textarena.environment:TextArena",
     requires=("textarena>=0.7.4",),
