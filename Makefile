@@ -15,11 +15,12 @@ FUZZ_MINUTES ?= 15
 DEMO_ARGS ?=
 GPU_ARGS ?=
 CHAOS_ARGS ?= --write
+PROOF_ARGS ?=
 
 SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
-.PHONY: help env wheels demo demo-ray demo-ppo test check lint format bench browser chaos fuzz gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
+.PHONY: help env wheels demo demo-ray demo-ppo test check lint format bench browser chaos proof fuzz gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
 	test-engines test-engine-sglang test-engine-vllm test-engines-learn
 
 help:
@@ -29,6 +30,7 @@ help:
 	@echo "make env     install only: .venv with everything editable"
 	@echo "make wheels  every package as a wheel in dist, for: pip install --find-links dist agentrl-all"
 	@echo "make bench   the benchmarks"
+	@echo "make proof   train the examples with known optima, three seeds each, to docs/results/proof.md; PROOF_ARGS=\"kuhn_poker --seeds 1\""
 	@echo "make chaos   kill, freeze and starve a tiny run again and again, see docs/reliability.md; CHAOS_ARGS=\"--parts local --faults 20\""
 	@echo "make fuzz    hostile input for FUZZ_MINUTES=15; a minute of it is in make test"
 	@echo "make gpu     what only a GPU can show, to docs/results/gpu.md; without one a rehearsal on the CPU"
@@ -137,6 +139,9 @@ gpu: $(VENV)/.installed
 
 chaos: $(VENV)/.installed
 	$(BIN)/python benchmarks/chaos.py $(CHAOS_ARGS)
+
+proof: $(VENV)/.installed
+	$(BIN)/python benchmarks/proof.py $(PROOF_ARGS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/orchestration.py
