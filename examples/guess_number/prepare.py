@@ -4,7 +4,7 @@
 Everything is built here, offline: a tokenizer in which each number is one token, and a Qwen3 with a supervised warm
 start on games in which every guess is drawn evenly from the numbers that are still possible.
 
-Usage: python examples/guess_number/prepare.py [--output DIR] [--seed N] [--largest N] [--steps N]
+Usage: python examples/guess_number/prepare.py [--output DIR] [--seed N] [--largest N] [--beyond X] [--steps N]
 """
 
 import argparse
@@ -118,7 +118,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=Path(__file__).parent)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--largest", type=int, default=63, help="the largest secret number, as in environment.py")
-    parser.add_argument("--beyond", type=float, default=0.25, help="how weak the player is; 0: only possible guesses")
+    parser.add_argument(
+        "--beyond",
+        type=float,
+        default=0.0,
+        help="how weak the player is: 0.25 also guesses a quarter of the interval outside",
+    )
     parser.add_argument("--steps", type=int, default=500, help="steps of the warm start")
     arguments = parser.parse_args()
     start = time.monotonic()
