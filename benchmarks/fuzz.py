@@ -17,7 +17,7 @@ from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "tests" / "fuzz"
 _TEST = re.compile(r"^(\S+)::(\S+):$", re.MULTILINE)
-_TRIED = re.compile(r"- (\d+) passing examples, (\d+) failing examples")
+_TRIED = re.compile(r"- (\d+) passing, (\d+) failing")
 
 
 def run(seed: int, examples: int, expression: str, seconds: float) -> tuple[Counter[str], str]:
