@@ -229,11 +229,13 @@ class ChaosRun:
 
 
 def process_name(run: ChaosRun, pid: int) -> str:
-    """``driver``, ``tool``, ``reward``, or the beginning of its command line."""
+    """``driver``, ``tool``, ``reward``, or the name of its program."""
     for role in ("driver", "tool", "reward"):
         if pid in run.pids(role):
             return role
-    return _command(pid).partition(".")[0][:40] or "a process that has ended"
+    name = Path(_command(pid).split(" ")[0]).name
+    # Ray adds the method that runs now.
+    return name.partition(".")[0] or "a process that has ended"
 
 
 def send(pids: list[int], number: int) -> None:
