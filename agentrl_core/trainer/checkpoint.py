@@ -25,10 +25,11 @@ from typing import Any
 from pydantic import TypeAdapter, ValidationError
 
 from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError, PluginError, PluginRef
-from agentrl_core.config import ResolvedConfig
+from agentrl_core.config import Config, ResolvedConfig
+from agentrl_core.config.introspect import keys
 from agentrl_core.config.nodes import dotted, read_file
 from agentrl_core.config.slots import all_slots
-from agentrl_core.config.writing import leaves, written
+from agentrl_core.config.writing import leaves, plain, written
 from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock
 from agentrl_core.runs.run_dir import CHECKPOINT, entries
@@ -255,6 +256,10 @@ def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
     """Report options that changed; reject changes that give other prompts than the remaining ones."""
     before = {dotted(key): value for key, value in leaves(read_file(checkpoint / "config.yaml", "").plain())}
     now = {dotted(key): value for key, value in leaves(written(config))}
+    for path, member in keys(Config):
+        # What the run was made with, if the option is younger than it.
+        if (key := dotted(path)) in now and member.default is not None:
+            before.setdefault(key, plain(member.default()))
     changed = {
         key: f"{key}: {before.get(key)} -> {now.get(key)}"
         for key in sorted(before.keys() | now.keys())

@@ -138,6 +138,18 @@ def test_resuming_reports_what_has_changed(fit: Fit, caplog: pytest.LogCaptureFi
     assert "rollout.sampling.temperature: 1.0 -> 0.5" in caplog.text
 
 
+def test_an_option_that_is_younger_than_the_checkpoint_has_not_changed(
+    fit: Fit, caplog: pytest.LogCaptureFixture
+) -> None:
+    run = fit(EVERY_STEP)
+    kept = run.checkpoints_dir / "latest" / "config.yaml"
+    older = [line for line in kept.read_text().splitlines() if line.strip() != "streaming: false"]
+    assert len(older) < len(kept.read_text().splitlines())
+    kept.write_text("\n".join(older))
+    assert steps_of(fit(RESUME)) == [1, 2, 3]
+    assert "streaming" not in caplog.text
+
+
 @pytest.mark.parametrize(
     "change", [{"trainer.seed": 5}, {"data.batch_size": 1}, {"data.sampler.name": "sequential"}], ids=str
 )
