@@ -18,9 +18,6 @@ UNSTATED = {
     "zss": "BSD-3-Clause in its repository",
 }
 """Distributions whose metadata names no licence."""
-EXCEPTIONS = {
-    "chess": "GPL-3.0-or-later; of textarena, which only the environment textarena imports, in its own process"
-}
 
 
 def licence_of(found: Distribution) -> str:
@@ -64,13 +61,12 @@ def test_all_dependencies_are_seen() -> None:
 @pytest.mark.parametrize("name", sorted(INSTALLED))
 def test_each_licence_may_be_distributed_with_apache_software(name: str) -> None:
     licence = licence_of(INSTALLED[name])
-    if name in EXCEPTIONS or (name in UNSTATED and not licence):
+    if name in UNSTATED and not licence:
         return
     assert ALLOWED.search(licence) and not FORBIDDEN.search(licence), (
-        f"{name} has the licence {licence!r}. Replace it, or add it to EXCEPTIONS with a reason"
+        f"{name} has the licence {licence!r}. Replace it, or move what needs it to an extra"
     )
 
 
-def test_the_core_needs_no_exception() -> None:
-    core = installed_with("agentrl-core", frozenset({"train", "ray"}))
-    assert not core.keys() & (EXCEPTIONS.keys() | UNSTATED.keys())
+def test_the_licences_of_the_core_are_stated() -> None:
+    assert not installed_with("agentrl-core", frozenset({"train", "ray"})).keys() & UNSTATED.keys()
