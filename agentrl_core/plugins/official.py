@@ -21,7 +21,7 @@ _BROUGHT = {
     "agentrl-env-textarena": {"environment": "textarena"},
     "agentrl-interactions-basic": {"interaction": "simulated_user tutor"},
     "agentrl-loop-single-turn": {"agent_loop": "single_turn"},
-    "agentrl-loop-tool-agent": {"agent_loop": "compacting_tool_agent tool_agent"},
+    "agentrl-loop-tool-agent": {"agent_loop": "compacting_tool_agent multi_agent tool_agent"},
     "agentrl-renderers": {"renderer": "family harmony"},
     "agentrl-rewards-basic": {
         "reward_function": "exact_match exact_number fuzzy_match hash_answer json_schema length_penalty remote "
