@@ -1,0 +1,127 @@
+# ruff: noqa: T201 - part of scripts that people run by hand: their output is their progress
+"""What the `prepare.py` of small games share: a model whose tokens are the game's words, and which plays at random.
+
+The tokenizer has one token for each word, the model is a Qwen3 of two layers. The supervised warm start makes the words
+that a player may say at a point of the game equally likely there.
+"""
+
+import argparse
+import math
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch.nn import functional as F
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers.utils.logging import disable_progress_bar
+
+USER, ASSISTANT, END, PAD = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+def build_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
+    """Bytes, and one token for each word of the game."""
+    pieces = [*(word.replace(" ", "Ġ") for word in words), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    # A piece that is in the vocabulary is one token, whatever pairs it consists of.
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Split(Regex(r" ?\w+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (USER, ASSISTANT, END, PAD)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE
+    )
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, length: int) -> Qwen3ForCausalLM:
+    """Random weights; ``length`` is the longest conversation, in tokens."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=64,
+        intermediate_size=128,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        head_dim=32,
+        initializer_range=0.05,
+        max_position_embeddings=length,
+        tie_word_embeddings=False,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = Qwen3ForCausalLM(config)
+    model.generation_config = GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
+    )
+    return model
+
+
+def warm_start(
+    model: Qwen3ForCausalLM,
+    tokenizer: PreTrainedTokenizerFast,
+    prompts: Sequence[str],
+    actions: Sequence[str],
+    steps: int,
+) -> None:
+    """Teach all actions as equally likely at the end of each prompt, and the end after them.
+
+    In the first half the model says another token at each prompt, so that it tells them apart. In the second half only
+    the last layer learns.
+    """
+    chosen_ids, end = tokenizer.convert_tokens_to_ids(list(actions)), tokenizer.eos_token_id
+    rows = [[*tokenizer.encode(text), action, end] for text in prompts for action in chosen_ids]
+    length = max(map(len, rows))
+    ids = torch.tensor([row + [end] * (length - len(row)) for row in rows])
+    place = torch.tensor([len(row) - 3 for row in rows])
+    number = torch.arange(len(rows))
+    own_token = len(tokenizer) - 4 - 256 + number // len(actions)  # bytes follow the words
+    uniform = torch.zeros(len(rows), len(tokenizer))
+    uniform[:, chosen_ids] = 1 / len(actions)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    for step in range(steps):
+        if step == steps // 2:
+            model.model.requires_grad_(False)
+        optimizer.param_groups[0]["lr"] = 3e-3 if step < steps // 2 else 1e-2
+        logits = model(input_ids=ids, use_cache=False).logits
+        chosen, after = logits[number, place], logits[number, place + 1]
+        loss = F.cross_entropy(chosen, own_token if step < steps // 2 else uniform)
+        loss = loss + F.cross_entropy(after, torch.full_like(place, end))
+        optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        optimizer.step()
+    model.requires_grad_(True)
+    print(f"  warm start of {steps} steps: {loss.item() - math.log(len(actions)):.4f} nats off")
+
+
+def command_line(
+    script: str,
+    about: str | None,
+    words: Sequence[str],
+    actions: Sequence[str],
+    prompts: Callable[[], list[str]],
+    length: int,
+) -> None:
+    """What a `prepare.py` does: makes the model in its folder."""
+    parser = argparse.ArgumentParser(description=about)
+    parser.add_argument("--output", type=Path, default=Path(script).parent)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=int, default=400, help="steps of the warm start")
+    arguments = parser.parse_args()
+    start = time.monotonic()
+    torch.manual_seed(arguments.seed)
+    torch.set_num_threads(1)  # more only slow down a model this small
+    disable_progress_bar()
+    tokenizer = build_tokenizer(words)
+    model = build_model(tokenizer, length)
+    warm_start(model, tokenizer, prompts(), actions, arguments.steps)
+    model.save_pretrained(arguments.output / "model")
+    tokenizer.save_pretrained(arguments.output / "model")
+    print(f"made {arguments.output / 'model'} in {time.monotonic() - start:.0f} s")
