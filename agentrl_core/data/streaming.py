@@ -2,16 +2,12 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from typing import Any, overload
 
 from agentrl_core.api import DataError, PromptDataset
 from agentrl_core.data.rows import Row
 
 logger = logging.getLogger(__name__)
-
-_REMEMBERED = 2**16
-"""Numbers of rows that were found to fit."""
 
 
 class StreamedRows(Sequence[Row]):
@@ -34,7 +30,6 @@ class StreamedRows(Sequence[Row]):
     ) -> None:
         self._dataset, self._prepare, self._tasks = dataset, prepare, tasks
         self._replaced = False
-        self._fitting = lru_cache(_REMEMBERED)(self._first_that_fits)
 
     def __len__(self) -> int:
         return len(self._dataset) + len(self._tasks)
@@ -50,14 +45,13 @@ class StreamedRows(Sequence[Row]):
             raise IndexError(f"row {number} of {len(self)}")
         if number >= len(self._dataset):
             return self._tasks[number - len(self._dataset)]
-        fitting = self._fitting(number)
-        return self._prepare(fitting, self._dataset[fitting])
+        return self._first_that_fits(number)
 
-    def _first_that_fits(self, number: int) -> int:
+    def _first_that_fits(self, number: int) -> Row:
         size = len(self._dataset)
         for found in ((number + offset) % size for offset in range(size)):
-            if self._prepare(found, self._dataset[found]) is not None:
-                return found
+            if (row := self._prepare(found, self._dataset[found])) is not None:
+                return row
             if not self._replaced:
                 self._replaced = True
                 logger.warning(

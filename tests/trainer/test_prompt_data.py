@@ -12,6 +12,7 @@ from agentrl_core.api import ConfigError, DataError
 from agentrl_core.config import load_config
 from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.data.streaming import StreamedRows
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
 
 
@@ -105,6 +106,12 @@ def test_streamed_rows_that_do_not_fit_give_their_place_to_the_next(
         row["prompt"][0]["content"] *= 100
     with pytest.raises(DataError, match="no train prompt is left: all 6 rows are longer"):
         streamed(tiny_run, rows)
+
+
+def test_a_streamed_row_is_prepared_once_each_time_it_is_read() -> None:
+    prepared: list[int] = []
+    rows = StreamedRows([{"n": 0}, {"n": 1}], lambda index, row: prepared.append(index) or row)  # type: ignore[arg-type, func-returns-value]
+    assert rows[1] == {"n": 1} and prepared == [1]
 
 
 @pytest.mark.parametrize("overlong", ["left", "error"])
