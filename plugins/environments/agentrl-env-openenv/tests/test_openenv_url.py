@@ -89,6 +89,10 @@ class Tools(MCPEnvironment):
         def fail() -> str:
             """Fails."""
             raise ValueError("out of order")
+        @server.tool
+        def say(text: str) -> str:
+            """Says it."""
+            return text
         super().__init__(server)
     def reset(self, seed=None, episode_id=None, **kwargs):
         return Observation(done=False, reward=0.0, metadata={})
@@ -157,11 +161,15 @@ class StandIn:
             listed = [
                 {"name": "add", "description": "Adds.", "input_schema": schema},
                 {"name": "fail", "description": "Fails.", "input_schema": {"type": "object", "properties": {}}},
+                {"name": "say", "description": "Says it.", "input_schema": {"type": "object", "properties": {}}},
             ]
             return observation({"tools": listed}, None, False)
         if data["tool_name"] == "fail":
             error = {"error_type": "execution_error", "message": "Error calling tool 'fail': out of order"}
             return observation({"tool_name": "fail", "result": None, "error": error}, None, False)
+        if data["tool_name"] == "say":
+            result = {"content": [{"type": "text", "text": data["arguments"]["text"]}]}
+            return observation({"tool_name": "say", "result": result, "error": None}, None, False)
         total = str(data["arguments"]["a"] + data["arguments"]["b"])
         result = {"content": [{"type": "text", "text": total}], "structured_content": {"result": int(total)}}
         return observation({"tool_name": "add", "result": result, "error": None}, None, False)
@@ -265,9 +273,10 @@ def test_mcp_tools_are_offered_and_called(start: Start) -> None:
     async def main() -> None:
         episode = await made(start("tools").url, prompt="Use the tools.").open(TASK, 1)
         functions = {tool["function"]["name"]: tool["function"] for tool in episode.tools}
-        assert set(functions) == {"add", "fail"} and functions["add"]["description"] == "Adds."
+        assert set(functions) == {"add", "fail", "say"} and functions["add"]["description"] == "Adds."
         assert functions["add"]["parameters"]["required"] == ["a", "b"]
         assert (await episode.call("add", {"a": 2, "b": 3})).response.text == "5"
+        assert (await episode.call("say", {"text": ""})).response.text == ""
         with pytest.raises(RuntimeError, match="out of order"):
             await episode.call("fail", {})
         await episode.close()

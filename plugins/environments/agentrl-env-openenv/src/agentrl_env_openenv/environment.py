@@ -151,7 +151,7 @@ def _mcp_text(fields: Mapping[str, Any]) -> str:
     result = fields.get("result")
     if not isinstance(result, Mapping) or "content" not in result:
         return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    text = "\n".join(block.get("text") or json.dumps(block, ensure_ascii=False) for block in result["content"])
+    text = "\n".join(block.get("text", json.dumps(block, ensure_ascii=False)) for block in result["content"])
     if result.get("is_error") or result.get("isError"):
         raise RuntimeError(text or "the tool failed")
     return text
