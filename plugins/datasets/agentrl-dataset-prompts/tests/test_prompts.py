@@ -146,6 +146,13 @@ def test_a_prompt_that_is_not_messages(tmp_path: Path, prompt: Any) -> None:
         load(file)[0]
 
 
+def test_an_array_over_several_lines_is_read_with_its_nulls(tmp_path: Path) -> None:
+    file = tmp_path / "rows.json"
+    file.write_text(json.dumps(ROWS, indent=2), encoding="utf-8")
+    assert "\n        null\n" in file.read_text(encoding="utf-8")
+    assert load(file)[1]["extra_info"]["tags"] == ["x", None]
+
+
 @pytest.mark.parametrize(
     ("text", "line"),
     [("null", 1), ("\n null \n{}", 2), ("{}\nnull\n", 2), ("null{}", 1), ("{}\n\tnull {}", 2)],

@@ -22,6 +22,7 @@ from agentrl_dataset_prompts.config import PromptsConfig
 
 Row = dict[str, Any]
 
+_ARRAY = re.compile(rb"\s*\[")
 _NULL_AT_START = re.compile(rb"\s*null(?!\w)")
 _NULL = re.compile(rb"\n[ \t\r]*null(?=[ \t\r]*(?:[\n{\[]|\Z))")
 _READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
@@ -112,8 +113,13 @@ def _read(file: str, config: PromptsConfig) -> datasets.Dataset:
 
 
 def _reject_null(file: str) -> None:
-    """Reject a line that is ``null``: Arrow's reader of JSON ends the process with a segmentation fault."""
+    """Reject a line that is ``null``: Arrow's reader of JSON ends the process with a segmentation fault.
+
+    A file that is one array is read in another way, and may have such lines.
+    """
     with open(file, "rb") as handle, mmap(handle.fileno(), 0, access=ACCESS_READ) as content:
+        if _ARRAY.match(content):
+            return
         if found := _NULL_AT_START.match(content) or _NULL.search(content):
             number = content[: found.end()].count(b"\n") + 1
             raise DataError(f"{file}, line {number}: found null; expected an object with a prompt")
