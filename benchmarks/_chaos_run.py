@@ -204,7 +204,7 @@ class ChaosRun:
         return []
 
     def until_phase(self, phase: str, delay: float) -> bool:
-        """Wait until this phase begins anew, and then for ``delay`` seconds; False if the run ended before."""
+        """Wait until this phase begins again, and then for ``delay`` seconds; False if the run ended before."""
         if phase != "start":
             before = self.phases().count(phase)
             if not self.until(lambda: self.phases().count(phase) > before, f"the phase {phase}"):
