@@ -90,12 +90,17 @@ class TokenOutput:
             capability ``logprobs``.
         finish_reason: ``stop`` (a stop token), ``length`` (max_tokens), ``abort``.
         spans: which weights sampled which tokens; they cover ``token_ids`` without a gap.
+        queued: seconds that the request waited in its replica before it was served, as far as the engine knows. The
+            core adds those in which it waited for ``max_in_flight``.
+        replica: number of the replica that answered last. Set by the core.
     """
 
     token_ids: list[int]
     log_probs: list[float] | None
     finish_reason: FinishReason
     spans: list[PolicySpan] = field(default_factory=list)
+    queued: float = field(default=0.0, compare=False)
+    replica: int = field(default=-1, compare=False)
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,8 @@ class TrajectoryResult:
         timings: seconds by kind: generate, tools, interaction, reward, total.
         spans: when each of them was: kind, start as Unix time, seconds; in the order of their ends.
         turn_tokens: of the prompt, and sampled, in the order of the ``generate`` spans.
+        served: in the same order, the number of the replica that answered, -1 where none did, and the seconds that the
+            request waited there.
         tool_spans: start as Unix time and seconds of each of ``tool_calls``.
         metrics: counters of the session.
         tool_calls: ``name``, ``arguments``, ``response`` and ``failed`` of each call that was run.
@@ -50,6 +52,7 @@ class TrajectoryResult:
     timings: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     turn_tokens: list[tuple[int, int]] = field(default_factory=list)
+    served: list[tuple[int, float]] = field(default_factory=list)
     tool_spans: list[tuple[float, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
@@ -136,7 +139,8 @@ def _of_agent(whole: TrajectoryResult, agent: str, turns: list[int], *, other: b
         other_agent=other,
     )
     if other:
-        own.timings, own.metrics, own.spans, own.turn_tokens, own.tool_spans, own.tool_calls = {}, {}, [], [], [], []
+        own.timings, own.metrics, own.spans, own.turn_tokens = {}, {}, [], []
+        own.served, own.tool_spans, own.tool_calls = [], [], []
     return own
 
 

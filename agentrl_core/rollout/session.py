@@ -189,13 +189,14 @@ class RolloutSession(TrajectorySession):
             await self._announce(request_id)
             if self._env.deterministic:
                 await self._close_idle_branches()
-            sampled = 0
+            sampled, served = 0, (-1, 0.0)
             try:
                 with self.timed("generate", "generating"):
                     output = await self._env.servers.generate(request_id, prompt_ids, params)
-                sampled = len(output.token_ids)
+                sampled, served = len(output.token_ids), (output.replica, round(output.queued, 5))
             finally:
                 self.report.turn_tokens.append((len(prompt_ids), sampled))
+                self.report.served.append(served)
         finally:
             self._sampling.discard(request_id)
         await self._env.pacer.wait()

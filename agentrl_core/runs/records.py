@@ -40,6 +40,8 @@ class RolloutRecord(AgentLoopOutput):
         ground_truth: of the dataset row.
         timings: seconds by name.
         spans: when each of them was: name, start as Unix time, seconds.
+        served: of each ``generate`` span, in order: number of the engine replica that answered, -1 where none did, and
+            the seconds that the request waited in it.
         advantage: mean advantage of the row's sampled tokens.
         advantages: of each id, to five decimals, 0.0 where mask is 0; empty where ``advantage`` is that of all tokens.
         old_log_probs: the actor's log-probability of each id before the update, in the same form; empty where it was
@@ -66,6 +68,7 @@ class RolloutRecord(AgentLoopOutput):
     ground_truth: Any = None
     timings: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[str, float, float]] = field(default_factory=list)
+    served: list[tuple[int, float]] = field(default_factory=list)
     advantage: float | None = None
     advantages: list[float] = field(default_factory=list)
     old_log_probs: list[float] = field(default_factory=list)

@@ -5,6 +5,7 @@ runs/<name>/
   plugins.lock.json        the plugins that the run uses
   state.json               status and step
   metrics.jsonl            one object a step
+  phases.jsonl             when each phase of a step was
   rollouts/                step-000001.jsonl, validation-step-000000.jsonl; older steps as .jsonl.gz
   checkpoints/             step-000010/
   log.txt
@@ -20,7 +21,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -67,6 +68,7 @@ class RunDir:
         self.lock_file = path / "plugins.lock.json"
         self.state_file = path / "state.json"
         self.metrics_file = path / "metrics.jsonl"
+        self.phases_file = path / "phases.jsonl"
         self.rollouts_dir = path / "rollouts"
         self.checkpoints_dir = path / "checkpoints"
         self.log_file = path / "log.txt"
@@ -189,6 +191,11 @@ class RunDir:
         """Read what the tracker ``jsonl`` wrote: one dict per step, empty without a file."""
         return read_metrics(self.metrics_file) if self.metrics_file.exists() else []
 
+    def append_phases(self, step: int, phases: Sequence[tuple[str, float, float]]) -> None:
+        """Record when each phase of a step was: name, start as Unix time, seconds."""
+        with self.phases_file.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "phases": phases}) + "\n")
+
     # Rollouts
 
     def rollout_file(self, step: int, split: Split) -> Path:
@@ -232,25 +239,22 @@ class RunDir:
     def supersede_after(self, step: int) -> Path | None:
         """Move all records of steps after ``step`` into ``superseded/<n>``, for a run that resumes from there.
 
-        The records are lines of ``metrics.jsonl``, rollout files of training and validation, and checkpoints. A line
-        that a killed process left unfinished moves too. Returns the directory, None if no step was later.
+        The records are lines of ``metrics.jsonl`` and ``phases.jsonl``, rollout files of training and validation, and
+        checkpoints. A line that a killed process left unfinished moves too. Returns the directory, None if no step was
+        later.
 
         An interrupted call that is repeated loses nothing, but lines can then be in two superseded directories.
         """
-        kept: list[bytes] = []
-        later: list[bytes] = []
-        content = self.metrics_file.read_bytes() if self.metrics_file.exists() else b""
-        for line in filter(None, content.split(b"\n")):
-            row = parse_metrics_line(line)
-            (kept if row is not None and row["step"] <= step else later).append(line)
+        split = {file: _lines_until(file, step) for file in (self.metrics_file, self.phases_file)}
         found = [*entries(self.rollouts_dir, _ROLLOUT_FILE), *entries(self.checkpoints_dir, CHECKPOINT)]
         moves = [path for match, path in found if int(match["step"]) > step]
-        if not later and not moves:
+        if not moves and not any(later for _, later in split.values()):
             return None
         destination = self._next_superseded()
-        if later:
-            replace_file(destination / self.metrics_file.name, b"".join(line + b"\n" for line in later))
-            replace_file(self.metrics_file, b"".join(line + b"\n" for line in kept))
+        for file, (kept, later) in split.items():
+            if later:
+                replace_file(destination / file.name, b"".join(line + b"\n" for line in later))
+                replace_file(file, b"".join(line + b"\n" for line in kept))
         for path in moves:
             target = destination / path.relative_to(self.path)
             target.parent.mkdir(exist_ok=True)
@@ -261,6 +265,16 @@ class RunDir:
         destination = next_numbered(self.superseded_dir)
         destination.mkdir(parents=True)
         return destination
+
+
+def _lines_until(file: Path, step: int) -> tuple[list[bytes], list[bytes]]:
+    """The lines of a ``.jsonl`` file of steps until ``step``, and the others."""
+    kept: list[bytes] = []
+    later: list[bytes] = []
+    for line in filter(None, file.read_bytes().split(b"\n") if file.exists() else []):
+        row = parse_metrics_line(line)
+        (kept if row is not None and row["step"] <= step else later).append(line)
+    return kept, later
 
 
 def next_numbered(folder: Path) -> Path:

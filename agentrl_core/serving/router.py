@@ -176,6 +176,7 @@ class AsyncLLMServerManager:
             if self._sessions and index != home:
                 await server.call("open_session", request_id)
             output: TokenOutput = await server.call("generate", prompt_ids, params, request_id)
+            output.replica = index
             return output
         except WorkerError as error:
             self._lose(index, server, request_id, error)
@@ -257,4 +258,6 @@ def joined(so_far: TokenOutput | None, output: TokenOutput) -> TokenOutput:
         [*(so_far.log_probs or []), *(output.log_probs or [])] if both else None,
         output.finish_reason,
         [*so_far.spans, *(PolicySpan(span.version, span.start + done, span.end + done) for span in output.spans)],
+        so_far.queued + output.queued,
+        output.replica,
     )

@@ -115,7 +115,7 @@ class EngineServer:
             EngineError: the request failed.
             WorkerError: it failed, and the engine is not healthy either: this replica is of no use any more.
         """
-        async with self._requests:
+        async with self._requests as queued:
             try:
                 output: TokenOutput = await self._ask("generate", prompt_ids, params, request_id)
             except EngineError as error:
@@ -125,6 +125,7 @@ class EngineServer:
                         await self._engine.health()
                 raise
             self._requests.tokens += len(output.token_ids)
+            output.queued += queued
             return output
 
     health = _delegated("health")
@@ -187,10 +188,12 @@ class RequestStats:
         self._max_waiting, self._max_running = self._waiting, self._running
         self._requests, self._serving_seconds, self.tokens = 0, 0.0, 0
 
-    async def __aenter__(self) -> None:
-        """A request has arrived."""
+    async def __aenter__(self) -> float:
+        """A request has arrived; returns the seconds that it waited."""
         self._requests += 1
+        queued = 0.0
         if self._slots is not None:
+            start = time.perf_counter()
             queues = self._slots.locked()
             self._waiting += queues
             self._max_waiting = max(self._max_waiting, self._waiting)
@@ -198,10 +201,12 @@ class RequestStats:
                 await self._slots.acquire()
             finally:
                 self._waiting -= queues
+            queued = time.perf_counter() - start if queues else 0.0
         if not self._running:
             self._busy_since = time.perf_counter()
         self._running += 1
         self._max_running = max(self._max_running, self._running)
+        return queued
 
     async def __aexit__(self, *error: object) -> None:
         """It has been answered."""

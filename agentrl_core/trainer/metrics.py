@@ -20,23 +20,29 @@ _BY_TOKEN = ("advantages", "returns", "values")
 
 
 class PhaseTimer:
-    """Measures the seconds of each phase of the current step, and calls ``begins`` with the name of each."""
+    """Measures the seconds of each phase of the current step, and calls ``begins`` with the name of each.
+
+    ``spans`` has when each phase was since it was last cleared: name, start as Unix time, seconds.
+    """
 
     def __init__(self, begins: Callable[[str], None] = lambda _: None) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
         self._begins = begins
+        self.spans: list[tuple[str, float, float]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Add the seconds of a block to ``timing/<name>``."""
         self._begins(name)
-        start = time.perf_counter()
+        begun, start = time.time(), time.perf_counter()
         try:
             # A profile shows the phase.
             with torch.profiler.record_function(name):
                 yield
         finally:
-            self._seconds[name] += time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._seconds[name] += seconds
+            self.spans.append((name, round(begun, 4), round(seconds, 5)))
 
     def seconds(self, name: str) -> float:
         """Return the seconds of one phase since the last :meth:`take`."""

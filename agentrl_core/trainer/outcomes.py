@@ -51,6 +51,7 @@ def make_records(
             "tool_calls": result.tool_calls,
             "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
             "spans": result.spans,
+            "served": result.served,
         }
         trained = columns.get(result.trajectory_id, [])
         # A hook may have replaced the batch by fewer rows.

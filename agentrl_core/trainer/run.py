@@ -269,9 +269,14 @@ class Run:
             self.hooks.on_trajectory_end(step=step, trajectory=trajectory)
         self.trackers.log_trajectories(trajectories, step)
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Report a finished step to trackers, ``state.json`` and hooks."""
+    def log(
+        self, step: int, metrics: Mapping[str, float], phases: list[tuple[str, float, float]] | None = None
+    ) -> None:
+        """Report a finished step to trackers, ``phases.jsonl``, ``state.json`` and hooks; clears ``phases``."""
         self.trackers.log(dict(sorted(metrics.items())), step)
+        if phases:
+            self._directory.append_phases(step, phases)
+            phases.clear()
         self._finished = step
         self._directory.write_state(self._status, step)
         self.hooks.on_step_end(step=step, metrics=metrics)

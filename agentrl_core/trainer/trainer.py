@@ -125,7 +125,7 @@ class Trainer:
             self._compare_with_engines()
             self.run.hooks.on_run_start(config=to_dict(self.config), run_dir=self.run.path)
             if self.step == 0 and self.config.trainer.validation.before and self.preparation.data.validation:
-                self.run.log(0, self._measured(self.validate(0)))
+                self.run.log(0, self._measured(self.validate(0)), self.timer.spans)
             self.stop.may_finish_step = True
             with shared_memory_recorded():
                 yield
@@ -348,7 +348,7 @@ class Trainer:
         if last or best or (interval and step % interval == 0):
             with self.timer.phase("checkpoint"):
                 saved = self.run.save_checkpoint(step, self.roles.actor, self.roles.critic, metrics)
-        self.run.log(step, metrics | self.timer.take())
+        self.run.log(step, metrics | self.timer.take(), self.timer.spans)
         if saved is not None:
             self.run.hooks.on_checkpoint_saved(step=step, path=saved)
 

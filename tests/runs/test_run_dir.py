@@ -29,6 +29,7 @@ def a_run(path: Path, steps: int = 4) -> RunDir:
     run.rollouts_dir.mkdir()
     for step in range(steps + 1):
         append(run, {"step": step, "reward/mean": step / 10})
+        run.append_phases(step, [("rollout", 1000.0 + step, 0.5)])
         run.rollout_file(step, "train").write_text(f"train {step}\n")
         if step % 2 == 0:
             run.rollout_file(step, "validation").write_text(f"validation {step}\n")
@@ -44,11 +45,12 @@ def all_files(path: Path) -> dict[str, bytes]:
 def test_layout_is_that_of_the_documentation(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "calculator")
     names = [
-        run.config_file, run.lock_file, run.metrics_file, run.rollouts_dir, run.checkpoints_dir, run.log_file,
-        run.state_file, run.rollout_file(1, "train"), run.rollout_file(0, "validation"),
+        run.config_file, run.lock_file, run.metrics_file, run.phases_file, run.rollouts_dir, run.checkpoints_dir,
+        run.log_file, run.state_file, run.rollout_file(1, "train"), run.rollout_file(0, "validation"),
     ]  # fmt: skip
     assert [str(name.relative_to(tmp_path / "calculator")) for name in names] == [
-        "config.yaml", "plugins.lock.json", "metrics.jsonl", "rollouts", "checkpoints", "log.txt", "state.json",
+        "config.yaml", "plugins.lock.json", "metrics.jsonl", "phases.jsonl", "rollouts", "checkpoints", "log.txt",
+        "state.json",
         "rollouts/step-000001.jsonl", "rollouts/validation-step-000000.jsonl",
     ]  # fmt: skip
 
@@ -128,6 +130,8 @@ def test_supersede_moves_what_is_past_the_checkpoint(tmp_path: Path) -> None:
     later = RunDir(destination)
     assert [row["step"] for row in run.read_metrics()] == [0, 1, 2]
     assert [row["step"] for row in later.read_metrics()] == [3, 4]
+    phases = [[json.loads(line)["step"] for line in each.phases_file.open()] for each in (run, later)]
+    assert phases == [[0, 1, 2], [3, 4]]
     assert (run.rollout_steps("train"), run.rollout_steps("validation")) == ([0, 1, 2], [0, 2])
     assert (later.rollout_steps("train"), later.rollout_steps("validation")) == ([3, 4], [4])
     assert sorted(path.name for path in run.checkpoints_dir.iterdir()) == ["step-000000", "step-000002"]

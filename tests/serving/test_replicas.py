@@ -158,8 +158,10 @@ def test_a_replica_that_cannot_be_started_again_is_given_up(make_rollout: Any, m
 
 def test_requests_beyond_the_limit_queue_at_the_replica(make_rollout: Any, make_row: Any) -> None:
     fleet = Fleet(make_rollout, {}, max_in_flight=3)
-    fleet.rollout([make_row(str(index)) for index in range(10)])
+    results = fleet.rollout([make_row(str(index)) for index in range(10)])
     metrics = fleet.replicas.metrics()
+    queued = sorted(seconds for result in results for _, seconds in result.served)
+    assert len(queued) == 10 and queued[:3] == [0.0] * 3 and queued[-1] > 0
     assert metrics["running_max"] == 3 and metrics["queue_max"] > 0 and metrics["requests"] == 10
     assert fleet.replicas.metrics() == {}
 
@@ -172,6 +174,12 @@ def test_engines_sleep_from_the_rollout_to_the_next_weights(make_rollout: Any, m
     fleet.replicas.update_weights(Weights(7))
     expected = ["update 5", "sleep 2", "wake ['weights']", "update 6", "wake ['kv_cache']", "update 7"]
     assert [engine.calls for engine in fleet.rollout.engines] == [expected] * 2
+
+
+def test_results_say_which_replica_served_each_request(make_rollout: Any, make_row: Any) -> None:
+    fleet = Fleet(make_rollout, {0: "ill"}, replicas=2, restarts=0)
+    results = fleet.rollout([make_row(str(index)) for index in range(4)])
+    assert [result.served for result in results] == [[(1, 0.0)]] * 4
 
 
 def test_engines_do_not_sleep_unless_told_to(make_rollout: Any) -> None:

@@ -48,6 +48,24 @@ def reward(name: str) -> dict[str, Any]:
     return {"reward.functions": [{"name": f"./rewards.py:{name}", "isolation": "inline"}]}
 
 
+def test_phases_say_when_each_part_of_a_step_was(fit: Fit) -> None:
+    run = fit({**SCRIPTED, **VALIDATED, "trainer.steps": 2})
+    lines = [json.loads(line) for line in run.phases_file.open()]
+    assert [line["step"] for line in lines] == [0, 1, 2]
+    for line, metrics in zip(lines, run.read_metrics(), strict=True):
+        seconds: dict[str, float] = {}
+        for name, _, length in line["phases"]:
+            seconds[f"timing/{name}"] = seconds.get(f"timing/{name}", 0.0) + length
+        assert seconds == pytest.approx({name: metrics[name] for name in seconds}, abs=1e-3)
+    step = {name: (begun, begun + length) for name, begun, length in lines[2]["phases"]}
+    order = ("step", "rollout", "log_probs", "advantages", "update_actor", "sync_weights", "validation", "checkpoint")
+    assert sorted(order, key=lambda name: step[name]) == list(order)
+    (record, *_) = read_rollouts(run.rollout_file(2, "train"))
+    generate = [span for span in record.spans if span[0] == "generate"]
+    assert [replica for replica, _ in record.served] == [0] * len(generate) and generate
+    assert all(step["rollout"][0] - 0.1 < begun < step["rollout"][1] for _, begun, _ in generate)
+
+
 def test_metrics_have_the_names_of_the_field(fit: Fit) -> None:
     run = fit({**VALIDATED, **ONE_STEP, "algorithm.advantage": "gae", "trainer.validation.n": 2})
     metrics = last(run)

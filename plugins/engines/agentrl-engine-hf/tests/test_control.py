@@ -1,4 +1,5 @@
 import asyncio
+import time
 
 import pytest
 import torch
@@ -45,6 +46,24 @@ def test_abort_of_a_waiting_request_returns_nothing_sampled(qwen3, serve, gate) 
     first, second = asyncio.run(main())
     assert len(first.token_ids) == 8
     assert (second.token_ids, second.finish_reason) == ([], "abort")
+
+
+def test_an_output_says_how_long_it_waited_for_a_row(qwen3, serve, gate) -> None:
+    module = qwen3()
+
+    async def main():
+        async with serve(module, HFEngineConfig(max_num_seqs=1)) as engine:
+            held = gate(module, 3)
+            first = asyncio.create_task(engine.generate([1, 2], SamplingParams(8, seed=0), "first"))
+            await held.reached()
+            start = time.perf_counter()
+            second = asyncio.create_task(engine.generate([1, 2], SamplingParams(4, seed=0), "second"))
+            held.open()
+            outputs = await first, await second
+            return outputs, time.perf_counter() - start
+
+    (first, second), waited = asyncio.run(main())
+    assert 0 <= first.queued and 0 < second.queued < waited
 
 
 def test_a_cancelled_request_frees_its_row(qwen3, serve, gate) -> None:

@@ -1,5 +1,6 @@
 """Who holds which row of the KV cache, and who waits for one."""
 
+import time
 from collections import deque
 from collections.abc import Iterable
 
@@ -155,6 +156,9 @@ class Scheduler:
             if self.active + len(taken) >= self._row_limit(span):
                 break
             taken.append(self.waiting.popleft())
+        now = time.perf_counter() if taken else 0.0
+        for sequence in taken:
+            sequence.queued += now - sequence.waits_since
         return taken
 
     @staticmethod
@@ -222,6 +226,7 @@ class Scheduler:
         self.active -= 1
         self.decoding = min(self.decoding, self.active)
         self._free(sequence)
+        sequence.waits_since = time.perf_counter()
         self.waiting.appendleft(sequence)
 
     def _shrink(self, needed: int) -> tuple[int, int]:

@@ -1,5 +1,6 @@
 """One request on its way through the engine."""
 
+import time
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 
@@ -18,6 +19,7 @@ class Sequence:
             its last id cached; the forward that feeds this id predicts the next.
         marks: (version of the weights, index of the first output token sampled by them).
         keep: whether the row is kept for the session's next turn when the request ends.
+        waits_since, queued: when it began to wait for a row (``time.perf_counter``), and the seconds of all its waits.
         prefix: key under which other requests find this row to copy their prompt from.
     """
 
@@ -34,6 +36,8 @@ class Sequence:
     row: int = -1
     cached: int = 0
     keep: bool = True
+    waits_since: float = field(default_factory=time.perf_counter)
+    queued: float = 0.0
     prefix: tuple[int, ...] | None = None
 
     @property
@@ -62,4 +66,4 @@ class Sequence:
             for (version, start), end in zip(self.marks, starts[1:], strict=True)
             if end > start
         ]
-        return TokenOutput(self.ids[self.prompt_length :], list(self.log_probs), reason, spans)
+        return TokenOutput(self.ids[self.prompt_length :], list(self.log_probs), reason, spans, self.queued)
