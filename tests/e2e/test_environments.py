@@ -4,6 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
+
+from agentrl_core.cli.main import app
+from agentrl_core.runs.records import read_rollouts
 
 EIGHT = (
     "basic_arithmetic", "chain_sum", "countdown", "gcd", "leg_counting", "letter_counting", "number_sorting",
@@ -111,3 +115,36 @@ def test_runs_train_on_a_class_with_the_interface_of_openenv(
     metrics = run.metrics_file.read_text()
     assert metrics.count('"reward/environment": 1.0') == 2
     assert metrics.count('"reward/environment/steps": 2.0') == 2
+
+
+def test_trajectories_go_through_traces_and_are_trained_to_the_token(fit: Any, tmp_path: Path) -> None:
+    (tmp_path / "tools.py").write_text('def shout(text: str) -> str:\n    """Shouts."""\n    return text.upper()\n')
+    call = '<tool_call>\n{"name": "shout", "arguments": {"text": "hi"}}\n</tool_call>'
+    run = fit({
+        "rollout.engine": {"name": "scripted", "config": {"turns": [call, "HI, they said"]}},
+        "rollout.agent.loops": ["tool_agent"],
+        "rollout.max_response_length": 400,
+        "data.max_prompt_length": 800,
+        "tools": [{"name": "./tools.py:shout", "isolation": "inline"}],
+        "trainer.steps": 1,
+    })  # fmt: skip
+    traces, rows = tmp_path / "traces.jsonl", tmp_path / "rows.jsonl"
+    for command in (["write", run.rollout_file(1, "train"), traces], ["read", traces, rows]):
+        result = CliRunner().invoke(app, ["openenv-trace", *map(str, command)])
+        assert result.exit_code == 0, result.output
+    again = fit({
+        "data.train_files": [str(rows)],
+        "data.batch_size": 4,
+        "data.sampler": "sequential",
+        "rollout.agent.loops": ["training_trace"],
+        "rollout.n": 1,
+        "rollout.max_response_length": 400,
+        "algorithm": {"advantage": "reinforce_plus_plus", "loss": "sft"},
+        "reward.functions": [],
+        "trainer.name": "sft",
+        "trainer.steps": 1,
+    })  # fmt: skip
+    recorded, played = (list(read_rollouts(each.rollout_file(1, "train"))) for each in (run, again))
+    for name in ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "turn_ids", "reward", "segments"):
+        assert [getattr(each, name) for each in played] == [getattr(each, name) for each in recorded], name
+    assert again.read_metrics()[0]["actor/nll"] > 0
