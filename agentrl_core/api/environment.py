@@ -23,8 +23,8 @@ closed, also after a cancellation.
 
 All coroutines run on the worker's event loop, so blocking work belongs into a thread. Calls of one episode never
 overlap, and each has the slot's ``timeout``. What ``call`` raises is an observation that the model reads; what
-``reply`` raises ends the trajectory with ``env_error``, and it is trained; what ``open`` or ``score`` raises fails the
-attempt, which starts again from a fresh episode.
+``reply`` raises ends the trajectory with ``env_error``, and it is trained. What ``open`` or ``score`` raises, and an
+error of an engine from ``context.engines`` in ``reply``, fails the attempt, which starts again from a fresh episode.
 """
 
 from abc import ABC, abstractmethod

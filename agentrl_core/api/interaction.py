@@ -4,7 +4,8 @@ Per trajectory: ``start_interaction`` once, ``generate_response`` after each ass
 ``calculate_score`` once at the end, ``finalize_interaction`` always. One object serves many trajectories and tells them
 apart by ``instance_id``; all methods are coroutines on the event loop of an agent-loop worker, so blocking work belongs
 into a thread. An exception ends the trajectory with ``env_error``, as does passing the slot's ``timeout``; the
-trajectory is trained, and ``finalize_interaction`` still called.
+trajectory is trained, and ``finalize_interaction`` still called. An error of an engine from ``context.engines`` is the
+exception: the trajectory is retried.
 
     class Echo(Interaction):
         async def generate_response(self, instance_id, messages, **kwargs):

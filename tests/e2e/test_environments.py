@@ -1,5 +1,6 @@
 """Runs on the tasks of environment plugins, end to end."""
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,36 @@ def test_trajectories_go_through_traces_and_are_trained_to_the_token(fit: Any, t
     for name in ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "turn_ids", "reward", "segments"):
         assert [getattr(each, name) for each in played] == [getattr(each, name) for each in recorded], name
     assert again.read_metrics()[0]["actor/nll"] > 0
+
+
+@pytest.mark.parametrize("retries", [0, 20])
+def test_an_opponent_whose_engine_fails_costs_the_policy_nothing(fit: Any, tiny_model: Path, retries: int) -> None:
+    """Every fifth request to the opponent fails, so some trajectories fail, and all succeed when they are retried."""
+    run = fit({
+        "environments": [{
+            "name": "textarena",
+            "config": {"games": {"TicTacToe-v0": {}}, "tasks": 16, "validation_tasks": 0, "opponent": "rival"},
+        }],
+        "engines": {"rival": {
+            "name": "scripted",
+            "model": str(tiny_model),
+            "max_model_len": 4000,
+            "config": {"turns": ["[8]"], "fail_every": 5},
+        }},
+        "data.train_files": None,
+        "data.batch_size": 8,
+        "data.max_prompt_length": 2000,
+        "reward.functions": [],
+        "rollout.agent.loops": ["tool_agent"],
+        "rollout.engine": {"name": "scripted", "config": {"turns": ["[0]", "[3]", "[6]"]}},
+        "rollout.max_response_length": 1500,
+        "rollout.max_failed_fraction": 1.0,
+        "rollout.retries": retries,
+        "trainer.steps": 1,
+    })  # fmt: skip
+    records = list(read_rollouts(run.rollout_file(1, "train")))
+    ends = Counter(record.termination.value for record in records)
+    assert "env_error" not in ends and ends["completed"] > 0
+    assert bool(ends["engine_error"] + ends["episode_error"]) == (retries == 0)
+    metrics = run.read_metrics()[-1]
+    assert metrics["rollout/failed_fraction"] == 1 - ends["completed"] / len(records)

@@ -4,7 +4,17 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import AgentLoopContext, AgentLoopOutput, InteractionTurn, Message, Termination, ToolCall, Turn
+from agentrl_core.api import (
+    AgentLoopContext,
+    AgentLoopOutput,
+    DeadlineError,
+    EngineError,
+    InteractionTurn,
+    Message,
+    Termination,
+    ToolCall,
+    Turn,
+)
 from agentrl_core.testing.loops import FakeSession
 from agentrl_loop_tool_agent.config import ToolAgentConfig
 from agentrl_loop_tool_agent.loop import ToolAgentLoop
@@ -248,6 +258,15 @@ def test_interaction_that_raises_ends_with_env_error_and_its_reason() -> None:
     assert output.termination is Termination.ENV_ERROR
     assert output.error == "ValueError: no such room"
     assert output.response_mask == [1, 1]
+
+
+@pytest.mark.parametrize("error", [EngineError("the opponent's engine is gone"), DeadlineError("no answer")])
+def test_an_engine_that_fails_in_the_interaction_fails_the_trajectory(error: Exception) -> None:
+    def broken(messages: Sequence[Message]) -> InteractionTurn:
+        raise error
+
+    with pytest.raises(type(error), match=str(error)):
+        run(session_of(says("5"), interaction=broken))
 
 
 def test_user_message_that_does_not_fit_ends_with_length() -> None:

@@ -18,6 +18,8 @@ from agentrl_core.api import (
     AgentLoopBase,
     AgentLoopOutput,
     ChatRenderer,
+    DeadlineError,
+    EngineError,
     Message,
     Termination,
     ToolCall,
@@ -166,6 +168,9 @@ class Episode:
         """Ask the interaction. It judges the last allowed answer too: only its reply is then not shown."""
         try:
             answer = await self.session.interact(self.trajectory.messages)
+        except (EngineError, DeadlineError):
+            # An engine that the interaction asked: the infrastructure failed, and the policy did nothing wrong.
+            raise
         except Exception as error:  # noqa: BLE001 - an interaction is user code; its failure ends this trajectory only
             logger.warning("trajectory %s: the interaction failed", self.session.trajectory_id, exc_info=True)
             self.error = f"{type(error).__name__}: {error}"
