@@ -8,7 +8,7 @@ import inspect
 import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from agentrl_core.data.rows import PromptBatch, Row
 from agentrl_core.hosting.rewards import build_reward_function, check_score
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.rollout.results import AGENT
 from agentrl_core.runs.records import RolloutRecord, read_rollouts, reward_trajectory_of
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.serving.replicas import EngineReplicas
@@ -49,24 +50,28 @@ class RecordedTurns:
     """What the policy sampled in one trajectory, handed out turn by turn.
 
     Args:
-        rows: of the trajectory.
+        rows: of the trajectory; of all agents, where several acted.
     """
 
     def __init__(self, rows: Sequence[RolloutRecord]) -> None:
-        self._turns: list[tuple[list[int], list[int]]] = []
+        self._agents = list(dict.fromkeys(row.agent for row in rows))
+        self._turns: list[tuple[str, list[int], list[int]]] = []
         for row in rows:
             ids, mask = row.response_ids, row.response_mask
             starts = [at for at in range(len(mask)) if mask[at] and _begins_turn(row, at)]
             for start in starts:
                 end = next((at for at in range(start + 1, len(mask)) if not mask[at] or at in starts), len(mask))
-                self._turns.append((row.prompt_ids + ids[:start], ids[start:end]))
+                self._turns.append((row.agent, row.prompt_ids + ids[:start], ids[start:end]))
 
-    def __len__(self) -> int:
-        """Turns that were not asked for."""
-        return len(self._turns)
+    def left(self, agent: str) -> int:
+        """Number of an agent's turns that were not asked for."""
+        return sum(whose == agent for whose, _, _ in self._turns)
 
-    def next(self, prompt_ids: Sequence[int]) -> list[int]:
-        """The turn that was sampled after these ids, else the first one that is left.
+    def next(self, prompt_ids: Sequence[int], branch: int = 0) -> list[int]:
+        """The turn that was sampled after these ids, else the first one that is left, of the same agent if possible.
+
+        Args:
+            branch: number of the token record; of several agents each has one, in the order in which they appear.
 
         Raises:
             EngineError: none is left.
@@ -74,8 +79,10 @@ class RecordedTurns:
         if not self._turns:
             raise EngineError("the policy is asked for a turn that the record does not have")
         prompt = list(prompt_ids)
-        same = (number for number, (before, _) in enumerate(self._turns) if before == prompt)
-        return self._turns.pop(next(same, 0))[1]
+        same = (number for number, (_, before, _) in enumerate(self._turns) if before == prompt)
+        agent = self._agents[min(branch, len(self._agents) - 1)]
+        own = (number for number, (whose, _, _) in enumerate(self._turns) if whose == agent)
+        return self._turns.pop(next(same, next(own, 0)))[2]
 
 
 def _begins_turn(row: RolloutRecord, at: int) -> bool:
@@ -87,7 +94,8 @@ _recorded: dict[str, RecordedTurns] = {}
 
 def answer(request_id: str, turn: int, prompt_ids: Sequence[int]) -> list[int]:
     """The script of the engine: ``request_id`` is that of a trajectory, or of a branch of it."""
-    return _recorded[request_id.partition("/")[0].rpartition("-")[0]].next(prompt_ids)
+    trajectory, _, branch = request_id.partition("/")
+    return _recorded[trajectory.rpartition("-")[0]].next(prompt_ids, int(branch or 0))
 
 
 @dataclass(frozen=True)
@@ -141,12 +149,7 @@ def replay(run: RunDir, step: int, split: Split, changes: Sequence[str]) -> Repl
     path = run.rollout_file(step, split)
     old: dict[str, list[RolloutRecord]] = defaultdict(list)
     for record in read_rollouts(path):
-        old[record.trajectory_id].append(record)
-        if record.agent:
-            raise DataError(
-                f"{path}: {record.trajectory_id} is the part of one agent of several; only trajectories of one agent "
-                "can be replayed. `agentrl reward replay` scores the parts again"
-            )
+        old[_whole(record.trajectory_id)].append(record)
     complete = {name: rows for name, rows in old.items() if any(any(row.response_mask) for row in rows)}
     if not complete:
         raise DataError(f"{path}: holds no trajectory in which the policy sampled anything")
@@ -154,7 +157,7 @@ def replay(run: RunDir, step: int, split: Split, changes: Sequence[str]) -> Repl
     _recorded.clear()
     _recorded.update({name: RecordedTurns(rows) for name, rows in complete.items()})
     new = _generated(config, [_row(name, rows) for name, rows in complete.items()], split)
-    found = [_difference(name, rows, new[name], len(_recorded[name])) for name, rows in complete.items()]
+    found = [each for name, rows in complete.items() for each in _differences(name, rows, new[name])]
     return Replay(found, len(old) - len(complete), "hold nothing that the policy sampled, and are left out")
 
 
@@ -237,10 +240,16 @@ async def _result(value: Awaitable[Any]) -> Any:
     return await value
 
 
+def _whole(trajectory_id: str) -> str:
+    """The id without the name of an agent."""
+    return trajectory_id.partition(AGENT)[0]
+
+
 def _row(trajectory_id: str, rows: Sequence[RolloutRecord]) -> tuple[str, int, Row]:
     """Split and step of a trajectory, and its data row, as far as it is recorded."""
     split, step, prompt, sample = trajectory_id.rsplit("-", 3)
-    last = rows[-1]
+    # Of several agents the first one was shown the row's prompt.
+    last = [row for row in rows if row.agent == rows[0].agent][-1]
     seen = last.reward_input or {}
     said = next((n for n, each in enumerate(last.messages) if each.get("role") == "assistant"), len(last.messages))
     row = {
@@ -249,7 +258,7 @@ def _row(trajectory_id: str, rows: Sequence[RolloutRecord]) -> tuple[str, int, R
         "data_source": last.data_source,
         "extra_info": seen.get("extra_info") or {},
         "reward_model": {"ground_truth": last.ground_truth},
-        "uid": last.uid,
+        "uid": last.uid.partition(AGENT)[0],
         "prompt_index": int(prompt),
         "sample_index": int(sample),
     }
@@ -276,10 +285,23 @@ def _generated(
             for (name, step), batch in batches.items():
                 results = manager.generate_sequences(PromptBatch(batch, step, name, {}))
                 for record in make_records(step, split, results):
-                    new[record.trajectory_id].append(record)
+                    new[_whole(record.trajectory_id)].append(record)
         finally:
             manager.close()
     return new
+
+
+def _differences(name: str, old: Sequence[RolloutRecord], new: Sequence[RolloutRecord]) -> Iterator[Replayed]:
+    """What differs in one trajectory, in the part of each agent where several act."""
+    failed = not new[-1].termination.trained
+    for agent in dict.fromkeys(row.agent for row in (*old, *(() if failed else new))):
+        before, after = ([row for row in rows if row.agent == agent] for rows in (old, new))
+        part = f"{name}{AGENT}{agent}" if agent else name
+        if before and (after or failed):
+            yield _difference(part, before, after or new, _recorded[name].left(agent))
+        else:
+            was, now = (rows[-1].reward if rows else None for rows in (before, after))
+            yield Replayed(part, was, now, {"turns": "the agent did not act now" if before else "a new agent acted"})
 
 
 def _difference(name: str, old: Sequence[RolloutRecord], new: Sequence[RolloutRecord], unused: int) -> Replayed:

@@ -31,13 +31,14 @@ class TrajectoryResult:
         tool_spans: start as Unix time and seconds of each of ``tool_calls``.
         metrics: counters of the session.
         tool_calls: ``name``, ``arguments``, ``response`` and ``failed`` of each call that was run.
+        tool_call_turns: the policy's turn before each of ``tool_calls``, from 0.
         tool_rewards, tool_reward_names, turn_scores: what tools and the interaction returned, in order.
         tool_reward_turns, turn_score_turns: the policy's turn before each of them, from 0.
         tool_schemas: of the tools that the policy was shown.
         baseline: score of a greedy answer to the same prompt, where the advantage estimator needs it.
         replaced: another prompt is trained in its place, see ``rollout.resample_rounds``.
         further: its prompt was added by these rounds; the sampler did not choose it for this step.
-        other_agent: another result is of the same trajectory, and has the timings, counters and calls of both.
+        other_agent: another result is of the same trajectory, and has the timings and counters of both.
         agents: see :func:`by_agent`; empty where only one agent acts.
     """
 
@@ -56,6 +57,7 @@ class TrajectoryResult:
     tool_spans: list[tuple[float, float]] = field(default_factory=list)
     metrics: dict[str, float] = field(default_factory=dict)
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    tool_call_turns: list[int] = field(default_factory=list)
     tool_rewards: list[float] = field(default_factory=list)
     tool_reward_names: list[str] = field(default_factory=list)
     tool_reward_turns: list[int] = field(default_factory=list)
@@ -122,6 +124,7 @@ def _of_agent(whole: TrajectoryResult, agent: str, turns: list[int], *, other: b
     names, at, rewards = whole.tool_reward_names, whole.tool_reward_turns, whole.tool_rewards
     calls = [call for call in zip(names, at, rewards, strict=True) if call[1] in place]
     scores = [each for each in zip(whole.turn_score_turns, whole.turn_scores, strict=True) if each[0] in place]
+    run = [n for n, turn in enumerate(whole.tool_call_turns) if turn in place]
     suffix = f"{AGENT}{agent}" if agent else ""
     rows = [output for output in whole.outputs if output.agent == agent]
     for row in rows:
@@ -131,6 +134,9 @@ def _of_agent(whole: TrajectoryResult, agent: str, turns: list[int], *, other: b
         row={**whole.row, "uid": whole.row["uid"] + suffix},
         trajectory_id=whole.trajectory_id + suffix,
         outputs=rows,
+        tool_calls=[whole.tool_calls[n] for n in run],
+        tool_call_turns=[place[whole.tool_call_turns[n]] for n in run],
+        tool_spans=[whole.tool_spans[n] for n in run],
         tool_reward_names=[name for name, _, _ in calls],
         tool_reward_turns=[place[turn] for _, turn, _ in calls],
         tool_rewards=[reward for _, _, reward in calls],
@@ -139,8 +145,7 @@ def _of_agent(whole: TrajectoryResult, agent: str, turns: list[int], *, other: b
         other_agent=other,
     )
     if other:
-        own.timings, own.metrics, own.spans, own.turn_tokens = {}, {}, [], []
-        own.served, own.tool_spans, own.tool_calls = [], [], []
+        own.timings, own.metrics, own.spans, own.turn_tokens, own.served = {}, {}, [], [], []
     return own
 
 

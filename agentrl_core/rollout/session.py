@@ -253,7 +253,8 @@ class RolloutSession(TrajectorySession):
         return self.report.tool_schemas
 
     async def call_tool(self, call: ToolCall) -> ToolOutcome:
-        self.turn_agents[self._turn] = self.agent
+        turn = self._turn
+        self.turn_agents[turn] = self.agent
         with self.timed("tools", f"calling tool {call.name!r}"):
             try:
                 with boundary(ToolError):
@@ -268,6 +269,7 @@ class RolloutSession(TrajectorySession):
         self.report.count("tool_calls")
         self.report.count("tool_failures", float(failed))
         self.report.tool_spans.append(self.report.spans[-1][1:])
+        self.report.tool_call_turns.append(turn)
         self.report.tool_calls.append(
             {"name": call.name, "arguments": call.arguments, "response": text[:2000], "failed": failed}
         )

@@ -99,6 +99,72 @@ def test_a_loop_that_asks_for_more_than_is_recorded_says_so(run: RunDir, tmp_pat
     assert "turns more were asked for" in output and "completed -> engine_error" in output
 
 
+DUEL = """
+from agentrl_core.api import Environment, Episode, InteractionTurn
+
+
+class Duel(Environment):
+    def tasks(self, split):
+        return [{}] * 4
+
+    async def open(self, task, seed):
+        return Game(seed)
+
+
+class Game(Episode):
+    agent = "white"
+
+    def __init__(self, seed):
+        self.said = []
+        self.messages = [{"role": "user", "content": f"Game {seed}. You begin."}]
+
+    async def reply(self, messages):
+        self.said.append(messages[-1]["content"])
+        other = ("black", "white")[len(self.said) % 2 == 0]
+        return InteractionTurn(len(self.said) == 4, f"{self.said[-1]}, your turn", agent=other)
+
+    async def score(self, trajectory):
+        return float(len(trajectory.full_text))
+"""
+
+
+@pytest.fixture
+def duel(fit: Callable[..., RunDir], tiny_run: Any) -> RunDir:
+    """Two games with two samples each. Both agents call the tool in their first turn."""
+    (tiny_run.folder / "tools.py").write_text(TOOLS, encoding="utf-8")
+    (tiny_run.folder / "duel.py").write_text(DUEL, encoding="utf-8")
+    return fit(
+        {
+            "data.train_files": None,
+            "data.batch_size": 2,
+            "data.max_prompt_length": 400,
+            "environments": ["./duel.py:Duel"],
+            "rollout.engine": {"name": "scripted", "config": {"turns": [CALL, "one", "two"]}},
+            "rollout.agent.loops": ["multi_agent"],
+            "rollout.max_response_length": 400,
+            "reward.functions": [],
+            "tools": [{"name": "./tools.py:shout", "isolation": "inline"}],
+            "trainer.steps": 1,
+        }
+    )
+
+
+def test_each_agents_calls_are_on_its_own_rows_and_replay_compares_them(duel: RunDir, tmp_path: Path) -> None:
+    records = list(read_rollouts(duel.rollout_file(1, "train")))
+    assert [record.agent for record in records] == ["white", "black"] * 4
+    assert [[call["response"] for call in record.tool_calls] for record in records] == [["HI"]] * 8
+    assert replay(duel).startswith("8 trajectories, 0 differ mean reward")
+    (tmp_path / "tools.py").write_text(QUIET, encoding="utf-8")
+    assert "8 trajectories, 8 differ: tokens 8, responses 8" in replay(duel)
+
+
+def test_an_agent_that_does_not_act_now_is_named(duel: RunDir, tmp_path: Path) -> None:
+    (tmp_path / "duel.py").write_text(DUEL.replace('"black", "white"', '"red", "white"'))
+    output = replay(duel)
+    assert "12 trajectories, 8 differ: turns 8" in output
+    assert "the agent did not act now" in output and "a new agent acted" in output
+
+
 def test_a_run_without_rollouts_is_named(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, ["replay", str(tmp_path / "none")])
     assert result.exit_code == 1 and "no such run directory" in " ".join(result.output.split())
