@@ -33,6 +33,7 @@ class SampleRun:
         skill: how fast it learns.
         prompts, samples: per step.
         total: steps of the configuration.
+        replicas: of the engine; 0: as an older agentrl wrote runs, without replicas and phases on the clock.
     """
 
     path: Path
@@ -41,6 +42,7 @@ class SampleRun:
     prompts: int = 4
     samples: int = 4
     total: int = 30
+    replicas: int = 2
     _ids: dict[str, int] = field(default_factory=lambda: {"<unk>": 0})
     _encodings: dict[str, list[int]] = field(default_factory=dict)
 
@@ -58,9 +60,13 @@ class SampleRun:
         for step in range(first, last + 1):
             records = list(self._step(step))
             self.write_records(step, records)
-            row = json.dumps({"step": step, "time": _time(START + 60 * step + 58), **self._metrics(step, records)})
+            metrics = self._metrics(step, records)
+            row = json.dumps({"step": step, "time": _time(START + 60 * step + 58), **metrics})
             with (self.path / "metrics.jsonl").open("a") as file:
                 file.write(row + "\n")
+            if self.replicas:
+                with (self.path / "phases.jsonl").open("a") as file:
+                    file.write(json.dumps({"step": step, "phases": list(_phases(step, metrics))}) + "\n")
         state = {"status": status, "step": last, "time": _time(START + 60 * last)}
         (self.path / "state.json").write_text(json.dumps(state))
         actor = self.path / "checkpoints/step-000001/actor"
@@ -170,6 +176,7 @@ class SampleRun:
             # The weights arrived while it ran.
             versions = [version - (version > 0 and turn == 0) for version, turn in zip(versions, turn_ids, strict=True)]
         name = f"train-{step:06d}-{prompt:05d}"
+        served = [] if not self.replicas else list(self._served(f"{name}-{sample:03d}", spans))
         timings = {kind: sum(s for each, _, s in spans if each == kind) for kind in ("generate", "tools", "reward")}
         return {
             "schema_version": 1, "step": step, "split": "train", "uid": name, "sample": sample,
@@ -178,9 +185,17 @@ class SampleRun:
             "response_ids": ids, "response_mask": mask, "response_logprobs": log_probs, "old_log_probs": actor,
             "policy_versions": versions, "turn_ids": turn_ids, "tool_schemas": TOOLS, "tool_calls": calls,
             "tool_rewards": [], "turn_rewards": [0.0] * (len(turns) - 1) + [0.9 * right], "spans": spans,
-            "num_turns": len(messages) - 1,
+            "served": served, "num_turns": len(messages) - 1,
             "timings": {**timings, "total": at + 0.2 - begun}, "advantage": None, "advantages": [],
         }  # fmt: skip
+
+    def _served(self, name: str, spans: list[tuple[str, float, float]]) -> Iterator[tuple[int, float]]:
+        # Numbers of their own: a run without replicas has the same trajectories.
+        chance = random.Random(name)
+        home = chance.randrange(self.replicas)
+        for kind, _, length in spans:
+            if kind == "generate":
+                yield home, round(length * max(0.0, chance.random() - 0.6), 5)
 
     def _encoded(self, text: str) -> list[int]:
         if text not in self._encodings:
@@ -210,6 +225,16 @@ class SampleRun:
             metrics["validation/shop/accuracy"] = 1 / (1 + math.exp(-self.skill * (step - 9) / 4)) - noise(0, 0.04)
             phases["validation"] = 6 + noise(0, 2)
         return metrics | {f"timing/{name}": value for name, value in phases.items()}
+
+
+def _phases(step: int, metrics: dict[str, float]) -> Iterator[tuple[str, float, float]]:
+    begun = START + 60 * step
+    yield "step", begun, metrics["timing/step"]
+    for name in ("rollout", "log_probs", "update_actor", "sync_weights", "validation"):
+        seconds = metrics.get(f"timing/{name}", 0.0)
+        if seconds:
+            yield name, round(begun, 4), round(seconds, 5)
+            begun += seconds + 0.2
 
 
 def _time(seconds: float) -> str:

@@ -33,7 +33,9 @@ pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium: `make brow
 def samples(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[SampleRun]]:
     folder = tmp_path_factory.mktemp("runs")
     fast = SampleRun(folder / "shop", prompts=6, samples=6).write(1, 28)
-    slow = SampleRun(folder / "shop-lr-low", seed=1, skill=0.6, prompts=2, samples=4).write(1, 30, "completed")
+    slow = SampleRun(folder / "shop-lr-low", seed=1, skill=0.6, prompts=2, samples=4, replicas=0).write(
+        1, 30, "completed"
+    )
     with (fast.path / ".lock").open("w") as lock:
         # As a process that trains does.
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -139,13 +141,66 @@ def test_tokens(page: Any, viewer: Viewer) -> None:
     expect(page.locator(".tree .branch")).to_have_count(2)
 
 
-def test_side_by_side_and_times(page: Any, viewer: Viewer) -> None:
+def test_side_by_side(page: Any, viewer: Viewer) -> None:
     page.goto(viewer.url + "#/compare?run=shop&split=train&step=5&uid=train-000005-00001")
     expect(page.locator(".column")).to_have_count(6)
-    page.goto(viewer.url + "#/time?run=shop&step=25")
-    expect(page.locator(".phases i")).to_have_count(5)
-    expect(page.locator("canvas.lanes")).to_be_visible()
+
+
+def under_pointer(page: Any, canvas: str, x: float, y: float) -> dict[str, str]:
+    """What the tooltip says at a place of a canvas, ``x`` as a share of what is behind the labels."""
+    box = page.locator(canvas).bounding_box()
+    page.mouse.move(box["x"] + 84 + x * (box["width"] - 84), box["y"] + y)
+    tip = page.locator(".tip")
+    expect(tip).to_be_visible()
+    names, values = tip.locator("dt").all_text_contents(), tip.locator("dd").all_text_contents()
+    return {"title": tip.locator("b").inner_text(), **dict(zip(names, values, strict=True))}
+
+
+def test_times(page: Any, viewer: Viewer) -> None:
+    page.set_viewport_size({"width": 1280, "height": 1000})
+    page.goto(viewer.url + "#/time?run=shop&step=24")
+    expect(page.locator(".phases").first.locator("i")).to_have_count(4)
+    expect(page.locator(".facts-line")).to_contain_text("engines busy")
+    for cause in ("update_actor", "sync_weights", "tools"):
+        expect(page.locator(".facts-line div").last).to_contain_text(cause)
+    head = "canvas.clock"
+    expect(page.locator(head)).to_be_visible()
+    phases = [under_pointer(page, head, share, 30)["title"] for share in (0.1, 0.3, 0.5, 0.7)]
+    assert phases[0] == "rollout" and {"log_probs", "update_actor"} & set(phases)
+    replica = under_pointer(page, head, 0.15, 105)
+    assert (replica["title"], replica["phase"]) == ("replica 1", "rollout") and int(replica["served"]) > 0
+    whole = under_pointer(page, "canvas.lanes:not(.clock)", 0.2, 6)
+    assert whole["replica"] in ("0", "1")
+    page.mouse.move(5, 5)
     picture(page, "time")
+    page.get_by_role("button", name="Dark or light").click()
+    page.get_by_role("button", name="rollout", exact=True).click()
+    expect(page.get_by_role("button", name="rollout", exact=True)).to_have_attribute("aria-pressed", "true")
+    assert under_pointer(page, head, 0.9, 30)["title"] == "rollout"
+
+
+def test_idle_time_has_its_cause(page: Any, viewer: Viewer) -> None:
+    page.goto(viewer.url)
+    found = page.evaluate("""async () => {
+        const { byReplica, extent, replicaSeconds } = await import("viewer/clock");
+        const rollout = [["generate", 1, 3, 0, 0], ["tools", 4, 2], ["generate", 6, 1, 0, 0], ["generate", 2, 3, 1, 1]];
+        const phases = [["rollout", 0, 8], ["update_actor", 9, 2]];
+        return replicaSeconds(byReplica(rollout.filter(([kind]) => kind === "generate")), [rollout, []], phases,
+            extent(phases, rollout));
+    }""")
+    # Two replicas for 11 seconds: replica 0 serves from 1 to 4 and 6 to 7, replica 1 from 2 to 5.
+    assert dict(found) == {
+        "generate": 7, "tools": 3, "other replicas busy": 2, "no trajectories": 4, "between phases": 2,
+        "update_actor": 4,
+    }  # fmt: skip
+    assert found[0][0] == "generate" and sum(value for _, value in found) == 22
+
+
+def test_times_of_a_run_without_replicas_and_phases(page: Any, viewer: Viewer) -> None:
+    page.goto(viewer.url + "#/time?run=shop-lr-low&step=25")
+    assert under_pointer(page, "canvas.clock", 0.3, 35)["title"] == "all engines"
+    assert "replica" not in under_pointer(page, "canvas.lanes:not(.clock)", 0.3, 6)
+    expect(page.locator(".facts-line")).not_to_contain_text("wait in the engine")
 
 
 def test_narrow(page: Any, viewer: Viewer) -> None:
@@ -186,7 +241,7 @@ def test_exported_file(page: Any, samples: list[SampleRun], tmp_path: Path) -> N
     page.locator(".row").first.click()
     expect(page.locator(".message").first).to_be_visible()
     page.get_by_role("link", name="Time").click()
-    expect(page.locator("canvas.lanes")).to_be_visible()
+    expect(page.locator("canvas.clock")).to_be_visible()
 
 
 def test_attacks_are_text(page: Any, evil: Run, tmp_path: Path) -> None:

@@ -160,7 +160,13 @@ class Run:
     # Times
 
     def timeline(self, split: str, step: int) -> dict[str, Any]:
-        """Spans of a step's trajectories, the longest first, and the step's metrics under ``timing/``."""
+        """When everything of a step was.
+
+        ``lanes``: trajectories with their spans, the longest first. ``spans``: those of all trajectories; ``others``:
+        those of the step's other split. ``phases``: name, start as Unix time, seconds. ``timing``: the step's metrics.
+        A span of kind ``generate`` has two more items where the run recorded them (``known``): replica and seconds of
+        waiting there.
+        """
         lanes: dict[str, dict[str, Any]] = {}
         for record in self.index.records(split, step):
             lanes[record["trajectory_id"]] = {
@@ -168,14 +174,44 @@ class Run:
                 "line": record["line"],
                 "termination": record.get("termination"),
                 "reward": record.get("reward"),
-                "spans": record.get("spans") or [],
+                "spans": _spans(record),
                 "timings": record.get("timings") or {},
             }
         ordered = sorted(lanes.values(), key=lambda lane: -(lane["timings"].get("total") or 0.0))
         rows = {row["step"]: row for row in self.metrics()}
-        timing = {name: value for name, value in rows.get(step, {}).items() if name.startswith("timing/")}
         spans = [span for lane in ordered for span in lane["spans"]]
-        return {"lanes": ordered[:MAX_LANES], "left_out": len(ordered[MAX_LANES:]), "timing": timing, "spans": spans}
+        other = "validation" if split == "train" else "train"
+        others = {record["trajectory_id"]: _spans(record) for record in self.index.records(other, step)}
+        return {
+            "lanes": ordered[:MAX_LANES],
+            "left_out": len(ordered[MAX_LANES:]),
+            "timing": {name: value for name, value in rows.get(step, {}).items() if name.startswith("timing/")},
+            "spans": spans,
+            "others": [span for each in others.values() for span in each],
+            "phases": self._phases(step),
+            "known": any(len(span) > 3 for span in spans),
+        }
+
+    def _phases(self, step: int) -> list[list[Any]]:
+        """The phases of a step, in order; none where an older agentrl wrote the run."""
+        try:
+            lines = (self.path / "phases.jsonl").read_bytes().split(b"\n")
+        except OSError:
+            return []
+        for line in reversed(lines):
+            if line.startswith(b'{"step": %d,' % step):
+                try:
+                    found = json.loads(line)["phases"]
+                    return sorted((list(phase) for phase in found if phase[0] != "step"), key=lambda phase: phase[1])
+                except (ValueError, KeyError, TypeError, IndexError):
+                    continue
+        return []
+
+
+def _spans(record: Mapping[str, Any]) -> list[list[Any]]:
+    """The spans of a record, those of requests with replica and wait."""
+    served = iter(record.get("served") or [])
+    return [[*span, *(next(served, ()) if span[0] == "generate" else ())] for span in record.get("spans") or []]
 
 
 def _flat(value: Any, prefix: str) -> list[tuple[str, str]]:

@@ -67,7 +67,7 @@ function answer(name, query) {
     if (!found) throw new Error("this file does not hold that trajectory");
     return found;
   }
-  if (name === "timeline") return run.timelines[`${query.split}/${query.step}`] ?? { lanes: [], timing: {}, spans: [] };
+  if (name === "timeline") return run.timelines[`${query.split}/${query.step}`] ?? { lanes: [], timing: {}, spans: [], others: [], phases: [] };
   return run[name];
 }
 

@@ -1,9 +1,10 @@
 // One trajectory: chat, tokens, rewards, branches, times; and several of them side by side.
 
+import { colorName } from "viewer/clock";
 import { get, holds } from "viewer/data";
 import { h, hideTip, number, plural, rewardBadge, seconds, showTip, signed, svg, terminationBadge } from "viewer/dom";
 import { at } from "viewer/list";
-import { KINDS, lane } from "viewer/time";
+import { lane } from "viewer/time";
 
 const kept = { tab: "chat", by: "log_prob", prompt: false };
 
@@ -268,7 +269,7 @@ export async function trajectory(view, app, query) {
       found.rows.length > 1 && panel(`Branches (${found.rows.length})`, tree(found.rows, chosen, (i) => { chosen = i; draw(); })),
       ...samples(query.run, found),
       panel("Time", (row.spans ?? []).length ? lane(row.spans) : "", h("table", {}, h("tbody", {}, Object.entries(row.timings ?? {}).map(([name, value]) =>
-        h("tr", {}, h("th", {}, h("i", { class: "dot", style: { background: `var(--kind-${KINDS.includes(name) ? name : "other"})` } }), name), h("td", {}, seconds(value)))))),
+        h("tr", {}, h("th", {}, h("i", { class: "dot", style: { background: `var(${colorName(name)})` } }), name), h("td", {}, seconds(value)))))),
       h("a", { href: "#/time?" + new URLSearchParams({ run: query.run, split: found.split, step: found.step }) }, "All of this step")),
       (row.tool_schemas ?? []).length > 0 && panel("Tools", row.tool_schemas.map((schema) => h("details", { class: "schema" },
         h("summary", {}, h("code", {}, String((schema.function ?? schema).name))), h("pre", {}, JSON.stringify(schema.function ?? schema, null, 2))))),
