@@ -180,8 +180,9 @@ class Trajectory(ABC):
         """Sample one turn and append it with mask 1.
 
         ``sampling_params`` may hold temperature, top_p, top_k, min_p, the penalties and logit_bias of
-        :class:`SamplingParams`, max_tokens, and stop: texts that end the turn. With no budget left nothing is requested
-        and the turn is empty with ``finish_reason`` ``length``. The stop token belongs to the policy, and so does a
+        :class:`SamplingParams`, max_tokens, stop: texts that end the turn, and seed: in place of the run's seed, step
+        and prompt; samples and turns still differ. With no budget left nothing is requested and the turn is empty with
+        ``finish_reason`` ``length``. The stop token belongs to the policy, and so does a
         stop text: the turn ends with the token that completes it.
 
         Raises:

@@ -35,9 +35,14 @@ class TrajectoryKey:
         """Unique per attempt; sorts in the order of the prompts."""
         return f"{self.trajectory_id}-{self.attempt}"
 
-    def seed(self, turn: int, branch: int = 0) -> int:
-        """Seed of one turn in [0, 2^63): a function of run, step, prompt, sample and turn, and of nothing else."""
-        text = f"{self.run_seed}/{self.split}/{self.step}/{self.prompt}/{self.sample}/{branch}/{turn}"
+    def seed(self, turn: int, branch: int = 0, row_seed: int | None = None) -> int:
+        """Seed of one turn in [0, 2^63): a function of run, step, prompt, sample and turn, and of nothing else.
+
+        Args:
+            row_seed: in place of run, step and prompt, where the row has its own.
+        """
+        where = f"{self.run_seed}/{self.split}/{self.step}/{self.prompt}" if row_seed is None else f"row/{row_seed}"
+        text = f"{where}/{self.sample}/{branch}/{turn}"
         return self._hashed(text)
 
     @property

@@ -165,6 +165,11 @@ class RolloutSession(TrajectorySession):
             )
         return self.builder
 
+    @property
+    def greedy(self) -> bool:
+        """Whether this is the greedy answer to its prompt."""
+        return self._key.split.endswith(".greedy")
+
     def enter(self, state: str) -> float:
         """Show the watchdog another state; returns the time (``time.monotonic``)."""
         self.state, self.state_since = state, time.monotonic()

@@ -34,7 +34,7 @@ from agentrl_core.rollout.identity import TrajectoryKey
 
 Sample = Callable[[list[int], SamplingParams, str], Awaitable[TokenOutput]]
 _ENGINE_SAMPLING = ("temperature", "top_p", "top_k", *RESHAPING)
-_SAMPLING = (*_ENGINE_SAMPLING, "max_tokens", "stop")
+_SAMPLING = (*_ENGINE_SAMPLING, "max_tokens", "stop", "seed")
 
 
 class TemplateBreakError(TemplateError):
@@ -173,7 +173,7 @@ class TrajectoryBuilder(Trajectory):
             return Turn((), "", "length", "")
         params = SamplingParams(
             max_tokens=max_tokens,
-            seed=self._key.seed(self._turns, self._branch),
+            seed=self._key.seed(self._turns, self._branch, sampling_params.get("seed")),
             stop_token_ids=(*self._renderer.stop_token_ids, *self._stop_ids(sampling_params.get("stop") or ())),
             **{name: sampling_params[name] for name in _ENGINE_SAMPLING if name in sampling_params},
         )

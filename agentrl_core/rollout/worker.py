@@ -24,6 +24,7 @@ from agentrl_core.api import (
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.data.chat_template import build_renderer
+from agentrl_core.data.row_sampling import with_row_sampling
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.environments import HostedEnvironment
 from agentrl_core.hosting.rewards import check_score
@@ -244,7 +245,8 @@ class AgentLoopWorker:
         name = session.row.get("agent_name") or self._default_loop
         if name not in self._loops:
             raise ConfigError(f"agent_name is {name!r}; rollout.agent.loops lists {', '.join(self._loops)}")
-        returned = await self._loops[name].run(dict(sampling), session=session, **session.row)
+        sampling = with_row_sampling(sampling, session.row.get("extra_info") or {}, greedy=session.greedy)
+        returned = await self._loops[name].run(sampling, session=session, **session.row)
         outputs = check_outputs(name, returned)
         outputs = [output for output in outputs if any(output.response_mask)] or outputs[-1:]
         result.outputs, result.termination, result.error = outputs, outputs[-1].termination, outputs[-1].error

@@ -26,6 +26,7 @@ from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.event_loop import EventLoop
 from agentrl_core.data.length_cache import cached_lengths
 from agentrl_core.data.overlong import fit_prompt, fit_prompts
+from agentrl_core.data.row_sampling import check_row_sampling
 from agentrl_core.data.rows import Row, fingerprint
 from agentrl_core.data.streaming import StreamedRows
 from agentrl_core.data.template_check import RenderedText, require_tool_role
@@ -142,13 +143,13 @@ class PromptLoader:
                 without.append(name)
             for index, row in enumerate(given):
                 row.setdefault("raw_prompt", [])
-                self._check_row(row, f"{environment.title}: {split} task {index}")
+                self._check_row(row, f"{environment.title}: {split} task {index}", split)
             tasks += given
         return self._file_rows(split, files, without, tasks) if files else tasks
 
     def _prepared(self, split: Split, without: Sequence[str], index: int, row: Row) -> Row:
         """The checked row, with its environment where it has one; ``without`` are those without tasks of their own."""
-        self._check_row(row, f"data: {split} row {index}")
+        self._check_row(row, f"data: {split} row {index}", split)
         names = [each.name for each in self._environments]
         if "environment" not in row and len(without) > 1:
             raise DataError(
@@ -295,7 +296,7 @@ class PromptLoader:
         names = select_tools(row.get("extra_info") or {}, list(self._schemas))
         return [schema for name in names for schema in self._schemas[name]]
 
-    def _check_row(self, row: Row, where: str) -> None:
+    def _check_row(self, row: Row, where: str, split: Split) -> None:
         if not isinstance(row.get("raw_prompt"), list):
             raise DataError(f"{where}: the dataset gave no raw_prompt, a list of messages")
         _check_messages(row["raw_prompt"], where)
@@ -313,6 +314,7 @@ class PromptLoader:
                 f"listed: {', '.join(self._loops)}"
             )
         extra: Mapping[str, Any] = row.get("extra_info") or {}
+        check_row_sampling(extra, where, split, self._config.rollout.engine.plugin.spec.capabilities)
         if "tools" in self._loops[name]:
             if unknown := sorted(set(extra.get("tools_kwargs") or {}) - self._schemas.keys()):
                 raise DataError(

@@ -15,6 +15,13 @@ def test_seeds_are_a_function_of_run_split_step_prompt_sample_turn_and_branch_on
     assert KEY.next_attempt().seed(0) == KEY.seed(0) == 5309385118405978521
 
 
+def test_the_seed_of_a_row_stands_for_run_step_and_prompt() -> None:
+    other = dataclasses.replace(KEY, run_seed=9, split="validation.sampled", step=9, prompt=9)
+    assert KEY.seed(0, row_seed=7) == other.seed(0, row_seed=7) != KEY.seed(0)
+    seeds = {KEY.seed(0, row_seed=7), KEY.seed(1, row_seed=7), KEY.seed(0, 1, row_seed=7), KEY.seed(0, row_seed=8)}
+    assert len(seeds | {dataclasses.replace(KEY, sample=5).seed(0, row_seed=7)}) == 5
+
+
 def test_an_attempt_has_a_request_id_of_its_own_and_the_same_trajectory_id() -> None:
     again = KEY.next_attempt()
     assert again.trajectory_id == KEY.trajectory_id and again.request_id != KEY.request_id

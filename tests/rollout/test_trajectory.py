@@ -315,7 +315,18 @@ def test_texts_for_people_and_rewards(conversation) -> None:
     assert [mask for mask, _ in output.segments] == [1, 0, 1]
 
 
-@pytest.mark.parametrize("name", ["beam_width", "stop_token_ids", "seed", "temprature"])
+def test_a_row_s_seed_stands_for_the_run_s(conversation) -> None:
+    def seeds(**sampling: int) -> list[int]:
+        talk = conversation(["a" + STOP, "b" + STOP])
+        for _ in range(2):
+            generate(talk.builder, **sampling)
+        return [params.seed for _, params, _ in talk.policy.requests]
+
+    assert seeds(seed=7) == seeds(seed=7)
+    assert len({*seeds(seed=7), *seeds(seed=8), *seeds()}) == 6
+
+
+@pytest.mark.parametrize("name", ["beam_width", "stop_token_ids", "n", "temprature"])
 def test_a_sampling_parameter_that_would_be_ignored_is_an_error(conversation, name: str) -> None:
     talk = conversation(["hello" + STOP])
     with pytest.raises(PluginError, match=f"unknown sampling parameter {name}; allowed: temperature, top_p"):

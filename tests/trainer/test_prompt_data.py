@@ -13,6 +13,8 @@ from agentrl_core.config import load_config
 from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.streaming import StreamedRows
+from agentrl_core.runs.records import read_rollouts
+from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
 
 
@@ -56,6 +58,58 @@ def test_rows_with_images_do_not_train_as_text(
     config = load_config(tiny_run({"rollout.engine": {"name": "scripted"}, "data.train_files": [str(file)]}))
     with pytest.raises(DataError, match=message):
         PromptLoader(config, ChatTemplateRenderer.of(HFChatRenderer.from_config(config.model))).load()
+
+
+@pytest.mark.parametrize(
+    ("split", "sampling", "message"),
+    [
+        (
+            "train",
+            {"max_tokens": 0},
+            r"sampling.max_tokens \(data: train row 0\): expected an integer >= 1 or null, found 0",
+        ),
+        ("train", {"stop": ["x", ""]}, "data: train row 0: extra_info.sampling.stop: .* found an empty one"),
+        ("train", {"seed": "7"}, r"sampling.seed \(data: train row 0\): expected an integer .*found '7'"),
+        (
+            "train",
+            {"tempreature": 1},
+            "has tempreature; allowed with this engine: max_tokens, stop, seed, top_p, top_k;",
+        ),
+        ("train", {"temperature": 1.0}, "has temperature; .* validation rows may also have temperature"),
+        ("train", {"min_p": 0.5}, "has min_p; allowed with this engine: max_tokens"),
+        ("train", [1], r"extra_info.sampling is \[1\]; allowed is a mapping with max_tokens"),
+        ("validation", {"temperature": -1}, r"sampling.temperature \(data: validation row 0\): expected a number >= 0"),
+    ],
+)
+def test_sampling_parameters_of_a_row_are_checked(tiny_run: Any, split: str, sampling: Any, message: str) -> None:
+    (row,) = tiny_run.rows(1)
+    tiny_run.write_rows("own.jsonl", [{**row, "extra_info": {**row["extra_info"], "sampling": sampling}}])
+    config = load_config(tiny_run({"rollout.engine": {"name": "scripted"}, f"data.{split}_files": ["own.jsonl"]}))
+    with pytest.raises(DataError, match=message):
+        PromptLoader(config, ChatTemplateRenderer.of(HFChatRenderer.from_config(config.model))).load()
+
+
+def test_a_row_samples_as_it_says(fit: Callable[..., RunDir], tiny_run: Any) -> None:
+    (tiny_run.folder / "same.py").write_text("def same(trajectory):\n    return 1.0\n")
+    rows = tiny_run.rows(2)
+    rows[0]["extra_info"]["sampling"] = {"seed": 7, "max_tokens": 3}
+    validation = [{**row, "extra_info": {"sampling": {"temperature": 0.0}}} for row in tiny_run.rows(1)]
+    run = fit(
+        {
+            "data.sampler": "sequential",
+            "data.validation_files": [str(tiny_run.write_rows("own.jsonl", validation))],
+            "reward.functions": [{"name": "./same.py:same", "isolation": "inline"}],
+            "trainer.validation": {"interval": 2, "before": False, "n": 2, "greedy": False},
+        },
+        rows,
+    )
+    said = [[record.response_ids for record in read_rollouts(run.rollout_file(step, "train"))] for step in (1, 2)]
+    # Equal rewards train nothing, so the model is the same in both steps.
+    assert said[0][:2] == said[1][:2] and said[0][2:] != said[1][2:], "only the first row has a seed"
+    assert said[0][0] != said[0][1] and [len(ids) for ids in said[0]] == [3, 3, 8, 8]
+    validated = list(read_rollouts(run.rollout_file(2, "validation")))
+    assert len(validated) == 2
+    assert validated[0].response_ids == validated[1].response_ids, "temperature 0"
 
 
 def test_a_pattern_stands_for_its_files_in_alphabetical_order(tiny_run: Any) -> None:
