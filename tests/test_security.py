@@ -14,6 +14,7 @@ import httpx
 import psutil
 import pytest
 
+from agentrl_core.hosting.process_host import SAFE_VARIABLES
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.testing.loops import FakeSession
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
@@ -114,3 +115,8 @@ def listeners() -> set[tuple[str, int]]:
     """Addresses and ports on which this process listens."""
     found: Any = psutil.Process(os.getpid()).net_connections(kind="inet")
     return {tuple(each.laddr) for each in found if each.status == psutil.CONN_LISTEN}
+
+
+def test_the_page_names_every_variable_that_a_child_process_gets() -> None:
+    page = (ROOT / "docs/security.md").read_text(encoding="utf-8")
+    assert [name for name in sorted(SAFE_VARIABLES) if f"`{name}`" not in page] == []

@@ -69,7 +69,3 @@ def answer(handle: Callable[..., Any], question: bytes) -> bytes:
             frames = frames.tb_next
         trace = "".join(traceback.format_exception(error.with_traceback(frames)))
         return encode(["error", type(error).__name__, str(error), trace])
-
-
-if __name__ == "__main__":
-    main()

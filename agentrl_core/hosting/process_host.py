@@ -9,8 +9,10 @@ import os
 import pickle
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+import agentrl_core
 from agentrl_core.api import Engines, ToolError, ToolUnavailableError
 from agentrl_core.hosting.processes import kill_family
 from agentrl_core.hosting.wire import HEADER, MAX_BYTES, decode
@@ -18,10 +20,16 @@ from agentrl_core.plugins.boundary import deadline
 
 SAFE_VARIABLES = frozenset(
     "CUDA_VISIBLE_DEVICES HF_DATASETS_OFFLINE HF_HOME HF_HUB_OFFLINE HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME "
-    "MPLBACKEND OMP_NUM_THREADS PATH PYTHONHASHSEED PYTHONPATH PYTHONUNBUFFERED SHELL SSL_CERT_DIR SSL_CERT_FILE "
+    "MPLBACKEND OMP_NUM_THREADS PATH PYTHONHASHSEED PYTHONUNBUFFERED SHELL SSL_CERT_DIR SSL_CERT_FILE "
     "TERM TMPDIR TOKENIZERS_PARALLELISM TRANSFORMERS_OFFLINE TZ USER VIRTUAL_ENV".split()
 )
 """Environment variables that every child gets, and those whose names begin with ``LC_``; none of them is a secret."""
+
+# This process's agentrl, which need not be the installed one; the rest of the import path is the first message.
+_CHILD = (
+    f"import sys; sys.path.insert(0, {str(Path(agentrl_core.__file__).parents[1])!r}); "
+    "from agentrl_core.hosting.process_child import main; main()"
+)
 
 
 def engines_of_child(user: str, asked: Iterable[str]) -> Engines:
@@ -102,7 +110,7 @@ class ProcessHost:
     async def _start(self) -> None:
         await self.close()
         self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "agentrl_core.hosting.process_child",
+            sys.executable, "-c", _CHILD,
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
             env={name: value for name, value in os.environ.items() if name in self._variables or name[:3] == "LC_"},
         )  # fmt: skip

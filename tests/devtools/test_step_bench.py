@@ -50,10 +50,22 @@ needs_git = pytest.mark.skipif(not (ROOT / ".git").exists(), reason="agentrl doe
 
 @needs_git
 def test_a_commit_is_imported_from_its_own_checkout() -> None:
-    code = "import agentrl_core, agentrl_algorithms; print(agentrl_core.__file__, agentrl_algorithms.__file__)"
+    code = """
+import asyncio
+import agentrl_core, agentrl_algorithms
+from agentrl_core.hosting.process_host import ProcessHost
+
+async def main():
+    host = ProcessHost(eval, ("__import__('agentrl_core').__file__.__str__",), "a tool")
+    print(await host.call("", (), {}, 60))
+    await host.close()
+
+print(agentrl_core.__file__, agentrl_algorithms.__file__)
+asyncio.run(main())
+"""
     with checkout("HEAD") as folder:
         imported = subprocess.check_output([sys.executable, "-c", code], env=environment_of(folder), text=True).split()
-        assert [Path(file).is_relative_to(folder) for file in imported] == [True, True]
+        assert [Path(file).is_relative_to(folder) for file in imported] == [True] * 3
     listed = subprocess.check_output(["git", "-C", ROOT, "worktree", "list"], text=True)
     assert str(folder) not in listed and not folder.exists()
 

@@ -310,11 +310,12 @@ def test_a_tool_cannot_run_code_in_the_process_that_reads_its_answers(hosted, tm
 def test_a_tools_process_gets_only_the_environment_variables_that_the_config_names(hosted, monkeypatch) -> None:
     monkeypatch.setenv("MY_SECRET_API_KEY", "1")
     monkeypatch.setenv("WEATHER_KEY", "2")
+    monkeypatch.setenv("PYTHONPATH", "/nowhere")
     tool = hosted("Hostile", env=["WEATHER_KEY"])
 
     async def scenario() -> None:
         names = (await execute(tool, "environment")).response.text.split()
-        assert "WEATHER_KEY" in names and "PATH" in names and "MY_SECRET_API_KEY" not in names
+        assert "WEATHER_KEY" in names and "PATH" in names and not {"MY_SECRET_API_KEY", "PYTHONPATH"} & {*names}
 
     run(tool, scenario)
 
