@@ -12,8 +12,8 @@ own (``isolation = "process"``, where a call that passes its deadline is killed)
             return ToolResult(ToolResponse(str(evaluate(parameters["expression"]))))
 
 What ``execute`` raises, and a call that passes its deadline, is an observation that the model reads. What ``create``
-raises, and a ToolUnavailableError of any method, fails the trajectory, which starts again from a fresh state.
-``calc_reward`` returns a float or None.
+raises, a ToolUnavailableError of any method, and an error of an engine from ``context.engines`` fail the trajectory,
+which starts again from a fresh state. ``calc_reward`` returns a float or None.
 
 A tool may offer several functions: it overrides ``schemas``, and ``execute`` gets ``function``, the name of the called
 one.
@@ -101,7 +101,8 @@ class Tool(ABC):
         """One call. May raise: the model then sees the error as an observation.
 
         Raises:
-            ToolUnavailableError: the fault is the infrastructure's, not the model's; the trajectory is retried.
+            ToolUnavailableError, EngineError: the fault is the infrastructure's, not the model's; the trajectory is
+                retried.
         """
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float | None:

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from agentrl_core.api import (
     ConfigError,
     EngineClient,
+    EngineError,
     Engines,
     EpisodeError,
     Interaction,
@@ -262,7 +263,7 @@ class RolloutSession(TrajectorySession):
         self.turn_agents[turn] = self.agent
         with self.timed("tools", f"calling tool {call.name!r}"):
             try:
-                with boundary(ToolError):
+                with boundary(ToolError, keep=(EngineError,)):
                     result = await self._execute(call)
                 text, failed, done = result.response.text, False, result.done
             except ToolUnavailableError:

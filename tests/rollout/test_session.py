@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import (
+    EngineError,
     Interaction,
     InteractionContext,
     InteractionError,
@@ -168,12 +169,13 @@ def test_a_tool_of_several_functions_has_one_life(make_slot, spy, make_session) 
     assert several.tool.calls == ["create", "release"]
 
 
-def test_a_tool_that_is_unavailable_fails_the_trajectory(spy, make_session) -> None:
+@pytest.mark.parametrize("error", [ToolUnavailableError("no sandbox started"), EngineError("no replica is left")])
+def test_a_tool_that_is_unavailable_fails_the_trajectory(spy, make_session, error: Exception) -> None:
     async def scenario() -> None:
         session = make_session([spy])
         await session.open_tools()
-        spy.tool.misbehave["execute"] = ToolUnavailableError("the sandbox did not start")
-        with pytest.raises(ToolUnavailableError, match="did not start"):
+        spy.tool.misbehave["execute"] = error
+        with pytest.raises(type(error), match=str(error)):
             await session.call_tool(CALL)
         assert not session.report.tool_calls
 
