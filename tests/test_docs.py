@@ -115,7 +115,10 @@ def test_configurations_for_many_gpus_are_accepted(workplace: Path, snippet: str
     assert (cluster.runtime, cluster.nodes, cluster.processes_per_node) == ("ray", 1, 8)
 
 
-LOADED = ("data.md", "engines.md", "environments.md", "real-model.md", "renderers.md", "tracking.md")
+LOADED = (
+    "data.md", "engines.md", "environments.md", "openai-agents.md", "engine.md", "real-model.md", "renderers.md",
+    "tracking.md",
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("snippet", [text for page, text in blocks("yaml") if page.name in LOADED])
@@ -124,7 +127,11 @@ def test_configurations_of_other_pages_are_accepted(workplace: Path, snippet: st
     example = workplace / "examples/calculator"
     (environment, *_) = [text for page, text in blocks("python") if page.name == "environments.md"]
     (example / "environment.py").write_text(environment)
-    (example / "one.yaml").write_text("extends: config.yaml\n" + snippet)
+    (agent,) = [text for page, text in blocks("python") if page.name == "openai-agents.md"]
+    (example / "my_agent.py").write_text(agent)
+    # An agent of one's own brings its tools.
+    own_tools = "tools: []\n" if "openai_agent" in snippet else ""
+    (example / "one.yaml").write_text("extends: config.yaml\n" + own_tools + snippet)
     load_config(example / "one.yaml", check_files=False)
 
 
