@@ -139,10 +139,11 @@ def _module_of(ref: PluginRef) -> ModuleType:
     name = _module_name(ref)
     if name in sys.modules:
         return sys.modules[name]
-    file_name = ref.path if os.path.isfile(ref.path) else f"<{ref.name.rpartition(':')[0]}>"
+    elsewhere = f"<{ref.name.rpartition(':')[0]}>"
     module = ModuleType(name)
-    module.__file__ = file_name
-    # Where the file is not on this machine, tracebacks and inspect find the lines here.
+    module.__file__ = ref.path if os.path.isfile(ref.path) else elsewhere
+    # Where the file is not on this machine, or another one is, tracebacks and inspect find the lines here.
+    file_name = ref.path if _text_of(ref.path) == ref.source else elsewhere
     linecache.cache[file_name] = (len(ref.source), None, ref.source.splitlines(keepends=True), file_name)
     # Before the code runs, because dataclasses and pickling look the module up by its name.
     sys.modules[name] = module
@@ -157,6 +158,13 @@ def _module_of(ref: PluginRef) -> ModuleType:
             + _import_hint(error)
         ) from error
     return module
+
+
+def _text_of(path: str) -> str | None:
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
 
 
 def _import_hint(error: BaseException) -> str:

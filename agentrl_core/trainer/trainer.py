@@ -361,7 +361,9 @@ class Trainer:
         return {name: float(value) for name, value in sorted(everything.items())}
 
     def _watch_tools(self, metrics: Mapping[str, float]) -> None:
-        silent = bool(self.config.tools) and not metrics["rollout/tool_calls_mean"]
+        # Nothing is sampled where the rows are demonstrations.
+        asked = bool(self.config.tools) and metrics.get("timing/trajectory/generate/max", 0.0) > 0
+        silent = asked and not metrics["rollout/tool_calls_mean"]
         self._steps_without_tools = self._steps_without_tools + 1 if silent else 0
         if self._steps_without_tools == TOOL_SILENCE_STEPS:
             logger.warning(

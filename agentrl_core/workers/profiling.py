@@ -6,6 +6,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -33,7 +34,8 @@ def start_profile() -> bool:
         torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS)
     all_threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     _active = profile(activities=activities, experimental_config=all_threads)
-    _active.start()
+    with _without_marks():
+        _active.start()
     return True
 
 
@@ -41,12 +43,31 @@ def stop_profile(path: Path) -> None:
     """Stop it and write ``<path>.json.gz``, and on CUDA ``<path>.memory.pickle`` for ``pytorch.org/memory_viz``."""
     global _active
     profiler, _active = _active, None
-    profiler.stop()
+    with _without_marks():
+        profiler.stop()
     path.parent.mkdir(parents=True, exist_ok=True)
     profiler.export_chrome_trace(f"{path}.json.gz")
     if torch.cuda.is_available():
         torch.cuda.memory._dump_snapshot(f"{path}.memory.pickle")  # type: ignore[no-untyped-call]
         torch.cuda.memory._record_memory_history(enabled=None)
+
+
+@contextmanager
+def _without_marks() -> Iterator[None]:
+    """Keep the marks off the terminal that torch writes for tracers of the system.
+
+    Its own log level cannot: they rank above errors.
+    """
+    terminal = os.dup(2)
+    with tempfile.TemporaryFile() as written:
+        os.dup2(written.fileno(), 2)
+        try:
+            yield
+        finally:
+            os.dup2(terminal, 2)
+            os.close(terminal)
+            written.seek(0)
+            os.write(2, b"".join(line for line in written if not line.startswith(b"USDT:")))
 
 
 @contextmanager

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from agentrl_core.cli.main import app
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.trainer.trainer import TOOL_SILENCE_STEPS
 
 EXAMPLE = Path(__file__).parents[2] / "examples/warm_start"
 LOOP = {"name": str(EXAMPLE / "demonstrations.py:Demonstration")}
@@ -32,12 +33,15 @@ TURNS = [
 ]
 
 
-def test_a_demonstration_is_trained_to_the_token(fit: Callable[..., RunDir], tiny_run: Any) -> None:
+def test_a_demonstration_is_trained_to_the_token(
+    fit: Callable[..., RunDir], tiny_run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     (tiny_run.folder / "tools.py").write_text(
         'def shout(text: str) -> str:\n    """Shouts."""\n    return text.upper()\n'
     )
     rows = [{**row, "demonstration": TURNS} for row in tiny_run.rows(6)]
-    run = fit({**SFT, "tools": ["./tools.py:shout"]}, rows)
+    run = fit({**SFT, "tools": ["./tools.py:shout"], "trainer.steps": TOOL_SILENCE_STEPS}, rows)
+    assert "has called a tool" not in caplog.text
     (record, *_) = read_rollouts(run.rollout_file(1, "train"))
     sampled = [text for mask, text in record.segments if mask]
     assert [text.removesuffix("<|im_end|>") != text for text in sampled] == [True, True]

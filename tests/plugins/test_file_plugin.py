@@ -138,6 +138,23 @@ def test_traceback_and_inspect_show_the_lines_where_the_file_is_absent(tmp_path:
     assert "# here" in inspect.getsource(plugin.load())
 
 
+def test_traceback_shows_the_lines_that_ran_where_the_path_has_another_file(tmp_path: Path) -> None:
+    path = write(tmp_path, "def score(t):\n    raise ValueError('boom')  # here\n")
+    ref = resolve("reward_function", "./reward.py:score", base_dir=tmp_path).ref
+    path.write_text("# another one\n" * 9)
+    worker = """
+import linecache, pickle, sys
+from agentrl_core.plugins.resolution import resolve_ref
+score = resolve_ref(pickle.load(sys.stdin.buffer)).load()
+print(score.__globals__["__file__"])
+linecache.clearcache()
+score(None)
+"""
+    done = subprocess.run([sys.executable, "-c", worker], input=pickle.dumps(ref), capture_output=True, cwd=tmp_path)
+    assert done.stdout.decode() == f"{path}\n"
+    assert b"another one" not in done.stderr and b'File "<reward.py>", line 2' in done.stderr
+
+
 def test_changed_source_is_drift(tmp_path: Path) -> None:
     write(tmp_path, REWARD)
     ref = resolve("reward_function", "./reward.py:score", base_dir=tmp_path).ref

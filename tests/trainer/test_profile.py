@@ -31,10 +31,11 @@ def durations(file: Path) -> dict[str, list[dict[str, Any]]]:
     return found
 
 
-def test_the_driver_profiles_the_chosen_step(fit: Callable[..., RunDir]) -> None:
+def test_the_driver_profiles_the_chosen_step(fit: Callable[..., RunDir], capfd: pytest.CaptureFixture[str]) -> None:
     run = fit({**SCRIPTED, "trainer.profile.steps": [2]})
     files = [file.relative_to(run.path / "profiles") for file in (run.path / "profiles").rglob("*.*")]
     assert Path("step-000002/driver.json.gz") in files
+    assert "USDT" not in capfd.readouterr().err
     events = durations(run.path / "profiles/step-000002/driver.json.gz")
     assert {"step", "rollout", "score", "update_actor"} <= events.keys() and "aten::mm" in events
     (update,) = events["update_actor"]
