@@ -1,8 +1,9 @@
 # ruff: noqa: T201 - part of scripts that people run by hand: their output is their progress
-"""What the `prepare.py` of small games share: a model whose tokens are the game's words, and which plays at random.
+"""What the `prepare.py` of small games share: a tokenizer with one token for each of the game's words, and a model that
+plays at random.
 
-The tokenizer has one token for each word, the model is a Qwen3 of two layers. The supervised warm start makes the words
-that a player may say at a point of the game equally likely there.
+The model is a Qwen3 of two layers. Its supervised warm start makes the words that a player may say at a point of the
+game equally likely there.
 """
 
 import argparse
@@ -10,12 +11,14 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
-from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 from transformers.utils.logging import disable_progress_bar
+from warm_start import build_model, save
 
 USER, ASSISTANT, END, PAD = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
 CHAT_TEMPLATE = (
@@ -24,14 +27,14 @@ CHAT_TEMPLATE = (
 )
 
 
-def build_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
-    """Bytes, and one token for each word of the game."""
+def build_tokenizer(words: Sequence[str], pattern: str = r" ?\w+") -> PreTrainedTokenizerFast:
+    """Bytes, and one token for each word of the game; ``pattern`` is where text is cut into words."""
     pieces = [*(word.replace(" ", "Ġ") for word in words), *sorted(pre_tokenizers.ByteLevel.alphabet())]
-    vocabulary = {piece: index for index, piece in enumerate(pieces)}
+    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
     # A piece that is in the vocabulary is one token, whatever pairs it consists of.
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r" ?\w+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
+        [pre_tokenizers.Split(Regex(pattern), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
     )
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (USER, ASSISTANT, END, PAD)])
@@ -40,28 +43,30 @@ def build_tokenizer(words: Sequence[str]) -> PreTrainedTokenizerFast:
     )
 
 
-def build_model(tokenizer: PreTrainedTokenizerFast, length: int) -> Qwen3ForCausalLM:
-    """Random weights; ``length`` is the longest conversation, in tokens."""
-    config = Qwen3Config(
-        vocab_size=len(tokenizer),
+def random_player(
+    words: Sequence[str], actions: Sequence[str], prompts: Sequence[str], length: int, steps: int
+) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    """A model that takes each action equally often at the end of each prompt.
+
+    Args:
+        words: of the game.
+        actions: those of the words that a player may say.
+        prompts: what a player has seen where it may act.
+        length: tokens of the longest conversation.
+        steps: of the warm start.
+    """
+    tokenizer = build_tokenizer(words)
+    model = build_model(
+        tokenizer,
         hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
         head_dim=32,
-        initializer_range=0.05,
+        num_hidden_layers=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
         max_position_embeddings=length,
         tie_word_embeddings=False,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
     )
-    model = Qwen3ForCausalLM(config)
-    model.generation_config = GenerationConfig(
-        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=None
-    )
-    return model
+    warm_start(model, tokenizer, prompts, actions, steps)
+    return model, tokenizer
 
 
 def warm_start(
@@ -104,24 +109,29 @@ def warm_start(
 def command_line(
     script: str,
     about: str | None,
-    words: Sequence[str],
-    actions: Sequence[str],
-    prompts: Callable[[], list[str]],
-    length: int,
+    make: Callable[[argparse.Namespace], tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]],
+    steps: int = 400,
+    **options: Any,
 ) -> None:
-    """What a `prepare.py` does: makes the model in its folder."""
+    """What a `prepare.py` does: makes the model in its folder.
+
+    Args:
+        script: its `__file__`.
+        about: its docstring.
+        make: makes the model from the options of the command line.
+        steps: of the warm start, unless the command line says otherwise.
+        options: more options, as argparse takes them, by name.
+    """
     parser = argparse.ArgumentParser(description=about)
     parser.add_argument("--output", type=Path, default=Path(script).parent)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=400, help="steps of the warm start")
+    parser.add_argument("--steps", type=int, default=steps, help="steps of the warm start")
+    for name, option in options.items():
+        parser.add_argument(f"--{name}", **option)
     arguments = parser.parse_args()
     start = time.monotonic()
     torch.manual_seed(arguments.seed)
     torch.set_num_threads(1)  # more only slow down a model this small
     disable_progress_bar()
-    tokenizer = build_tokenizer(words)
-    model = build_model(tokenizer, length)
-    warm_start(model, tokenizer, prompts(), actions, arguments.steps)
-    model.save_pretrained(arguments.output / "model")
-    tokenizer.save_pretrained(arguments.output / "model")
+    save(arguments.output / "model", *make(arguments))
     print(f"made {arguments.output / 'model'} in {time.monotonic() - start:.0f} s")

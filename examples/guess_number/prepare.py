@@ -10,44 +10,19 @@ Usage: python examples/guess_number/prepare.py [--output DIR] [--seed N] [--larg
 import argparse
 import random
 import sys
-import time
 from pathlib import Path
 
 import torch
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-# It lies beside the examples, which are no package.
+# They lie beside the examples, which are no package.
 from warm_start import build_model as new_model  # noqa: E402
 from warm_start import optimizer_for, train_step  # noqa: E402
+from word_model import ASSISTANT, END, USER, build_tokenizer, command_line  # noqa: E402
 
-USER, ASSISTANT, END, PAD = "<|user|>", "<|assistant|>", "<|end|>", "<|pad|>"
 WORDS = ("guess ", "higher ", "lower ")
-CHAT_TEMPLATE = (
-    "{% for message in messages %}{{ '<|' + message.role + '|>' + message.content + '<|end|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
-)
-
-
-def build_tokenizer(largest: int) -> PreTrainedTokenizerFast:
-    """Bytes, and one token for each number and each word of the game."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    numbers = [str(number) for number in range(largest + 1)]
-    words = [word.replace(" ", "Ġ") for word in WORDS]
-    vocabulary = {piece: index for index, piece in enumerate(dict.fromkeys([*numbers, *words, *alphabet]))}
-    # A piece that is in the vocabulary is one token, whatever pairs it consists of.
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Split(Regex(r"\d+"), "isolated"), pre_tokenizers.ByteLevel(False, use_regex=False)]
-    )
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (USER, ASSISTANT, END, PAD)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token=END, pad_token=PAD, chat_template=CHAT_TEMPLATE
-    )
 
 
 def build_model(tokenizer: PreTrainedTokenizerFast, largest: int) -> Qwen3ForCausalLM:
@@ -113,29 +88,24 @@ def teach(
             print(f"  warm start, step {step + 1} of {steps}: {(loss - entropy).item():.3f} nats off", flush=True)
 
 
+def make(options: argparse.Namespace) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
+    numbers = [str(number) for number in range(options.largest + 1)]
+    tokenizer = build_tokenizer([*numbers, *WORDS], r"\d+")
+    model = build_model(tokenizer, options.largest)
+    teach(model, tokenizer, options.largest, options.beyond, options.steps, options.seed)
+    return model, tokenizer
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--largest", type=int, default=63, help="the largest secret number, as in environment.py")
-    parser.add_argument(
-        "--beyond",
-        type=float,
-        default=0.0,
-        help="how weak the player is: 0.25 also guesses a quarter of the interval outside",
+    weak = "how weak the player is: 0.25 also guesses a quarter of the interval outside"
+    command_line(
+        __file__,
+        __doc__,
+        make,
+        steps=500,
+        largest={"type": int, "default": 63, "help": "the largest secret number, as in environment.py"},
+        beyond={"type": float, "default": 0.0, "help": weak},
     )
-    parser.add_argument("--steps", type=int, default=500, help="steps of the warm start")
-    arguments = parser.parse_args()
-    start = time.monotonic()
-    torch.manual_seed(arguments.seed)
-    torch.set_num_threads(1)  # more only slow down a model this small
-    disable_progress_bar()
-    tokenizer = build_tokenizer(arguments.largest)
-    model = build_model(tokenizer, arguments.largest)
-    teach(model, tokenizer, arguments.largest, arguments.beyond, arguments.steps, arguments.seed)
-    model.save_pretrained(arguments.output / "model")
-    tokenizer.save_pretrained(arguments.output / "model")
-    print(f"made {arguments.output / 'model'} in {time.monotonic() - start:.0f} s")
 
 
 if __name__ == "__main__":

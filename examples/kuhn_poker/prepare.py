@@ -11,7 +11,8 @@ from itertools import product
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
-from word_model import ASSISTANT, END, USER, command_line  # noqa: E402 - lies beside the examples, which are no package
+# It lies beside the examples, which are no package.
+from word_model import ASSISTANT, END, USER, command_line, random_player  # noqa: E402
 
 WORDS = ("first", "second", " J", " Q", " K", " pass", " bet", "pass", "bet")
 
@@ -25,7 +26,7 @@ def prompts() -> list[str]:
 
 
 def main() -> None:
-    command_line(__file__, __doc__, WORDS, ("pass", "bet"), prompts, length=64)
+    command_line(__file__, __doc__, lambda options: random_player(WORDS, ("pass", "bet"), prompts(), 64, options.steps))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,9 @@ from pathlib import Path
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 from environment import DOORS, MAZES, ROOMS  # noqa: E402
-from word_model import ASSISTANT, END, USER, command_line  # noqa: E402 - lies beside the examples, which are no package
+
+# It lies beside the examples, which are no package.
+from word_model import ASSISTANT, END, USER, command_line, random_player  # noqa: E402
 
 WORDS = (
     "maze",
@@ -32,7 +34,7 @@ def prompts() -> list[str]:
 
 
 def main() -> None:
-    command_line(__file__, __doc__, WORDS, DOORS, prompts, length=128)
+    command_line(__file__, __doc__, lambda options: random_player(WORDS, DOORS, prompts(), 128, options.steps))
 
 
 if __name__ == "__main__":
