@@ -150,6 +150,14 @@ def test_a_prompt_that_was_rewritten_begins_a_new_token_row(convert: Callable[..
     assert (row["prompt"], row["trace_reward"]) == ("training_trace", None)
 
 
+def test_a_trace_without_a_reward_can_be_given_one(tmp_path: Path) -> None:
+    rewarded = {**TURN, "metadata": {"reward": -1.0}}
+    (tmp_path / "traces.jsonl").write_text("".join(json.dumps({"turns": [turn]}) + "\n" for turn in (TURN, rewarded)))
+    arguments = ["read", str(tmp_path / "traces.jsonl"), str(tmp_path / "rows.jsonl"), "--reward", "0.5"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    assert [row["trace_reward"] for row in lines(tmp_path / "rows.jsonl")] == [0.5, -1.0]
+
+
 def test_a_trace_without_a_trained_token_gives_no_row(convert: Callable[..., Path]) -> None:
     assert lines(convert("read", [{"turns": [{**TURN, "loss_mask": [0, 0, 0]}]}], "0 rows; 1 left out")) == []
 

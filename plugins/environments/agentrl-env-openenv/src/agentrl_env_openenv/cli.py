@@ -30,12 +30,15 @@ def read(
         list[Path],
         typer.Argument(metavar="TRACES... OUTPUT", help="Files of traces (.json, .jsonl), and the new .jsonl file."),
     ],
+    reward: Annotated[
+        float | None, typer.Option(help="Reward of a trace whose metadata has none; default: reward.functions score.")
+    ] = None,
 ) -> None:
     """Write traces as data rows, which the agent loop `training_trace` plays token by token."""
     from agentrl_env_openenv.traces import read_lines, row
 
     *files, output = _split(paths)
-    rows = (row(place, trace) for file in files for place, trace in read_lines(file))
+    rows = (row(place, trace, reward) for file in files for place, trace in read_lines(file))
     _save(output, rows, "rows", "have no token to train")
 
 

@@ -104,10 +104,11 @@ def _sampled(record: Json) -> Iterator[tuple[int, int]]:
         place = end
 
 
-def row(where: str, trace: Any) -> Json | None:
+def row(where: str, trace: Any, reward: float | None = None) -> Json | None:
     """The data row of a trace; None where no token of it is to be trained.
 
     A turn whose prompt begins with everything before it continues a token row; another one begins a new token row.
+    ``reward`` is that of a trace whose metadata has none.
 
     Raises:
         DataError: the trace does not follow the schema; names ``where`` and the turn.
@@ -137,7 +138,7 @@ def row(where: str, trace: Any) -> Json | None:
         "data_source": metadata.get("data_source") or SOURCE,
         "reward_model": {"ground_truth": ""},
         "token_rows": [each for each in token_rows if any(each["response_mask"])],
-        "trace_reward": metadata.get("reward"),
+        "trace_reward": reward if metadata.get("reward") is None else metadata["reward"],
     }
 
 
