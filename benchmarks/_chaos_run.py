@@ -278,11 +278,22 @@ def shared_memory(pids: set[int]) -> set[str]:
     """Names in /dev/shm that these processes have mapped or opened."""
     names = set()
     for pid in pids:
+        lines = _open_files(pid)
         with suppress(OSError):
-            lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
-            links = [os.readlink(each) for each in Path(f"/proc/{pid}/fd").iterdir()]
-            names |= {path.partition("/dev/shm/")[2] for path in [*lines, *links] if "/dev/shm/" in path}
+            lines += Path(f"/proc/{pid}/maps").read_text().splitlines()
+        names |= {path.partition("/dev/shm/")[2] for path in lines if "/dev/shm/" in path}
     return {name for name in names if not name.endswith("(deleted)")}
+
+
+def listening(pids: set[int]) -> dict[str, str]:
+    """The sockets at which these processes listen: address by inode."""
+    held = {link for pid in pids for link in _open_files(pid)}
+    return {inode: address for inode, address in _listening().items() if f"socket:[{inode}]" in held}
+
+
+def still_open(sockets: Mapping[str, str]) -> list[str]:
+    """The addresses of those sockets at which somebody listens still, whoever it is."""
+    return sorted(sockets[inode] for inode in sockets.keys() & _listening().keys())
 
 
 def unreadable(run: RunDir, *, ended: bool) -> list[str]:
@@ -327,6 +338,32 @@ def lost_or_repeated(run: RunDir, steps: int) -> list[str]:
     if list(rates.values()) != updates or set(falls) - {1}:
         problems.append(f"the learning rates are not those of one update a step: {list(rates.values())}")
     return problems
+
+
+def _open_files(pid: int) -> list[str]:
+    """What the descriptors of a process are; those that are closed meanwhile are left out."""
+    links = []
+    with suppress(OSError):
+        for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                links.append(os.readlink(descriptor))
+    return links
+
+
+def _listening() -> dict[str, str]:
+    """Every listening socket of this network namespace: address, as the kernel writes it, by inode."""
+    found = {}
+    for protocol in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{protocol}").read_text().splitlines()[1:]:
+            fields, listens = line.split(), "0A"
+            if fields[3] == listens:
+                host, port = fields[1].split(":")
+                found[fields[9]] = f"{protocol} {host}:{int(port, 16)}"
+    for line in Path("/proc/net/unix").read_text().splitlines()[1:]:
+        fields, accepts = line.split(maxsplit=7), 0x10000
+        if int(fields[3], 16) & accepts:
+            found[fields[6]] = f"unix {''.join(fields[7:])}"
+    return found
 
 
 def _verify(checkpoint: Path) -> None:
@@ -374,10 +411,10 @@ def _config(steps: int) -> dict[str, Any]:
             "engine": {"name": "hf", "health_interval": 0.5, "restarts": 100, "health_timeout": 30.0,
                        "start_timeout": 120.0},
             "agent": {"loops": ["./parts.py:Talk"]}, "n": SAMPLES, "max_response_length": 200, "retries": 5,
-            "turn_timeout": 60.0,
+            "turn_timeout": 60.0, "trajectory_timeout": 150.0,
         },
         "tools": [{"name": "./parts.py:Look", "timeout": 5.0}],
-        "reward": {"functions": [{"name": "./parts.py:score", "timeout": 5.0}]},
+        "reward": {"functions": [{"name": "./parts.py:score", "timeout": 5.0}], "timeout": 40.0},
         "actor": {"optimizer": {"lr": 1e-3, "schedule": "linear"}},
         "trainer": {
             "name": NAME, "steps": steps, "trackers": ["jsonl", "./parts.py:Phases"],

@@ -6,7 +6,7 @@
 
 Every fault hits a random phase of the run; ``--seed`` repeats the choice. After each one the run goes on, or ends and
 is resumed. In the end every step and every trajectory must be there once, every file must be readable, and no process,
-shared memory or temporary file may be left. ``--write`` puts all results so far into docs/reliability.md.
+port, shared memory or temporary file may be left. ``--write`` puts all results so far into docs/reliability.md.
 """
 
 import argparse
@@ -30,9 +30,11 @@ from _chaos_run import (
     ChaosRun,
     adopt_orphans,
     left_processes,
+    listening,
     lost_or_repeated,
     send,
     shared_memory,
+    still_open,
     unreadable,
 )
 
@@ -50,7 +52,7 @@ class Fault:
     Args:
         exits: codes with which the run may end; empty: it goes on.
         says: what its output must contain then.
-        most: times per start of the run; 0: any.
+        most: times per start of the run, all signals to this role together; 0: any.
     """
 
     role: str
@@ -104,9 +106,15 @@ RAY = (
         GOES_ON + "; the replica is restarted after `health_timeout`, in a weight update after `start_timeout`",
     ),
     Fault("AgentLoopWorker", KILL, GOES_ON + "; the worker is restarted, its trajectories run again", most=3),
+    Fault("AgentLoopWorker", STOP, GOES_ON + "; the worker is restarted a minute after `trajectory_timeout`", most=3),
     Fault("RewardWorker", KILL, GOES_ON + "; the worker is restarted", most=3),
+    Fault("RewardWorker", STOP, GOES_ON + "; the worker is restarted a minute after `reward.timeout`", most=3),
     Fault("tool", KILL, GOES_ON + "; the call under way fails"),
+    Fault("tool", STOP, GOES_ON + "; the process is killed at the tool's `timeout`"),
+    Fault("reward", KILL, GOES_ON + "; the trajectory is scored again"),
+    Fault("reward", STOP, GOES_ON + "; the process is killed at the reward's `timeout`"),
     Fault("Host", KILL, FAILS, (1,), "the worker process died"),
+    Fault("Host", STOP, FAILS, (1,), "the worker process is frozen"),
     Fault("raylet", KILL, FAILS, (1,), "raylet died: the run ends here"),
     Fault("gcs_server", KILL, FAILS, (1,), "gcs_server died: the run ends here"),
 )
@@ -130,8 +138,10 @@ class Chaos:
         self.seen: list[Seen] = []
         self._memory: set[str] = set()
         """What the runs of the present folder had in /dev/shm."""
+        self._sockets: dict[str, str] = {}
+        """At which the present start of the run listened: address by inode."""
         self._own: set[int] = set()
-        self._since_start = Counter[Fault]()
+        self._since_start = Counter[str]()
 
     def run(self, count: int) -> list[Seen]:
         """Send ``count`` faults, each kind once and then mostly kills; let the last run end, and examine it."""
@@ -150,10 +160,12 @@ class Chaos:
         first = len(self.seen)
         try:
             self._start(run)
-            self._own, self._since_start = family_of_this(), Counter[Fault]()
+            self._own, self._since_start = family_of_this(), Counter[str]()
             while order and run.is_running:
                 # A worker is restarted three times in a run: more of these wait until the run was resumed.
-                fault = next((each for each in order if not each.most or self._since_start[each] < each.most), None)
+                fault = next(
+                    (each for each in order if not each.most or self._since_start[each.role] < each.most), None
+                )
                 if fault is None:
                     break
                 if self._hit(run, fault):
@@ -185,16 +197,19 @@ class Chaos:
             return False
         if not run.until(lambda: run.pids(fault.role), fault.title):
             return False
-        before = run.step()
-        self._memory |= shared_memory(family_of(run))
+        living = family_of(run)
+        self._memory |= shared_memory(living)
+        self._sockets |= listening(living)
+        # Last, and in this order: the steps that follow must be ones after the fault.
         hit = run.pids(fault.role)
+        before = run.step()
         send(hit, fault.signal)
         if fault.resumed_after:
             time.sleep(fault.resumed_after)
             send(run.pids(fault.role), signal.SIGCONT)
         seen = Seen(self.runtime, fault.title, fault.promise, phase, "", [])
         self.seen.append(seen)
-        self._since_start[fault] += 1
+        self._since_start[fault.role] += 1
         if fault.exits:
             self._resume(run, fault, seen, before)
         else:
@@ -245,15 +260,20 @@ class Chaos:
             report("Ray did not start within its 30 s; trying again")
 
     def _left(self, run: ChaosRun) -> list[str]:
-        """Processes, temporary files and shared memory of a run that has ended. Ray ends its own within two minutes."""
+        """What a run that has ended left: processes, ports, temporary files and shared memory.
+
+        Ray ends its own processes within two minutes.
+        """
         end = time.monotonic() + (180 if self.runtime == "ray" else 30)
         while (processes := left_processes(self._own)) and time.monotonic() < end:
             time.sleep(0.2)
-        temporary = [str(file) for file in (run.folder / "tmp").rglob("*") if file.is_file()]
+        ports = still_open(self._sockets)
+        self._sockets.clear()
+        temporary = [str(file) for file in (run.folder / "tmp").rglob("*") if not file.is_dir()]
         # What a killed run left is removed by the next start of a run.
         memory = self._memory if run.process is not None and run.process.exitcode == 0 else ()
         shared = [name for name in memory if Path("/dev/shm", name).exists()]
-        return [f"left behind: {each}" for each in [*processes, *temporary, *shared]]
+        return [f"left behind: {each}" for each in [*processes, *ports, *temporary, *shared]]
 
 
 class Disk:

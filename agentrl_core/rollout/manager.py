@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 RESTARTS = 3
 """New processes of one agent-loop worker or reward worker, in a run."""
 FROZEN_GRACE = 60.0
-"""Seconds that a worker may stand still beyond ``rollout.trajectory_timeout``."""
+"""Seconds that a worker may stand still beyond the time limit of what it does: ``rollout.trajectory_timeout`` of an
+agent-loop worker, ``reward.timeout`` of a reward worker."""
 
 
 class AgentLoopManager:
@@ -112,8 +113,11 @@ class AgentLoopManager:
         chunks = prompts.chunk(len(self._workers))
         calls = (self._run(worker, chunk) for worker, chunk in zip(self._workers, chunks, strict=False))
         self._ended.clear()
+        limits = dict.fromkeys(self._workers, self._config.rollout.trajectory_timeout)
+        limits |= dict.fromkeys(self._rewarders, self._config.reward.timeout)
         watchers = [
-            asyncio.create_task(self._supervise(actor, len(prompts))) for actor in (*self._workers, *self._rewarders)
+            asyncio.create_task(self._supervise(actor, limit + FROZEN_GRACE, len(prompts)))
+            for actor, limit in limits.items()
         ]
         try:
             return [result for part in await asyncio.gather(*calls) for result in part]
@@ -138,12 +142,12 @@ class AgentLoopManager:
                 logger.error("%s\nRestarting %s with its %d trajectories", error, worker.name, len(chunk))
         raise AssertionError("the loop returns or raises")
 
-    async def _supervise(self, actor: ActorHandle, total: int) -> None:
-        """Restart a worker whose process or event loop has stood still for longer than a trajectory may take."""
+    async def _supervise(self, actor: ActorHandle, longest: float, total: int) -> None:
+        """Restart a worker whose process or event loop has stood still for the ``longest`` time."""
         rollout = self._config.rollout
         while True:
             is_started = actor in self._started
-            limit = rollout.trajectory_timeout + FROZEN_GRACE if is_started else rollout.engine.start_timeout
+            limit = longest if is_started else rollout.engine.start_timeout
             try:
                 async with deadline(limit, f"{actor.name} has not moved for {limit:g} s"):
                     self._ended[actor] = await actor.call("ping") or 0

@@ -186,7 +186,10 @@ def _verify(path: Path) -> None:
         raise CheckpointError(f"{path / CHECKSUM_FILE} is damaged: {error}; {_REMEDY}") from error
     for name, expected in checksums.items():
         file = path / name
-        found = _checksum(file) if file.is_file() else None
+        try:
+            found = _checksum(file) if file.is_file() else None
+        except OSError as error:
+            raise CheckpointError(f"{file}: cannot be read: {error.strerror}; {_REMEDY}") from error
         if found != expected:
             problem = "it differs from its checksum" if found else "it is missing"
             raise CheckpointError(f"{file.parent}: cannot be read ({file.name} is damaged: {problem}); {_REMEDY}")

@@ -8,7 +8,7 @@ from typing import Any
 
 import datasets
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl_core.api import AgentRLError
@@ -53,6 +53,8 @@ def test_any_text(load: Any, text: str, streaming: bool) -> None:
 
 
 @fuzz
+@example(rows=[{"prompt": None, "reward_model": {"\0": {}}}], streaming=False)
+@example(rows=[[None, [], {}]], streaming=False)
 @given(st.lists(st.sampled_from(ROWS).flatmap(changed), min_size=1, max_size=3), st.booleans())
 def test_any_row(load: Any, rows: list[Any], streaming: bool) -> None:
     check(load, "\n".join(map(json.dumps, rows)), streaming)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl_core.api import CheckpointError, PluginError
@@ -48,6 +48,7 @@ def test_any_state_of_the_trainer(tmp_path: Path, content: bytes) -> None:
 
 
 @fuzz
+@example(content=json.dumps({"9" * 400: "00"}).encode(), name="checksums.json")
 @given(contents, st.sampled_from(["trainer.json", "checksums.json", "actor/weights"]))
 def test_a_checkpoint_with_any_content_in_a_file_is_found_intact_or_damaged(
     tmp_path_factory: pytest.TempPathFactory, content: bytes, name: str

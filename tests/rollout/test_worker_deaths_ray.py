@@ -51,6 +51,7 @@ class Once(AgentLoopBase):
 
 def score(trajectory):
     once("kill the reward worker")
+    once("freeze the reward worker")
     return 1.0
 
 class Mortal(Byte):
@@ -109,10 +110,18 @@ def prompts(count: int, step: int = 1) -> PromptBatch:
 def test_a_worker_that_dies_or_freezes_costs_only_what_ran_there(
     make_manager: Any, tiny_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    manager = make_manager()
-    moving = manager._config.rollout.trajectory_timeout
+    moving = 1000.0
+    manager = make_manager(**{"rollout.trajectory_timeout": moving, "reward.timeout": moving})
     monkeypatch.setattr(manager_module, "FROZEN_GRACE", 3.0 - moving)
-    faults = ["", "kill the reward worker", "kill the loop worker", "", "freeze the loop worker", ""]
+    faults = [
+        "",
+        "kill the reward worker",
+        "kill the loop worker",
+        "",
+        "freeze the loop worker",
+        "freeze the reward worker",
+        "",
+    ]
     for step, what in enumerate(faults):
         mark: Path = tiny_run.folder / (what or "nothing")
         mark.touch()

@@ -1,4 +1,5 @@
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -155,12 +156,35 @@ def test_an_array_over_several_lines_is_read_with_its_nulls(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(
     ("text", "line"),
-    [("null", 1), ("\n null \n{}", 2), ("{}\nnull\n", 2), ("null{}", 1), ("{}\n\tnull {}", 2)],
-)
-def test_a_line_that_is_null_is_an_error_and_not_a_crash(tmp_path: Path, text: str, line: int) -> None:
-    (tmp_path / "rows.jsonl").write_text(text)
-    with pytest.raises(DataError, match=rf"rows.jsonl, line {line}: found null; expected an object"):
-        load(tmp_path / "rows.jsonl")
+    [("null", 1), ("\n null \n{}", 2), ("{}\nnull\n", 2), ("null{}", 1), ("{}\n\tnull {}", 2), ("{} null", 1),
+     ('{"a": "}"}\n{"a": "\\""} null', 2), ("nullx", 1), ("\ufeffnull", 1)],
+)  # fmt: skip
+@pytest.mark.parametrize("is_local", [True, False])
+def test_a_line_that_is_null_is_an_error_and_not_a_crash(tmp_path: Path, text: str, line: int, is_local: bool) -> None:
+    file = f"{tmp_path}/rows.jsonl" if is_local else f"memory:///{tmp_path.name}/rows.jsonl"
+    with fsspec.open(file, "wb") as handle:
+        handle.write(text.encode())
+    with pytest.raises(DataError, match=rf"{re.escape(file)}, line {line}: found null; expected an object"):
+        load(file)
+
+
+def test_an_array_with_null_in_place_of_a_row_is_an_error_and_not_a_crash(tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text("[{}, null]")
+    with pytest.raises(DataError, match="rows.json, element 1 of the array: found null; expected an object"):
+        load(tmp_path / "rows.json")
+
+
+@pytest.mark.parametrize("text", ["a } null", '\\" } null', "{\n}\nnull"])
+def test_a_text_about_null_is_no_null(tmp_path: Path, text: str) -> None:
+    rows = [{**row, "note": text} for row in ROWS]
+    assert load(write(tmp_path / "rows.jsonl", rows))[1]["note"] == text
+
+
+def test_rows_that_cannot_be_decoded_are_named(tmp_path: Path) -> None:
+    """``datasets`` drops the key from the table, and then looks for it."""
+    row = {"prompt": None, "reward_model": {"\0": {}}}
+    with pytest.raises(DataError, match="rows.jsonl, rows 0 to 0: cannot be decoded: KeyError"):
+        load(write(tmp_path / "rows.jsonl", [row]))[0]
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:

@@ -22,9 +22,9 @@ from agentrl_dataset_prompts.config import PromptsConfig
 
 Row = dict[str, Any]
 
-_ARRAY = re.compile(rb"\s*\[")
-_NULL_AT_START = re.compile(rb"\s*null(?!\w)")
-_NULL = re.compile(rb"\n[ \t\r]*null(?=[ \t\r]*(?:[\n{\[]|\Z))")
+_ARRAY = re.compile(rb"(?:\xef\xbb\xbf)?\[")
+_NULL = re.compile(rb"(?:\A(?:\xef\xbb\xbf)?|})\s*null")
+_ESCAPED = re.compile(rb"\\.")
 _READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 
@@ -61,7 +61,12 @@ class PromptsFromFiles(PromptDataset):
         first = self._ends[at] - len(rows)
         if index not in self._ahead:
             count = _AHEAD if index == self._last + 1 else 1
-            columns = rows[index - first : index - first + count]
+            try:
+                columns = rows[index - first : index - first + count]
+            except Exception as failure:  # noqa: BLE001 - a table that its own library wrote may still not be decoded
+                until = min(index - first + count, len(rows)) - 1
+                problem = f"cannot be decoded: {type(failure).__name__}: {failure}"
+                raise DataError(f"{file}, rows {index - first} to {until}: {problem}") from failure
             decoded = (dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True))
             self._ahead = dict(enumerate(decoded, index))
         self._last = index
@@ -95,13 +100,17 @@ def _read(file: str, config: PromptsConfig) -> datasets.Dataset:
     local = "://" not in file
     if local and not Path(file).is_file():
         raise DataError(f"{file}: no such file")
-    if local and not Path(file).stat().st_size:
-        raise DataError(f"{file}: the file is empty; expected one row per line, with a prompt")
-    if local and reader == "json":
-        _reject_null(file)
     try:
         with _no_progress_bars():
-            rows = datasets.load_dataset(reader, data_files=file, split="train")
+            # Where load_dataset would keep it too.
+            path = file if local else str(datasets.DownloadManager().download(file))
+            if not Path(path).stat().st_size:
+                raise DataError(f"{file}: the file is empty; expected one row per line, with a prompt")
+            if reader == "json":
+                _reject_null(path, file)
+            rows = datasets.load_dataset(reader, data_files=path, split="train")
+    except DataError:
+        raise
     except Exception as failure:  # noqa: BLE001 - what a reader raises depends on the file and on the library behind it
         raise DataError(f"{file}: cannot be read as {reader}: {type(failure).__name__}: {failure}") from failure
     if config.prompt_key not in rows.column_names:
@@ -112,17 +121,27 @@ def _read(file: str, config: PromptsConfig) -> datasets.Dataset:
     return rows
 
 
-def _reject_null(file: str) -> None:
-    """Reject a line that is ``null``: Arrow's reader of JSON ends the process with a segmentation fault.
+def _reject_null(path: str, file: str) -> None:
+    """Reject a row that is ``null``: Arrow's reader of JSON ends the process with a segmentation fault.
 
-    A file that is one array is read in another way, and may have such lines.
+    Raises:
+        DataError: with the name ``file`` and the line, or the number of the element in a file that is one array.
+        ValueError: such an array is not valid JSON.
     """
-    with open(file, "rb") as handle, mmap(handle.fileno(), 0, access=ACCESS_READ) as content:
+    expected = "found null; expected an object with a prompt"
+    with open(path, "rb") as handle, mmap(handle.fileno(), 0, access=ACCESS_READ) as content:
         if _ARRAY.match(content):
+            rows = json.loads(content[:], strict=False)
+            if None in rows:
+                raise DataError(f"{file}, element {rows.index(None)} of the array: {expected}")
             return
-        if found := _NULL_AT_START.match(content) or _NULL.search(content):
-            number = content[: found.end()].count(b"\n") + 1
-            raise DataError(f"{file}, line {number}: found null; expected an object with a prompt")
+        for found in _NULL.finditer(content):
+            start = content.rfind(b"\n", 0, found.start()) + 1
+            # A text has no line breaks of its own.
+            in_text = _ESCAPED.sub(b"", content[start : found.start()]).count(b'"') % 2
+            if not in_text:
+                number = content[: found.end()].count(b"\n") + 1
+                raise DataError(f"{file}, line {number}: {expected}")
 
 
 @contextmanager
