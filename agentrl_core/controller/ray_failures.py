@@ -19,6 +19,8 @@ logger = logging.getLogger(__name__)
 INTERVAL_SECONDS = 1.0
 FROZEN_SECONDS = 120.0
 """A process that gives no sign of life for so long is frozen. Computing does not count: its own thread answers."""
+SILENT_SECONDS = 600.0
+"""After so long without an answer the log names the ranks that a call waits for, and again after as long."""
 
 # After one rank has failed, the others get this long to fail too, so that the message can name them.
 OTHERS_GRACE_SECONDS = 1.0
@@ -115,12 +117,27 @@ def _no_watch() -> None:
 def fetch(method: str, labels: Sequence[str], watch: Watch | None, handles: Sequence[Any]) -> list[Any]:
     """The values of all handles; raises the first failure as soon as there is one."""
     try:
-        return list(ray.get(list(handles)))
+        return _patiently(method, labels, handles)
     except Exception as error:  # noqa: BLE001 - Ray raises the task's own exception class
         if isinstance(error, RayActorError) and watch is not None:
             # This rank may have been ended only because another one, whose death is the news, was waited for.
             watch.raise_if_dead()
         raise _group_error(method, labels, handles, error) from root_cause(error)
+
+
+def _patiently(method: str, labels: Sequence[str], handles: Sequence[Any]) -> list[Any]:
+    """``ray.get``, while the log names the ranks that have not answered for long."""
+    start = time.monotonic()
+    while True:
+        try:
+            return list(ray.get(list(handles), timeout=SILENT_SECONDS))
+        except GetTimeoutError as error:
+            # A task may raise this class too.
+            if isinstance(error, RayTaskError):
+                raise
+        _, open_ones = ray.wait(list(handles), num_returns=len(handles), timeout=0, fetch_local=False)
+        silent = [label for label, handle in zip(labels, handles, strict=True) if handle in open_ones]
+        logger.warning("%s: %r has not returned for %.0f s", ", ".join(silent), method, time.monotonic() - start)
 
 
 def _group_error(method: str, labels: Sequence[str], handles: Sequence[Any], error: BaseException) -> WorkerError:
