@@ -1,0 +1,54 @@
+"""Batches and futures on Ray, through its object store: what workers in processes get is what the model says."""
+
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from agentrl_core.controller import ClassWithInitArgs, Runtime, WorkerGroup, make_runtime
+from agentrl_core.protocol import DataProto, DataProtoFuture
+from tests.fuzz.fuzzing import fuzz
+from tests.fuzz.test_batches import Numbering, batches, modelled
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture(scope="module")
+def runtime() -> Iterator[Runtime]:
+    with make_runtime("ray", num_cpus=32) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def groups(runtime: Runtime) -> dict[int, WorkerGroup]:
+    return {size: runtime.worker_group(ClassWithInitArgs(Numbering), f"of {size}", size) for size in (2, 3)}
+
+
+@fuzz
+@given(batches(st.integers(0, 13)), st.permutations([2, 3]), st.booleans(), st.integers(1, 3))
+def test_futures_reach_the_next_group_as_the_batch_would(
+    groups: dict[int, WorkerGroup], data: DataProto, sizes: list[int], padding: bool, every: int
+) -> None:
+    one, two = (groups[size] for size in sizes)
+    one.auto_padding = two.auto_padding = padding
+    future = one.echo(data)
+    assert isinstance(future, DataProtoFuture)
+    assert modelled(two.echo(future).get()) == modelled(data)
+    expected = (2 * data.batch["n"]).tolist()
+    for left, right in ((future, data), (data, future), (future, one.echo(data))):
+        assert two.both(left, right).batch["sum"].tolist() == expected
+    if not padding and len(data) >= sizes[0]:
+        uneven = one.some(data, every)
+        kept = [row for chunk in data.chunk(sizes[0]) for row in modelled(chunk)[::every]]
+        assert modelled(two.echo(uneven).get()) == kept
+
+
+@fuzz
+@given(batches())
+def test_the_object_store_gives_back_what_it_got(groups: dict[int, WorkerGroup], data: DataProto) -> None:
+    again = groups[2].echo(data).get()
+    assert modelled(again) == modelled(data) and again.meta_info == data.meta_info
+    assert {name: column.dtype for name, column in again.batch.items()} == {
+        name: column.dtype for name, column in data.batch.items()
+    }
