@@ -32,7 +32,7 @@ def run(seed: int, examples: int, expression: str, seconds: float) -> tuple[Coun
     for test, rest in zip(_TEST.finditer(done.stdout), _TEST.split(done.stdout)[3::3], strict=False):
         name = f"{Path(test[1]).name}::{test[2]}"
         tried[name] += sum(int(found[1]) + int(found[2]) for found in _TRIED.finditer(rest))
-    return tried, "" if done.returncode == 0 else done.stdout + done.stderr
+    return tried, "" if done.returncode == 0 else done.stdout.partition("= Hypothesis Statistics")[0] + done.stderr
 
 
 def main() -> int:
