@@ -1,6 +1,7 @@
 """The model's tokenizer and chat template: the only road from messages to tokens and back."""
 
 import json
+import marshal
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -18,6 +19,7 @@ from agentrl_core.plugins.boundary import boundary
 
 _MOST_CHARACTERS_PER_TOKEN = 256
 _BATCH = 512
+K = TypeVar("K")
 T = TypeVar("T")
 # Divides a control token in a text from outside; encoding leaves it out. No text contains it: it is no character.
 _MARK = "\ufdd0"
@@ -49,7 +51,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 
-def _remember(known: dict[str, T], key: str, value: T) -> T:
+def _remember(known: dict[K, T], key: K, value: T) -> T:
     """Keep the value, and no more than 1,024."""
     if len(known) >= 1024:
         known.pop(next(iter(known)))
@@ -76,7 +78,7 @@ class HFChatRenderer(ChatRenderer):
         self._template_kwargs = dict(template_kwargs or {})
         # The Rust tokenizer without its Python wrapper: 3x less time on the short texts that tools return.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        self._texts: dict[str, str] = {}
+        self._texts: dict[bytes, str] = {}
         self._prompts: dict[str, list[int]] = {}
         self._heads: dict[str, list[int] | None] = {}
         self.model_stops: tuple[int, ...] = ()
@@ -175,8 +177,8 @@ class HFChatRenderer(ChatRenderer):
     def render_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> tuple[str, list[int]]:
         """The prompt's text and ids, remembering the last prompts: the samples of a group share theirs."""
         try:
-            key = json.dumps([messages, tools])
-        except (TypeError, ValueError):
+            key = marshal.dumps([messages, tools], 0)
+        except ValueError:
             text = self.render(messages, tools, generation_prompt=True)
         else:
             text = self._texts.get(key) or _remember(

@@ -32,6 +32,7 @@ from agentrl_core.hosting.tools import HostedTool, is_finite
 from agentrl_core.plugins.boundary import deadline, traced
 from agentrl_core.rollout.batching import COLUMNS, turns_of
 from agentrl_core.rollout.identity import TrajectoryKey
+from agentrl_core.rollout.pacing import fewer_collections
 from agentrl_core.rollout.results import TrajectoryResult, by_agent, reward_trajectory
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment, interaction_context
 from agentrl_core.rollout.trajectory import TemplateBreakError, TrajectoryLimits
@@ -145,7 +146,7 @@ class AgentLoopWorker:
         most = self._config.rollout.agent.max_concurrent
         size = most if self._config.rollout.deterministic else max(len(rows), 1)
         results: list[TrajectoryResult] = []
-        async with Watchdog(self._live, WATCHDOG_SECONDS):
+        async with Watchdog(self._live, WATCHDOG_SECONDS), fewer_collections():
             for start in range(0, len(rows), size):
                 wave = slice(start, start + size)
                 results += await self._wave(keys[wave], rows[wave], prompts.sampling, asyncio.Semaphore(most))

@@ -1,8 +1,10 @@
 import asyncio
+import gc
+from collections.abc import Iterator
 
 import pytest
 
-from agentrl_core.rollout.pacing import Pacer
+from agentrl_core.rollout.pacing import COLLECTION_THRESHOLD, Pacer, fewer_collections
 
 
 async def iterations(count: int) -> None:
@@ -57,3 +59,43 @@ def test_a_cancelled_waiter_holds_nobody_up() -> None:
         return passed
 
     assert asyncio.run(scenario()) == [0, 3, 5]
+
+
+@pytest.fixture
+def thresholds() -> Iterator[tuple[int, int, int]]:
+    """Python's own, put back after the test."""
+    before = gc.get_threshold()
+    yield before
+    gc.set_threshold(*before)
+
+
+async def thresholds_inside() -> tuple[int, int, int]:
+    with pytest.raises(ZeroDivisionError):
+        async with fewer_collections():
+            inside = gc.get_threshold()
+            raise ZeroDivisionError
+    return inside
+
+
+def test_garbage_is_collected_less_often_in_a_rollout_and_as_before_after_it(thresholds: tuple[int, int, int]) -> None:
+    assert asyncio.run(thresholds_inside()) == (COLLECTION_THRESHOLD, *thresholds[1:])
+    assert gc.get_threshold() == thresholds and gc.get_freeze_count() == 0
+
+
+def test_two_rollouts_at_once_leave_the_collector_as_it_was(thresholds: tuple[int, int, int]) -> None:
+    async def overlapping() -> None:
+        first, second = fewer_collections(), fewer_collections()
+        await first.__aenter__()
+        await second.__aenter__()
+        await first.__aexit__(None, None, None)
+        assert gc.get_threshold()[0] == COLLECTION_THRESHOLD
+        await second.__aexit__(None, None, None)
+
+    asyncio.run(overlapping())
+    assert gc.get_threshold() == thresholds
+
+
+@pytest.mark.parametrize("own", [(0, 10, 10), (100_000, 5, 5)])
+def test_a_user_who_chose_rarer_collections_keeps_them(thresholds: object, own: tuple[int, int, int]) -> None:
+    gc.set_threshold(*own)
+    assert asyncio.run(thresholds_inside()) == own
