@@ -20,7 +20,7 @@ PROOF_ARGS ?=
 SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
-.PHONY: help env wheels demo demo-ray demo-ppo test check lint format bench browser chaos proof fuzz gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
+.PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
 	test-engines test-engine-sglang test-engine-vllm test-engines-learn
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "make proof   train the examples with known optima, three seeds each, to docs/results/proof.md; PROOF_ARGS=\"kuhn_poker --seeds 1\""
 	@echo "make chaos   kill, freeze and starve a tiny run again and again, see docs/reliability.md; CHAOS_ARGS=\"--parts local --faults 20\""
 	@echo "make fuzz    hostile input for FUZZ_MINUTES=15; a minute of it is in make test"
+	@echo "make changelog   gather the fragments of changelog.d in CHANGELOG.md; VERSION=0.2.0 for a release"
 	@echo "make gpu     what only a GPU can show, to docs/results/gpu.md; without one a rehearsal on the CPU"
 	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
@@ -145,6 +146,11 @@ proof: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/orchestration.py
+
+# The fragments of changelog.d under "Unreleased" of CHANGELOG.md; with VERSION=0.2.0 as that release, and deleted.
+changelog: $(VENV)/.installed
+	sed -i '/^## Unreleased/,/^## [0-9]/{/^## [0-9]/!d}' CHANGELOG.md
+	$(BIN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--keep --version Unreleased)
 
 clean:
 	rm -rf $(VENV) runs $(CALCULATOR)/model $(CALCULATOR)/data

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -273,7 +274,16 @@ def test_every_seam_shows_an_example_that_runs(seam: str) -> None:
     assert "```python\nfrom agentrl_core.api import " in contract or "```python\ndef " in contract
 
 
+def test_towncrier_finds_every_fragment() -> None:
+    kinds = {
+        kind["directory"] for kind in tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]["type"]
+    }
+    others = {"README.md", "template.md.jinja"}
+    names = {file.name for file in (ROOT / "changelog.d").iterdir()} - others
+    assert {name for name in names if name.split(".")[-2] not in kinds or not name.endswith(".md")} == set()
+
+
 def test_links_of_the_docs_lead_somewhere() -> None:
-    for page in [*PAGES, *sorted((ROOT / "docs/adr").glob("*.md")), ROOT / "CONTRIBUTING.md"]:
+    for page in [*PAGES, *sorted((ROOT / "docs/adr").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
