@@ -3,6 +3,7 @@
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +21,63 @@ def write_metrics(folder: Path, lines: Sequence[dict[str, Any]]) -> Path:
 
 
 def test_every_example_has_a_configuration_and_a_model_script() -> None:
-    for name in proof.PROOFS:
-        folder = proof.ROOT / "examples" / name
-        assert (folder / "config.yaml").is_file() and (folder / "prepare.py").is_file()
+    for name, each in proof.PROOFS.items():
+        folder = proof.ROOT / "examples" / (each.example or name)
+        config = "config.yaml" if each.config == proof.TRL else each.config
+        assert (folder / config).is_file() and (folder / "prepare.py").is_file()
 
 
-def test_the_ends_of_a_run_are_means_of_steps(tmp_path: Path) -> None:
+def test_a_curve_has_the_mean_of_the_first_steps_and_of_every_five(tmp_path: Path) -> None:
     games = [{"step": step, "reward/mean": 0.0, "reward/environment/found": step / 10} for step in range(1, 11)]
-    assert proof.found(write_metrics(tmp_path / "a", games)) == pytest.approx((0.2, 0.8))
+    curve = proof.found(write_metrics(tmp_path / "a", games))
+    assert [step for step, _ in curve] == [0, 5, 10]
+    assert [value for _, value in curve] == pytest.approx([0.2, 0.3, 0.8])
+
+
+def test_validations_are_a_curve_as_they_are(tmp_path: Path) -> None:
     name = "validation/calculator/accuracy_greedy"
     lines = [{"step": 0, name: 0.25}, {"step": 1, "reward/mean": 0.5}, {"step": 2, name: 0.875}]
-    assert proof.accuracy(write_metrics(tmp_path / "b", lines)) == (0.25, 0.875)
+    assert proof.PROOFS["calculator"].curve(write_metrics(tmp_path / "b", lines)) == [(0, 0.25), (2, 0.875)]
 
 
 def test_a_run_is_complete_with_its_last_step(tmp_path: Path) -> None:
-    config = tmp_path / "config.yaml"
-    config.write_text("model: {path: model}\ndata: {train_files: [x.jsonl]}\nrollout: {agent: {loops: [single_turn]}}\n"
-                      "reward: {functions: [exact_match]}\ntrainer: {steps: 3}\n")  # fmt: skip
-    assert not proof.is_complete(tmp_path / "run", config)
-    assert not proof.is_complete(write_metrics(tmp_path / "run", [{"step": 2}]), config)
-    assert proof.is_complete(write_metrics(tmp_path / "run", [{"step": 2}, {"step": 3}]), config)
+    assert not proof.is_complete(tmp_path / "run", 3)
+    assert not proof.is_complete(write_metrics(tmp_path / "run", [{"step": 2}]), 3)
+    assert proof.is_complete(write_metrics(tmp_path / "run", [{"step": 2}, {"step": 3}]), 3)
+
+
+def written(ends: dict[str, float], folder: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The lines of the page where runs end so; ``{"example-seed": value}``, two seeds each."""
+    names = list(dict.fromkeys(run.rpartition("-")[0] for run in ends))
+    monkeypatch.setattr(proof, "train", lambda name, seed, work: Path(f"{name}-{seed}"))
+    for name in names:
+        fake = replace(proof.PROOFS[name], curve=lambda run: [(0, 0.4), (5, 0.41), (10, ends[run.name])])
+        monkeypatch.setitem(proof.PROOFS, name, fake)
+    output = folder / "proof.md"
+    monkeypatch.setattr("sys.argv", ["proof.py", *names, "--seeds", "2", "--output", str(output)])
+    proof.main()
+    return output.read_text().splitlines()
 
 
 def test_a_goal_is_met_where_every_seed_meets_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ends = {"kuhn_poker-0": 0.05, "kuhn_poker-1": 0.09, "guess_number-0": 0.95, "guess_number-1": 0.5}
-    monkeypatch.setattr(proof, "train", lambda name, seed, work: Path(f"{name}-{seed}"))
-    for name in ("kuhn_poker", "guess_number"):
-        old = proof.PROOFS[name]
-        fake = proof.Proof(old.measures, lambda run: (0.4, ends[run.name]), old.goal, old.why, old.lower)
-        monkeypatch.setitem(proof.PROOFS, name, fake)
-    output = tmp_path / "proof.md"
-    monkeypatch.setattr("sys.argv", ["proof.py", "kuhn_poker", "guess_number", "--seeds", "2", "--output", str(output)])
-    proof.main()
-    rows = [line for line in output.read_text().splitlines() if line.startswith("| [")]
+    lines = written(ends, tmp_path, monkeypatch)
+    rows = [line for line in lines if line.startswith("| [")]
     assert len(rows) == 2
-    assert "0: 0.950, 1: 0.500" in rows[0] and rows[0].endswith("| no |")
+    assert "0: 0.950, 1: 0.500" in rows[0] and rows[0].endswith("| no, 1 of 2 |")
     assert "0: 0.050, 1: 0.090" in rows[1] and rows[1].endswith("| yes |")
-    assert "Not run here: calculator." in output.read_text()
+    assert any(line.startswith("Not run here: calculator, maze") for line in lines)
+    (way,) = (line for line in lines if line.startswith("| guess_number |"))
+    assert way.startswith("| guess_number | 10 | 0.4") and way.endswith("| 0.72 (0.50 to 0.95) |")
+    assert not (tmp_path / "proof.png").exists(), "no example was trained in several ways"
+
+
+def test_a_seed_below_trls_band_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = {"reverse_text-0": 0.9, "reverse_text-1": 0.6, "reverse_text-trl-0": 0.7, "reverse_text-trl-1": 0.8}
+    lines = written(ends, tmp_path, monkeypatch)
+    (line,) = (line for line in lines if line.startswith("`reverse_text`: TRL"))
+    assert "between 0.700 and 0.800" in line and line.endswith("above it: 1 of 2.")
+    assert (tmp_path / "proof.png").is_file()
 
 
 def test_an_unknown_example_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
