@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,13 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+from agentrl_core.api import ToolCall, ToolParserContext
 from agentrl_core.cli.main import app
 from agentrl_core.config import load_config
 from agentrl_core.hosting.rewards import RewardWorker
 from agentrl_core.hosting.tools import HostedTool
+from agentrl_core.plugins.resolution import resolve
+from agentrl_core.runs.records import RolloutRecord, read_rollouts
 from agentrl_core.testing.tiny_model import save_tiny_model
 from agentrl_core.trainer import Trainer
 
@@ -106,6 +109,71 @@ def test_the_environment_of_the_docs_trains(workplace: Path) -> None:
     overrides += ["trainer.validation.max_prompts=1", "trainer.name=environment"]
     assert CliRunner().invoke(app, ["train", "config.yaml", *overrides]).exit_code == 0
     assert (workplace / "runs/environment/metrics.jsonl").exists()
+
+
+SMALL = [
+    "model.path=examples/calculator/model", "trainer.steps=1", "trainer.name=page", "data.max_prompt_length=2048",
+    "rollout.max_response_length=32", "trainer.validation.before=false", "trainer.validation.max_prompts=1",
+]  # fmt: skip
+
+
+@pytest.fixture
+def train_page(workplace: Path) -> Callable[..., tuple[Path, list[RolloutRecord]]]:
+    """Trains one step with the file and the configuration of a page of docs/plugins."""
+
+    def train(name: str, *overrides: str) -> tuple[Path, list[RolloutRecord]]:
+        found = BLOCK.findall((ROOT / "docs/plugins" / name).read_text(encoding="utf-8"))
+        texts = dict(found)
+        (workplace / re.findall(r"^# (\w+\.py)", texts["python"])[0]).write_text(texts["python"])
+        (workplace / "questions.csv").write_text(texts.get("csv", ""))
+        (workplace / "examples/calculator/data/train.jsonl").write_text(texts.get("json", ROW) * 2)
+        (workplace / "page.yaml").write_text("extends: examples/calculator/config.yaml\n" + texts["yaml"])
+        result = CliRunner().invoke(app, ["train", "page.yaml", *SMALL, *overrides])
+        assert result.exit_code == 0, result.output
+        run = workplace / "runs/page"
+        return run, list(read_rollouts(run / "rollouts/step-000001.jsonl"))
+
+    return train
+
+
+def test_the_interaction_of_the_docs_answers(train_page: Any) -> None:
+    turns = [
+        "rollout.max_response_length=256",
+        "rollout.engine.name=scripted",
+        'rollout.engine.config.turns=["no idea", "it is 42"]',
+    ]
+    _, records = train_page("interaction.md", *turns)
+    for record in records:
+        said = [message["content"] for message in record.messages]
+        assert said == ["What is 6 * 7?", "no idea", "That is not right. Try again.", "it is 42"]
+        assert record.turn_scores == [1.0]
+
+
+def test_the_parser_of_the_docs_reads_calls(workplace: Path) -> None:
+    texts = dict(BLOCK.findall((ROOT / "docs/plugins/tool-parser.md").read_text(encoding="utf-8")))
+    (workplace / "slash.py").write_text(texts["python"])
+    (workplace / "page.yaml").write_text("extends: examples/calculator/config.yaml\n" + texts["yaml"])
+    load_config(workplace / "page.yaml")
+    parser = resolve("tool_parser", "./slash.py:Slash", base_dir=workplace).build(None, ToolParserContext())
+    found = parser.parse('Let me see.\n/calculator {"expression": "1 + 1"}\n/calculator [1]\n/calculator {"a')
+    assert (found.content, len(found.errors)) == ("Let me see.", 2)
+    assert found.calls == [ToolCall("calculator", {"expression": "1 + 1"})]
+    assert parser.parse("/x " + "[" * 100_000).errors
+
+
+def test_the_dataset_of_the_docs_reads_its_file(train_page: Any) -> None:
+    _, records = train_page("dataset.md", "trainer.checkpoint.best_metric=null")
+    assert {record.data_source for record in records} == {"questions"} and records[0].ground_truth == "42"
+    # The sampler gives the shorter question first.
+    assert "6 * 7" in records[0].prompt_text and "17 + 25" in records[-1].prompt_text
+
+
+def test_hook_and_tracker_of_the_docs_write_their_files(train_page: Any) -> None:
+    run, records = train_page("hook.md")
+    (line,) = (run / "worst.jsonl").read_text().splitlines()
+    assert json.loads(line)["reward"] == min(record.reward for record in records)
+    step, reward = (run / "reward.csv").read_text().strip().split(",")
+    assert step == "1" and float(reward) == pytest.approx(sum(r.reward for r in records) / len(records))
 
 
 @pytest.mark.parametrize("snippet", [text for page, text in blocks("yaml") if page.name == "training-on-many-gpus.md"])
