@@ -12,18 +12,16 @@ import json
 import random
 import string
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
-from transformers.utils.logging import disable_progress_bar
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 # They lie beside the examples, which are no package.
-from warm_start import distinct, is_held_out, optimizer_for, train_step  # noqa: E402
-from word_model import ASSISTANT, END, USER, build_model, build_tokenizer  # noqa: E402
+from warm_start import build_model, distinct, is_held_out, optimizer_for, train_step  # noqa: E402
+from word_model import ASSISTANT, END, USER, build_tokenizer, command_line  # noqa: E402
 
 LETTERS, RIGHT = 5, 0.65
 LEARNING_RATE, CLOSE, LAST = 5e-3, 0.1, 20
@@ -81,23 +79,24 @@ def write_data(folder: Path, seed: int) -> None:
         (folder / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, default=Path(__file__).parent)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, default=1500, help="most steps of the warm start")
-    arguments = parser.parse_args()
-    start = time.monotonic()
-    torch.manual_seed(arguments.seed)
-    torch.set_num_threads(1)  # more only slow down a model this small
-    disable_progress_bar()
+def make(options: argparse.Namespace) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = build_tokenizer(("reverse",))
-    model = build_model(tokenizer, 32)
-    teach(model, tokenizer, arguments.steps, arguments.seed)
-    model.save_pretrained(arguments.output / "model")
-    tokenizer.save_pretrained(arguments.output / "model")
-    write_data(arguments.output / "data", arguments.seed)
-    print(f"made {arguments.output / 'model'} and data in {time.monotonic() - start:.0f} s")
+    model = build_model(
+        tokenizer,
+        hidden_size=64,
+        head_dim=32,
+        num_hidden_layers=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        max_position_embeddings=32,
+        tie_word_embeddings=False,
+    )
+    teach(model, tokenizer, options.steps, options.seed)
+    write_data(options.output / "data", options.seed)
+    return model, tokenizer
+
+
+def main() -> None:
+    command_line(__file__, __doc__, make, steps=1500)
 
 
 if __name__ == "__main__":
