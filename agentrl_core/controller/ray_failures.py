@@ -1,15 +1,20 @@
 """Failures on Ray: the errors of failed calls, and a watch that reports dead and frozen ranks of a worker group."""
 
 import logging
+import os
 import re
+import signal
 import threading
 import time
 import weakref
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.controller.runtime import ActorDiedError
@@ -91,7 +96,7 @@ class Watch:
         self.death = death
         logger.error("%s\nKilling all ranks of %r: the others may be waiting for this one.", death, self._role)
         for actor in self._actors:
-            ray.kill(actor)
+            kill(actor)
 
     def __reduce__(self) -> Any:
         # Futures carry the watch of their group, which cannot work in another process.
@@ -112,6 +117,31 @@ def _watch(reference: "weakref.ref[Watch]", stopped: threading.Event) -> None:
 
 def _no_watch() -> None:
     return None
+
+
+def kill(actor: Any, *, restart: bool = False) -> None:
+    """Kill an actor's process; ``restart``: Ray starts a new one if the actor has restarts left.
+
+    Ray asks the process to exit, and gives that up where one that has been frozen for minutes has lost its connection.
+    So a process that stands still is killed from its node.
+    """
+    known = ray._private.state.actors(actor._actor_id.hex())
+    ray.kill(actor, no_restart=not restart)
+    if known.get("State") == "ALIVE":
+        pid, node = known["Pid"], known["Address"]["NodeID"]
+        if node == ray.get_runtime_context().get_node_id():
+            kill_frozen(pid)
+        else:
+            there = NodeAffinitySchedulingStrategy(node, soft=False)
+            ray.remote(num_cpus=0)(kill_frozen).options(scheduling_strategy=there).remote(pid)
+
+
+def kill_frozen(pid: int) -> None:
+    """Kill a process of this machine that is stopped, or waits for a device."""
+    with suppress(OSError):
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        if state in ("T", "D"):
+            os.kill(pid, signal.SIGKILL)
 
 
 def fetch(method: str, labels: Sequence[str], watch: Watch | None, handles: Sequence[Any]) -> list[Any]:

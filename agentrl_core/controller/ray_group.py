@@ -10,7 +10,7 @@ from ray.util.placement_group import remove_placement_group
 
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.controller.dispatch import Call
-from agentrl_core.controller.ray_failures import Watch, fetch
+from agentrl_core.controller.ray_failures import Watch, fetch, kill
 from agentrl_core.controller.ray_hosts import NAMESPACE, route_name, start_hosts
 from agentrl_core.controller.ray_pool import RayResourcePool
 from agentrl_core.controller.worker_group import ClassWithInitArgs, Fetch, Place, WorkerGroup
@@ -64,7 +64,7 @@ class _Processes:
         if self.watch is not None:
             self.watch.stop()
         for actor in self.actors:
-            ray.kill(actor)
+            kill(actor)
         for group in dict.fromkeys(self._placement_groups):
             remove_placement_group(group)
 

@@ -15,7 +15,7 @@ from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
-from agentrl_core.controller.ray_failures import describe, root_cause
+from agentrl_core.controller.ray_failures import describe, kill, root_cause
 from agentrl_core.controller.ray_group import RayGroup, RayWorkerGroup, create_colocated_worker_cls
 from agentrl_core.controller.ray_hosts import has_async_methods
 from agentrl_core.controller.ray_pool import RayResourcePool
@@ -63,12 +63,12 @@ class RayActorHandle:
     def kill(self) -> None:
         """Ends the actor's process."""
         self._was_killed = True
-        ray.kill(self._actor)
+        kill(self._actor)
         self.num_cpus = self.num_gpus = 0.0
 
     def restart(self) -> None:
         """Kills the actor's process; Ray starts a new one if the actor has restarts left."""
-        ray.kill(self._actor, no_restart=False)
+        kill(self._actor, restart=True)
 
 
 def _handle(name: str, actor: bytes, num_cpus: float, num_gpus: float) -> RayActorHandle:

@@ -514,3 +514,36 @@ def test_an_actor_that_restarts_and_has_a_handle_brings_no_warning_of_ray(
         runtime.run(asking.call("die"))
     assert runtime.run(asking.call("ask")) == pid
     assert "constructor arguments" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("is_here", [True, False])
+def test_a_frozen_actor_is_killed_where_ray_gives_up(
+    runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch, is_here: bool
+) -> None:
+    """As Ray does for a process that was frozen for minutes: its connection is lost."""
+
+    class Pid:
+        def pid(self) -> int:
+            return os.getpid()
+
+    actor = runtime.actor(Pid, name="frozen", options=ActorOptions(restarts=1))
+    pid = runtime.run(actor.call("pid"))
+    os.kill(pid, signal.SIGSTOP)
+    monkeypatch.setattr(ray, "kill", lambda *_, **__: None)
+    if not is_here:
+        # As if the driver were on another node than the actor.
+        elsewhere = type("Elsewhere", (), {"get_node_id": lambda self: ""})
+        monkeypatch.setattr(ray, "get_runtime_context", elsewhere)
+    actor.restart()
+    monkeypatch.undo()
+
+    async def another() -> int:
+        while True:
+            try:
+                answer: int = await actor.call("pid")
+            except WorkerError:
+                continue
+            return answer
+
+    assert runtime.run(another()) != pid
+    actor.kill()
