@@ -128,13 +128,15 @@ class Chaos:
         work: for the folders of the runs.
         steps: of each run.
         seed: of the choices.
+        signals: names of those to send; empty: all.
     """
 
-    def __init__(self, runtime: str, work: Path, steps: int, seed: int) -> None:
+    def __init__(self, runtime: str, work: Path, steps: int, seed: int, signals: Sequence[str] = ()) -> None:
         adopt_orphans()
         self.runtime, self.work, self.steps = runtime, work, steps
         self.random = random.Random(seed)
-        self.faults = LOCAL if runtime == "local" else RAY
+        kinds = LOCAL if runtime == "local" else RAY
+        self.faults = [each for each in kinds if not signals or each.signal.name in signals]
         self.seen: list[Seen] = []
         self._memory: set[str] = set()
         """What the runs of the present folder had in /dev/shm."""
@@ -418,6 +420,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parts", nargs="*", choices=("local", "ray", "disk"), default=("local", "ray", "disk"))
     parser.add_argument("--faults", type=int, default=200, help="number of faults in each of the parts local and ray")
     parser.add_argument("--steps", type=int, default=40, help="of each run")
+    parser.add_argument("--signals", nargs="*", default=(), help="such as SIGKILL: send only these; default: all")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--results", type=Path, default=Path("runs/chaos.jsonl"), help="to which results are added")
     parser.add_argument("--write", action="store_true", help="put all results of that file into docs/reliability.md")
@@ -426,7 +429,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options.results.parent.mkdir(parents=True, exist_ok=True)
     seen: list[Seen] = []
     for part in options.parts:
-        chaos = Disk(work) if part == "disk" else Chaos(part, work, options.steps, options.seed)
+        chaos = Disk(work) if part == "disk" else Chaos(part, work, options.steps, options.seed, options.signals)
         try:
             found = chaos.run() if isinstance(chaos, Disk) else chaos.run(options.faults)
         except BaseException:
