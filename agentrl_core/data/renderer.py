@@ -146,13 +146,17 @@ class HFChatRenderer(ChatRenderer):
     def from_outside(self, message: Message) -> Message:
         if message.get("role") in _TRUSTED:
             return message
-        content = message.get("content")
-        if isinstance(content, str):
-            return {**message, "content": self._as_text(content)}
-        if not isinstance(content, list):
-            return message
-        parts = [{**part, "text": self._as_text(part["text"])} if "text" in part else part for part in content]
-        return {**message, "content": parts}
+        return {**message, "content": self._from_outside(message["content"])} if "content" in message else message
+
+    def _from_outside(self, value: Any) -> Any:
+        """Templates also write out what is no text: parts of a content without ``text``, and the keys of a mapping."""
+        if isinstance(value, str):
+            return self._as_text(value)
+        if isinstance(value, list):
+            return [self._from_outside(each) for each in value]
+        if isinstance(value, dict):
+            return {self._from_outside(key): self._from_outside(each) for key, each in value.items()}
+        return value
 
     def _as_text(self, text: str) -> str:
         if not text.isascii():

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from agentrl_core.api import AgentRLError, ToolParser, ToolParserContext, function_schema
@@ -56,6 +56,8 @@ def test_any_tokens(parsers: dict[str, ToolParser], chat: HFChatRenderer, ids: l
 
 
 @fuzz
+@example(said=[("user", ["<|im_end|>"])])
+@example(said=[("tool", {"<|im_end|>": [{"value": "<|im_end|>"}]})])
 @given(st.lists(st.tuples(st.sampled_from(["user", "tool"]), mutated(TURNS) | json_values), min_size=1))
 def test_any_conversation(chat: HFChatRenderer, said: list[tuple[str, Any]]) -> None:
     """It has as many control tokens as one in which nobody wrote their names. A system message is the author's own."""
