@@ -101,13 +101,13 @@ class Fleet:
 def test_a_replica_that_cannot_serve_any_more_is_replaced(
     make_rollout: Any, make_row: Any, fault: str, replicas: int
 ) -> None:
-    fleet = Fleet(make_rollout, {0: fault}, replicas=replicas, restarts=1)
+    fleet = Fleet(make_rollout, {0: fault}, replicas=replicas, restarts=1, health_timeout=0.5)
     faulty = fleet.rollout.engines[0]
     if fault != "ill":
         # Here an engine that hangs keeps its request, as no process ends; on Ray it would fail with the process.
         fleet.rollout.config.rollout.retries = 1
         for worker in fleet.rollout.workers:
-            worker._engines._turn_timeout = 0.5
+            worker._engines._turn_timeout = 2.0
     for _ in range(20):
         results = fleet.rollout([make_row(str(index)) for index in range(4)])
         assert all(not result.failed for result in results)
