@@ -21,7 +21,7 @@ _MOST_CHARACTERS_PER_TOKEN = 256
 _BATCH = 512
 K = TypeVar("K")
 T = TypeVar("T")
-# Divides a control token in a text from outside; encoding leaves it out. No text contains it: it is no character.
+# Divides a control token in a text from outside; encoding leaves it out. It is no character.
 _MARK = "\ufdd0"
 _TRUSTED = ("system", "developer", "assistant")
 _TAILS = ("x", " x", "\n", "\nx")
@@ -162,6 +162,7 @@ class HFChatRenderer(ChatRenderer):
         if not text.isascii():
             # Half of a surrogate pair has no bytes.
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+            text = text.replace(_MARK, "\ufffd")
         return self._control_tokens.sub(lambda found: _MARK.join(found[0]), text)
 
     @cached_property

@@ -15,9 +15,13 @@ from agentrl_core.testing.tiny_model import tiny_tokenizer
 USER = {"role": "user", "content": "hi"}
 
 
-@given(text=st.text(max_size=60))
+@given(text=st.text(st.characters(exclude_categories=("Cs",), exclude_characters="\ufdd0"), max_size=60))
 def test_texts_survive_encoding_and_decoding(renderer, text: str) -> None:
     assert renderer.decode(renderer.encode(text)) == text
+
+
+def test_the_character_that_the_renderer_uses_as_its_mark_is_replaced_in_texts_from_outside(renderer) -> None:
+    assert "1\ufffd2" in renderer.render([{"role": "user", "content": "1\ufdd02"}])
 
 
 def test_special_tokens_in_a_text_are_recognised_and_none_are_added(renderer) -> None:
