@@ -24,7 +24,15 @@ def store_files() -> list[str]:
     """The files of the object store that this process's Ray holds open; to be asked for after the first large put."""
     raylets = [pid for pid in _children(os.getpid()) if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet"]
     descriptors = [path for pid in raylets for path in Path(f"/proc/{pid}/fd").iterdir()]
-    return [str(path) for path in descriptors if "/plasma" in os.readlink(path)]
+    return [str(path) for path in descriptors if "/plasma" in _target(path)]
+
+
+def _target(descriptor: Path) -> str:
+    """The file of a descriptor; empty where it has been closed meanwhile."""
+    try:
+        return os.readlink(descriptor)
+    except FileNotFoundError:
+        return ""
 
 
 def store_bytes(files: Sequence[str]) -> int:

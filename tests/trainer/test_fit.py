@@ -59,7 +59,7 @@ def test_phases_say_when_each_part_of_a_step_was(fit: Fit) -> None:
         assert seconds == pytest.approx({name: metrics[name] for name in seconds}, abs=1e-3)
     step = {name: (begun, begun + length) for name, begun, length in lines[2]["phases"]}
     order = ("step", "rollout", "log_probs", "advantages", "update_actor", "sync_weights", "validation", "checkpoint")
-    assert sorted(order, key=lambda name: step[name]) == list(order)
+    assert sorted(order, key=lambda name: step[name][0]) == list(order)
     (record, *_) = read_rollouts(run.rollout_file(2, "train"))
     generate = [span for span in record.spans if span[0] == "generate"]
     assert [replica for replica, _ in record.served] == [0] * len(generate) and generate
