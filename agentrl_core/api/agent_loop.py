@@ -179,7 +179,7 @@ class Trajectory(ABC):
     async def generate(self, sampling_params: Mapping[str, Any]) -> Turn:
         """Sample one turn and append it with mask 1.
 
-        ``sampling_params`` may hold temperature, top_p, top_k, min_p, the penalties and logit_bias of
+        ``sampling_params`` may hold temperature, top_p, top_k, min_p, the penalties, logit_bias and json_schema of
         :class:`SamplingParams`, max_tokens, stop: texts that end the turn, and seed: in place of the run's seed, step
         and prompt; samples and turns still differ. With no budget left nothing is requested and the turn is empty with
         ``finish_reason`` ``length``. The stop token belongs to the policy, and so does a
@@ -297,6 +297,7 @@ class AgentLoopContext:
         tools: names of the configured tools' functions, in order.
         interactions: names of the configured interactions, in order.
         max_response_length: tokens after the prompt, all turns together.
+        engine_capabilities: of the engine that samples.
     """
 
     renderer: ChatRenderer
@@ -304,6 +305,7 @@ class AgentLoopContext:
     tools: tuple[str, ...]
     interactions: tuple[str, ...]
     max_response_length: int
+    engine_capabilities: frozenset[str] = frozenset()
 
 
 class AgentLoopBase(ABC):

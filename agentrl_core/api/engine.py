@@ -48,6 +48,8 @@ class SamplingParams:
         repetition_penalty: divides the positive logits of tokens of prompt and output and multiplies the negative ones
             (Keskar et al., 2019); 1.0 switches it off.
         logit_bias: added to the logits of these token ids.
+        json_schema: JSON text of a schema, which is an object. The answer is JSON that fits it and then a stop token,
+            unless ``max_tokens`` cuts it off. The tokenizer's end of sequence is a stop token too. None: any text.
         seed: for this request alone; the same seed and logits give the same tokens whatever else is in the batch.
         stop_token_ids: sampling ends after one of these, which is part of the output.
     """
@@ -63,11 +65,17 @@ class SamplingParams:
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
+    json_schema: str | None = None
 
     @property
     def reshaping(self) -> dict[str, Any]:
         """Those of :data:`RESHAPING` that are in use, with their values."""
         return {name: getattr(self, name) for name, unused in RESHAPING.items() if getattr(self, name) != unused}
+
+    @property
+    def capabilities(self) -> set[str]:
+        """Those that an engine needs for this request."""
+        return {*self.reshaping, *(["json_schema"] if self.json_schema is not None else [])}
 
 
 @dataclass(frozen=True)
@@ -86,8 +94,8 @@ class TokenOutput:
     Args:
         token_ids: the sampled ids, the stop token included.
         log_probs: natural log-probability of each sampled id under the softmax of logits / temperature (1 where
-            sampling is greedy), after penalties and ``logit_bias``, before min-p, top-p and top-k; None without the
-            capability ``logprobs``.
+            sampling is greedy), after penalties and ``logit_bias``, before min-p, top-p and top-k; with
+            ``json_schema`` among the tokens that it allows; None without the capability ``logprobs``.
         finish_reason: ``stop`` (a stop token), ``length`` (max_tokens), ``abort``.
         spans: which weights sampled which tokens; they cover ``token_ids`` without a gap.
         queued: seconds that the request waited in its replica before it was served, as far as the engine knows. The

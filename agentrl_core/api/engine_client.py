@@ -26,7 +26,12 @@ class EngineClient(Protocol):
     """Chats with the model of one named engine."""
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, temperature: float = 0.0, max_tokens: int = 512
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        temperature: float = 0.0,
+        max_tokens: int = 512,
+        json_schema: str | None = None,
     ) -> str:
         """Return the model's answer to a conversation, as text without special tokens.
 
@@ -34,10 +39,12 @@ class EngineClient(Protocol):
             messages: dicts with ``role`` and ``content``, rendered with the chat template of the engine's model.
             temperature: 0 means greedy.
             max_tokens: most tokens of the answer.
+            json_schema: JSON text of a schema that the answer fits, for an engine with the capability ``json_schema``.
 
         Raises:
             TemplateError: the model's chat template cannot render the messages.
-            EngineError: prompt and answer do not fit ``max_model_len``, or no replica could serve the request.
+            EngineError: prompt and answer do not fit ``max_model_len``, the engine cannot constrain answers or not to
+                this schema, or no replica could serve the request.
             DeadlineError: ``rollout.turn_timeout`` passed.
         """
 

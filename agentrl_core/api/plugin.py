@@ -78,6 +78,7 @@ KINDS: dict[str, PluginKind] = {
             "frequency_penalty": "SamplingParams.frequency_penalty: penalizes tokens by how often they were sampled",
             "repetition_penalty": "SamplingParams.repetition_penalty: penalizes tokens of prompt and output",
             "logit_bias": "SamplingParams.logit_bias: adds to the logits of given tokens",
+            "json_schema": "SamplingParams.json_schema: samples only JSON that fits a schema",
         }),
         PluginKind("tool", "agentrl.tools", 1, "tool"),
         PluginKind("renderer", "agentrl.renderers", 1, "renderer", {

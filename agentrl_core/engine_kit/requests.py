@@ -71,8 +71,20 @@ def check_request(
             raise ValueError(
                 f"{where} logit_bias {{{token}: {bias}}}; allowed are ids in 0..{vocab_size - 1} and finite values"
             )
+    if params.json_schema is not None and not _is_object(params.json_schema):
+        raise ValueError(
+            f"{where} json_schema {params.json_schema!r:.100} is not the JSON text of an object, for example "
+            '\'{"type": "object"}\''
+        )
     if multi_modal:
         raise ValueError(f"{where} this engine takes text only, found {', '.join(sorted(multi_modal))}")
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (TypeError, ValueError, RecursionError):
+        return False
 
 
 def _all_known(ids: Sequence[int], vocab_size: int) -> bool:

@@ -33,7 +33,7 @@ from agentrl_core.hosting.wire import MAX_DEPTH, is_too_deep
 from agentrl_core.rollout.identity import TrajectoryKey
 
 Sample = Callable[[list[int], SamplingParams, str], Awaitable[TokenOutput]]
-_ENGINE_SAMPLING = ("temperature", "top_p", "top_k", *RESHAPING)
+_ENGINE_SAMPLING = ("temperature", "top_p", "top_k", *RESHAPING, "json_schema")
 _SAMPLING = (*_ENGINE_SAMPLING, "max_tokens", "stop", "seed")
 
 

@@ -117,6 +117,7 @@ class AgentLoopWorker:
             tools=tuple(name for tool in tools for name in tool.schemas),
             interactions=tuple(self._environment.interactions),
             max_response_length=rollout.max_response_length,
+            engine_capabilities=rollout.engine.plugin.spec.capabilities,
         )
         self._loops: dict[str, AgentLoopBase] = {
             slot.registered_name: slot.build(context) for slot in rollout.agent.loops

@@ -57,11 +57,18 @@ class RoutedClient(EngineClient):
         return HFChatRenderer.from_config(ModelConfig(self._slot.model))
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, temperature: float = 0.0, max_tokens: int = 512
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        temperature: float = 0.0,
+        max_tokens: int = 512,
+        json_schema: str | None = None,
     ) -> str:
         renderer = self._renderer
         prompt = renderer.encode_prompt(renderer.render([dict(each) for each in messages], generation_prompt=True))
-        params = SamplingParams(max_tokens, temperature, stop_token_ids=renderer.stop_token_ids)
+        params = SamplingParams(
+            max_tokens, temperature, stop_token_ids=renderer.stop_token_ids, json_schema=json_schema
+        )
         request = f"{self._name}-{uuid.uuid4().hex}"
         try:
             output = await self.router.generate(request, prompt, params)
@@ -76,7 +83,12 @@ class AbsentClient(EngineClient):
     """Stands for a named engine where plugins are only built, to check a configuration."""
 
     async def chat(
-        self, messages: Sequence[Mapping[str, Any]], *, temperature: float = 0.0, max_tokens: int = 512
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        temperature: float = 0.0,
+        max_tokens: int = 512,
+        json_schema: str | None = None,
     ) -> str:
         raise EngineError("named engines are started by a run only, and here plugins are only checked")
 

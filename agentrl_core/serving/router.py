@@ -153,8 +153,9 @@ class AsyncLLMServerManager:
                 whole = joined(so_far, output)
                 if output.finish_reason != "abort" or failures >= MAX_LOSSES:
                     return whole
-                # Penalties on what was sampled would begin at nothing if that became part of the prompt.
-                if self._retry == "continue" and not (params.presence_penalty or params.frequency_penalty):
+                # Penalties on what was sampled, and a schema's JSON, would begin again if it became part of the prompt.
+                starts_over = params.presence_penalty or params.frequency_penalty or params.json_schema is not None
+                if self._retry == "continue" and not starts_over:
                     so_far = whole
                     if len(whole.token_ids) >= params.max_tokens:
                         return replace(whole, finish_reason="length")
@@ -195,7 +196,7 @@ class AsyncLLMServerManager:
                 f"request {request_id!r}: {len(prompt_ids)} prompt tokens and max_tokens={params.max_tokens} do not "
                 f"fit the context of {limit} tokens"
             )
-        if missing := sorted(params.reshaping.keys() - self._capabilities):
+        if missing := sorted(params.capabilities.difference(self._capabilities)):
             raise EngineError(f"the engine has no {' and no '.join(missing)}: it lacks the capability of this name")
 
     # Sessions ---------------------------------------------------------------------------------------------------

@@ -21,6 +21,9 @@ from agentrl_core.engine_kit.requests import check_request, covering_spans, read
         ([1], SamplingParams(4, temperature=math.nan), "temperature nan"),
         ([1], SamplingParams(4, top_p=0.0), "0 < top_p <= 1"),
         ([1], SamplingParams(4, top_k=-1), "top_k >= 0"),
+        ([1], SamplingParams(4, json_schema="[]"), "json_schema '[]' is not the JSON text of an object, for example"),
+        ([1], SamplingParams(4, json_schema="{"), "json_schema '{' is not the JSON text"),
+        ([1], SamplingParams(4, json_schema="[" * 100_000), "json_schema '[[["),
     ],
 )  # fmt: skip
 def test_what_cannot_be_served_is_refused(prompt: list[int], params: SamplingParams, message: str) -> None:

@@ -228,12 +228,12 @@ def test_num_turns_counts_messages_without_the_system_prompt(conversation) -> No
 
 def test_sampling_parameters_reach_the_engine_with_a_seed_for_each_turn(conversation) -> None:
     talk = conversation(["a" + STOP, "b" + STOP])
-    generate(talk.builder, temperature=0.5, top_p=0.9, top_k=3)
+    generate(talk.builder, temperature=0.5, top_p=0.9, top_k=3, json_schema="{}")
     talk.builder.add_messages([TOOL])
     generate(talk.builder)
     first, second = (params for _, params, _ in talk.policy.requests)
-    assert (first.temperature, first.top_p, first.top_k) == (0.5, 0.9, 3)
-    assert (second.temperature, second.top_p, second.top_k) == (1.0, 1.0, 0)
+    assert (first.temperature, first.top_p, first.top_k, first.json_schema) == (0.5, 0.9, 3, "{}")
+    assert (second.temperature, second.top_p, second.top_k, second.json_schema) == (1.0, 1.0, 0, None)
     assert first.seed != second.seed and first.stop_token_ids == talk.renderer.stop_token_ids
     again = conversation(["a" + STOP])
     generate(again.builder)

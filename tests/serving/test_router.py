@@ -306,6 +306,26 @@ def test_a_request_that_was_ended_early_is_taken_up_again(retry, prompt, left, w
     assert (seen[1][1].seed == 9) == (retry == "restart")
 
 
+def test_json_that_was_ended_early_begins_again() -> None:
+    manager, replicas = make(1, retry="continue", capabilities={"json_schema"})
+    seen: list[list[int]] = []
+
+    async def call(method: str, prompt_ids: list[int], params: SamplingParams, request_id: str) -> TokenOutput:
+        seen.append(list(prompt_ids))
+        return PARTIAL if len(seen) == 1 else OUTPUT
+
+    replicas[0].call = call  # type: ignore[method-assign]
+    assert asyncio.run(manager.generate("a", [1, 2], SamplingParams(4, json_schema="{}"))) == OUTPUT
+    assert seen == [[1, 2], [1, 2]], "the schema would begin again in the middle of the text"
+
+
+def test_what_the_engine_has_no_capability_for_is_refused() -> None:
+    manager, replicas = make(1, capabilities={"min_p"})
+    with pytest.raises(EngineError, match="the engine has no json_schema and no logit_bias: it lacks the capability"):
+        asyncio.run(manager.generate("a", [1], SamplingParams(4, min_p=0.1, logit_bias={1: 1.0}, json_schema="{}")))
+    assert replicas[0].calls == []
+
+
 def test_a_request_that_was_ended_early_with_its_budget_spent_is_not_asked_again() -> None:
     manager, replicas = make(1)
 

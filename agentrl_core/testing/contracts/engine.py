@@ -4,12 +4,14 @@ The engine runs in this interpreter. Run pytest in the engine's environment if i
 """
 
 import asyncio
+import json
 import tempfile
 import threading
 import time
 from collections.abc import AsyncIterator, Coroutine, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,7 +81,22 @@ class Model:
     def save(self, path: Path) -> str:
         """A folder for ``model_path``."""
         self.module.save_pretrained(path)
+        self.tokenizer.save_pretrained(path)
         return str(path)
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """A token for each byte; ``STOP`` ends a text."""
+        from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        alphabet[STOP] = "<stop>"
+        bytewise = Tokenizer(models.BPE(vocab={text: number for number, text in enumerate(alphabet)}, merges=[]))
+        bytewise.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        bytewise.decoder = decoders.ByteLevel()
+        bytewise.add_tokens([AddedToken("<stop>", special=True, normalized=False)])
+        return PreTrainedTokenizerFast(tokenizer_object=bytewise, eos_token="<stop>")
 
     def log_probs(self, prompt: Sequence[int], output: Sequence[int], temperature: float = 1.0) -> list[float]:
         """Of each id of the output, under the softmax of logits / temperature."""
@@ -383,6 +400,31 @@ class EngineContract(PluginContract):
             if output.log_probs is not None:
                 assert served.gap(PROMPTS[0], output) <= served.plugin.tolerance, "log-probs are those after min_p"
 
+    def test_a_schema_is_kept_by_its_request_alone(self, served: Served) -> None:
+        """The text is JSON that fits, and ends there; an invalid schema fails its request alone."""
+        needs(served.plugin, "json_schema")
+        values = ["yes", {"sure": True}]
+        params: dict[str, Any] = {"max_tokens": 40, "stop_token_ids": (STOP,)}
+
+        async def both() -> tuple[list[TokenOutput], TokenOutput]:
+            fitting = served.together(PROMPTS, "fitting", json_schema=json.dumps({"enum": values}), **params)
+            plain = served.generate(PROMPTS[5], "plain", temperature=0.0)
+            return await asyncio.gather(fitting, plain)
+
+        fitting, plain = served.run(both())
+        for output in fitting:
+            text = served.model.tokenizer.decode(output.token_ids[:-1])
+            assert output.finish_reason == "stop", f"the text {text!r} ended with {output.finish_reason!r}"
+            assert _json_of(text) in values, f"the text {text!r} does not fit a schema that allows {values}"
+            check_spans(output, served.version)
+        assert plain.token_ids == served.model.greedy(PROMPTS[5], 16), "a request without a schema is constrained too"
+        for schema in ("{", '{"type": "nonsense"}'):
+            with pytest.raises(Exception, match="(?i)schema"):
+                served.run(served.generate(PROMPTS[0], json_schema=schema, **params))
+        served.run(served.engine.health())
+        plain = served.run(served.generate(PROMPTS[5], "plain", temperature=0.0))
+        assert plain.token_ids == served.model.greedy(PROMPTS[5], 16), "after a refused schema answers differ"
+
     def test_a_seed_repeats_an_answer_in_any_company(self, served: Served) -> None:
         """Seeds do not depend on what else is in the batch."""
         needs(served.plugin, "seeds")
@@ -578,6 +620,13 @@ class EngineContract(PluginContract):
         metrics = served.engine.metrics() if isinstance(served.engine, MeasuredEngine) else {}
         bad = {key: value for key, value in metrics.items() if not isinstance(value, int | float)}
         assert not bad, f"metrics that are not numbers: {bad}"
+
+
+def _json_of(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return None
 
 
 def check_cover(output: TokenOutput) -> None:

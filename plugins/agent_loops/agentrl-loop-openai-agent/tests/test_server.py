@@ -38,7 +38,9 @@ Body = Callable[[AsyncOpenAI, Conversation], Awaitable[Any]]
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
-def serve(body: Body, turns: Any = ("four",), budget: int = 10_000, **options: Any) -> tuple[Any, FakeSession]:
+def serve(
+    body: Body, turns: Any = ("four",), budget: int = 10_000, capabilities: Any = (), **options: Any
+) -> tuple[Any, FakeSession]:
     """Run ``body`` with a client of an endpoint; its result, and the session behind the endpoint."""
     session = FakeSession(turns, budget=budget)
 
@@ -46,7 +48,7 @@ def serve(body: Body, turns: Any = ("four",), budget: int = 10_000, **options: A
         return "".join(LETTERS[i] if i < len(LETTERS) else "\ufffd" for i in ids)
 
     async def run() -> Any:
-        endpoint = EndpointServer(OpenAIAgentConfig(agent="json:dumps", **options), decode)
+        endpoint = EndpointServer(OpenAIAgentConfig(agent="json:dumps", **options), decode, frozenset(capabilities))
         async with endpoint.open(session, {}) as (key, conversation):
             async with AsyncOpenAI(base_url=endpoint.base_url, api_key=key, max_retries=0) as client:
                 try:
@@ -117,13 +119,26 @@ def test_what_no_engine_enforces_can_be_accepted(field: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("path", "body", "reason"),
     [
-        ("responses", {"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}}, "response_format"),
-        ("messages", {"messages": [USER], "max_tokens": 9, "tool_choice": {"type": "any"}}, "tool_choice"),
+        (
+            "responses",
+            {"input": "x", "text": {"format": {"type": "json_schema", "name": "x"}}},
+            "response_format: this run's engine has no capability 'json_schema'",
+        ),
+        (
+            "messages",
+            {"messages": [USER], "max_tokens": 9, "output_config": {"format": {"type": "json_schema", "schema": {}}}},
+            "response_format: this run's engine has no capability 'json_schema'",
+        ),
+        (
+            "messages",
+            {"messages": [USER], "max_tokens": 9, "tool_choice": {"type": "any"}},
+            "tool_choice: no engine constrains",
+        ),
     ],
 )
 def test_the_other_protocols_refuse_it_too(path: str, body: dict[str, Any], reason: str) -> None:
     answer, session = serve(lambda client, _: post(client, body, path))
-    assert answer.status_code == 400 and f"{reason}: no engine" in answer.json()["error"]["message"]
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"]
     assert session.trajectories == []
 
 
@@ -182,6 +197,47 @@ def test_parse_of_the_official_client_gives_an_object() -> None:
         return answer.choices[0].message.parsed
 
     assert serve(body, ['{"total": 4}'], unenforced="accept")[0] == Total(total=4)
+
+
+TOTAL = {"type": "object", "properties": {"total": {"type": "integer"}}, "required": ["total"]}
+FORMAT = {"type": "json_schema", "schema": TOTAL}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "schema"),
+    [
+        ("chat/completions", {"response_format": {"type": "json_schema", "json_schema": FORMAT}}, TOTAL),
+        ("chat/completions", {"response_format": {"type": "json_object"}}, {"type": "object"}),
+        ("chat/completions", {"response_format": {"type": "text"}}, None),
+        ("responses", {"input": "x", "text": {"format": {**FORMAT, "name": "x"}}}, TOTAL),
+        ("messages", {"max_tokens": 9, "output_config": {"format": FORMAT}}, TOTAL),
+        ("messages", {"max_tokens": 9, "output_config": {"effort": "low"}}, None),
+    ],
+)
+def test_an_engine_that_can_is_given_the_schema(path: str, body: dict[str, Any], schema: Any) -> None:
+    messages = {} if path == "responses" else {"messages": [USER]}
+    answer, session = serve(lambda client, _: post(client, {**messages, **body}, path), capabilities=["json_schema"])
+    assert answer.status_code == 200, answer.text
+    (params,) = session.trajectories[0].sampling_params
+    assert json.loads(params.get("json_schema", "null")) == schema
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"),
+    [
+        ({"response_format": {"type": "json_schema"}}, "response_format: expected"),
+        ({"response_format": {"type": "grammar"}}, "response_format: expected"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"type": "nonsense"}}}},
+            "response_format: $.type of the schema: 'nonsense' is not",
+        ),
+        ({"response_format": {"type": "json_object"}, "tools": [TOOL]}, "could not call the tools"),
+    ],
+)
+def test_a_format_that_cannot_be_kept_is_the_clients_fault(field: dict[str, Any], reason: str) -> None:
+    answer, session = serve(lambda client, _: post(client, {"messages": [USER], **field}), capabilities=["json_schema"])
+    assert answer.status_code == 400 and reason in answer.json()["error"]["message"], answer.text
+    assert session.trajectories == []
 
 
 @pytest.mark.parametrize(

@@ -80,6 +80,18 @@ def test_bad_requests_never_reach_vllm(serve, run) -> None:
     assert len(run(main()).token_ids) == MAX_MODEL_LEN - 90
 
 
+def test_a_schema_goes_with_its_request_only(serve, run) -> None:
+    async def main() -> None:
+        async with serve() as engine:
+            await engine.generate([1], SamplingParams(2, json_schema='{"type": "object"}'), "r")
+            await engine.generate([1], SamplingParams(2), "r")
+            constrained, plain = last().params
+            assert constrained.structured_outputs.json == '{"type": "object"}'
+            assert plain.structured_outputs is None
+
+    run(main())
+
+
 def test_a_session_has_one_request_at_a_time(serve, run) -> None:
     async def main() -> None:
         async with serve() as engine:

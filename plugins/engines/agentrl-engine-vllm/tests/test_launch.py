@@ -31,8 +31,8 @@ def test_vllm_gets_what_the_context_and_the_options_say(serve, run, stand_in) ->
     expected = {
         "dtype": "float32", "max_model_len": 100, "seed": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 1,
         "data_parallel_size": 1, "distributed_executor_backend": "mp", "gpu_memory_utilization": 0.5, "block_size": 16,
-        "max_num_seqs": 64, "enforce_eager": True, "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": True,
-        "generation_config": "vllm",
+        "max_num_seqs": 64, "enforce_eager": True, "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": False,
+        "generation_config": "vllm", "structured_outputs_config": {"backend": "xgrammar"},
     }  # fmt: skip
     assert {name: arguments[name] for name in expected} == expected
     assert arguments["weight_transfer_config"].backend == "agentrl"
@@ -61,6 +61,7 @@ def test_data_parallelism_over_hosts_is_refused() -> None:
 
 def test_on_a_gpu_the_memory_is_vllms_choice() -> None:
     arguments = engine_arguments(VLLMConfig(), EngineContext("m", device="cuda"), MODEL)
+    assert arguments["skip_tokenizer_init"], "there is no tokenizer in the folder"
     assert "kv_cache_memory_bytes" not in arguments and "block_size" not in arguments
     assert (arguments["enforce_eager"], arguments["enable_sleep_mode"]) == (False, True)
     assert "TORCH_COMPILE_DISABLE" not in environment(VLLMConfig(), EngineContext("m", device="cuda"))

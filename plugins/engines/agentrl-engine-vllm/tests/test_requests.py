@@ -32,6 +32,8 @@ def test_parameters_are_those_of_the_contract() -> None:
         "logit_bias": {5: 2.0},
     }  # fmt: skip
     assert "seed" not in sampling_arguments(2, SamplingParams(50), 20)
+    constrained = sampling_arguments(2, SamplingParams(50, json_schema="{}"), 20)
+    assert (constrained["json_schema"], constrained["ignore_eos"]) == ("{}", False)
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 4)), max_size=6))

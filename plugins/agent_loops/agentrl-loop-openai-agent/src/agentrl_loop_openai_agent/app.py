@@ -6,7 +6,7 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
@@ -29,6 +29,8 @@ from agentrl_loop_openai_agent.wire import (
 )
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 KEEP_ALIVE_SECONDS = 10.0
 """A stream that waits for the engine says so this often, so that no proxy gives up on it."""
@@ -98,15 +100,22 @@ class ChatApp:
         model: the only model there is.
         config: of the agent loop.
         decode: text of ids, for log-probs.
+        capabilities: of the engine.
     """
 
     def __init__(
-        self, conversations: Mapping[str, Conversation], model: str, config: OpenAIAgentConfig, decode: Decode
+        self,
+        conversations: Mapping[str, Conversation],
+        model: str,
+        config: OpenAIAgentConfig,
+        decode: Decode,
+        capabilities: frozenset[str] = frozenset(),
     ) -> None:
         self._conversations = conversations
         self._model = model
         self._config = config
         self._decode = decode
+        self._capabilities = capabilities
         self._warned: set[str] = set()
         self.app = FastAPI(title="agentrl", docs_url=None, redoc_url=None, openapi_url=None)
         self.app.add_api_route("/v1/models", self.models, methods=["GET"], response_model=None)
@@ -123,8 +132,9 @@ class ChatApp:
         async def speak(request: Request) -> Response:
             conversation = self._authorised(request)
             body = await self._read(request)
-            wanted = self._checked(lambda: protocol.request.model_validate_json(body).chat_request())  # type: ignore[attr-defined]
-            replies = await self._prepared(request, conversation, wanted, large=len(body) > LARGE_BYTES)
+            wanted = self._enforced(self._checked(lambda: protocol.request.model_validate_json(body).chat_request()))  # type: ignore[attr-defined]
+            schema = self._schema(wanted)
+            replies = await self._prepared(request, conversation, wanted, schema, large=len(body) > LARGE_BYTES)
             identifier = f"{protocol.prefix}{uuid.uuid4().hex}"
             answer = partial(self._answer, request, replies, identifier, wanted)
             if wanted.stream:
@@ -151,15 +161,16 @@ class ChatApp:
         return Choice(index, completion, logprobs_of(turn.token_ids, turn.log_probs or (), self._decode))
 
     async def _prepared(
-        self, request: Request, conversation: Conversation, wanted: ChatRequest, large: bool
+        self, request: Request, conversation: Conversation, wanted: ChatRequest, schema: str | None, large: bool
     ) -> list[Reply]:
         try:
             retried = int(request.headers.get("x-stainless-retry-count", "0")) > 0
         except ValueError:
             retried = False
         prepare = partial(
-            conversation.prepare, wanted.messages, wanted.schemas, wanted.limit, retried, wanted.stops, wanted.n or 1
-        )
+            conversation.prepare, wanted.messages, wanted.schemas, wanted.limit, retried, wanted.stops, wanted.n or 1,
+            schema,
+        )  # fmt: skip
         try:
             async with conversation.preparing:
                 return await asyncio.to_thread(prepare) if large else prepare()
@@ -198,9 +209,13 @@ class ChatApp:
             raise RequestError(408, f"the body did not arrive within {BODY_SECONDS:g} s", "timeout_error") from error
         return bytes(body)
 
-    def _checked(self, parse: Callable[[], ChatRequest]) -> ChatRequest:
+    def _schema(self, wanted: ChatRequest) -> str | None:
+        unenforced = wanted.unenforced(self._capabilities)
+        return None if "response_format" in unenforced else self._checked(wanted.json_schema)
+
+    def _checked(self, parse: Callable[[], T]) -> T:
         try:
-            wanted = parse()
+            return parse()
         except ValidationError as error:
             problems = "; ".join(
                 f"{'.'.join(str(part) for part in item['loc']) or 'body'}: {item['msg']}" for item in error.errors()
@@ -208,17 +223,22 @@ class ChatApp:
             raise RequestError(400, f"this endpoint cannot answer that: {problems}") from error
         except ValueError as error:
             raise RequestError(400, f"this endpoint cannot answer that: {error}") from error
+
+    def _enforced(self, wanted: ChatRequest) -> ChatRequest:
+        """The request, if nothing in it is refused."""
         if wanted.model != self._model:
             raise RequestError(
                 404, f"there is no model {wanted.model!r}; there is {self._model!r}", code="model_not_found"
             )
-        if wanted.unenforced and self._config.unenforced == "refuse":
+        unenforced = wanted.unenforced(self._capabilities)
+        if unenforced and self._config.unenforced == "refuse":
+            name, reason = next(iter(unenforced.items()))
             raise RequestError(
                 400,
-                f"{wanted.unenforced[0]}: no engine constrains what the policy samples, so this cannot be enforced. "
-                "Leave it out, or set unenforced: accept of the agent loop openai_agent to train without it",
+                f"{name}: {reason}, so this cannot be enforced. Leave it out, or set unenforced: accept of the agent "
+                "loop openai_agent to train without it",
             )
-        for name in sorted({*wanted.unenforced} - self._warned):
+        for name in sorted(unenforced.keys() - self._warned):
             self._warned.add(name)
             logger.warning("the chat endpoint accepts %s of a request and does not enforce it on the policy", name)
         return wanted

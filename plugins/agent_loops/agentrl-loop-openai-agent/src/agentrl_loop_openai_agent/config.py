@@ -18,7 +18,7 @@ class OpenAIAgentConfig:
     max_connections: int = option(4096, ge=1, help="connections at a time, per worker; more are closed")
     unenforced: Literal["refuse", "accept"] = option(
         "refuse",
-        help="what to do with requests for a response_format, a forced tool call or chat_template_kwargs, which no "
-        "engine enforces: answer with status 400, or sample as if they did not ask",
+        help="what to do with requests for a response_format that the engine cannot enforce, for a forced tool call or "
+        "chat_template_kwargs: answer with status 400, or sample as if they did not ask",
     )
     max_branches: int = option(64, ge=1, help="branches per trajectory; a request that needs one more is refused")

@@ -111,12 +111,13 @@ class Conversation:
         retried: bool = False,
         stops: Sequence[str] = (),
         count: int = 1,
+        json_schema: str | None = None,
     ) -> "list[Reply]":
         """Find or begin the branch of a request and append what is new in it; a reply for each choice.
 
         ``retried``: the client sends the request again because it got no answer; if the answer is recorded, it is
         given once more instead of sampling another one. ``stops``: texts that end the turn. ``count``: choices; each
-        after the first one forks the first one's branch before its answer.
+        after the first one forks the first one's branch before its answer. ``json_schema``: what the answer fits.
 
         Raises:
             ContextLengthError: the new messages do not fit; nothing was appended, and ``exhausted`` is set.
@@ -131,19 +132,21 @@ class Conversation:
             branch, forked = self._continued(wanted, tools, missing)
             asked += [branch, *(self._twin(branch) for _ in range(missing - 1))]
         replies = [Reply(self, branch, self._number(branch), replay=True, stops=tuple(stops)) for branch in answered]
-        params = self._params(max_tokens, stops)
+        params = self._params(max_tokens, stops, json_schema)
         for branch in asked:
             reply = Reply(self, branch, self._number(branch), params, forked, False, branch.owner, tuple(stops))
             branch.owner = reply
             replies.append(reply)
         return replies
 
-    def _params(self, max_tokens: int | None, stops: Sequence[str]) -> dict[str, Any]:
+    def _params(self, max_tokens: int | None, stops: Sequence[str], json_schema: str | None) -> dict[str, Any]:
         params = dict(self._sampling_params)
         if max_tokens is not None:
             params["max_tokens"] = min(max_tokens, params.get("max_tokens") or max_tokens)
         if stops:
             params["stop"] = [*(params.get("stop") or ()), *stops]
+        if json_schema is not None:
+            params["json_schema"] = json_schema
         return params
 
     def _number(self, branch: _Branch) -> int:

@@ -34,7 +34,7 @@ class OpenAIAgentLoop(AgentLoopBase):
     def __init__(self, config: OpenAIAgentConfig, context: AgentLoopContext) -> None:
         super().__init__(config, context)
         self.agent = load_agent(config.agent)
-        self.server = EndpointServer(config, context.renderer.decode)
+        self.server = EndpointServer(config, context.renderer.decode, context.engine_capabilities)
 
     async def run(
         self, sampling_params: dict[str, Any], *, session: TrajectorySession, raw_prompt: list[Message], **row: Any

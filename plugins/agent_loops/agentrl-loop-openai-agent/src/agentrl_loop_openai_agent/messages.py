@@ -26,6 +26,7 @@ class MessagesRequest(BaseModel):
     tools: list[dict[str, Any]] | None = None
     tool_choice: dict[str, Any] | None = None
     stop_sequences: Annotated[list[str], Field(max_length=4)] | None = None
+    output_config: dict[str, Any] | None = None
     stream: bool | None = False
 
     def chat_request(self) -> ChatRequest:
@@ -43,6 +44,7 @@ class MessagesRequest(BaseModel):
             max_tokens=self.max_tokens,
             max_completion_tokens=None,
             stop=self.stop_sequences,
+            response_format=(self.output_config or {}).get("format"),
             stream=self.stream,
         )
 

@@ -58,11 +58,15 @@ class _Protocol(H11Protocol):
 
 
 class EndpointServer:
-    """Serves conversations over HTTP, in the event loop of the first caller of :meth:`open`, which starts it."""
+    """Serves conversations over HTTP, in the event loop of the first caller of :meth:`open`, which starts it.
 
-    def __init__(self, config: OpenAIAgentConfig, decode: Decode) -> None:
+    ``capabilities`` are the engine's.
+    """
+
+    def __init__(self, config: OpenAIAgentConfig, decode: Decode, capabilities: frozenset[str] = frozenset()) -> None:
         self._config = config
         self._decode = decode
+        self._capabilities = capabilities
         self._conversations: dict[str, Conversation] = {}
         self._server: _Server | None = None
         self._task: asyncio.Task[None] | None = None
@@ -92,7 +96,7 @@ class EndpointServer:
         listener = self._listen()
         host, port = listener.getsockname()[:2]
         protocol = type("Protocol", (_Protocol,), {"max_connections": self._config.max_connections})
-        app = ChatApp(self._conversations, MODEL_NAME, self._config, self._decode).app
+        app = ChatApp(self._conversations, MODEL_NAME, self._config, self._decode, self._capabilities).app
         self._server = _Server(
             uvicorn.Config(
                 app,

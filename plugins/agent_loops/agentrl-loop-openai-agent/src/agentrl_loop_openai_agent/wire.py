@@ -2,9 +2,11 @@
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal
 
+from jsonschema import Draft202012Validator, SchemaError
+from jsonschema.validators import validator_for
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl_loop_openai_agent.conversation import Completion
@@ -40,9 +42,9 @@ class ChatRequest(BaseModel):
     logit_bias: Annotated[dict[str, float] | None, Field(max_length=0)] = None
     modalities: list[Literal["text"]] | None = None
 
-    # No engine constrains what the policy samples, so nothing of the following can be enforced; see `unenforced`.
-    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     response_format: dict[str, Any] | None = None
+    # These cannot be enforced; see `unenforced`.
+    tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Sampling belongs to the run, so that log-probs can be trained; these are accepted and without effect.
     temperature: float | None = None
@@ -79,14 +81,47 @@ class ChatRequest(BaseModel):
         return [stop for stop in ([self.stop] if isinstance(self.stop, str) else self.stop or []) if stop]
 
     @property
-    def unenforced(self) -> list[str]:
-        """Fields that ask for something that only the policy itself can give, or that the run's config decides."""
-        asked = {
-            "tool_choice": self.tool_choice not in (None, "auto", "none"),
-            "response_format": (self.response_format or {}).get("type", "text") != "text",
-            "chat_template_kwargs": bool(self.chat_template_kwargs),
-        }
-        return [name for name, is_asked in asked.items() if is_asked]
+    def _format(self) -> Any:
+        return (self.response_format or {}).get("type", "text")
+
+    def json_schema(self) -> str | None:
+        """JSON text of the schema that the answer is to fit; None where any text will do.
+
+        Raises:
+            ValueError: there is no schema in ``response_format``, or it is not a valid one.
+        """
+        if self._format == "text":
+            return None
+        if self._format == "json_object":
+            return '{"type": "object"}'
+        schema = (self.response_format or {}).get("json_schema")
+        # Chat completions have the schema one level deeper than the other protocols.
+        schema = (schema if isinstance(schema, dict) else self.response_format or {}).get("schema")
+        if self._format != "json_schema" or not isinstance(schema, dict):
+            raise ValueError(
+                "response_format: expected {'type': 'json_schema', 'json_schema': {'name': …, 'schema': {…}}}, or the "
+                "type json_object or text"
+            )
+        try:
+            validator_for(schema, Draft202012Validator).check_schema(schema)
+        except (SchemaError, RecursionError) as error:
+            where = getattr(error, "json_path", "$")
+            raise ValueError(f"response_format: {where} of the schema: {getattr(error, 'message', error)}") from error
+        return json.dumps(schema)
+
+    def unenforced(self, capabilities: Collection[str]) -> dict[str, str]:
+        """Fields that ask for something that only the policy itself can give, or that the run's config decides, and
+        why. ``capabilities`` are the engine's."""
+        asked: dict[str, str] = {}
+        if self.tool_choice not in (None, "auto", "none"):
+            asked["tool_choice"] = "no engine constrains what the policy samples to a call"
+        if self._format != "text" and self.schemas:
+            asked["response_format"] = "under a schema the policy could not call the tools of the request"
+        elif self._format != "text" and "json_schema" not in capabilities:
+            asked["response_format"] = "this run's engine has no capability 'json_schema'"
+        if self.chat_template_kwargs:
+            asked["chat_template_kwargs"] = "model.chat_template_kwargs of the run decides"
+        return asked
 
     @property
     def limit(self) -> int | None:

@@ -12,7 +12,8 @@ PLUGIN = PluginSpec(
     config=SGLangConfig,
     requires=("aiohttp>=3.10", "sglang>=0.5.21"),
     # No penalties: SGLang applies them one token late with its overlapping scheduler, and its repetition penalty counts
-    # what was sampled, but not the prompt.
+    # what was sampled, but not the prompt. No json_schema: a server with a tokenizer, which grammars need, ends every
+    # request at the tokenizer's end of sequence.
     capabilities=frozenset(
         {
             "logprobs",

@@ -171,13 +171,15 @@ class VLLMEngine(InferenceEngine):
     async def _sample(self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str) -> TokenOutput:
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm import TokensPrompt
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
 
         if not await self._enter(request_id):
             return TokenOutput([], [], "abort")
         llm = self._running()
         if self._lost_weights:
             raise EngineError("the weights are gone since sleep(2): update_weights() first")
+        if schema := arguments.pop("json_schema", None):
+            arguments["structured_outputs"] = StructuredOutputsParams(json=schema)
         params = VLLMSamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
         final = None
         prompt = TokensPrompt(prompt_token_ids=prompt_ids)

@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+from pathlib import Path
 from typing import Any
 
 from agentrl_core.api.engine import EngineContext
@@ -50,7 +51,11 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
         "max_num_seqs": config.max_num_seqs,
         "enable_prefix_caching": config.prefix_caching,
         "enforce_eager": config.enforce_eager or on_cpu(context),
-        "skip_tokenizer_init": True,
+        # Only grammars of json_schema need it.
+        "skip_tokenizer_init": not has_tokenizer(context.model_path),
+        # Of several backends vLLM would take the one that the first request needs. This one refuses a schema that it
+        # cannot enforce.
+        "structured_outputs_config": {"backend": "xgrammar"},
         # The model's own sampling defaults and end of sequence are the caller's business.
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
@@ -79,6 +84,11 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
     else:
         arguments["enable_sleep_mode"] = True
     return arguments | config.engine_args
+
+
+def has_tokenizer(model_path: str) -> bool:
+    """The model's folder has the tokenizer."""
+    return (Path(model_path) / "tokenizer_config.json").exists()
 
 
 def kv_cache_bytes(config: VLLMConfig, context: EngineContext, model: dict[str, Any]) -> int:

@@ -20,6 +20,7 @@ PLUGIN = PluginSpec(
             "frequency_penalty",
             "repetition_penalty",
             "logit_bias",
+            "json_schema",
             "abort",
             "pause",
             "sleep",

@@ -12,7 +12,7 @@ MAX_TEMPERATURE = 2.0
 
 
 def sampling_arguments(prompt_length: int, params: SamplingParams, max_model_len: int) -> dict[str, Any]:
-    """Arguments of vLLM's ``SamplingParams``, without those that only vLLM can name."""
+    """Arguments of vLLM's ``SamplingParams``, without those that only vLLM can name, and ``json_schema``, if any."""
     arguments: dict[str, Any] = {
         "max_tokens": min(params.max_tokens, max_model_len - prompt_length),
         "temperature": params.temperature,
@@ -23,14 +23,17 @@ def sampling_arguments(prompt_length: int, params: SamplingParams, max_model_len
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
         "repetition_penalty": params.repetition_penalty,
-        # A request ends at its own stop ids, and nowhere else.
-        "ignore_eos": True,
+        # A request ends at its own stop ids, and nowhere else. After complete JSON vLLM also allows the tokenizer's end
+        # of sequence, and constrains nothing that follows it: with a schema the request must end there too.
+        "ignore_eos": params.json_schema is None,
         "logprobs": 0,
         "flat_logprobs": True,
         "detokenize": False,
     }
     if params.logit_bias:
         arguments["logit_bias"] = dict(params.logit_bias)
+    if params.json_schema is not None:
+        arguments["json_schema"] = params.json_schema
     if params.seed is not None:
         arguments["seed"] = params.seed % 2**63
     return arguments

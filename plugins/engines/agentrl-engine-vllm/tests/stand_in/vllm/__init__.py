@@ -32,6 +32,7 @@ class SamplingParams:
     repetition_penalty: float
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
+    structured_outputs: Any = None
 
 
 class AsyncEngineArgs:

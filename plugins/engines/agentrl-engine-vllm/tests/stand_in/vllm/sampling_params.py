@@ -1,2 +1,10 @@
+from dataclasses import dataclass
+
+
+@dataclass
+class StructuredOutputsParams:
+    json: str
+
+
 class RequestOutputKind:
     FINAL_ONLY = "final only"
