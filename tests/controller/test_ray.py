@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -529,6 +530,8 @@ def test_a_frozen_actor_is_killed_where_ray_gives_up(
     actor = runtime.actor(Pid, name="frozen", options=ActorOptions(restarts=1))
     pid = runtime.run(actor.call("pid"))
     os.kill(pid, signal.SIGSTOP)
+    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
+        time.sleep(0.01)
     monkeypatch.setattr(ray, "kill", lambda *_, **__: None)
     if not is_here:
         # As if the driver were on another node than the actor.

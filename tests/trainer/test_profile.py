@@ -43,14 +43,16 @@ def test_the_driver_profiles_the_chosen_step(fit: Callable[..., RunDir], capfd: 
 
 
 STAND_IN = """#!{python}
-import json, signal, sys
+import json, signal, sys, time
 def stop(*_):
     with open(sys.argv[sys.argv.index("--output") + 1], "w") as file:
         json.dump(sys.argv[1:], file)
     sys.exit({code})
 signal.signal(signal.SIGINT, stop)
 {ready}
-signal.pause()
+# A signal just before signal.pause() would not end it.
+while True:
+    time.sleep(0.01)
 """
 
 
