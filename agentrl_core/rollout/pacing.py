@@ -8,8 +8,10 @@ from contextlib import asynccontextmanager
 
 COLLECTION_THRESHOLD = 50_000
 """Objects that may come before the garbage collector looks at them; Python's own default is 700 or 2,000."""
-_before: list[tuple[int, ...]] = []
-"""The thresholds before each of the blocks that this process is in; those before the first one come back."""
+_open_blocks = 0
+"""Blocks of :func:`fewer_collections` that this process is in."""
+_thresholds = gc.get_threshold()
+"""What the first of them found, and the last one puts back."""
 
 
 class Pacer:
@@ -58,14 +60,16 @@ async def fewer_collections() -> AsyncIterator[None]:
     Almost every object of a rollout lives until its end: each collection walks through the token lists of the
     trajectories under way, and finds nothing.
     """
-    # No gc.freeze(): with it, a worker on Ray grew by 80 kB a step in benchmarks/long_run.py, and by 2 kB without.
-    first, *others = gc.get_threshold()
-    if not _before:
+    global _open_blocks, _thresholds
+    # No gc.freeze(): with it, a worker on Ray grew by 80 kB a step in benchmarks/long_run.py, and by 1 kB without.
+    if not _open_blocks:
+        _thresholds = gc.get_threshold()
+        first, *others = _thresholds
         gc.set_threshold(max(first, COLLECTION_THRESHOLD) if first else 0, *others)
-    _before.append((first, *others))
+    _open_blocks += 1
     try:
         yield
     finally:
-        if len(_before) == 1:
-            gc.set_threshold(*_before[0])
-        _before.pop()
+        _open_blocks -= 1
+        if not _open_blocks:
+            gc.set_threshold(*_thresholds)
