@@ -6,7 +6,9 @@
 
 Every fault hits a random phase of the run; ``--seed`` repeats the choice. After each one the run goes on, or ends and
 is resumed. In the end every step and every trajectory must be there once, every file must be readable, and no process,
-port, shared memory or temporary file may be left. ``--write`` puts all results so far into docs/reliability.md.
+port, shared memory or temporary file may be left. Results are written after every fault. ``--write`` puts all results
+so far into docs/reliability.md, but for faults of runs that were stopped by hand: what is examined at the end is not
+known for them.
 """
 
 import argparse
@@ -70,7 +72,11 @@ class Fault:
 
 @dataclass
 class Seen:
-    """What one fault did."""
+    """What one fault did.
+
+    Args:
+        examined: whether its run came to its end, and what it left was looked at.
+    """
 
     runtime: str
     fault: str
@@ -78,6 +84,30 @@ class Seen:
     phase: str
     outcome: str
     problems: list[str]
+    examined: bool = True
+
+
+@dataclass(frozen=True)
+class Results:
+    """A file with one line for each fault. What was seen before this start of the script stays in it."""
+
+    path: Path
+    before: tuple[str, ...]
+
+    @classmethod
+    def at(cls, path: Path) -> "Results":
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return cls(path, tuple(path.read_text(encoding="utf-8").splitlines()) if path.exists() else ())
+
+    def save(self, seen: Sequence[Seen]) -> None:
+        """Write all of ``seen``, of which the last ones may have changed since they were written."""
+        lines = [*self.before, *(json.dumps(asdict(each)) for each in seen)]
+        new = self.path.with_name(f".{self.path.name}")
+        new.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        new.replace(self.path)
+
+    def all(self) -> list[Seen]:
+        return [Seen(**json.loads(line)) for line in self.before]
 
 
 ROLES = {
@@ -129,11 +159,20 @@ class Chaos:
         steps: of each run.
         seed: of the choices.
         signals: names of those to send; empty: all.
+        save: gets all that was seen so far, after every fault and at the end of every run.
     """
 
-    def __init__(self, runtime: str, work: Path, steps: int, seed: int, signals: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        runtime: str,
+        work: Path,
+        steps: int,
+        seed: int,
+        signals: Sequence[str],
+        save: Callable[[Sequence[Seen]], None],
+    ) -> None:
         adopt_orphans()
-        self.runtime, self.work, self.steps = runtime, work, steps
+        self.runtime, self.work, self.steps, self._save = runtime, work, steps, save
         self.random = random.Random(seed)
         kinds = LOCAL if runtime == "local" else RAY
         self.faults = [each for each in kinds if not signals or each.signal.name in signals]
@@ -172,16 +211,27 @@ class Chaos:
                     break
                 if self._hit(run, fault):
                     order.remove(fault)
+                    self._save(self.seen)
             code = run.wait()
             problems = [] if code == 0 else [f"the run ended with {code}: {run.output()[-2000:]}"]
             problems += lost_or_repeated(run.run_dir, self.steps) if code == 0 else []
             problems += unreadable(run.run_dir, ended=code == 0) + self._left(run)
+        except Exception as error:
+            # A run that hangs is what the last fault did.
+            for seen in self.seen[first:][-1:]:
+                seen.outcome = seen.outcome or "the run hangs"
+                seen.problems.append(str(error))
+            raise
         finally:
             if run.is_running:
                 send([run.pid], signal.SIGKILL)
+            self._save(self.seen)
         if len(self.seen) == first:
             raise RuntimeError(f"a run ended before any fault: {run.output()[-2000:]}")
         self.seen[-1].problems += problems
+        for seen in self.seen[first:]:
+            seen.examined = True
+        self._save(self.seen)
         report(f"a run of {self.steps} steps ended: {problems or 'all is there, once'}")
         if not problems:
             shutil.rmtree(folder)
@@ -209,7 +259,7 @@ class Chaos:
         if fault.resumed_after:
             time.sleep(fault.resumed_after)
             send(run.pids(fault.role), signal.SIGCONT)
-        seen = Seen(self.runtime, fault.title, fault.promise, phase, "", [])
+        seen = Seen(self.runtime, fault.title, fault.promise, phase, "", [], examined=False)
         self.seen.append(seen)
         self._since_start[fault.role] += 1
         if fault.exits:
@@ -281,13 +331,16 @@ class Chaos:
 class Disk:
     """Faults of the directory that a run writes to; each with a run of its own on the local runtime."""
 
-    def __init__(self, work: Path) -> None:
+    def __init__(self, work: Path, save: Callable[[Sequence[Seen]], None]) -> None:
         adopt_orphans()
-        self.work = work
+        self.work, self._save = work, save
 
     def run(self) -> list[Seen]:
-        cases = (self.full, self.read_only, self.deleted, self.hung_tracker)
-        return [case() for case in cases]
+        seen: list[Seen] = []
+        for case in (self.full, self.read_only, self.deleted, self.hung_tracker):
+            seen.append(case())
+            self._save(seen)
+        return seen
 
     def full(self) -> Seen:
         """A disk with room for three checkpoints."""
@@ -396,7 +449,8 @@ def report(text: str) -> None:
 
 
 def table(seen: Sequence[Seen]) -> list[str]:
-    """One row for each fault: how often, what was promised, what was seen."""
+    """One row for each fault: how often, what was promised, what was seen. Faults without an end are left out."""
+    seen = [each for each in seen if each.examined or each.problems]
     lines = ["| runtime | fault | times | promised | as promised | seen |", "|---|---|---|---|---|---|"]
     for runtime, fault, promise in dict.fromkeys((each.runtime, each.fault, each.promise) for each in seen):
         rows = [each for each in seen if (each.runtime, each.fault) == (runtime, fault)]
@@ -426,22 +480,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--write", action="store_true", help="put all results of that file into docs/reliability.md")
     options = parser.parse_args(arguments)
     work = Path(tempfile.mkdtemp(prefix="chaos"))
-    options.results.parent.mkdir(parents=True, exist_ok=True)
     seen: list[Seen] = []
     for part in options.parts:
-        chaos = Disk(work) if part == "disk" else Chaos(part, work, options.steps, options.seed, options.signals)
-        try:
-            found = chaos.run() if isinstance(chaos, Disk) else chaos.run(options.faults)
-        except BaseException:
-            found = getattr(chaos, "seen", [])
-            raise
-        finally:
-            seen += found
-            with options.results.open("a", encoding="utf-8") as file:
-                file.writelines(json.dumps(asdict(each)) + "\n" for each in found)
+        save = Results.at(options.results).save
+        if part == "disk":
+            seen += Disk(work, save).run()
+        else:
+            seen += Chaos(part, work, options.steps, options.seed, options.signals, save).run(options.faults)
     if options.write:
-        lines = options.results.read_text(encoding="utf-8").splitlines()
-        put_between(PAGE, "faults", table([Seen(**json.loads(line)) for line in lines]))
+        put_between(PAGE, "faults", table(Results.at(options.results).all()))
     sys.stdout.write("\n".join(table(seen)) + "\n")
     with suppress(OSError):
         work.rmdir()
