@@ -3,49 +3,64 @@
 
 python benchmarks/fuzz.py --minutes 15 [--examples 200] [-k EXPRESSION]
 
-Prints examples tried per test and every failure, with the seed that repeats it.
+Prints examples tried per test and every failure, with the seed that repeats it. A crash of the interpreter is a failure
+of its round; the tests that ended before it count.
 """
 
 import argparse
+import json
 import os
-import re
 import subprocess
 import sys
+import tempfile
 import time
 from collections import Counter
 from pathlib import Path
 
 FOLDER = Path(__file__).parents[1] / "tests" / "fuzz"
-_TEST = re.compile(r"^(\S+)::(\S+):$", re.MULTILINE)
-_TRIED = re.compile(r"- (\d+) passing, (\d+) failing")
+ROUND_SECONDS = 3600.0
 
 
-def run(seed: int, examples: int, expression: str, seconds: float) -> tuple[Counter[str], str]:
-    """Examples by test, and the output if a test failed."""
+def run(seed: int, examples: int, expression: str) -> tuple[Counter[str], str]:
+    """Examples by test, and the output if a test failed, the interpreter crashed or the round took too long.
+
+    A test that ended with the interpreter has no examples; the output names it.
+    """
     command = [
-        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--show-capture=no", "--tb=short",
-        f"--hypothesis-seed={seed}", "--hypothesis-show-statistics", "-k", expression, str(FOLDER),
+        sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "_fuzz_counts", "--show-capture=no",
+        "--tb=short", f"--hypothesis-seed={seed}", "-k", expression, str(FOLDER),
     ]  # fmt: skip
-    environment = {**os.environ, "FUZZ_EXAMPLES": str(examples)}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=seconds, check=False)
-    tried: Counter[str] = Counter()
-    for test, rest in zip(_TEST.finditer(done.stdout), _TEST.split(done.stdout)[3::3], strict=False):
-        name = f"{Path(test[1]).name}::{test[2]}"
-        tried[name] += sum(int(found[1]) + int(found[2]) for found in _TRIED.finditer(rest))
-    return tried, "" if done.returncode == 0 else done.stdout.partition("= Hypothesis Statistics")[0] + done.stderr
+    with tempfile.TemporaryDirectory(prefix="fuzz") as folder:
+        counts, said = Path(folder, "counts"), Path(folder, "output")
+        counts.touch()
+        path = os.pathsep.join(filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")]))
+        environment = {**os.environ, "FUZZ_EXAMPLES": str(examples), "FUZZ_COUNTS": str(counts), "PYTHONPATH": path}
+        with said.open("w") as output:
+            try:
+                ended = subprocess.run(
+                    command, env=environment, stdout=output, stderr=output, timeout=ROUND_SECONDS, check=False
+                )
+                how = "" if ended.returncode == 0 else f"pytest ended with {ended.returncode}"
+            except subprocess.TimeoutExpired:
+                how = f"no end within {ROUND_SECONDS:g} s"
+        found = [json.loads(line) for line in counts.read_text(encoding="utf-8").splitlines()]
+        text = said.read_text(errors="replace")
+    tried = Counter({test: count for test, count in found if count is not None})
+    under_way = [test for test, count in found if count is None and test not in tried]
+    return tried, how and f"{text}{' in '.join([how, *under_way])}"
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--minutes", type=float, default=15)
+    parser.add_argument("--minutes", type=float, default=15, help="no round starts later; there is at least one")
     parser.add_argument("--examples", type=int, default=200, help="of each test in one round")
     parser.add_argument("--first-seed", type=int, default=0)
     parser.add_argument("-k", default="test", help="as of pytest")
     options = parser.parse_args()
     end, seed, failed = time.monotonic() + 60 * options.minutes, options.first_seed, 0
     everything: Counter[str] = Counter()
-    while time.monotonic() < end:
-        tried, output = run(seed, options.examples, options.k, seconds=3600)
+    while seed == options.first_seed or time.monotonic() < end:
+        tried, output = run(seed, options.examples, options.k)
         everything += tried
         if output:
             failed += 1
