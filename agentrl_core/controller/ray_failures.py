@@ -125,6 +125,7 @@ def kill(actor: Any, *, restart: bool = False) -> None:
     Ray asks the process to exit, and gives that up where one that has been frozen for minutes has lost its connection.
     So a process that stands still is killed from its node.
     """
+    # The public `ray.util.state.get_actor` asks the dashboard over HTTP, which runs here are started without.
     known = ray._private.state.actors(actor._actor_id.hex())
     ray.kill(actor, no_restart=not restart)
     if known.get("State") == "ALIVE":

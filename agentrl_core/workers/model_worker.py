@@ -15,6 +15,7 @@ from torch import Tensor
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.controller import Dispatch, Worker, register
 from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, collect_batch, plan_dp_compute_proto
+from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.checkpoints import load_training_state, save_training_state
 from agentrl_core.workers.data_parallel import DataParallel
@@ -93,10 +94,15 @@ class ModelWorker(Worker):
     def init_model(self) -> None:
         model, own = self.config.model, getattr(self._settings, "path", None)
         path, key = (own, f"{self.role}.path") if own else (model.path, "model.path")
-        self._parallel = DataParallel.join(self, self._device)
-        self._model = place(
-            lambda: self._load(path, key), lambda: self._empty(path), self._parallel, model.compute_dtype, self._device
-        )
+        with hang_reported(f"the {self.role}, loading {path},"):
+            self._parallel = DataParallel.join(self, self._device)
+            self._model = place(
+                lambda: self._load(path, key),
+                lambda: self._empty(path),
+                self._parallel,
+                model.compute_dtype,
+                self._device,
+            )
         longest = self.config.data.max_prompt_length + self.config.rollout.max_response_length
         check_lengths(self._language_model.config, longest, key)
         check_padding(self._language_model, self._predict, self._device, key)

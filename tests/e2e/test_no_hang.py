@@ -6,6 +6,7 @@ has named it.
 
 import logging
 import re
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.serving import replicas
 from agentrl_core.trainer import trackers
+from agentrl_core.workers import model_worker
 
 PARTS = """
 import asyncio, time
@@ -460,3 +462,17 @@ def test_what_blocks_the_run_is_named(sleeping: Any, sleeper: str) -> None:
 def test_an_environment_that_blocks_as_it_lists_its_tasks_is_named(sleeping: Any) -> None:
     _, named = sleeping("environment.tasks", WORLD, "environment 'SleepyWorld' has not returned")
     assert named.exists()
+
+
+def test_a_model_that_is_never_loaded_is_named(sleeping: Any, tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def sleepy_load(*args: Any) -> Any:
+        end = time.monotonic() + 120
+        while not (tiny_run.folder / "named").exists() and time.monotonic() < end:
+            time.sleep(0.01)
+        return load(*args)
+
+    load = model_worker.load_causal_lm
+    monkeypatch.setattr(model_worker, "load_causal_lm", sleepy_load)
+    run, named = sleeping("", {}, "the actor, loading .*tiny-model.*, has not returned .*sleepy_load")
+    state = run.read_state()
+    assert named.exists() and state is not None and state.status == "completed"

@@ -27,6 +27,7 @@ from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.serving import replicas
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.serving.weight_transport import Weights
+from agentrl_core.trainer.roles import start_workers
 from tests.conftest import TinyRuns
 
 pytestmark = pytest.mark.ray
@@ -114,6 +115,20 @@ class SleepyManager(RewardManager):
     async def score_group(self, trajectories, results):
         await sleeps("group")
         return results
+"""
+LOSS = """
+import time
+from pathlib import Path
+from agentrl_core.api import PolicyLoss, PolicyLossOutput
+
+
+class SleepyLoss(PolicyLoss):
+    def __init__(self, config, context):
+        while not Path(NAMED).exists():
+            time.sleep(0.01)
+
+    def __call__(self, batch):
+        return PolicyLossOutput(-batch.log_probs * batch.advantages)
 """
 SOON = 2.0
 """Seconds that pass before a sleeper is given up; what does not sleep answers within them on a busy machine too."""
@@ -320,3 +335,18 @@ def test_a_rank_that_computes_for_ever_is_named_and_one_that_freezes_ends_the_ru
     with pytest.raises(WorkerError, match=r"rank 1 of 2 of 'actor'.*is frozen.*the last method.*actor\.learn"):
         group.learn("freezes")
     group.close()
+
+
+def test_a_training_process_that_never_has_its_model_is_named(
+    runtime: Runtime, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    named = tmp_path / "named"
+    (tmp_path / "parts.py").write_text(f"NAMED = {str(named)!r}\n" + LOSS)
+    config = load_config(
+        TinyRuns(tiny_model, tmp_path)({"cluster.runtime": "ray", "algorithm.loss": "./parts.py:SleepyLoss"})
+    )
+    log = Log()
+    log.waits_for, log.found = "rank 0 of 1 of 'actor'.*'init_model' has not returned", named.touch
+    monkeypatch.setattr(ray_failures, "SILENT_SECONDS", 0.5)
+    monkeypatch.setattr(ray_failures.logger, "handlers", [log])
+    assert list(start_workers(config, runtime, 1)) == ["actor"] and named.exists()
