@@ -1,6 +1,6 @@
 """What every engine does again: refuse requests that it cannot serve, and say which weights sampled which tokens.
 
-An engine may live in an interpreter without torch: nothing here needs more than the standard library.
+An engine may live in an interpreter without torch: nothing here needs more than numpy.
 
     class Echo(InferenceEngine):
         async def generate(self, prompt_ids, sampling_params, request_id, multi_modal=None):
@@ -15,6 +15,8 @@ from array import array
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from agentrl_core.api.engine import PolicySpan, SamplingParams
 from agentrl_core.api.errors import EngineError
@@ -89,11 +91,10 @@ def _is_object(text: str) -> bool:
 
 def _all_known(ids: Sequence[int], vocab_size: int) -> bool:
     try:
-        # Refuses negative numbers four times faster than min() finds them.
-        array("I", ids)
+        # Four times faster than min() and max(); negative numbers overflow.
+        return bool(np.frombuffer(array("I", ids), np.uint32).max() < vocab_size)
     except OverflowError:
         return False
-    return max(ids) < vocab_size
 
 
 def covering_spans(spans: Iterable[PolicySpan], length: int, version: int) -> list[PolicySpan]:

@@ -25,7 +25,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.config.schema import EnvironmentSlot
 from agentrl_core.hosting.rewards import check_score
-from agentrl_core.plugins.boundary import boundary, deadline
+from agentrl_core.plugins.boundary import boundary, deadline, within
 
 NOT_THE_TASK = ("uid", "prompt_index", "sample_index", "environment")
 """Keys of a row that the trainer added."""
@@ -190,8 +190,8 @@ class HostedEpisode:
 
     async def bounded(self, call: Awaitable[Any], what: str, error: type[Any] = ToolError) -> Any:
         """The result of a coroutine of the episode within the deadline."""
-        async with deadline(self.timeout, f"{what} of {self.title}: no answer within {self.timeout:g} s", error):
-            return await call
+        late = f"{what} of {self.title}: no answer within {self.timeout:g} s"
+        return await within(self.timeout, call, late, error)
 
 
 class EpisodePartner(Interaction):

@@ -18,7 +18,7 @@ from agentrl_core.api import (
 from agentrl_core.config.schema import RewardConfig, RewardFunctionSlot
 from agentrl_core.hosting.process_host import ProcessHost, ProcessPool, engines_of_child
 from agentrl_core.hosting.tools import is_finite
-from agentrl_core.plugins.boundary import boundary, deadline
+from agentrl_core.plugins.boundary import boundary, within
 
 
 def build_reward_function(slot: RewardFunctionSlot, engines: Engines) -> Any:
@@ -65,8 +65,7 @@ class HostedRewardFunction:
         value = self.function(trajectory)
         if not inspect.isawaitable(value):
             return value
-        async with deadline(self._timeout, f"{who}: no answer within {self._timeout:g} s"):
-            return await value
+        return await within(self._timeout, value, f"{who}: no answer within {self._timeout:g} s")
 
     async def close(self) -> None:
         """Stop all child processes."""
@@ -96,7 +95,7 @@ def check_score(who: str, value: Any) -> RewardResult:
     for name, found in numbers.items():
         if not is_finite(found):
             raise RewardError(f"{who} returned {name}={found!r}, which is not a finite number")
-    return replace(result, score=number)
+    return result if type(score) is float else replace(result, score=number)
 
 
 class EnvironmentScore:
@@ -163,8 +162,7 @@ class RewardWorker:
             "waited for a free process, raise `processes` of the slow function"
         )
         with boundary(RewardError, f"reward manager {self._name!r} raised"):
-            async with deadline(self._timeout, late):
-                return await call
+            return await within(self._timeout, call, late)
 
     async def route(self, engine: str, method: str, *args: Any) -> Any:
         """Call a method of the router of a named engine."""

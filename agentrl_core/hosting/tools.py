@@ -18,7 +18,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.config.schema import ToolSlot
 from agentrl_core.hosting.process_host import ProcessHost, ProcessPool, engines_of_child
-from agentrl_core.plugins.boundary import deadline
+from agentrl_core.plugins.boundary import within
 
 _OPTIONAL = ("create", "calc_reward", "release")
 
@@ -95,8 +95,10 @@ class HostedTool:
         if self._inline:
             if method in self._absent:
                 return None
-            async with deadline(self.timeout, lambda: f"tool {self.name!r}: no answer within {self.timeout:g} s"):
-                return await getattr(self.tool, method)(instance_id, *args, **kwargs)
+            answer = getattr(self.tool, method)(instance_id, *args, **kwargs)
+            return await within(
+                self.timeout, answer, lambda: f"tool {self.name!r}: no answer within {self.timeout:g} s"
+            )
         call = (method, (instance_id, *args), dict(kwargs), self.timeout)
         if self.tool.stateful:
             if method == "create":

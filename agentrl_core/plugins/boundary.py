@@ -1,17 +1,19 @@
 """The boundary to code that is not ours: how long it may take, and which of our errors its failures become."""
 
 import asyncio
+import inspect
 import logging
 import os
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+import types
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import agentrl_core
 from agentrl_core.api.errors import AgentRLError, DeadlineError
@@ -95,6 +97,42 @@ class deadline:  # noqa: N801 - used like a function; a generator with @asynccon
             await self._timer.__aexit__(kind, failure, trace)
         except TimeoutError:
             raise self._error(_text(self._message)) from None
+
+
+async def within(
+    seconds: float, call: Awaitable[T], message: Message, error: type[AgentRLError] = DeadlineError
+) -> T:
+    """What ``call`` returns, with the deadline from its first wait on: one that answers at once needs no timer.
+
+    Most calls of tools, rewards and sessions within this process do, and a timer takes as long as a short tool.
+
+    Raises:
+        AgentRLError: as :class:`deadline`.
+    """
+    if not inspect.iscoroutine(call):
+        async with deadline(seconds, message, error):
+            return await call
+    try:
+        awaited = call.send(None)
+    except StopIteration as end:
+        return cast(T, end.value)
+    async with deadline(seconds, message, error):
+        return cast(T, await _rest(call, awaited))
+
+
+@types.coroutine
+def _rest(call: Coroutine[Any, Any, T], awaited: Any) -> Generator[Any, Any, T]:
+    """Go on with a coroutine that has begun, and waits for ``awaited``."""
+    while True:
+        try:
+            yield awaited
+        except BaseException as failure:  # noqa: BLE001 - for the coroutine to handle
+            try:
+                awaited = call.throw(failure)
+            except StopIteration as end:
+                return cast(T, end.value)
+        else:
+            return (yield from call.__await__())
 
 
 class boundary:  # noqa: N801 - as above

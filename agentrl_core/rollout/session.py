@@ -36,7 +36,7 @@ from agentrl_core.api import (
 from agentrl_core.config.schema import InteractionSlot
 from agentrl_core.hosting.environments import HostedEnvironment, HostedEpisode
 from agentrl_core.hosting.tools import HostedTool, check_result, is_finite, select_tools
-from agentrl_core.plugins.boundary import boundary, deadline
+from agentrl_core.plugins.boundary import boundary, within
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.pacing import Pacer
 from agentrl_core.rollout.results import TrajectoryResult
@@ -372,8 +372,7 @@ class RolloutSession(TrajectorySession):
     async def _interact(self, hosted: HostedInteraction, call: Awaitable[Any], what: str) -> Any:
         with self.timed(hosted.kind, f"{what} {hosted.title}"):
             late = f"{hosted.title}: no answer within {hosted.timeout:g} s"
-            async with deadline(hosted.timeout, late, InteractionError):
-                return await call
+            return await within(hosted.timeout, call, late, InteractionError)
 
     # The end ----------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from agentrl_core.api import DeadlineError, EngineError, PolicySpan, SamplingPar
 from agentrl_core.config.schema import Retry
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.engine_kit.requests import check_request
-from agentrl_core.plugins.boundary import deadline
+from agentrl_core.plugins.boundary import within
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 3
@@ -229,8 +229,7 @@ class AsyncLLMServerManager:
             await self._bounded(f"close_session of {session_id}", call)
 
     async def _bounded(self, what: str, call: Any) -> Any:
-        async with deadline(self._turn_timeout, lambda: f"{what}: no answer within {self._turn_timeout:g} s"):
-            return await call
+        return await within(self._turn_timeout, call, lambda: f"{what}: no answer within {self._turn_timeout:g} s")
 
 
 def remaining(
