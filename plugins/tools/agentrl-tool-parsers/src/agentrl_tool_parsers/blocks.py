@@ -94,6 +94,7 @@ class BlockParser(ToolParser):
 
     format: ClassVar[Format]
     _marks: ClassVar[re.Pattern[str]]
+    _unnamed_marks: ClassVar[re.Pattern[str]]
     _openings: ClassVar[re.Pattern[str]]
     _header: ClassVar[re.Pattern[str]]
     _tail: ClassVar[re.Pattern[str]]
@@ -103,11 +104,14 @@ class BlockParser(ToolParser):
         form = cls.__dict__.get("format")
         if form is None:
             return
-        section, section_end = form.section or ("(?!)", "")
+        section, section_end = form.section or ("", "")
         think, think_end = map(re.escape, form.reasoning)
-        calls = f"(?P<call>{form.opening})|(?P<section>{section})"
-        cls._marks = re.compile(f"{calls}|(?P<think>{think})|(?P<think_end>{think_end})")
-        cls._openings = re.compile(calls)
+        openings = [form.opening, *([section] if section else [])]
+        named = f"(?P<call>{form.opening})|(?P<section>{section or '(?!)'})"
+        cls._marks = re.compile(f"{named}|(?P<think>{think})|(?P<think_end>{think_end})")
+        # Without named groups, which Python tries at each character: a hundred times faster to search for.
+        cls._unnamed_marks = re.compile("|".join([*openings, think, think_end]))
+        cls._openings = re.compile("|".join(openings))
         cls._header, cls._tail = re.compile(form.header), re.compile(form.tail)
         cls._section_end = re.compile(rf"\s*{section_end}") if section_end else None
 
@@ -120,7 +124,7 @@ class BlockParser(ToolParser):
         last_think_end = text.rfind(think_end)
         schemas: Tools | None = None
         position, reasoned = 0, False
-        while mark := self._marks.search(text, position):
+        while mark := self._next_mark(text, position):
             if turn.failures >= MOST_ERRORS:
                 turn.unread = mark.start()
                 break
@@ -153,6 +157,10 @@ class BlockParser(ToolParser):
                 turn.take(found, mark.start(), end)
                 position = end
         return turn.parsed()
+
+    def _next_mark(self, text: str, position: int) -> re.Match[str] | None:
+        found = self._unnamed_marks.search(text, position)
+        return self._marks.match(text, found.start()) if found else None
 
     def _block(self, text: str, mark: re.Match[str], tools: Tools) -> tuple[Found, int]:
         """What the call that opens at ``mark`` is, and where the text goes on."""
