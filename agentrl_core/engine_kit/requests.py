@@ -92,7 +92,7 @@ def _is_object(text: str) -> bool:
 def _all_known(ids: Sequence[int], vocab_size: int) -> bool:
     try:
         # Four times faster than min() and max(); negative numbers overflow.
-        return bool(np.frombuffer(array("I", ids), np.uint32).max() < vocab_size)
+        return bool(np.maximum.reduce(np.frombuffer(array("I", ids), np.uint32)) < vocab_size)
     except OverflowError:
         return False
 

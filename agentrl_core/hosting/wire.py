@@ -16,6 +16,7 @@ MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
 """Maximum nesting of lists and dicts; picklers, templates and JSON readers fail beyond some hundreds."""
 
+_SCALARS = frozenset({str, int, float, bool, type(None)})
 _TYPES = {cls.__name__: cls for cls in (ToolResult, ToolResponse, RewardResult)}
 
 
@@ -51,6 +52,8 @@ def is_too_deep(value: Any, most: int = MAX_DEPTH) -> bool:
 
 
 def _items(value: Any) -> list[Any]:
+    if type(value) in _SCALARS:  # Mapping is slow to ask
+        return []
     if isinstance(value, Mapping):
         return list(value.values())
     return list(value) if isinstance(value, list | tuple) else []

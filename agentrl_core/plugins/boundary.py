@@ -99,9 +99,7 @@ class deadline:  # noqa: N801 - used like a function; a generator with @asynccon
             raise self._error(_text(self._message)) from None
 
 
-async def within(
-    seconds: float, call: Awaitable[T], message: Message, error: type[AgentRLError] = DeadlineError
-) -> T:
+async def within(seconds: float, call: Awaitable[T], message: Message, error: type[AgentRLError] = DeadlineError) -> T:
     """What ``call`` returns, with the deadline from its first wait on: one that answers at once needs no timer.
 
     Most calls of tools, rewards and sessions within this process do, and a timer takes as long as a short tool.

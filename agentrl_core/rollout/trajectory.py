@@ -35,6 +35,7 @@ from agentrl_core.rollout.identity import TrajectoryKey
 Sample = Callable[[list[int], SamplingParams, str], Awaitable[TokenOutput]]
 _ENGINE_SAMPLING = ("temperature", "top_p", "top_k", *RESHAPING, "json_schema")
 _SAMPLING = (*_ENGINE_SAMPLING, "max_tokens", "stop", "seed")
+_KNOWN = frozenset(_SAMPLING)
 
 
 class TemplateBreakError(TemplateError):
@@ -163,9 +164,10 @@ class TrajectoryBuilder(Trajectory):
         return self.row.num_tokens
 
     async def generate(self, sampling_params: Mapping[str, Any]) -> Turn:
-        if unknown := sorted(sampling_params.keys() - _SAMPLING):
+        if not _KNOWN.issuperset(sampling_params):
+            unknown = ", ".join(sorted(sampling_params.keys() - _KNOWN))
             raise PluginError(
-                f"Trajectory.generate: unknown sampling parameter {', '.join(unknown)}; allowed: {', '.join(_SAMPLING)}"
+                f"Trajectory.generate: unknown sampling parameter {unknown}; allowed: {', '.join(_SAMPLING)}"
             )
         limit = sampling_params.get("max_tokens")
         max_tokens = self.remaining if limit is None else min(limit, self.remaining)

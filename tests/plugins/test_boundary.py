@@ -4,12 +4,13 @@ import asyncio
 import logging
 import re
 import threading
+from collections.abc import Awaitable
 
 import pytest
 
 from agentrl_core.api.errors import DeadlineError, EngineError, RewardError, ToolError
 from agentrl_core.plugins import boundary as boundary_module
-from agentrl_core.plugins.boundary import boundary, deadline, hang_reported, traced, with_traceback
+from agentrl_core.plugins.boundary import boundary, deadline, hang_reported, traced, with_traceback, within
 
 
 def test_a_deadline_raises_its_error_and_leaves_a_timeout_of_the_block_alone() -> None:
@@ -25,6 +26,81 @@ def test_a_deadline_raises_its_error_and_leaves_a_timeout_of_the_block_alone() -
         asyncio.run(late())
     with pytest.raises(TimeoutError, match="the judge's own"):
         asyncio.run(own())
+
+
+def test_a_call_that_answers_at_once_sets_no_timer(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_timer(seconds: float) -> None:
+        raise AssertionError("a timer was set")
+
+    async def at_once() -> str:
+        return "here"
+
+    async def raises() -> str:
+        raise KeyError("city")
+
+    monkeypatch.setattr(asyncio, "timeout", no_timer)
+    assert asyncio.run(within(60.0, at_once(), "late")) == "here"
+    with pytest.raises(KeyError, match="city"):
+        asyncio.run(within(60.0, raises(), "late"))
+
+
+def test_a_call_that_waits_has_a_deadline_from_its_first_wait_on() -> None:
+    async def hangs() -> None:
+        await asyncio.sleep(0)
+        await asyncio.Event().wait()
+
+    async def hangs_in_an_awaitable() -> None:
+        await within(0.01, asyncio.get_running_loop().create_future(), "judge: no answer", RewardError)
+
+    with pytest.raises(RewardError, match="^judge: no answer$"):
+        asyncio.run(within(0.01, hangs(), lambda: "judge: no answer", RewardError))
+    with pytest.raises(RewardError, match="^judge: no answer$"):
+        asyncio.run(hangs_in_an_awaitable())
+
+
+def test_a_call_within_a_deadline_handles_what_happens_while_it_waits() -> None:
+    async def failing() -> None:
+        await asyncio.sleep(0)
+        raise KeyError("city")
+
+    async def recovers(*waits: Awaitable[None]) -> list[str]:
+        seen = []
+        for each in waits:
+            try:
+                await each
+            except (KeyError, asyncio.CancelledError) as error:
+                seen.append(type(error).__name__)
+        await asyncio.sleep(0)
+        return seen
+
+    async def cancelled(waits: int) -> list[str]:
+        loop = asyncio.get_running_loop()
+        call = recovers(*(loop.create_future() for _ in range(waits)))
+        task = asyncio.ensure_future(within(60.0, call, "late"))
+        for _ in range(waits):
+            await asyncio.sleep(0)
+            task.cancel()
+        return await task
+
+    async def fails() -> list[str]:
+        return await within(60.0, recovers(asyncio.ensure_future(failing()), asyncio.ensure_future(failing())), "late")
+
+    async def last() -> str:
+        async def call() -> str:
+            try:
+                await asyncio.get_running_loop().create_future()
+            except asyncio.CancelledError:
+                return "cleaned up"
+            return ""
+
+        task = asyncio.ensure_future(within(60.0, call(), "late"))
+        await asyncio.sleep(0)
+        task.cancel()
+        return await task
+
+    assert asyncio.run(fails()) == ["KeyError", "KeyError"]
+    assert asyncio.run(cancelled(2)) == ["CancelledError", "CancelledError"]
+    assert asyncio.run(last()) == "cleaned up"
 
 
 def test_whatever_foreign_code_raises_becomes_one_class_that_names_it() -> None:
