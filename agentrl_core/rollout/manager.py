@@ -2,9 +2,11 @@
 
 import asyncio
 import logging
+import textwrap
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import dropwhile
 
 from agentrl_core.api import (
     DeadlineError,
@@ -24,6 +26,8 @@ from agentrl_core.serving.clients import RoutedClient
 from agentrl_core.serving.replicas import EngineReplicas, close_actors
 
 logger = logging.getLogger(__name__)
+SHOWN_CHARACTERS = 500
+"""Of the error of a trajectory that is excluded; its record has all."""
 RESTARTS = 3
 """New processes of one agent-loop worker or reward worker, in a run."""
 FROZEN_GRACE = 60.0
@@ -95,7 +99,7 @@ class AgentLoopManager:
             if result.failed:
                 logger.warning(
                     "trajectory %s is excluded after %d attempts: %s: %s",
-                    result.trajectory_id, result.attempts, result.termination.value, last_line(result.error),
+                    result.trajectory_id, result.attempts, result.termination.value, without_frames(result.error),
                 )  # fmt: skip
         return results
 
@@ -214,6 +218,9 @@ class AgentLoopManager:
             engines.close()
 
 
-def last_line(text: str | None) -> str:
-    """The last line of a traceback: the exception itself."""
-    return (text or "").strip().rpartition("\n")[2]
+def without_frames(text: str | None) -> str:
+    """What a traceback says after its frames, in one line; all of a text that is none."""
+    lines = (text or "").strip().splitlines()
+    if lines and lines[0].startswith("Traceback "):
+        lines = list(dropwhile(lambda line: line.startswith(" "), lines[1:])) or lines[-1:]
+    return textwrap.shorten(" ".join(lines), SHOWN_CHARACTERS, placeholder=" …")

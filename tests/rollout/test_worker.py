@@ -260,6 +260,13 @@ def test_a_failure_is_excluded_after_its_retries_and_the_others_are_trained(make
     assert len(to_data_proto(results, 0, {})) == 1
 
 
+def test_an_error_of_several_lines_is_logged_from_its_first_one(make_rollout, make_row, caplog) -> None:
+    rollout = make_rollout(loops("Raises", **{"rollout.retries": 0, "rollout.max_failed_fraction": 1.0}), FILES)
+    rollout.loop("Raises").error = ValueError("two fields are wrong:\n  a\n    must be a number\nSee https://x.org")
+    rollout([make_row()])
+    assert "aborted: ValueError: two fields are wrong: a must be a number See https://x.org\n" in caplog.text
+
+
 def test_too_many_failures_stop_the_step_with_the_first_root_traceback(make_rollout, make_row) -> None:
     rollout = make_rollout(loops("Once", "Raises", **{"rollout.retries": 0, "rollout.max_failed_fraction": 0.3}), FILES)
     with pytest.raises(RolloutError) as caught:
