@@ -48,6 +48,15 @@ def test_tool_calls_come_back_as_json_text_and_still_match() -> None:
     assert completion.branch == 0 and not completion.forked
 
 
+def test_reasoning_that_the_client_never_saw_makes_no_fork() -> None:
+    session = FakeSession(["three", "four"])
+    conversation = Conversation(session, {})
+    ask(conversation, [USER])
+    session.trajectories[0].messages[-1]["reasoning_content"] = "two and two"
+    completion = ask(conversation, [USER, assistant("three"), {"role": "user", "content": "sure?"}])
+    assert completion.branch == 0 and not completion.forked
+
+
 @pytest.mark.parametrize(
     "messages",
     [

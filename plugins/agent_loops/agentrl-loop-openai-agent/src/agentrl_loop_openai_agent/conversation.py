@@ -41,13 +41,15 @@ class _Branch:
     last_turn: Turn | None = None
     history: list[Message] = field(default_factory=list)
     told: dict[int, str] = field(default_factory=dict)
-    """Contents that the client knows without the stop text at their end, by number of the message."""
+    """Contents of the policy's messages as the client knows them, by number of the message."""
 
     def recorded(self) -> list[Message]:
         """Its messages in the form in which a client's are compared with them."""
         for number, message in enumerate(self.trajectory.messages[len(self.history) :], len(self.history)):
-            told = {"content": self.told[number]} if number in self.told else {}
-            self.history.append(normalised({**message, **told}))
+            if number in self.told:
+                # The client got no other field, such as reasoning that the renderer keeps apart.
+                message = {"role": "assistant", "content": self.told[number], "tool_calls": message.get("tool_calls")}
+            self.history.append(normalised(message))
         return self.history
 
 
