@@ -37,7 +37,8 @@ def test_example_config_trains_for_a_step(path: Path, tmp_path: Path) -> None:
         "data_source": (config.trainer.checkpoint.best_metric or "validation/calculator/").split("/")[1],
         "reward_model": {"ground_truth": "2"},
         "extra_info": {
-            "interaction_kwargs": {"name": config.interactions[0].name, **with_user} if config.interactions else None
+            "interaction_kwargs": {"name": config.interactions[0].name, **with_user} if config.interactions else None,
+            "prices": {"lamp": 37},
         },
     }
     rows = tmp_path / "rows.jsonl"

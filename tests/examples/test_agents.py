@@ -25,7 +25,7 @@ def load(name: str) -> Any:
     return module.solve
 
 
-@pytest.mark.parametrize("name", ["openai_agents", "langgraph_react", "llm_cli"])
+@pytest.mark.parametrize("name", ["openai_agents", "llm_cli"])
 def test_the_agent_calls_its_tool_and_answers(name: str) -> None:
     session = FakeSession([Turn((1, 2), "calculator(37 * 45)", "stop", "", (CALL,)), "#### 1665"])
 

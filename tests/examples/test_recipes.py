@@ -27,11 +27,14 @@ def load(name: str) -> ModuleType:
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXAMPLES / name))
+        spec.loader.exec_module(module)
     return module
 
 
 python_math, search, simulated_user = load("python_math"), load("search"), load("simulated_user")
+langgraph_react = load("langgraph_react")
 
 
 @pytest.fixture(scope="module")
@@ -40,9 +43,13 @@ def index(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@pytest.fixture(scope="module", params=["python_math", "search", "simulated_user"])
+@pytest.fixture(scope="module", params=["langgraph_react", "python_math", "search", "simulated_user"])
 def task(request: pytest.FixtureRequest, index: Path) -> Any:
-    tasks = {"python_math": python_math.PythonMath, "simulated_user": simulated_user.Booking}
+    tasks = {
+        "langgraph_react": langgraph_react.Shopping,
+        "python_math": python_math.PythonMath,
+        "simulated_user": simulated_user.Booking,
+    }
     return search.Search(index) if request.param == "search" else tasks[request.param]()
 
 
@@ -87,7 +94,9 @@ def test_splits_share_no_problem(task: Any) -> None:
     assert not train & held_out
 
 
-@pytest.mark.parametrize("module", [python_math, search, simulated_user], ids=lambda module: module.__name__)
+@pytest.mark.parametrize(
+    "module", [langgraph_react, python_math, search, simulated_user], ids=lambda module: module.__name__
+)
 def test_rows_are_as_many_as_promised_and_repeat_with_the_seed(module: Any, tmp_path: Path) -> None:
     texts = []
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
