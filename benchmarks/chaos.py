@@ -252,13 +252,15 @@ class Chaos:
         living = family_of(run)
         self._memory |= shared_memory(living)
         self._sockets |= listening(living)
-        # Last, and in this order: the steps that follow must be ones after the fault.
-        hit = run.pids(fault.role)
-        before = run.step()
+        # The run holds still meanwhile: the steps that follow must be ones after the fault, and it must not be over.
+        send([run.pid], signal.SIGSTOP)
+        hit, before = run.pids(fault.role), run.step()
+        if not hit or not run.is_running or before >= self.steps:
+            send([run.pid], signal.SIGCONT)
+            return False
         send(hit, fault.signal)
-        if fault.resumed_after:
-            time.sleep(fault.resumed_after)
-            send(run.pids(fault.role), signal.SIGCONT)
+        time.sleep(fault.resumed_after)
+        send([run.pid], signal.SIGCONT)
         seen = Seen(self.runtime, fault.title, fault.promise, phase, "", [], examined=False)
         self.seen.append(seen)
         self._since_start[fault.role] += 1
@@ -278,7 +280,7 @@ class Chaos:
 
     def _resume(self, run: ChaosRun, fault: Fault, seen: Seen, before: int) -> None:
         code = run.wait()
-        if code == 0 and fault.signal != signal.SIGKILL:
+        if code == 0:
             # With the last step there is nothing to resume.
             seen.outcome = "the last step was under way"
             if before < self.steps - 1:
@@ -450,7 +452,9 @@ def report(text: str) -> None:
 
 def table(seen: Sequence[Seen]) -> list[str]:
     """One row for each fault: how often, what was promised, what was seen. Faults without an end are left out."""
+    order = [each.title for each in (*LOCAL, *RAY)]
     seen = [each for each in seen if each.examined or each.problems]
+    seen.sort(key=lambda each: (each.runtime, order.index(each.fault) if each.fault in order else len(order)))
     lines = ["| runtime | fault | times | promised | as promised | seen |", "|---|---|---|---|---|---|"]
     for runtime, fault, promise in dict.fromkeys((each.runtime, each.fault, each.promise) for each in seen):
         rows = [each for each in seen if (each.runtime, each.fault) == (runtime, fault)]

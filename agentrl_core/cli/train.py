@@ -84,14 +84,15 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
     held = [name for name in ("metrics.jsonl", "rollouts", "checkpoints", "curve.png") if (path / name).exists()]
     say(f"\n{shown} holds {', '.join(held)}. Next:")
     state = RunDir(path).read_state()
-    if state is not None and not state.finished:
+    is_finished = state is not None and state.finished
+    if not is_finished:
         say(f"  agentrl train {arguments} --resume")
     if "rollouts" in held:
         say(f"  agentrl rollouts show {shown} -n 3")
     if trainer.preparation.data.validation:
         say(f"  agentrl eval {arguments} --checkpoint {shown}/checkpoints/latest")
     say(f"  agentrl export {shown}/checkpoints/latest out/")
-    if trainer.stop.number is not None:
+    if trainer.stop.number is not None and not is_finished:
         # As shells report a process that a signal ended: commands after `agentrl train … &&` must not run.
         raise typer.Exit(128 + trainer.stop.number)
 

@@ -148,6 +148,17 @@ def test_a_stopped_command_says_how_to_go_on(tiny_run: Any, start_agentrl: Calla
     assert state_of(RunDir(tiny_run.folder / "runs" / "tiny")) == ("stopped", 2)
 
 
+def test_a_signal_in_the_last_step_stops_nothing(tiny_run: Any, start_agentrl: Callable[..., Any]) -> None:
+    tiny_run({**RUN, "hooks": ["./hooks.py:Pause"]})
+    started = start_agentrl("train", "config.yaml", TINY_PAUSE_AT="4")
+    started.read_until("paused at step 4")
+    os.kill(started.process.pid, signal.SIGTERM)
+    code, output = started.wait()
+    assert code == 0, output
+    assert "--resume" not in output
+    assert state_of(RunDir(tiny_run.folder / "runs" / "tiny")) == ("completed", 4)
+
+
 STUBBORN = """
 import signal, sys, time
 from agentrl_core.trainer.signals import StopRequest
