@@ -44,8 +44,7 @@ class EngineClient(Protocol):
         Raises:
             TemplateError: the model's chat template cannot render the messages.
             EngineError: prompt and answer do not fit ``max_model_len``, the engine cannot constrain answers or not to
-                this schema, or no replica could serve the request.
-            DeadlineError: ``rollout.turn_timeout`` passed.
+                this schema, no replica could serve the request, or ``rollout.turn_timeout`` passed.
         """
 
 

@@ -6,7 +6,7 @@ from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
-from agentrl_core.api import AgentRLError, EngineContext, EngineError, SamplingParams
+from agentrl_core.api import AgentRLError, DeadlineError, EngineContext, EngineError, SamplingParams
 from agentrl_core.api.engine_client import EngineClient
 from agentrl_core.config.schema import ModelConfig, NamedEngineSlot
 from agentrl_core.controller.runtime import ActorHandle
@@ -72,6 +72,9 @@ class RoutedClient(EngineClient):
         request = f"{self._name}-{uuid.uuid4().hex}"
         try:
             output = await self.router.generate(request, prompt, params)
+        except DeadlineError as error:
+            # Not the deadline of whoever asks: the engine failed.
+            raise EngineError(f"engine {self._name!r}: {error}") from error
         finally:
             # The engine drops what it kept of this request. One that has died has dropped it already.
             with suppress(AgentRLError):

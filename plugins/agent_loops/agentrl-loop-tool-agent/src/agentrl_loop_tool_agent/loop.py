@@ -18,7 +18,6 @@ from agentrl_core.api import (
     AgentLoopBase,
     AgentLoopOutput,
     ChatRenderer,
-    DeadlineError,
     EngineError,
     Message,
     Termination,
@@ -168,7 +167,7 @@ class Episode:
         """Ask the interaction. It judges the last allowed answer too: only its reply is then not shown."""
         try:
             answer = await self.session.interact(self.trajectory.messages)
-        except (EngineError, DeadlineError):
+        except EngineError:
             # An engine that the interaction asked: the infrastructure failed, and the policy did nothing wrong.
             raise
         except Exception as error:  # noqa: BLE001 - an interaction is user code; its failure ends this trajectory only
