@@ -2,10 +2,11 @@
 
 import copy
 import functools
+import gc
 import json
 import multiprocessing
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -202,6 +203,17 @@ sys.argv = ["agentrl", *{arguments!r}]
 import agentrl_core.cli.main
 agentrl_core.cli.main.main()
 """
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """Importing everything leaves no garbage, and the collector would look through it again and again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 @pytest.fixture(scope="session")
