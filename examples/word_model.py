@@ -79,7 +79,7 @@ def warm_start(
     """Teach all actions as equally likely at the end of each prompt, and the end after them.
 
     In the first half the model says another token at each prompt, so that it tells them apart. In the second half only
-    the last layer learns.
+    the last layer learns, from hidden states that stay the same.
     """
     chosen_ids, end = tokenizer.convert_tokens_to_ids(list(actions)), tokenizer.eos_token_id
     rows = [[*tokenizer.encode(text), action, end] for text in prompts for action in chosen_ids]
@@ -92,17 +92,18 @@ def warm_start(
     uniform[:, chosen_ids] = 1 / len(actions)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for step in range(steps):
-        if step == steps // 2:
-            model.model.requires_grad_(False)
+        if step <= steps // 2:
+            hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+            hidden = torch.stack([hidden[number, place], hidden[number, place + 1]])
+        if step >= steps // 2:
+            hidden = hidden.detach()
         optimizer.param_groups[0]["lr"] = 3e-3 if step < steps // 2 else 1e-2
-        logits = model(input_ids=ids, use_cache=False).logits
-        chosen, after = logits[number, place], logits[number, place + 1]
+        chosen, after = model.lm_head(hidden)
         loss = F.cross_entropy(chosen, own_token if step < steps // 2 else uniform)
         loss = loss + F.cross_entropy(after, torch.full_like(place, end))
         optimizer.zero_grad(set_to_none=True)
         loss.backward()
         optimizer.step()
-    model.requires_grad_(True)
     print(f"  warm start of {steps} steps: {loss.item() - math.log(len(actions)):.4f} nats off")
 
 

@@ -66,7 +66,7 @@ def test_each_room_is_a_reward_or_the_whole_way_is(modules: dict[str, Any]) -> N
 def test_a_random_walk_gets_further_within_a_few_steps(
     modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("sys.argv", ["prepare.py", "--output", str(tmp_path), "--steps", "400"])
+    monkeypatch.setattr("sys.argv", ["prepare.py", "--output", str(tmp_path), "--steps", "200"])
     modules["prepare"].main()
     overrides = [f"model.path={tmp_path}/model", f"trainer.output_dir={tmp_path}/runs", "trainer.steps=12"]
     trained = RunDir(Trainer(load_config(FOLDER / "config.yaml", overrides)).fit())
