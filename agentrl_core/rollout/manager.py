@@ -95,12 +95,7 @@ class AgentLoopManager:
             work = engines.watched(work)
         results = self._runtime.run(work)
         self._check_failed(results)
-        for result in results:
-            if result.failed:
-                logger.warning(
-                    "trajectory %s is excluded after %d attempts: %s: %s",
-                    result.trajectory_id, result.attempts, result.termination.value, without_frames(result.error),
-                )  # fmt: skip
+        _report_failed([result for result in results if result.failed])
         return results
 
     def _check_failed(self, results: Sequence[TrajectoryResult]) -> None:
@@ -216,6 +211,19 @@ class AgentLoopManager:
         close_actors(self._runtime, [*self._workers, *self._rewarders])
         for engines in self._named.values():
             engines.close()
+
+
+def _report_failed(failed: Sequence[TrajectoryResult]) -> None:
+    """Log each cause once: what fails often, such as a reward that is down, would fill the log with its repetition."""
+    causes: dict[tuple[Termination, str], list[TrajectoryResult]] = {}
+    for result in failed:
+        causes.setdefault((result.termination, without_frames(result.error)), []).append(result)
+    for (termination, error), (first, *others) in causes.items():
+        more = f" (and {len(others)} more)" if others else ""
+        logger.warning(
+            "trajectory %s is excluded after %d attempts%s: %s: %s",
+            first.trajectory_id, first.attempts, more, termination.value, error,
+        )  # fmt: skip
 
 
 def without_frames(text: str | None) -> str:

@@ -233,7 +233,7 @@ def test_reward_that_fails_sometimes_excludes_those_trajectories(
         assert record.reward is None and record.advantage is None and "the judge is ill" in str(record.error)
     events = [json.loads(line) for line in (run.path / "events.jsonl").read_text().splitlines()]
     assert [rows for event, _, rows, *_ in events if event == "rollout_end"] == [2]
-    assert caplog.text.count("is excluded after 1 attempts: reward_error") == 2
+    assert caplog.text.count("is excluded after 1 attempts (and 1 more): reward_error") == 1
 
     with pytest.raises(RolloutError, match="2 of 4 trajectories failed after 0 retries"):
         fit({**changes, "rollout.max_failed_fraction": 0.4}, tiny_run.rows(2))

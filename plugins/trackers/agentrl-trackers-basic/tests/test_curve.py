@@ -4,9 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from matplotlib.figure import Figure
 
 from agentrl_core.api import DataError
-from agentrl_trackers_basic.curve import draw_curve, draw_curves
+from agentrl_trackers_basic.curve import _draw_accuracies, draw_curve, draw_curves
+from agentrl_trackers_basic.metrics import Accuracy
 
 
 def metrics_file(path: Path, scale: float = 1.0, sources: tuple[str, ...] = ("calculator",)) -> Path:
@@ -32,6 +34,14 @@ def test_one_run(tmp_path: Path) -> None:
     png = draw_curve(metrics_file(tmp_path / "metrics.jsonl"), tmp_path / "docs" / "curve.png", "calculator")
     assert size(png) == (1200, 675)
     assert [file.name for file in png.parent.iterdir()] == ["curve.png"]
+
+
+def test_the_label_of_the_upper_curve_stands_above_it() -> None:
+    axes = Figure().subplots()
+    curves = {"greedy": [(0, 0.0), (5, 0.9)], "sampled": [(0, 0.1), (5, 0.9)]}
+    _draw_accuracies(axes, {Accuracy("shop", mode): points for mode, points in curves.items()})
+    above = [text.get_text() + ("^" if text.xyann[1] > 0 else "") for text in axes.texts]
+    assert above == ["0.00", "0.90^", "0.10^", "0.90"]
 
 
 def test_rewards_outside_of_0_and_1_get_their_own_panel(tmp_path: Path) -> None:

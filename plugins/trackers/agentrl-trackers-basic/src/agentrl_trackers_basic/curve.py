@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from itertools import chain
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -121,6 +123,9 @@ def _draw_reward(axes: Axes, reward: _Points) -> None:
 
 def _draw_accuracies(axes: Axes, accuracies: Mapping[Accuracy, _Points]) -> None:
     sources = sorted({accuracy.source for accuracy in accuracies})
+    highest: dict[int, float] = {}
+    for step, value in chain.from_iterable(accuracies.values()):
+        highest[step] = max(value, highest.get(step, value))
     for accuracy in sorted(accuracies):
         points = accuracies[accuracy]
         style, marker = _MODE_STYLES[accuracy.mode]
@@ -128,11 +133,15 @@ def _draw_accuracies(axes: Axes, accuracies: Mapping[Accuracy, _Points]) -> None
         label = f"validation accuracy, {accuracy.mode}" + (f" ({accuracy.source})" if len(sources) > 1 else "")
         axes.plot(*_xy(points), style, color=colour, marker=marker, markersize=5, linewidth=2, label=label)
         if len(accuracies) <= 2:
-            _annotate(axes, points, above=accuracy.mode == "greedy")
+            _annotate(axes, points, highest)
 
 
-def _annotate(axes: Axes, points: _Points, above: bool) -> None:
+def _annotate(axes: Axes, points: _Points, highest: dict[int, float]) -> None:
     for step, value in dict.fromkeys([points[0], points[-1]]):
+        # Two curves may have their labels at one step: the upper one's, or the first one's, is above.
+        above = value == highest.get(step)
+        if above:
+            highest[step] = inf
         axes.annotate(
             f"{value:.2f}", (step, value), xytext=(0, 8 if above else -15), textcoords="offset points",
             ha="center", fontsize=9,
