@@ -155,7 +155,7 @@ def _module_of(ref: PluginRef) -> ModuleType:
             raise
         raise PluginBrokenError(
             f"{KINDS[ref.kind].title} {ref.name!r}: running {file_name} raised {describe_exception(error)}"
-            + _import_hint(error)
+            + _import_hint(error, Path(file_name).parent)
         ) from error
     return module
 
@@ -167,10 +167,13 @@ def _text_of(path: str) -> str | None:
         return None
 
 
-def _import_hint(error: BaseException) -> str:
-    if isinstance(error, ModuleNotFoundError):
+def _import_hint(error: BaseException, folder: Path) -> str:
+    if not isinstance(error, ModuleNotFoundError):
+        return ""
+    package = (error.name or "").partition(".")[0]
+    if (folder / f"{package}.py").exists() or (folder / package).is_dir():
         return ". A plugin in a file may import installed packages only, no files next to it. Make it a package"
-    return ""
+    return ". It is not installed beside agentrl: pip install the package that it is part of"
 
 
 def _no_object(ref: PluginRef, path: str) -> str:

@@ -199,11 +199,21 @@ def test_syntax_error(tmp_path: Path) -> None:
     assert f"({path}:1)" in error_of(PluginBrokenError, tmp_path, "./reward.py:score")
 
 
-def test_import_of_a_file_beside_it(tmp_path: Path) -> None:
-    write(tmp_path, "import agentrl_no_such_helper\n")
-    assert error_of(PluginBrokenError, tmp_path, "./reward.py:score").endswith(
-        "A plugin in a file may import installed packages only, no files next to it. Make it a package"
-    )
+@pytest.mark.parametrize(
+    ("helper", "advice"),
+    [
+        (
+            "agentrl_no_such_helper.py",
+            "A plugin in a file may import installed packages only, no files next to it. Make it a package",
+        ),
+        ("another.py", "It is not installed beside agentrl: pip install the package that it is part of"),
+    ],
+)
+def test_import_of_what_is_not_installed(tmp_path: Path, helper: str, advice: str) -> None:
+    write(tmp_path, "import agentrl_no_such_helper.part\n")
+    (tmp_path / helper).touch()
+    message = error_of(PluginBrokenError, tmp_path, "./reward.py:score")
+    assert "No module named 'agentrl_no_such_helper'" in message and message.endswith(advice)
 
 
 @pytest.mark.parametrize(
