@@ -148,24 +148,29 @@ def assert_same_weights(first: Groups, second: Groups, tolerance: float = 1e-5) 
 
 
 def test_every_loss_is_the_same_over_ranks_and_micro_batches(groups_of: Any, batches: list[Any]) -> None:
-    cases = [(groups_of(ranks), tokens) for ranks, tokens in ((1, 1000), (1, 40), (2, 40), (4, 40))]
+    cases = []
+    for ranks, micro_batch_tokens in ((1, 1000), (1, 40), (2, 40), (4, 40)):
+        groups = groups_of(ranks)
+        groups["actor"].use_loss("ppo", {}, micro_batch_tokens)
+        cases.append((groups, micro_batch_tokens, ready_to_train(groups, batches[0])))
     try:
         for name in LOSSES:
             found = []
-            for groups, micro_batch_tokens in cases:
+            for groups, micro_batch_tokens, batch in cases:
+                groups["actor"].init_model()
                 groups["actor"].use_loss(name, LOSS_OPTIONS.get(name, {}), micro_batch_tokens)
-                found.append(two_mini_batches(groups, batches[0]))
+                # Two mini-batches: the loss of the second one shows the first step.
+                found.append(groups["actor"].update(batch.slice())[0])
             for other in found[1:]:
                 assert other == pytest.approx(found[0], rel=1e-4, abs=1e-6), name
             assert found[0]["actor/grad_norm"] > 0
     finally:
-        for groups, _ in cases:
+        for groups, _, _ in cases:
             groups["actor"].use_loss("ppo", {}, UPDATE["micro_batch_tokens"])
 
 
-def two_mini_batches(groups: Groups, batch: Any) -> dict[str, float]:
-    """The metrics of one update from the initial weights; the loss of the second mini-batch shows the first step."""
-    groups["actor"].init_model()
+def ready_to_train(groups: Groups, batch: Any) -> Any:
+    """The batch with log-probs of the initial weights and with advantages."""
     batch = batch.slice()
     batch.union(groups["actor"].compute_log_prob(batch))
     batch.union(groups["reference"].compute_ref_log_prob(batch))
@@ -174,8 +179,7 @@ def two_mini_batches(groups: Groups, batch: Any) -> dict[str, float]:
     batch.batch["advantages"] = torch.randn(mask.shape, generator=generator) * mask
     noise = 0.1 * torch.randn(mask.shape, generator=generator)
     batch.batch["rollout_log_probs"] = (batch.batch["old_log_probs"] + noise) * mask
-    metrics: dict[str, float] = groups["actor"].update(batch)[0]
-    return metrics
+    return batch
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
