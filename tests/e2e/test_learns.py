@@ -7,6 +7,7 @@ import pytest
 
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
+from tests.trainer.test_profile import durations
 
 LEARN = {
     "data.batch_size": 4,
@@ -47,14 +48,24 @@ def test_ray_trains_on_what_the_local_runtime_does_also_after_a_resume(
     assert on_ray.read_metrics()[0]["rollout/logprob_gap_max"] < 1e-4
 
 
+def assert_every_rank_has_its_profile(run: RunDir, step: int) -> None:
+    folder = run.path / f"profiles/step-{step:06d}"
+    assert sorted(file.name for file in folder.glob("*.json.gz")) == [
+        "actor-rank-0.json.gz", "actor-rank-1.json.gz", "driver.json.gz",
+    ]  # fmt: skip
+    ranks = [durations(folder / f"actor-rank-{rank}.json.gz")["aten::mm"] for rank in (0, 1)]
+    assert len({event["pid"] for events in ranks for event in events}) == 2
+
+
 @pytest.mark.ray
-def test_two_processes_train_on_what_one_does_and_learn(
+def test_two_processes_train_on_what_one_does_and_learn_and_write_their_profiles(
     fit: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     changes: dict[str, Any] = {**LEARN, "rollout.deterministic": True, "trainer.steps": 15}
     one = fit({**changes, "trainer.steps": 1, "trainer.name": "one"}).read_metrics()[0]
     ray: dict[str, Any] = {"cluster.runtime": "ray", "cluster.processes_per_node": 2, "trainer.name": "two"}
-    run = fit({**changes, **ray})
+    run = fit({**changes, **ray, "trainer.profile.steps": [2]})
+    assert_every_rank_has_its_profile(run, 2)
     two = run.read_metrics()
     same = [key for key in one if key.startswith(("actor/", "reward/", "response_length/", "advantage/"))]
     assert {"actor/loss", "actor/grad_norm", "reward/mean"} <= set(same)

@@ -97,16 +97,3 @@ def test_a_py_spy_that_fails_is_a_warning(
 def test_a_step_that_never_comes_is_refused(fit: Callable[..., RunDir]) -> None:
     with pytest.raises(ConfigError, match=r"trainer.profile.steps: \[3\] are no steps of this run, which has 1 to 2"):
         fit({**SCRIPTED, "trainer.profile.steps": [3]})
-
-
-@pytest.mark.ray
-def test_every_rank_writes_its_profile(fit: Callable[..., RunDir]) -> None:
-    cluster = {"cluster.runtime": "ray", "cluster.processes_per_node": 2, "trainer.steps": 1}
-    run = fit({**SCRIPTED, **cluster, "trainer.profile.steps": [1]})
-    files = sorted(file.name for file in (run.path / "profiles/step-000001").glob("*.json.gz"))
-    assert files == ["actor-rank-0.json.gz", "actor-rank-1.json.gz", "driver.json.gz"]
-    processes = set()
-    for rank in (0, 1):
-        events = durations(run.path / f"profiles/step-000001/actor-rank-{rank}.json.gz")
-        processes |= {event["pid"] for event in events["aten::mm"]}
-    assert len(processes) == 2
