@@ -1,6 +1,5 @@
 """Weights that are sent to other processes, through a group or shared buffers."""
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -54,13 +53,12 @@ def receive(address: str, rank: int, size: int, backend: str, times: int, answer
     ("address", "backend", "actors"),
     [("127.0.0.1", "gloo", 1), (host_address(), "gloo", 1), ("127.0.0.1", "ipc", 1), ("127.0.0.1", "ipc", 2)],
 )
-def test_every_engine_gets_every_bucket(address: str, backend: str, actors: int) -> None:
-    spawn = multiprocessing.get_context("spawn")
-    answers = spawn.Queue()
+def test_every_engine_gets_every_bucket(warm_processes: Any, address: str, backend: str, actors: int) -> None:
+    answers = warm_processes.Queue()
     place, size = f"{address}:{free_port(host=address)}", actors + 2
     sent = [TENSORS, LARGE, {name: tensor * 2 for name, tensor in TENSORS.items()}, LARGE]
     receivers = [
-        spawn.Process(target=receive, args=(place, rank, size, backend, len(sent), answers))
+        warm_processes.Process(target=receive, args=(place, rank, size, backend, len(sent), answers))
         for rank in range(actors, size)
     ]
     for process in receivers:
@@ -90,9 +88,9 @@ def send_and_die(address: str, memory: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_a_killed_actor_leaves_nothing_in_memory_while_engines_live(tmp_path: Path) -> None:
+def test_a_killed_actor_leaves_nothing_in_memory_while_engines_live(warm_processes: Any, tmp_path: Path) -> None:
     place = f"127.0.0.1:{free_port()}"
-    actor = multiprocessing.get_context("spawn").Process(target=send_and_die, args=(place, tmp_path))
+    actor = warm_processes.Process(target=send_and_die, args=(place, tmp_path))
     actor.start()
     with WeightGroup(place, 1, 2, "ipc", timeout=60) as group:
         ((_, received),) = group.receive(bucket(LARGE))
