@@ -6,7 +6,7 @@ the runs of ``benchmarks/proof.py`` with the seeds 0, 1 and 2, and 0.42 to 0.45 
 the wrong sign and 0.06 with a constant. The limit leaves 0.12 for machines that round differently.
 """
 
-import subprocess
+import runpy
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -29,7 +29,9 @@ WRONG = {"the wrong sign": torch.neg, "a constant": torch.ones_like}
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the example's model and data."""
     folder = tmp_path_factory.mktemp("reverse_text")
-    subprocess.run([sys.executable, FOLDER / "prepare.py", "--output", folder], check=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", ["prepare.py", "--output", str(folder)])
+        runpy.run_path(str(FOLDER / "prepare.py"), run_name="__main__")
     return folder
 
 
