@@ -219,6 +219,11 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    """What is left goes with the process: pytest would look through all of it five times."""
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 with a byte tokenizer."""
