@@ -21,6 +21,7 @@ from agentrl_core.cli._shared import (
 from agentrl_core.cli.main import VERBOSE
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.config.slots import all_slots
+from agentrl_core.rollout.pacing import fewer_collections
 from agentrl_core.runs.run_dir import RunDir
 
 logger = logging.getLogger(__name__)
@@ -67,10 +68,11 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
         return
     # Torch and transformers take seconds to import; errors in the configuration are reported before that.
     logger.info("loading torch and transformers")
-    from agentrl_core.trainer import Trainer
+    with fewer_collections():
+        from agentrl_core.trainer import Trainer
 
-    log_transformers()
-    trainer = Trainer(loaded)
+        log_transformers()
+        trainer = Trainer(loaded)
     arguments = shlex.join([str(config), *overrides])
     try:
         path = trainer.fit()
@@ -99,10 +101,11 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
 
 def _dry_run(config: ResolvedConfig, run_tools: bool = False, as_json: bool = False) -> None:
     logger.info("loading torch and transformers")
-    from agentrl_core.trainer.preparation import Preparation
+    with fewer_collections():
+        from agentrl_core.trainer.preparation import Preparation
 
-    logger.info("checking model, tokenizer and prompts")
-    preparation = Preparation.of(config, listeners=True)
+        logger.info("checking model, tokenizer and prompts")
+        preparation = Preparation.of(config, listeners=True)
     plugins = [(slot.kind, slot.registered_name, slot.ref.dist, slot.ref.version) for slot in all_slots(config)]
     tried: list[str] = []
     if run_tools:

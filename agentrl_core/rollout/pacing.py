@@ -3,8 +3,8 @@
 import asyncio
 import gc
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 COLLECTION_THRESHOLD = 50_000
 """Objects that may come before the garbage collector looks at them; Python's own default is 700 or 2,000."""
@@ -53,12 +53,12 @@ class Pacer:
             loop.call_soon(self._admit, loop)
 
 
-@asynccontextmanager
-async def fewer_collections() -> AsyncIterator[None]:
+@contextmanager
+def fewer_collections() -> Iterator[None]:
     """Let Python's garbage collector run less often in the block.
 
-    Almost every object of a rollout lives until its end: each collection walks through the token lists of the
-    trajectories under way, and finds nothing.
+    Almost every object of a rollout lives until its end, and those that imports make stay: each collection walks
+    through them and finds nothing.
     """
     global _open_blocks, _thresholds
     # No gc.freeze(): with it, a worker on Ray grew by 80 kB a step in benchmarks/long_run.py, and by 1 kB without.

@@ -147,10 +147,11 @@ class AgentLoopWorker:
         most = self._config.rollout.agent.max_concurrent
         size = most if self._config.rollout.deterministic else max(len(rows), 1)
         results: list[TrajectoryResult] = []
-        async with Watchdog(self._live, WATCHDOG_SECONDS), fewer_collections():
-            for start in range(0, len(rows), size):
-                wave = slice(start, start + size)
-                results += await self._wave(keys[wave], rows[wave], prompts.sampling, asyncio.Semaphore(most))
+        with fewer_collections():
+            async with Watchdog(self._live, WATCHDOG_SECONDS):
+                for start in range(0, len(rows), size):
+                    wave = slice(start, start + size)
+                    results += await self._wave(keys[wave], rows[wave], prompts.sampling, asyncio.Semaphore(most))
         return results
 
     async def route(self, engine: str, method: str, *args: Any) -> Any:

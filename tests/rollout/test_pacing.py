@@ -69,33 +69,30 @@ def thresholds() -> Iterator[tuple[int, int, int]]:
     gc.set_threshold(*before)
 
 
-async def thresholds_inside() -> tuple[int, int, int]:
+def thresholds_inside() -> tuple[int, int, int]:
     with pytest.raises(ZeroDivisionError):
-        async with fewer_collections():
+        with fewer_collections():
             inside = gc.get_threshold()
             raise ZeroDivisionError
     return inside
 
 
 def test_garbage_is_collected_less_often_in_a_rollout_and_as_before_after_it(thresholds: tuple[int, int, int]) -> None:
-    assert asyncio.run(thresholds_inside()) == (COLLECTION_THRESHOLD, *thresholds[1:])
+    assert thresholds_inside() == (COLLECTION_THRESHOLD, *thresholds[1:])
     assert gc.get_threshold() == thresholds
 
 
 def test_two_rollouts_at_once_leave_the_collector_as_it_was(thresholds: tuple[int, int, int]) -> None:
-    async def overlapping() -> None:
-        first, second = fewer_collections(), fewer_collections()
-        await first.__aenter__()
-        await second.__aenter__()
-        await first.__aexit__(None, None, None)
-        assert gc.get_threshold()[0] == COLLECTION_THRESHOLD
-        await second.__aexit__(None, None, None)
-
-    asyncio.run(overlapping())
+    first, second = fewer_collections(), fewer_collections()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert gc.get_threshold()[0] == COLLECTION_THRESHOLD
+    second.__exit__(None, None, None)
     assert gc.get_threshold() == thresholds
 
 
 @pytest.mark.parametrize("own", [(0, 10, 10), (100_000, 5, 5)])
 def test_a_user_who_chose_rarer_collections_keeps_them(thresholds: object, own: tuple[int, int, int]) -> None:
     gc.set_threshold(*own)
-    assert asyncio.run(thresholds_inside()) == own
+    assert thresholds_inside() == own
