@@ -173,7 +173,7 @@ def _import_hint(error: BaseException, folder: Path) -> str:
     package = (error.name or "").partition(".")[0]
     if (folder / f"{package}.py").exists() or (folder / package).is_dir():
         return ". A plugin in a file may import installed packages only, no files next to it. Make it a package"
-    return ". It is not installed beside agentrl: pip install the package that it is part of"
+    return ". It is not installed in this environment: pip install the package that provides it"
 
 
 def _no_object(ref: PluginRef, path: str) -> str:

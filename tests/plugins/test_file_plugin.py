@@ -206,7 +206,7 @@ def test_syntax_error(tmp_path: Path) -> None:
             "agentrl_no_such_helper.py",
             "A plugin in a file may import installed packages only, no files next to it. Make it a package",
         ),
-        ("another.py", "It is not installed beside agentrl: pip install the package that it is part of"),
+        ("another.py", "It is not installed in this environment: pip install the package that provides it"),
     ],
 )
 def test_import_of_what_is_not_installed(tmp_path: Path, helper: str, advice: str) -> None:
