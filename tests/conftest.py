@@ -213,7 +213,7 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         # Together to the oldest generation, without a look at them. Left frozen, they would make full collections
-        # frequent, in any thread: one that finds a reference of Ray's while Ray shuts down ends the process.
+        # frequent.
         gc.freeze()
         gc.unfreeze()
         gc.enable()
