@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -123,9 +122,6 @@ def _draw_reward(axes: Axes, reward: _Points) -> None:
 
 def _draw_accuracies(axes: Axes, accuracies: Mapping[Accuracy, _Points]) -> None:
     sources = sorted({accuracy.source for accuracy in accuracies})
-    highest: dict[int, float] = {}
-    for step, value in chain.from_iterable(accuracies.values()):
-        highest[step] = max(value, highest.get(step, value))
     for accuracy in sorted(accuracies):
         points = accuracies[accuracy]
         style, marker = _MODE_STYLES[accuracy.mode]
@@ -133,15 +129,14 @@ def _draw_accuracies(axes: Axes, accuracies: Mapping[Accuracy, _Points]) -> None
         label = f"validation accuracy, {accuracy.mode}" + (f" ({accuracy.source})" if len(sources) > 1 else "")
         axes.plot(*_xy(points), style, color=colour, marker=marker, markersize=5, linewidth=2, label=label)
         if len(accuracies) <= 2:
-            _annotate(axes, points, highest)
+            (other,) = [dict(accuracies[each]) for each in accuracies if each != accuracy] or [{}]
+            _annotate(axes, points, other, wins_ties=accuracy.mode == "greedy")
 
 
-def _annotate(axes: Axes, points: _Points, highest: dict[int, float]) -> None:
+def _annotate(axes: Axes, points: _Points, other: Mapping[int, float], *, wins_ties: bool) -> None:
     for step, value in dict.fromkeys([points[0], points[-1]]):
-        # Two curves may have their labels at one step: the upper one's, or the first one's, is above.
-        above = value == highest.get(step)
-        if above:
-            highest[step] = inf
+        # The other curve may have a label at this step too.
+        above = value > other.get(step, -inf) or (value == other[step] and wins_ties)
         axes.annotate(
             f"{value:.2f}", (step, value), xytext=(0, 8 if above else -15), textcoords="offset points",
             ha="center", fontsize=9,
