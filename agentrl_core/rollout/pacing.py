@@ -1,4 +1,4 @@
-"""Shares out the event loop among trajectories that wake at the same time."""
+"""Shares out the event loop among trajectories that wake together, and keeps the garbage collector from the work."""
 
 import asyncio
 import gc

@@ -35,7 +35,6 @@ from agentrl_core.rollout.identity import TrajectoryKey
 Sample = Callable[[list[int], SamplingParams, str], Awaitable[TokenOutput]]
 _ENGINE_SAMPLING = ("temperature", "top_p", "top_k", *RESHAPING, "json_schema")
 _SAMPLING = (*_ENGINE_SAMPLING, "max_tokens", "stop", "seed")
-_KNOWN = frozenset(_SAMPLING)
 
 
 class TemplateBreakError(TemplateError):
@@ -164,10 +163,9 @@ class TrajectoryBuilder(Trajectory):
         return self.row.num_tokens
 
     async def generate(self, sampling_params: Mapping[str, Any]) -> Turn:
-        if not _KNOWN.issuperset(sampling_params):
-            unknown = ", ".join(sorted(sampling_params.keys() - _KNOWN))
+        if unknown := [name for name in sampling_params if name not in _SAMPLING]:
             raise PluginError(
-                f"Trajectory.generate: unknown sampling parameter {unknown}; allowed: {', '.join(_SAMPLING)}"
+                f"Trajectory.generate: unknown sampling parameter {', '.join(unknown)}; allowed: {', '.join(_SAMPLING)}"
             )
         limit = sampling_params.get("max_tokens")
         max_tokens = self.remaining if limit is None else min(limit, self.remaining)
