@@ -20,7 +20,7 @@ PROOF_ARGS ?=
 SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
-.PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
+.PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu release clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
 	test-engines test-engine-sglang test-engine-vllm test-engines-learn
 
 help:
@@ -34,6 +34,7 @@ help:
 	@echo "make chaos   kill, freeze and starve a tiny run again and again, see docs/reliability.md; CHAOS_ARGS=\"--parts local --faults 20\""
 	@echo "make fuzz    hostile input for FUZZ_MINUTES=15; a minute of it is in make test"
 	@echo "make changelog   gather the fragments of changelog.d in CHANGELOG.md; VERSION=0.2.0 for a release"
+	@echo "make release VERSION=0.2.0   build, check, install and try every distribution; uploads nothing"
 	@echo "make gpu     what only a GPU can show, to docs/results/gpu.md; without one a rehearsal on the CPU"
 	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
@@ -151,6 +152,11 @@ bench: $(VENV)/.installed
 changelog: $(VENV)/.installed
 	sed -i '/^## Unreleased/,/^## [0-9]/{/^## [0-9]/!d}' CHANGELOG.md
 	$(BIN)/towncrier build $(if $(VERSION),--yes --version $(VERSION),--keep --version Unreleased)
+
+# PYTHONS="/path/to/python3.12 /path/to/python3.13" names interpreters that are not on the search path.
+release: $(VENV)/.installed
+	@test -n "$(VERSION)" || { echo "error: which version? make release VERSION=0.2.0" >&2; exit 2; }
+	$(BIN)/python .ci/release.py $(VERSION) $(PYTHONS)
 
 clean:
 	rm -rf $(VENV) runs $(CALCULATOR)/model $(CALCULATOR)/data

@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
+import agentrl_core
+
 ROOT = Path(__file__).parents[1]
 PROJECTS = [ROOT, *sorted(path.parent for path in ROOT.glob("plugins/*/*/pyproject.toml"))]
 ALL = ROOT / "plugins/agentrl-all"
@@ -32,10 +34,11 @@ def build(project: Path, directory: Path) -> zipfile.ZipFile:
 def test_wheel_holds_one_package(project: Path, tmp_path: Path) -> None:
     name = str(metadata(project)["name"]).replace("-", "_")
     package = "agentrl_core" if project == ROOT else name
+    about = f"{name}-{metadata(project)['version']}.dist-info"
     with build(project, tmp_path) as wheel:
         top = {entry.split("/")[0] for entry in wheel.namelist()}
-        assert top == {package, f"{name}-0.1.0.dist-info"}
-        assert f"{name}-0.1.0.dist-info/entry_points.txt" in wheel.namelist()
+        assert top == {package, about}
+        assert f"{about}/entry_points.txt" in wheel.namelist()
         assert any(entry.endswith("licenses/LICENSE") for entry in wheel.namelist()) or project != ROOT
 
 
@@ -43,7 +46,7 @@ def test_one_distribution_installs_all(tmp_path: Path) -> None:
     with build(ALL, tmp_path) as wheel:
         (found,) = (entry for entry in wheel.namelist() if entry.endswith("/METADATA"))
         lines = wheel.read(found).decode().splitlines()
-    assert {entry.split("/")[0] for entry in wheel.namelist()} == {"agentrl_all-0.1.0.dist-info"}
+    assert {entry.split("/")[0] for entry in wheel.namelist()} == {f"agentrl_all-{metadata(ALL)['version']}.dist-info"}
     (needed,) = [Requirement(line.partition(": ")[2]) for line in lines if line.startswith("Requires-Dist: ")]
     assert (needed.name, needed.extras) == (metadata(ROOT)["name"], {"default"})
     assert str(metadata(ROOT)["version"]) in needed.specifier
@@ -58,7 +61,8 @@ def test_published_metadata_is_complete(project: Path) -> None:
     dependencies = [str(item) for item in about["dependencies"]]  # type: ignore[attr-defined]
     assert not {item.split("[")[0].split(">")[0].split("=")[0] for item in dependencies} & HEAVY
     if project != ROOT:
-        assert any(item.startswith("agentrl-core") for item in dependencies)
+        (core,) = (Requirement(item) for item in dependencies if item.startswith("agentrl-core"))
+        assert str(core.specifier) == f">={about['version']}"
 
 
 def test_every_distribution_is_in_the_development_requirements() -> None:
@@ -70,4 +74,8 @@ def test_every_distribution_is_in_the_development_requirements() -> None:
 def test_default_extra_names_every_plugin_of_this_tree() -> None:
     extras = metadata(ROOT)["optional-dependencies"]
     named = {item for item in extras["default"] if not item.startswith("agentrl-core")}  # type: ignore[index]
-    assert named == {str(metadata(project)["name"]) for project in PROJECTS[1:]}
+    assert named == {f"{about['name']}>={about['version']}" for about in map(metadata, PROJECTS[1:])}
+
+
+def test_all_distributions_have_one_version() -> None:
+    assert {metadata(project)["version"] for project in [*PROJECTS, ALL]} == {agentrl_core.__version__}
