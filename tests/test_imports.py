@@ -196,3 +196,11 @@ def test_specs_of_a_plugin_import_nothing_heavy(folder: Path) -> None:
         light = [file for file in (source / "plugin.py", source / "config.py") if file.exists()]
         statements = [each for file in light for each in imports_of(file)]
         assert [str(each) for each in statements if is_in(each.module, HEAVY_MODULES)] == []
+
+
+def test_every_package_of_the_core_begins_with_what_it_owns() -> None:
+    page = (ROOT / "docs/architecture.md").read_text()
+    for init in CORE.glob("*/__init__.py"):
+        text = init.read_text()
+        assert text.startswith('"""'), f"{init.relative_to(ROOT)}: begin with what the package owns"
+        assert f"`{init.parent.name}/`" in page, f"docs/architecture.md: the table of packages lacks {init.parent.name}"

@@ -1,8 +1,9 @@
-# ruff: noqa: F403 - the names are written once, in the tuples below
 """All that a plugin may import.
 
 One file per kind of plugin; each states its contract and shows a ten-line example.
 """
+
+# ruff: noqa: F403 - the names are written once, in the tuples below
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any

@@ -1,5 +1,6 @@
-# ruff: noqa: I001 - one name on each line, each written once
 """Configuration: the schema, and the way from a YAML file to a checked tree."""
+
+# ruff: noqa: I001 - one name on each line, each written once
 
 from agentrl_core.config.describe import OptionDoc as OptionDoc, describe as describe
 from agentrl_core.config.loading import bind as bind, load_config as load_config, load_with_origins as load_with_origins

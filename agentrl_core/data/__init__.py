@@ -1,0 +1,1 @@
+"""Rows of a step: samplers, overlong prompts, chat templates and renderers."""

@@ -1,0 +1,1 @@
+"""What engine plugins share: checks of requests, ports, weight files and weight groups."""

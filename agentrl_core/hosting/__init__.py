@@ -1,0 +1,1 @@
+"""Code that is not ours: tools, rewards and environments in child processes, with deadlines."""

@@ -1,0 +1,1 @@
+"""From prompts to trajectories: manager, workers, sessions, trajectory builder, batching."""

@@ -1,0 +1,1 @@
+"""Engine replicas: servers, routing, placement, interpreters, weight transport."""

@@ -1,0 +1,1 @@
+"""What tests of plugins import: contract suites, the scripted engine, tiny models."""

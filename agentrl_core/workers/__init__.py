@@ -1,0 +1,1 @@
+"""Actor, critic and reference: how they load, compute, update and save."""
