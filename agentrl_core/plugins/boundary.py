@@ -21,6 +21,8 @@ from agentrl_core.api.errors import AgentRLError, DeadlineError
 logger = logging.getLogger(__name__)
 HANG_SECONDS = 60.0
 """A call that takes longer is reported, and again each time that this time has passed."""
+PAUSED_LOOK_SECONDS = 0.01
+"""Least interval between looks at a deadline that stands still."""
 _TRACEBACK = "Traceback (most recent call last):"
 _OURS = str(Path(agentrl_core.__file__).parent) + os.sep
 T = TypeVar("T")
@@ -75,31 +77,62 @@ def _foreign(frames: TracebackType | None) -> TracebackType | None:
 class deadline:  # noqa: N801 - used like a function; a generator with @asynccontextmanager takes twice the time
     """Cancel the block after ``seconds``; a TimeoutError that the block itself raises passes unchanged.
 
+    Args:
+        paused: total seconds, so far, in which such deadlines stood still; their growth within the block is added to
+            ``seconds``.
+
     Raises:
         AgentRLError: ``error`` with ``message``, because the time is over.
     """
 
-    __slots__ = ("_error", "_message", "_seconds", "_timer")
+    __slots__ = ("_check", "_error", "_message", "_paused", "_seconds", "_timer")
 
-    def __init__(self, seconds: float, message: Message, error: type[AgentRLError] = DeadlineError) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        message: Message,
+        error: type[AgentRLError] = DeadlineError,
+        paused: Callable[[], float] | None = None,
+    ) -> None:
         self._seconds = seconds
         self._message = message
         self._error = error
+        self._paused = paused
+        self._check: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> None:
-        self._timer = asyncio.timeout(self._seconds)
+        self._timer = asyncio.timeout(None if self._paused else self._seconds)
         await self._timer.__aenter__()
+        if self._paused:
+            loop = asyncio.get_running_loop()
+            self._look(loop, loop.time() + self._seconds - self._paused(), self._paused)
+
+    def _look(self, loop: asyncio.AbstractEventLoop, end: float, paused: Callable[[], float]) -> None:
+        left = end + paused() - loop.time()
+        if left > 0:
+            # While the clock stands still there would be a look each moment.
+            self._check = loop.call_later(max(left, PAUSED_LOOK_SECONDS), self._look, loop, end, paused)
+        else:
+            self._timer.reschedule(loop.time())
 
     async def __aexit__(
         self, kind: type[BaseException] | None, failure: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._check is not None:
+            self._check.cancel()
         try:
             await self._timer.__aexit__(kind, failure, trace)
         except TimeoutError:
             raise self._error(_text(self._message)) from None
 
 
-async def within(seconds: float, call: Awaitable[T], message: Message, error: type[AgentRLError] = DeadlineError) -> T:
+async def within(
+    seconds: float,
+    call: Awaitable[T],
+    message: Message,
+    error: type[AgentRLError] = DeadlineError,
+    paused: Callable[[], float] | None = None,
+) -> T:
     """What ``call`` returns, with the deadline from its first wait on: one that answers at once needs no timer.
 
     Most calls of tools, rewards and sessions within this process do, and a timer takes as long as a short tool.
@@ -108,13 +141,13 @@ async def within(seconds: float, call: Awaitable[T], message: Message, error: ty
         AgentRLError: as :class:`deadline`.
     """
     if not inspect.iscoroutine(call):
-        async with deadline(seconds, message, error):
+        async with deadline(seconds, message, error, paused):
             return await call
     try:
         awaited = call.send(None)
     except StopIteration as end:
         return cast(T, end.value)
-    async with deadline(seconds, message, error):
+    async with deadline(seconds, message, error, paused):
         return cast(T, await _rest(call, awaited))
 
 

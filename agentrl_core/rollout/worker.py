@@ -217,9 +217,8 @@ class AgentLoopWorker:
         start = time.perf_counter()
         limit = self._config.rollout.trajectory_timeout
         try:
-            async with deadline(
-                limit, lambda: f"rollout.trajectory_timeout of {limit:g} s passed while {session.state}"
-            ):
+            late = lambda: f"rollout.trajectory_timeout of {limit:g} s passed while {session.state}"  # noqa: E731
+            async with deadline(limit, late, paused=self._engines.outage):
                 await self._trajectory(session, sampling)
         except FATAL:
             raise

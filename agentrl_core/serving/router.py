@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
@@ -25,6 +26,8 @@ class Replica:
 
     server: ActorHandle
     is_alive: bool = True
+    is_dropped: bool = False
+    """Its owner has said that it is dead."""
     in_flight: int = 0
     assigned: int = 0
 
@@ -32,12 +35,15 @@ class Replica:
 class AsyncLLMServerManager:
     """Sends each request to a replica: sticky by request id, the least loaded for a new one, another if one dies.
 
-    A dead replica is left out until :meth:`put_server` brings it back. Where all are dead requests wait for that
-    within their deadline, unless :meth:`give_up` has said that none will come back.
+    A dead replica is left out until :meth:`put_server` brings it back. Where all are dead requests wait for that,
+    unless :meth:`give_up` has said that none will come back; no deadline runs meanwhile, see :meth:`outage`.
+
+    A request whose time is over may be slow, or its replica may be frozen. The owner of the replicas finds out which:
+    the request fails if the owner puts the same server back, and is repeated, once, if the server was replaced.
 
     Args:
         servers: handles of :class:`EngineServer` actors.
-        turn_timeout: seconds that one request may take.
+        turn_timeout: seconds that one request may take while there is a replica.
         max_model_len: tokens of prompt and response together.
         vocab_size: ids at or above it are refused.
         capabilities: of the engine. One with ``sessions`` is told when trajectories begin and end.
@@ -68,7 +74,9 @@ class AsyncLLMServerManager:
         self._hopeless: str | None = None if restarts else "no engine replica is alive"
         self._retry = retry
         self._max_sticky = max_sticky
-        self._came_back = asyncio.Event()
+        self._changed = asyncio.Event()
+        self._outages = 0.0
+        self._down_since: float | None = None
 
     # Lost and restarted replicas -----------------------------------------------------------------------------
 
@@ -79,20 +87,52 @@ class AsyncLLMServerManager:
     def put_server(self, index: int, server: ActorHandle) -> None:
         """Replica ``index`` serves again, behind this handle."""
         self._replicas[index].server = server
-        self._replicas[index].is_alive = True
-        self._came_back.set()
+        self._set_alive(index, True)
+
+    def drop_server(self, index: int) -> None:
+        """Replica ``index`` is dead, and is left out until :meth:`put_server`."""
+        self._replicas[index].is_dropped = True
+        self._set_alive(index, False)
 
     def give_up(self, reason: str) -> None:
         """No dead replica will come back: requests that find none alive fail with ``reason``."""
         self._hopeless = reason
-        self._came_back.set()
+        self._news()
+
+    def outage(self) -> float:
+        """Seconds so far in which no replica was up."""
+        return self._outages + (0.0 if self._down_since is None else time.monotonic() - self._down_since)
+
+    def _set_alive(self, index: int, is_alive: bool) -> None:
+        replica = self._replicas[index]
+        replica.is_alive = is_alive
+        replica.is_dropped = replica.is_dropped and not is_alive
+        if any(each.is_alive for each in self._replicas):
+            self._outages, self._down_since = self.outage(), None
+        elif self._down_since is None:
+            self._down_since = time.monotonic()
+        self._news()
+
+    def _news(self) -> None:
+        """Wake all that wait for a change."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def _is_replaced(self, index: int, server: ActorHandle) -> bool:
+        """Wait until the owner has examined the replica behind this server; whether it was dead."""
+        replica = self._replicas[index]
+        if replica.server is server and replica.is_alive:
+            self._set_alive(index, False)
+        while not self._hopeless and replica.server is server and not replica.is_alive and not replica.is_dropped:
+            await self._changed.wait()
+        return replica.server is not server or replica.is_dropped
 
     def _lose(self, index: int, server: ActorHandle, request_id: str, error: WorkerError) -> None:
         self._forget(request_id)
         replica = self._replicas[index]
         # A late failure of the process before says nothing about the one that took its place.
         if replica.server is server and replica.is_alive:
-            replica.is_alive = False
+            self._set_alive(index, False)
             logger.error("lost engine replica %d, moving its requests to the others: %s", index, error)
         if self._hopeless and not any(each.is_alive for each in self._replicas):
             raise EngineError(f"{self._hopeless}; the last one: {error}") from error
@@ -101,8 +141,7 @@ class AsyncLLMServerManager:
         while not any(replica.is_alive for replica in self._replicas):
             if self._hopeless:
                 raise EngineError(self._hopeless)
-            self._came_back.clear()
-            await self._came_back.wait()
+            await self._changed.wait()
         index = self._sticky.get(request_id)
         if index is not None and self._replicas[index].is_alive:
             self._sticky.move_to_end(request_id)
@@ -130,25 +169,36 @@ class AsyncLLMServerManager:
 
         Raises:
             EngineError: the request is impossible, or no replica could serve it.
-            DeadlineError: ``rollout.turn_timeout`` passed.
+            DeadlineError: ``rollout.turn_timeout`` passed, and not because the replica was frozen.
         """
         self._check(request_id, prompt_ids, params)
-        answer = self._generate(request_id, prompt_ids, params)
-        try:
-            output: TokenOutput = await self._bounded(f"request {request_id}", answer)
-        except DeadlineError:
-            index = self._forget(request_id)
-            if index is not None and not self._hopeless:
-                # Left out until the owner of the replicas has seen that it still generates.
-                self._replicas[index].is_alive = False
-            raise
-        return output
+        for is_repeated in (False, True):
+            asked: list[tuple[int, ActorHandle]] = []
+            answer = self._generate(request_id, prompt_ids, params, asked)
+            try:
+                output: TokenOutput = await self._bounded(f"request {request_id}", answer)
+                return output
+            except DeadlineError:
+                self._forget(request_id)
+                if not asked or self._hopeless:
+                    raise
+                if not await self._is_replaced(*asked[-1]) or is_repeated:
+                    raise
+                logger.warning("request %s is repeated: engine replica %d was frozen", request_id, asked[-1][0])
+        raise AssertionError("the loop returns or raises")
 
-    async def _generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput:
+    async def _generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        asked: list[tuple[int, ActorHandle]],
+    ) -> TokenOutput:
+        """As :meth:`generate`; adds the replicas that were asked to ``asked``."""
         so_far: TokenOutput | None = None
         failures = 0
         while True:
-            output = await self._attempt(request_id, *remaining(prompt_ids, params, so_far))
+            output = await self._attempt(request_id, *remaining(prompt_ids, params, so_far), asked)
             if output is not None:
                 whole = joined(so_far, output)
                 if output.finish_reason != "abort" or failures >= MAX_LOSSES:
@@ -166,12 +216,19 @@ class AsyncLLMServerManager:
                     f"kills them ({len(prompt_ids)} prompt tokens, {params})"
                 )
 
-    async def _attempt(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput | None:
+    async def _attempt(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        asked: list[tuple[int, ActorHandle]],
+    ) -> TokenOutput | None:
         """The answer of one replica; None if it died."""
         home = self._sticky.get(request_id)
         index = await self._route(request_id)
         replica = self._replicas[index]
         server = replica.server
+        asked.append((index, server))
         replica.in_flight += 1
         try:
             if self._sessions and index != home:
@@ -229,7 +286,8 @@ class AsyncLLMServerManager:
             await self._bounded(f"close_session of {session_id}", call)
 
     async def _bounded(self, what: str, call: Any) -> Any:
-        return await within(self._turn_timeout, call, lambda: f"{what}: no answer within {self._turn_timeout:g} s")
+        late = f"{what}: no answer within {self._turn_timeout:g} s (rollout.turn_timeout)"
+        return await within(self._turn_timeout, call, late, paused=self.outage)
 
 
 def remaining(

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import DeadlineError, EngineError, PolicySpan, SamplingParams, TokenOutput, WorkerError
+from agentrl_core.plugins.boundary import deadline
+from agentrl_core.serving import router
 from agentrl_core.serving.router import AsyncLLMServerManager
 
 OUTPUT = TokenOutput([1], [-1.0], "stop", [PolicySpan(0, 0, 1)])
@@ -246,6 +248,111 @@ def test_requests_that_wait_in_vain_fail_with_the_reason() -> None:
 
     with pytest.raises(EngineError, match="fallen off the bus"):
         asyncio.run(scenario())
+
+
+class SkippingLoop(asyncio.SelectorEventLoop):
+    """Its clock jumps to the next timer whenever there is nothing else to do."""
+
+    skipped = 0.0
+
+    def time(self) -> float:
+        return self.skipped
+
+    def _run_once(self) -> None:
+        timers = [each.when() for each in self._scheduled if not each.cancelled()]  # type: ignore[attr-defined]
+        if timers and not self._ready:  # type: ignore[attr-defined]
+            self.skipped = max(self.skipped, min(timers))
+        super()._run_once()  # type: ignore[misc]
+
+
+@pytest.fixture
+def run_skipping(monkeypatch: pytest.MonkeyPatch) -> Callable[[Any], Any]:
+    """Runs a coroutine in no time; the router's clock is the loop's."""
+
+    def run(work: Any) -> Any:
+        with asyncio.Runner(loop_factory=SkippingLoop) as runner:
+            monkeypatch.setattr(router.time, "monotonic", runner.get_loop().time)
+            return runner.run(work)
+
+    return run
+
+
+def test_time_in_which_no_replica_is_up_does_not_count(run_skipping: Callable[[Any], Any]) -> None:
+    manager, replicas = make(1, restarts=True, turn_timeout=300.0)
+    replicas[0].alive = False
+    fresh = Replica()
+
+    async def scenario() -> None:
+        async with deadline(1800.0, "the trajectory is late", paused=manager.outage):
+            waiting = asyncio.create_task(manager.generate("a", [1], PARAMS))
+            await asyncio.sleep(3000)
+            assert not waiting.done()
+            fresh.gate = asyncio.Event()
+            manager.put_server(0, fresh)
+            await asyncio.sleep(299)
+            fresh.gate.set()
+            assert await waiting == OUTPUT
+        # With a replica the time counts again.
+        with pytest.raises(DeadlineError, match="the trajectory is late"):
+            async with deadline(1800.0, "the trajectory is late", paused=manager.outage):
+                await asyncio.sleep(1801)
+
+    run_skipping(scenario())
+    assert manager.outage() == 3000
+
+
+@pytest.mark.parametrize("verdict", ["replaced", "dropped", "works"])
+def test_a_request_of_a_frozen_replica_is_repeated_and_a_slow_one_fails(
+    run_skipping: Callable[[Any], Any], verdict: str
+) -> None:
+    manager, replicas = make(2, restarts=True)
+    replicas[0].gate = asyncio.Event()
+    replicas[1].gate = asyncio.Event()
+    fresh = Replica()
+
+    async def scenario() -> Any:
+        waiting = asyncio.create_task(manager.generate("a", [1], PARAMS))
+        while not manager.lost_servers():
+            await asyncio.sleep(1)
+        (index,) = manager.lost_servers()
+        replicas[1 - index].gate = None
+        # Nothing happens until the owner of the replicas has looked.
+        await asyncio.sleep(1000)
+        assert not waiting.done() and not replicas[1 - index].requests
+        match verdict:
+            case "replaced":
+                manager.put_server(index, fresh)
+            case "dropped":
+                manager.drop_server(index)
+            case "works":
+                manager.put_server(index, replicas[index])
+        return await waiting
+
+    if verdict == "works":
+        with pytest.raises(DeadlineError, match="request a: no answer within 60 s"):
+            run_skipping(scenario())
+    else:
+        assert run_skipping(scenario()) == OUTPUT
+        assert fresh.requests == ([] if verdict == "dropped" else ["a"]) or replicas[1].requests == ["a"]
+
+
+def test_a_request_that_freezes_two_replicas_fails(run_skipping: Callable[[Any], Any]) -> None:
+    manager, replicas = make(1, restarts=True)
+    replicas[0].gate = asyncio.Event()
+    fresh = Replica()
+    fresh.gate = asyncio.Event()
+
+    async def scenario() -> None:
+        waiting = asyncio.create_task(manager.generate("a", [1], PARAMS))
+        for _ in range(2):
+            while not manager.lost_servers():
+                await asyncio.sleep(1)
+            manager.drop_server(0)
+            manager.put_server(0, fresh)
+        await waiting
+
+    with pytest.raises(DeadlineError, match="request a"):
+        run_skipping(scenario())
 
 
 def test_a_late_failure_of_the_process_before_does_not_take_the_new_one_out() -> None:
