@@ -68,15 +68,11 @@ def run(
         task = progress.add_task("starting the engine", total=None)
         engines = start_engines(loaded, runtime, preparation)
         manager = AgentLoopManager(loaded, runtime, engines, start_named_engines(loaded, runtime))
-        try:
-            logger.info("answering %d prompts", len(rows[: loaded.trainer.validation.max_prompts]))
-            manager.on_progress = lambda done, total: progress.update(
-                task, description=f"{done} of {total} trajectories have ended"
-            )
-            metrics, results = validate(loaded, rows, step, manager)
-        finally:
-            manager.close()
-            engines.close()
+        logger.info("answering %d prompts", len(rows[: loaded.trainer.validation.max_prompts]))
+        manager.on_progress = lambda done, total: progress.update(
+            task, description=f"{done} of {total} trajectories have ended"
+        )
+        metrics, results = validate(loaded, rows, step, manager)
     replace_file(directory.config_file, to_yaml(loaded))
     replace_file(directory.metrics_file, json.dumps({"step": step, **metrics}) + "\n")
     RolloutWriter(directory.rollouts_dir).write(step, "validation", make_records(step, "validation", results))

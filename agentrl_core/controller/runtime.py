@@ -2,6 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, Protocol, Self, TypeVar, runtime_checkable
 
@@ -63,9 +64,14 @@ class ActorOptions:
 
 
 class Runtime(ABC):
-    """Makes worker groups and actors. A context manager that shuts down at its end."""
+    """Makes worker groups and actors. A context manager that shuts down at its end.
+
+    ``started`` has a callback for everything that a run starts on the runtime and must close. It is registered before
+    the start, so that a start that fails half-way is closed too.
+    """
 
     def __init__(self) -> None:
+        self.started = ExitStack()
         self._loop = EventLoop()
         self._is_open = True
 
@@ -109,10 +115,13 @@ class Runtime(ABC):
         return self._loop.run(coroutine)
 
     def shutdown(self) -> None:
-        """Ends every group and actor that this runtime made. A second call does nothing."""
+        """Close what was started, the last first, and end every group and actor. A second call does nothing."""
         if self._is_open:
-            self._is_open = False
-            self._end()
+            try:
+                self.started.close()
+            finally:
+                self._is_open = False
+                self._end()
 
     @abstractmethod
     def _end(self) -> None: ...

@@ -41,7 +41,7 @@ class AgentLoopManager:
     Args:
         config: resolved.
         runtime: where they run.
-        engines: that answer the trajectories' requests; the caller starts and closes them.
+        engines: that answer the trajectories' requests; the caller starts them.
         named: engines with frozen models, by name, for rewards, interactions and tools; closed with the workers.
     """
 
@@ -61,21 +61,22 @@ class AgentLoopManager:
         self._runtime = runtime
         self._engines = engines
         options = ActorOptions(restarts=RESTARTS)
-        self._rewarders = [
-            runtime.actor(
+        self._rewarders: list[ActorHandle] = []
+        self._workers: list[ActorHandle] = []
+        runtime.started.callback(self.close)
+        for index in range(config.reward.num_workers):
+            rewarder = runtime.actor(
                 RewardWorker, config.reward, config.loops_reward, clients, bool(config.environments),
                 name=f"reward-{index}", options=options,
-            )
-            for index in range(config.reward.num_workers)
-        ]  # fmt: skip
-        self._workers = [
-            runtime.actor(
+            )  # fmt: skip
+            self._rewarders.append(rewarder)
+        for index in range(config.rollout.agent.num_workers):
+            worker = runtime.actor(
                 AgentLoopWorker, config, self._engines.servers, self._rewarders, name=f"agent-loop-{index}",
                 index=index, max_model_len=engines.context.max_model_len, vocab_size=engines.context.vocab_size,
                 clients=clients, options=options,
-            )
-            for index in range(config.rollout.agent.num_workers)
-        ]  # fmt: skip
+            )  # fmt: skip
+            self._workers.append(worker)
         self._engines.introduce(self._workers)
         for each in self._named.values():
             each.introduce([*self._workers, *self._rewarders])
@@ -208,7 +209,9 @@ class AgentLoopManager:
 
     def close(self) -> None:
         """Close all workers and the named engines."""
-        close_actors(self._runtime, [*self._workers, *self._rewarders])
+        actors = [*self._workers, *self._rewarders]
+        self._workers, self._rewarders = [], []
+        self._runtime.run(close_actors(actors))
         for engines in self._named.values():
             engines.close()
 

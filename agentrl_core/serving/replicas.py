@@ -46,30 +46,31 @@ def blocking(
     return call
 
 
-def close_actors(runtime: Runtime, actors: Sequence[ActorHandle]) -> None:
+async def close_actors(actors: Sequence[ActorHandle]) -> None:
     """Close and kill them; a failure to close one does not keep the others open."""
 
     async def close(actor: ActorHandle) -> None:
-        async with deadline(CLOSE_TIMEOUT, f"no answer within {CLOSE_TIMEOUT:g} s"):
-            await actor.call("close")
-
-    for actor in actors:
         try:
-            runtime.run(close(actor))
+            async with deadline(CLOSE_TIMEOUT, f"no answer within {CLOSE_TIMEOUT:g} s"):
+                await actor.call("close")
         except Exception:  # noqa: BLE001 - the run is over, and its own error matters more
             logger.warning("closing %s failed", actor.name, exc_info=True)
-        actor.kill()
+        finally:
+            actor.kill()
+
+    await asyncio.gather(*map(close, actors))
 
 
 class EngineReplicas:
     """Owns the engine servers.
 
     A replica that dies is restarted and gets the current weights before it serves again. That happens while
-    trajectories run; weights are read only then and in :meth:`update_weights`, so that the files of an update may be
-    overwritten between the two.
+    trajectories run; weights are read only then, in :meth:`sleep` and in :meth:`update_weights`, so that the files of
+    an update may be overwritten between them. :meth:`_bring` knows which weights a replica must have and whether it
+    must sleep, and brings every replica there: those that serve, and those that have just been restarted.
 
     Args:
-        runtime: where they live.
+        runtime: where they live. It closes them when it shuts down, at the latest.
         config: resolved.
         context: of replica 0; ``shared_module`` set only if the engine may use the actor's module.
         assignments: of each replica; default: any host, on the CPU.
@@ -96,15 +97,20 @@ class EngineReplicas:
         self._assignments = assign_anywhere(slot, replicas) if assignments is None else assignments
         # In addition to the requests there must be room for health checks and for updates.
         self._concurrency = config.rollout.agent.num_workers * config.rollout.agent.max_concurrent + 100
-        self._members = [ReplicaState(self._make(replica), slot.restarts) for replica in range(len(self._assignments))]
+        self._members: list[ReplicaState] = []
         self._routers: Sequence[ActorHandle] = ()
         self._delivery = WeightDelivery(slot.devices, runtime.share)
-        self._is_asleep = False
+        self._is_asleep = self._is_closed = False
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._restarts = 0
         self._last_death = ""
+        self._hopeless = ""
         self._may_load = asyncio.Event()
         self._loading: set[int] = set()
+        runtime.started.callback(self.close)
+        for replica in range(len(self._assignments)):
+            self._members.append(ReplicaState([], slot.restarts))
+            self._make(replica)
 
     @property
     def servers(self) -> list[ActorHandle]:
@@ -115,19 +121,20 @@ class EngineReplicas:
         """Set the workers whose routers learn which replicas came back, or will not."""
         self._routers = routers
 
-    def _make(self, replica: int) -> list[ActorHandle]:
-        slot = self._slot
-        return [
-            self.runtime.actor(
+    def _make(self, replica: int) -> None:
+        """Give a replica new servers. Each is known as soon as it exists, so that :meth:`close` finds it."""
+        slot, member = self._slot, self._members[replica]
+        member.servers, member.newest, member.sleeping = [], None, ()
+        for host, assigned in enumerate(self._assignments[replica]):
+            server = self.runtime.actor(
                 EngineServer, slot, replace(self.context, replica=replica, node_rank=host),
                 assigned.devices, name=f"{self._name or 'engine'}-{replica}" + (f".{host}" if host else ""),
                 options=ActorOptions(
                     num_gpus=assigned.num_gpus, node=assigned.node, python=slot.python,
                     max_concurrency=self._concurrency,
                 ),
-            )
-            for host, assigned in enumerate(self._assignments[replica])
-        ]  # fmt: skip
+            )  # fmt: skip
+            member.servers.append(server)
 
     # Start ------------------------------------------------------------------------------------------------------
 
@@ -200,6 +207,9 @@ class EngineReplicas:
         """Examine the replicas that the routers have left out, or all that are alive."""
         alive = [index for index, each in enumerate(self._members) if each.is_alive]
         lost = {index for each in await self._tell("lost_servers") for index in each}
+        if self._hopeless:
+            # Again, because a worker that was restarted, or was slow to answer, does not know it.
+            await self._tell("give_up", self._hopeless)
         await asyncio.gather(*(self._examine(index, index in lost) for index in alive if everywhere or index in lost))
 
     async def _examine(self, index: int, is_left_out: bool) -> None:
@@ -219,7 +229,7 @@ class EngineReplicas:
 
     def _replace(self, index: int, reason: str) -> None:
         """Begin to replace a dead replica."""
-        if index not in self._restarting:
+        if index not in self._restarting and not self._is_closed:
             self._members[index].is_alive = False
             task = asyncio.get_running_loop().create_task(self._restart(index, reason))
             self._restarting[index] = task
@@ -236,11 +246,12 @@ class EngineReplicas:
             try:
                 for server in member.servers:
                     server.kill()
-                member.servers, member.newest = self._make(index), None
-                await self._boot(member)
+                self._make(index)
+                # Requests that wait to hear whether this replica still works move to the others now.
+                await asyncio.gather(self._boot(member), self._tell("drop_server", index))
                 await self._may_load.wait()
                 self._loading.add(index)
-                await self._in_time("load weights", self._delivery.load(member))
+                await self._bring(member)
             except (EngineError, WorkerError) as error:
                 reason = str(error)
                 continue
@@ -255,7 +266,8 @@ class EngineReplicas:
         self._last_death = f"; the last one failed: {reason}"
         logger.error("%s replica %d failed permanently (%s)", self._label, index, reason)
         if not any(each.is_alive or each.restarts_left for each in self._members):
-            await self._tell("give_up", f"no {self._label} replica is alive and none can be started: {reason}")
+            self._hopeless = f"no {self._label} replica is alive and none can be started: {reason}"
+            await self._tell("give_up", self._hopeless)
 
     async def _tell(self, method: str, *args: Any) -> list[Any]:
         """The answers of the routers; those that are dead or do not answer in time are left out."""
@@ -267,14 +279,65 @@ class EngineReplicas:
         answers = await asyncio.gather(*map(one, self._routers), return_exceptions=True)
         return [answer for answer in answers if not isinstance(answer, BaseException)]
 
-    # Weights ----------------------------------------------------------------------------------------------------
+    # Weights and sleep ------------------------------------------------------------------------------------------
+
+    async def _bring(self, member: ReplicaState) -> None:
+        """Bring a replica that runs to the state that all must be in: asleep, or awake with the newest weights.
+
+        Raises:
+            EngineError: it refuses.
+            WorkerError: it died, or does not answer.
+        """
+        if self._is_asleep:
+            if self._sleep < 2:
+                # A sleeper of level 1 keeps its weights, and must have the newest ones when it wakes.
+                await self._in_time("load weights", self._delivery.load(member))
+            else:
+                member.newest = None
+            if not member.sleeping:
+                # Before the call: a sleeper that does not answer may sleep nevertheless.
+                member.sleeping = ("weights", "kv_cache")
+                try:
+                    await self._in_time("sleep", member.server.call("sleep", self._sleep))
+                except WorkerError as error:
+                    logger.warning("engine %s does not answer to 'sleep': %s", member.server.name, error)
+            return
+        # The KV cache waits: while weights are loaded there may be no room for both.
+        await self._wake(member, "weights")
+        await self._in_time("load weights", self._delivery.load(member))
+        await self._wake(member, "kv_cache")
+
+    async def _wake(self, member: ReplicaState, tag: str) -> None:
+        if tag in member.sleeping:
+            await self._in_time("wake_up", member.server.call("wake_up", [tag]))
+            member.sleeping = tuple(each for each in member.sleeping if each != tag)
+
+    async def _bring_all(self) -> None:
+        """Bring every living replica to the state that all must be in; those that die on the way are replaced."""
+        alive = [(index, member) for index, member in enumerate(self._members) if member.is_alive]
+        results = await asyncio.gather(*(self._bring(member) for _, member in alive), return_exceptions=True)
+        for (index, _), result in zip(alive, results, strict=True):
+            if isinstance(result, WorkerError):
+                self._replace(index, str(result))
+            elif isinstance(result, BaseException):
+                raise result
 
     @blocking
     async def sleep(self) -> None:
-        """Let every replica release what ``rollout.engine.sleep`` says, until it gets new weights."""
-        if self._sleep:
-            self._is_asleep = True
-            await self._ask("sleep", self._sleep)
+        """Let every replica release what ``rollout.engine.sleep`` says, until it gets new weights.
+
+        Waits for replicas that are being restarted: they take the memory that the others release for the trainer.
+        """
+        if not self._sleep:
+            return
+        self._is_asleep = True
+        self._may_load.set()
+        try:
+            await self._bring_all()
+            while self._restarting:
+                await asyncio.wait(self._restarting.values())
+        finally:
+            await self._settle()
 
     @blocking
     async def update_weights(self, weights: Weights) -> None:
@@ -285,42 +348,30 @@ class EngineReplicas:
             WorkerError: the actor, or a replica that weights are broadcast to, died in the middle of it.
         """
         self._delivery.note(weights)
-        async with self._updating():
-            alive = [(index, member) for index, member in enumerate(self._members) if member.is_alive]
+        async with self._awake():
             if weights.sender is not None:
-                members = [member for _, member in alive]
+                members = [member for member in self._members if member.is_alive]
+                await asyncio.gather(*(self._wake(member, "weights") for member in members))
                 await self._in_time("receive weights", self._delivery.broadcast(weights, members))
-                return
-            loads = (self._in_time("load weights", self._delivery.load(member)) for _, member in alive)
-            results = await asyncio.gather(*loads, return_exceptions=True)
-            for (index, _), result in zip(alive, results, strict=True):
-                if isinstance(result, WorkerError):
-                    self._replace(index, str(result))
-                elif isinstance(result, BaseException):
-                    raise result
 
     @blocking
     async def wake_up(self) -> None:
         """Wake replicas that sleep; their weights are the newest ones."""
-        async with self._updating():
+        async with self._awake():
             pass
 
     @asynccontextmanager
-    async def _updating(self) -> AsyncIterator[None]:
-        """Replicas are awake for what is done here, at least one is alive after it, and then all sleepers wake."""
+    async def _awake(self) -> AsyncIterator[None]:
+        """After the block all replicas are awake with the newest weights, and at least one is alive."""
+        self._is_asleep = False
         self._may_load.set()
         try:
-            if self._is_asleep:
-                # The KV cache waits: while weights are loaded there may be no room for both.
-                await self._ask("wake_up", ["weights"])
             yield
+            await self._bring_all()
             while not any(member.is_alive for member in self._members):
                 if not self._restarting:
                     raise EngineError(f"no engine replica is alive to take the new weights{self._last_death}")
                 await asyncio.wait(self._restarting.values(), return_when=asyncio.FIRST_COMPLETED)
-            if self._is_asleep:
-                await self._ask("wake_up", ["kv_cache"])
-                self._is_asleep = False
         finally:
             await self._settle()
 
@@ -376,9 +427,18 @@ class EngineReplicas:
             totals["restarts"] = float(self._restarts)
         return dict(totals)
 
-    def close(self) -> None:
-        """Close every server."""
-        close_actors(self.runtime, self.servers)
+    @blocking
+    async def close(self) -> None:
+        """Close the servers on every host of every replica, those of a replica that is being restarted too."""
+        self._is_closed = True
+        restarting = list(self._restarting.values())
+        for task in restarting:
+            task.cancel()
+        await asyncio.gather(*restarting, return_exceptions=True)
+        servers = [server for member in self._members for server in member.servers]
+        for member in self._members:
+            member.servers, member.is_alive = [], False
+        await close_actors(servers)
 
     async def _ask(self, method: str, *args: Any, every_host: bool = False) -> list[Any]:
         """The answers of all replicas, or of all their hosts; None of those that are dead."""

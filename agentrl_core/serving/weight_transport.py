@@ -133,12 +133,14 @@ class ReplicaState:
         restarts_left: new starts that it still has.
         newest: weights that it has taken last.
         is_alive: serves, as far as is known.
+        sleeping: tags of the memory that it has released.
     """
 
     servers: list[ActorHandle]
     restarts_left: int
     newest: Weights | None = None
     is_alive: bool = True
+    sleeping: tuple[str, ...] = ()
 
     @property
     def server(self) -> ActorHandle:

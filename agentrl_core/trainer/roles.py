@@ -113,7 +113,7 @@ def start_workers(
 
 
 def build_roles(config: ResolvedConfig, runtime: Runtime, preparation: Preparation) -> Roles:
-    """Start the training workers and the engines of a run."""
+    """Start the training workers and the engines of a run. ``runtime.started`` closes them."""
     groups = start_workers(config, runtime, preparation.steps)
     actor = cast(Actor, groups["actor"])
     logger.info("the model is loaded for training; starting %s", config.rollout.engine.name)
@@ -132,7 +132,7 @@ def build_roles(config: ResolvedConfig, runtime: Runtime, preparation: Preparati
 def start_engines(
     config: ResolvedConfig, runtime: Runtime, preparation: Preparation, actor: Any = None
 ) -> EngineReplicas:
-    """Start the engine replicas.
+    """Start the engine replicas. ``runtime.started`` closes them.
 
     Args:
         actor: the training workers, whose GPUs colocated engines share. An engine in the actor's process that can

@@ -117,8 +117,9 @@ class Trainer:
         remove_orphans()
         runtime.when_lost(self.run.note_loss)
         logger.info("starting workers and engines")
-        self._roles = build_roles(self.config, runtime, self.preparation)
-        try:
+        # Closed here and not by the runtime's end: while signals are still handled.
+        with runtime.started:
+            self._roles = build_roles(self.config, runtime, self.preparation)
             self.step = self.run.begin(self.roles.actor, self.roles.critic)
             self.roles.rollout.on_progress = partial(self.run.trackers.progress, "")
             self.sync_weights(self.step)
@@ -129,9 +130,6 @@ class Trainer:
             self.stop.may_finish_step = True
             with shared_memory_recorded():
                 yield
-        finally:
-            self.roles.rollout.close()
-            self.roles.engines.close()
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:

@@ -2,6 +2,8 @@
 
 import asyncio
 import itertools
+import logging
+import sys
 import textwrap
 from typing import Any
 
@@ -13,9 +15,11 @@ from agentrl_core.serving.weight_transport import Weights
 
 ENGINE = """
 import asyncio
+import threading
 from agentrl_core.api import InferenceEngine, PolicySpan, TokenOutput
 
 MADE = []
+OPEN = threading.Event()
 PLAN = {}  # what the nth engine made does wrong
 
 class Frail(InferenceEngine):
@@ -31,6 +35,10 @@ class Frail(InferenceEngine):
     async def start(self):
         if self.fault == "start":
             raise RuntimeError("no such device")
+        if self.fault == "slow":
+            # Until the rollout is over.
+            while not OPEN.is_set():
+                await asyncio.sleep(0)
 
     async def health(self):
         if self.fault == "ill" and self.requests:
@@ -63,6 +71,9 @@ class Frail(InferenceEngine):
 
     async def wake_up(self, tags=None):
         self.calls.append(f"wake {tags}")
+
+    async def close(self):
+        self.calls.append("close")
 """
 LOOP = """
 from agentrl_core.api import AgentLoopBase
@@ -105,12 +116,11 @@ def test_a_replica_that_cannot_serve_any_more_is_replaced(
     faulty = fleet.rollout.engines[0]
     if fault != "ill":
         # Here an engine that hangs keeps its request, as no process ends; on Ray it would fail with the process.
-        fleet.rollout.config.rollout.retries = 1
         for worker in fleet.rollout.workers:
             worker._engines._turn_timeout = 2.0
     for _ in range(20):
         results = fleet.rollout([make_row(str(index)) for index in range(4)])
-        assert all(not result.failed for result in results)
+        assert all(not result.failed and result.attempts == 1 for result in results)
         assert {version for result in results for version in result.outputs[0].policy_versions} == {5}
         if fleet.rollout.engines[0] is not faulty and fleet.versions() == [5] * replicas:
             break
@@ -140,6 +150,65 @@ def test_the_hosts_of_a_replica_are_started_and_replaced_together(make_rollout: 
     assert after[1] is not before[1] and [each.context.node_rank for each in after] == [0, 1]
     assert after[0].context.rendezvous == after[1].context.rendezvous
     assert (before[0].requests, before[1].requests, after[0].requests, after[1].requests) == (0, 0, 1, 0)
+
+
+def plugin_of(fleet: Fleet) -> Any:
+    """The module of the fleet's engines."""
+    return sys.modules[type(fleet.rollout.engines[0]).__module__]
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_a_replica_that_is_still_starting_when_engines_go_to_sleep_sleeps_too(
+    make_rollout: Any, make_row: Any, level: int
+) -> None:
+    fleet = Fleet(make_rollout, {0: "ill", 2: "slow"}, replicas=2, restarts=1, sleep=level)
+    plugin = plugin_of(fleet)
+    assert not fleet.rollout([make_row(), make_row()])[0].failed
+    plugin.OPEN.set()
+    fleet.replicas.sleep()
+    assert plugin.MADE[2].calls == (["update 5"] if level == 1 else []) + [f"sleep {level}"]
+    fleet.replicas.update_weights(Weights(6))
+    woken = ["wake ['weights']", "update 6", "wake ['kv_cache']"]
+    assert [engine.calls[-3:] for engine in plugin.MADE[1:]] == [woken, woken]
+    # Those that are awake are not woken.
+    fleet.replicas.wake_up()
+    assert [engine.calls[-3:] for engine in plugin.MADE[1:]] == [woken, woken]
+
+
+def test_engines_whose_weights_were_discarded_get_them_back_without_an_update(make_rollout: Any) -> None:
+    fleet = Fleet(make_rollout, {}, sleep=2)
+    fleet.replicas.sleep()
+    fleet.replicas.wake_up()
+    expected = ["update 5", "sleep 2", "wake ['weights']", "update 5", "wake ['kv_cache']"]
+    assert fleet.rollout.engines[0].calls == expected
+
+
+def test_every_host_of_a_replica_is_closed(make_rollout: Any) -> None:
+    hosts = {"cluster.runtime": "ray", "tensor_parallel": 4, "nodes": 2}
+    fleet = Fleet(make_rollout, {}, replicas=2, **hosts)
+    plugin = plugin_of(fleet)
+    fleet.replicas.close()
+    fleet.replicas.close()
+    assert [engine.calls[-1] for engine in plugin.MADE] == ["close"] * 4
+    assert [engine.calls.count("close") for engine in plugin.MADE] == [1] * 4
+
+
+def test_closing_ends_a_restart_with_the_server_that_it_has_made(make_rollout: Any, make_row: Any) -> None:
+    fleet = Fleet(make_rollout, {0: "ill", 2: "slow"}, replicas=2, restarts=3)
+    plugin, handlers = plugin_of(fleet), list(logging.getLogger().handlers)
+    fleet.rollout([make_row(), make_row()])
+    assert len(plugin.MADE) == 3
+    fleet.replicas.close()
+    assert [engine.calls[-1:] for engine in plugin.MADE[1:]] == [["close"], ["close"]]
+    left = [each for each in logging.getLogger().handlers if each not in handlers]
+    assert not left
+
+    async def later() -> None:
+        plugin.OPEN.set()
+        await asyncio.sleep(0.02)
+
+    fleet.replicas.runtime.run(fleet.replicas.watched(later()))
+    assert len(plugin.MADE) == 3
 
 
 def test_without_restarts_the_last_replica_ends_the_rollout(make_rollout: Any, make_row: Any) -> None:
