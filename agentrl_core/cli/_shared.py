@@ -95,6 +95,8 @@ def set_up_logging(verbose: bool = False, stderr: bool = False) -> None:
         handler = RichHandler(console=console, show_path=False, rich_tracebacks=False, log_time_format="%H:%M:%S")
     handler.addFilter(lambda record: verbose or record.name.startswith("agentrl") or record.levelno >= logging.ERROR)
     logging.basicConfig(level=logging.WARNING, format="%(message)s", handlers=[handler], force=True)
+    # Python's warnings are written to stderr otherwise, over the live view and not into ``log.txt``.
+    logging.captureWarnings(True)
     logging.getLogger("agentrl_core").setLevel(logging.DEBUG if verbose else logging.INFO)
 
 

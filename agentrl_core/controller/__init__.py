@@ -40,6 +40,7 @@ def make_runtime(
     num_cpus: float | None = None,
     address: str | None = None,
     cpu_threads: int | None = None,
+    start_timeout: float = 600.0,
 ) -> Runtime:
     """The runtime ``local`` or ``ray``.
 
@@ -47,7 +48,8 @@ def make_runtime(
     what ``OMP_NUM_THREADS`` says here, or 1.
 
     On Ray: ``address`` joins a cluster, otherwise one is started here with ``num_cpus`` logical CPUs (default: the
-    machine's, at least 32; they count actors and may exceed the cores). Raises ConfigError on another name, or where
+    machine's, at least 32; they count actors and may exceed the cores); its processes may take ``start_timeout``
+    seconds to start. Raises ConfigError on another name, or where
     Ray is not installed.
     """
     if name == "local":
@@ -60,7 +62,7 @@ def make_runtime(
         if error.name != "ray":
             raise
         raise ConfigError("cluster.runtime: ray is not installed: pip install 'agentrl-core[ray]'") from error
-    return RayRuntime(num_cpus=num_cpus, address=address, cpu_threads=cpu_threads)
+    return RayRuntime(num_cpus=num_cpus, address=address, cpu_threads=cpu_threads, start_timeout=start_timeout)
 
 
 _ON_RAY = {

@@ -29,6 +29,11 @@ SILENT_SECONDS = 600.0
 
 # After one rank has failed, the others get this long to fail too, so that the message can name them.
 OTHERS_GRACE_SECONDS = 1.0
+# The same after the loss of a connection: Ray takes a few seconds to notice that the other rank's node has died.
+LOST_PEER_GRACE_SECONDS = 10.0
+LOST_PEER = re.compile(
+    r"(?i)connection (reset|closed|refused|aborted)|broken pipe|remote process (exited|has terminated)"
+)
 ANSI_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -153,7 +158,7 @@ def fetch(method: str, labels: Sequence[str], watch: Watch | None, handles: Sequ
         if isinstance(error, RayActorError) and watch is not None:
             # This rank may have been ended only because another one, whose death is the news, was waited for.
             watch.raise_if_dead()
-        raise _group_error(method, labels, handles, error) from root_cause(error)
+        raise _group_error(method, labels, handles, error, watch) from root_cause(error)
 
 
 def _patiently(method: str, labels: Sequence[str], handles: Sequence[Any]) -> list[Any]:
@@ -171,8 +176,12 @@ def _patiently(method: str, labels: Sequence[str], handles: Sequence[Any]) -> li
         logger.warning("%s: %r has not returned for %.0f s", ", ".join(silent), method, time.monotonic() - start)
 
 
-def _group_error(method: str, labels: Sequence[str], handles: Sequence[Any], error: BaseException) -> WorkerError:
-    done, _ = ray.wait(list(handles), num_returns=len(handles), timeout=OTHERS_GRACE_SECONDS, fetch_local=False)
+def _group_error(
+    method: str, labels: Sequence[str], handles: Sequence[Any], error: BaseException, watch: Watch | None
+) -> WorkerError:
+    lost_peer = not isinstance(error, RayActorError) and LOST_PEER.search(str(error)) is not None
+    grace = LOST_PEER_GRACE_SECONDS if lost_peer else OTHERS_GRACE_SECONDS
+    done, _ = ray.wait(list(handles), num_returns=len(handles), timeout=grace, fetch_local=False)
     failures = {}
     for label, handle in zip(labels, handles, strict=True):
         if handle in done:
@@ -182,6 +191,11 @@ def _group_error(method: str, labels: Sequence[str], handles: Sequence[Any], err
                 continue
             except Exception as failure:  # noqa: BLE001 - Ray raises the task's own exception class
                 failures[label] = str(failure)
+                if lost_peer and isinstance(failure, RayActorError):
+                    # The rank that lost the connection survives; the news is the one at its other end.
+                    error, lost_peer = failure, False
+    if lost_peer and watch is not None:
+        watch.raise_if_dead()
     # The text has the id of the process; the exceptions themselves may be equal on all ranks.
     first = next((label for label, text in failures.items() if text == str(error)), f"one of {len(labels)} ranks")
     others = [label for label in failures if label != first]

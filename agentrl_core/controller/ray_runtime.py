@@ -1,16 +1,21 @@
 """Worker groups and actors of a run on a Ray cluster."""
 
 import asyncio
+import gc
 import logging
+import math
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import ray
-from ray._private import ray_constants
+from ray._private import ray_constants, services
+from ray._private.ray_logging import global_worker_stdstream_dispatcher
+from ray._private.worker import print_to_stdstream
 from ray.exceptions import RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -21,10 +26,12 @@ from agentrl_core.controller.ray_hosts import has_async_methods
 from agentrl_core.controller.ray_pool import RayResourcePool
 from agentrl_core.controller.runtime import ActorDiedError, ActorOptions, Runtime
 from agentrl_core.controller.worker_group import ClassWithInitArgs
+from agentrl_core.plugins.boundary import wait_reported
 
 # Logical CPUs only count actors, most of which wait: a laptop's two cores must hold all actors of a small run.
 MIN_LOGICAL_CPUS = 32
 LOOPBACK = "127.0.0.1"
+ENGINE_SERVER = "EngineServer"
 _OF_RAY = ("raylet", "gcs_server")
 
 
@@ -96,6 +103,7 @@ class RayRuntime(Runtime):
         num_cpus: float | None = None,
         address: str | None = None,
         cpu_threads: int | None = None,
+        start_timeout: float = 600.0,
     ) -> None:
         super().__init__()
         self._groups: list[RayWorkerGroup] = []
@@ -111,12 +119,18 @@ class RayRuntime(Runtime):
                 # systems than Linux; there it has no public switch, and turns 127.0.0.1 into the host's address.
                 ray_constants.ENABLE_RAY_CLUSTER = False
             try:
-                ray.init(**start, runtime_env=_environment(cpu_threads), logging_level=logging.ERROR)
+                with _patient_start(start_timeout), wait_reported("Ray to start"):
+                    ray.init(**start, runtime_env=_environment(cpu_threads), logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError) as error:
                 aim = f"reached at {address}" if address else "started"
                 raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
-            except Exception as error:  # noqa: BLE001 - Ray raises this class where its node is not up after 30 s
-                raise WorkerError(f"Ray cannot be started: {error} Try again when the machine is less busy") from error
+            except Exception as error:  # noqa: BLE001 - Ray raises this class where its node is not up in time
+                raise WorkerError(
+                    f"Ray cannot be started within {start_timeout:g} s (rollout.engine.start_timeout): {error} Try "
+                    "again when the machine is less busy"
+                ) from error
+            global_worker_stdstream_dispatcher.remove_handler("ray_print_logs")
+            global_worker_stdstream_dispatcher.add_handler("ray_print_logs", _show_output)
 
     def when_lost(self, report: Callable[[str], None]) -> None:
         """See :meth:`Runtime.when_lost`. A Ray that this process did not start is not watched."""
@@ -204,7 +218,47 @@ class RayRuntime(Runtime):
             for actor in self._actors:
                 actor.kill()
             if self._owns_ray:
+                # A reference to an object that the collector finds in another thread, while Ray shuts down, is released
+                # in Ray's library after that has ended, which ends this process without a word.
+                gc.collect()
                 ray.shutdown()
+
+
+@contextmanager
+def _patient_start(limit: float) -> Iterator[None]:
+    """Let Ray's processes take up to ``limit`` seconds to start. Ray gives each 30 s; for the raylet it has no
+    switch, but counts only when a question about it has failed."""
+    get_node, name = services.get_node, "RAY_gcs_server_port_wait_time_s"
+    end, before = time.monotonic() + limit, os.environ.get(name)
+
+    def patiently(*args: Any, **kwargs: Any) -> Any:
+        while True:
+            try:
+                return get_node(*args, **kwargs)
+            except RuntimeError:
+                if time.monotonic() > end:
+                    raise
+                time.sleep(0.1)
+
+    services.get_node = patiently
+    os.environ.setdefault(name, str(math.ceil(limit)))
+    try:
+        yield
+    finally:
+        services.get_node = get_node
+        if before is None:
+            del os.environ[name]
+
+
+def _show_output(data: dict[str, Any]) -> None:
+    """Print what actors print, as Ray does, but log what engine servers print: much of it is noise of the engine."""
+    if data.get("actor_name") != ENGINE_SERVER:
+        print_to_stdstream(data, ignore_prefix=False)
+        return
+    # Not a name of ours, so that it goes to the log file only.
+    log = logging.getLogger("engine_output")
+    for line in data["lines"]:
+        log.warning("pid %s: %s", data["pid"], line)
 
 
 def _environment(cpu_threads: int | None) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import time
 import traceback
 import types
 from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar, cast
@@ -19,6 +19,8 @@ import agentrl_core
 from agentrl_core.api.errors import AgentRLError, DeadlineError
 
 logger = logging.getLogger(__name__)
+WAIT_SECONDS = 10.0
+"""Interval between the lines that say what a start waits for."""
 HANG_SECONDS = 60.0
 """A call that takes longer is reported, and again each time that this time has passed."""
 PAUSED_LOOK_SECONDS = 0.01
@@ -225,8 +227,8 @@ async def in_daemon_thread(function: Callable[..., T], *args: object) -> T:
     return await outcome
 
 
-_blocks: dict[object, tuple[str, int, float]] = {}
-"""What runs in each block, in which thread, since when."""
+_blocks: dict[object, tuple[Message, int | None, float]] = {}
+"""What runs in each block, since when; in which thread, or None where the block is a wait that is only reported."""
 _reporter: threading.Thread | None = None
 """One for all blocks: a hook for each trajectory is too often for a thread each."""
 
@@ -234,9 +236,20 @@ _reporter: threading.Thread | None = None
 @contextmanager
 def hang_reported(what: str) -> Iterator[None]:
     """Log where the block stands while it hangs. Foreign code in this thread can be reported, but not stopped."""
+    with _reported(what, threading.get_ident()):
+        yield
+
+
+def wait_reported(what: Message) -> AbstractContextManager[None]:
+    """Log every ``WAIT_SECONDS`` what the block waits for, and for how long it has."""
+    return _reported(what, None)
+
+
+@contextmanager
+def _reported(what: Message, thread: int | None) -> Iterator[None]:
     global _reporter
     block = object()
-    _blocks[block] = (what, threading.get_ident(), time.monotonic())
+    _blocks[block] = (what, thread, time.monotonic())
     # After a fork the thread is gone.
     if _reporter is None or not _reporter.is_alive():
         _reporter = threading.Thread(target=_report_hangs, name="agentrl-hang-report", daemon=True)
@@ -250,15 +263,19 @@ def hang_reported(what: str) -> Iterator[None]:
 def _report_hangs() -> None:
     reported: dict[object, float] = {}
     while True:
-        time.sleep(min(1.0, HANG_SECONDS))
+        time.sleep(min(1.0, HANG_SECONDS, WAIT_SECONDS))
         now, blocks = time.monotonic(), dict(_blocks)
         reported = {block: reported.get(block, start) for block, (_, _, start) in blocks.items()}
         for block, (what, thread, start) in blocks.items():
-            if now - reported[block] >= HANG_SECONDS:
-                reported[block] = now
+            if now - reported[block] < (WAIT_SECONDS if thread is None else HANG_SECONDS):
+                continue
+            reported[block] = now
+            if thread is None:
+                logger.info("waiting for %s (%.0f s so far)", _text(what), now - start)
+            else:
                 stack = "".join(traceback.format_stack(sys._current_frames().get(thread))[-3:])
                 logger.warning(
-                    "%s has not returned for %.0f s, and the run waits for it:\n%s", what, now - start, stack
+                    "%s has not returned for %.0f s, and the run waits for it:\n%s", _text(what), now - start, stack
                 )
 
 

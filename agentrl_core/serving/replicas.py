@@ -19,7 +19,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.config.schema import ResolvedConfig, ServedSlot
 from agentrl_core.controller.runtime import ActorHandle, ActorOptions, Runtime
-from agentrl_core.plugins.boundary import deadline
+from agentrl_core.plugins.boundary import deadline, wait_reported
 from agentrl_core.serving.placement import GpuAssignments, assign_anywhere
 from agentrl_core.serving.server import EngineServer, tail_of
 from agentrl_core.serving.weight_transport import ReplicaState, WeightDelivery, Weights
@@ -156,6 +156,11 @@ class EngineReplicas:
     async def _boot_server(self, server: ActorHandle, rendezvous: str) -> None:
         limit = self._slot.start_timeout + START_GRACE
         files: tuple[str, ...] = ()
+        phase = "its process to start"
+
+        def waits() -> str:
+            words = tail_of(files, 1)
+            return f"{server.name}: {phase}" + (f"; the last line of its log: {words}" if words else "")
 
         def late() -> str:
             return (
@@ -164,9 +169,11 @@ class EngineReplicas:
             )
 
         try:
-            async with deadline(limit, late, EngineError):
-                _, files = await server.call("process")
-                await server.call("start", rendezvous)
+            with wait_reported(waits):
+                async with deadline(limit, late, EngineError):
+                    _, files = await server.call("process")
+                    phase = f"{self._slot.name} to load the model and to be healthy"
+                    await server.call("start", rendezvous)
         except WorkerError as error:
             raise EngineError(f"{server.name} died as it started: {error}\n{_last_words(files)}") from error
 

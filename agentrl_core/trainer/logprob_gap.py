@@ -8,7 +8,15 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from agentrl_core.api import AgentLoopOutput, EngineError, SamplingParams, Termination, TokenOutput, WorkerError
+from agentrl_core.api import (
+    AgentLoopOutput,
+    EngineContext,
+    EngineError,
+    SamplingParams,
+    Termination,
+    TokenOutput,
+    WorkerError,
+)
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
@@ -22,10 +30,10 @@ PROBS_DIFF = "rollout/probs_diff"
 PROBE_TOKENS = 64
 MOST_TURNS = 16
 """Turns with their own metrics."""
-SUSPICIOUS_GAP = 0.5
-"""A larger mean is reported even without a limit: half precision explains a tenth of it."""
+EXPLAINED_GAP = {"float32": 0.01, "float16": 0.05, "bfloat16": 0.1}
+"""The largest mean that each data type explains, with room: TF32 on GPUs, and routing in models of experts."""
 CAUSES = (
-    "an update did not reach all of it, such as tied embeddings",
+    "an update did not reach all of it, such as tied embeddings or experts",
     "it kept a prefix cache of the old weights",
     "its log-probs are before temperature, or after top-p and top-k",
     "another dtype or attention (model.dtype, the engine's options)",
@@ -68,6 +76,41 @@ def check_gap(metrics: Mapping[str, float], limit: float | None, where: str) -> 
         raise EngineError(f"{_explained(metrics, where)}\nThe limit is rollout.max_logprob_gap={limit:g}.")
 
 
+class GapWatch:
+    """Warns of a gap that the data types of engine and actor do not explain, once for each streak of steps with one.
+
+    The coarsest data type counts, of those in which the actor and the engine store and compute.
+    """
+
+    def __init__(self, config: ResolvedConfig, context: EngineContext) -> None:
+        model = config.model
+        computed = model.compute_dtype or ("bfloat16" if context.device.startswith("cuda") else model.dtype)
+        dtypes = {model.dtype, computed, context.dtype}
+        self._explained, self._dtype = max((EXPLAINED_GAP.get(dtype, 0.1), dtype) for dtype in dtypes)
+        self._limit = config.rollout.max_logprob_gap
+        self._in_streak = False
+
+    def note(self, metrics: Mapping[str, float], where: str) -> None:
+        """Take the gap of a step, if it was measured.
+
+        Raises:
+            EngineError: it is above the limit; names the likely causes.
+        """
+        gap = metrics.get(f"{GAP}_mean")
+        if gap is None:
+            return
+        check_gap(metrics, self._limit, where)
+        # Also a gap that is no number.
+        is_large = not gap <= self._explained
+        if is_large and not self._in_streak:
+            logger.warning(
+                "%s\n%s explains up to %g. This is not repeated until the gap has been smaller in a step; "
+                "rollout/logprob_gap_mean has it for every step, and rollout.max_logprob_gap stops a run over this.",
+                _explained(metrics, where), self._dtype, self._explained,
+            )  # fmt: skip
+        self._in_streak = is_large
+
+
 def _explained(metrics: Mapping[str, float], where: str) -> str:
     means = ((turn, metrics.get(f"{GAP}/turn_{turn}_mean")) for turn in range(1, MOST_TURNS + 1))
     turns = [f"{turn}: {mean:.3g}" for turn, mean in means if mean is not None]
@@ -100,9 +143,9 @@ def gap_of_answers(
 
 
 def compare_with_engines(
-    config: ResolvedConfig, engines: EngineReplicas, actor: Actor, prompt_ids: Sequence[int]
+    config: ResolvedConfig, engines: EngineReplicas, actor: Actor, prompt_ids: Sequence[int], watch: GapWatch
 ) -> dict[str, float]:
-    """Sample one answer on every replica, compute it with the actor, and log the gap.
+    """Sample one answer on every replica, compute it with the actor, log the gap, and show it to ``watch``.
 
     Raises:
         EngineError: it is above ``rollout.max_logprob_gap``.
@@ -127,8 +170,5 @@ def compare_with_engines(
         "%d replicas", gap[f"{GAP}_mean"], gap[f"{GAP}_max"], sum(len(output.token_ids) for output in outputs),
         len(outputs),
     )  # fmt: skip
-    limit = config.rollout.max_logprob_gap
-    check_gap(gap, limit, "before the first step")
-    if limit is None and gap[f"{GAP}_mean"] > SUSPICIOUS_GAP:
-        logger.warning("%s\nrollout.max_logprob_gap stops a run over this.", _explained(gap, "before the first step"))
+    watch.note(gap, "before the first step")
     return gap

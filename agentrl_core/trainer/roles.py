@@ -11,6 +11,7 @@ from agentrl_core.api import EngineContext
 from agentrl_core.config.schema import ResolvedConfig, ServedSlot
 from agentrl_core.controller import ClassWithInitArgs, Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
+from agentrl_core.plugins.boundary import wait_reported
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.serving.placement import (
     GpuAssignments,
@@ -81,6 +82,7 @@ def start_runtime(config: ResolvedConfig) -> Runtime:
         num_cpus=cluster.processes + actors,
         address=cluster.address,
         cpu_threads=cluster.cpu_threads,
+        start_timeout=engine.start_timeout,
     )
 
 
@@ -104,11 +106,13 @@ def start_workers(
     if config.teacher.path is not None and not actor_only:
         classes["teacher"] = ClassWithInitArgs(TeacherWorker, config)
     cluster = config.cluster
-    groups: Mapping[str, Any] = runtime.colocated_worker_groups(
-        classes, cluster.nodes, cluster.processes_per_node, num_gpus=float(_on_gpus(config))
-    )
-    for group in groups.values():
-        group.init_model()
+    with wait_reported("the training processes to start"):
+        groups: Mapping[str, Any] = runtime.colocated_worker_groups(
+            classes, cluster.nodes, cluster.processes_per_node, num_gpus=float(_on_gpus(config))
+        )
+    for role, group in groups.items():
+        with wait_reported(f"the training processes: the {role} to load its model"):
+            group.init_model()
     return groups
 
 

@@ -24,7 +24,7 @@ from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.algorithm import Algorithm, add_baselines
 from agentrl_core.trainer.dynamic_sampling import fill
-from agentrl_core.trainer.logprob_gap import check_gap, compare_with_engines, logprob_gap
+from agentrl_core.trainer.logprob_gap import GapWatch, compare_with_engines, logprob_gap
 from agentrl_core.trainer.metrics import (
     PhaseTimer,
     batch_metrics,
@@ -120,6 +120,7 @@ class Trainer:
         # Closed here and not by the runtime's end: while signals are still handled.
         with runtime.started:
             self._roles = build_roles(self.config, runtime, self.preparation)
+            self.gap_watch = GapWatch(self.config, self.roles.engines.context)
             self.step = self.run.begin(self.roles.actor, self.roles.critic)
             self.roles.rollout.on_progress = partial(self.run.trackers.progress, "")
             self.sync_weights(self.step)
@@ -156,7 +157,7 @@ class Trainer:
         """Compare each engine's log-probs with those of the actor, before the first step."""
         if self.config.rollout.engine.has("logprobs"):
             prompt = self.renderer.render(self.preparation.data.first_prompt, generation_prompt=True).ids
-            compare_with_engines(self.config, self.roles.engines, self.roles.actor, prompt)
+            compare_with_engines(self.config, self.roles.engines, self.roles.actor, prompt, self.gap_watch)
             # Drop what the engines counted: it belongs to no step.
             self.roles.engines.metrics()
 
@@ -262,7 +263,7 @@ class Trainer:
                 if self.config.algorithm.old_log_probs == "rollout":
                     # The pass was for entropies.
                     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-            check_gap(gap, self.config.rollout.max_logprob_gap, f"step {batch.meta_info['step']}")
+            self.gap_watch.note(gap, f"step {batch.meta_info['step']}")
             metrics |= gap
             if self.roles.reference is not None:
                 batch.union(self.roles.reference.compute_ref_log_prob(batch))

@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -249,6 +250,31 @@ def test_a_rank_that_raises_or_dies_is_named_while_another_hangs(runtime: RayRun
         assert isinstance(caught.value.__cause__, KeyError)
         with pytest.raises(ActorDiedError, match=r"rank 1 of 2 of 'failing' on node .*'die_on'.*died"):
             group.die_on(1)
+
+
+def test_a_rank_that_dies_is_named_and_not_the_one_that_lost_its_connection_to_it(runtime: RayRuntime) -> None:
+    """The survivor's error comes first, as gloo's does where a node is killed."""
+
+    class Connected(Worker):
+        @register(Dispatch.ONE_TO_ALL)
+        def talk(self, ports: list[int]) -> None:
+            if self.rank == 1:
+                with socket.create_connection(("127.0.0.1", ports[0])) as connection:
+                    connection.recv(1)
+                    os.kill(os.getpid(), signal.SIGKILL)
+            connection, _ = self.listener.accept()
+            connection.sendall(b"x")
+            if not connection.recv(1):
+                raise ConnectionResetError("Connection closed by peer")
+
+        @register(Dispatch.ONE_TO_ALL)
+        def port(self) -> int:
+            self.listener = socket.create_server(("127.0.0.1", 0))
+            return int(self.listener.getsockname()[1])
+
+    with runtime.worker_group(ClassWithInitArgs(Connected), "connected", 2) as group:
+        with pytest.raises(ActorDiedError, match="^rank 1 of 2 of 'connected'"):
+            group.talk(group.port())
 
 
 def test_a_rank_that_dies_idle_surfaces_and_ends_a_call_of_others_that_hangs(runtime: RayRuntime) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import logging
+import re
 import sys
 import textwrap
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import EngineError, RolloutError
+from agentrl_core.plugins import boundary
 from agentrl_core.serving import replicas as replicas_module
 from agentrl_core.serving.weight_transport import Weights
 
@@ -209,6 +211,31 @@ def test_closing_ends_a_restart_with_the_server_that_it_has_made(make_rollout: A
 
     fleet.replicas.runtime.run(fleet.replicas.watched(later()))
     assert len(plugin.MADE) == 3
+
+
+def test_a_start_says_what_it_waits_for(
+    make_rollout: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, logger="agentrl_core")
+    monkeypatch.setattr(boundary, "WAIT_SECONDS", 0.01)
+    lines: list[str] = []
+
+    class Opens(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            if "waiting for" in record.getMessage():
+                lines.append(record.getMessage())
+                for name, module in list(sys.modules.items()):
+                    if "frail" in name:
+                        module.OPEN.set()
+
+    handler = Opens()
+    logging.getLogger("agentrl_core").addHandler(handler)
+    try:
+        Fleet(make_rollout, {1: "slow"}, replicas=2)
+    finally:
+        logging.getLogger("agentrl_core").removeHandler(handler)
+    text = r"waiting for engine-1: .*frail.py:Frail to load the model and to be healthy.* \(\d+ s so far\)"
+    assert re.search(text, "\n".join(lines), re.DOTALL)
 
 
 def test_without_restarts_the_last_replica_ends_the_rollout(make_rollout: Any, make_row: Any) -> None:

@@ -78,6 +78,39 @@ def test_an_engine_with_stale_weights_stops_the_run(fit: Fit, tiny_run: Any) -> 
         fit(changes)
 
 
+def test_an_engine_with_stale_weights_is_reported_once(
+    fit: Fit, tiny_run: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tiny_run.folder / "stale.py").write_text(STALE)
+    engine = {"rollout.engine": {"name": "./stale.py:Stale"}, "actor.optimizer.lr": 0.05, "trainer.steps": 5}
+    gaps = [metrics["rollout/logprob_gap_mean"] for metrics in fit(engine).read_metrics()]
+    first = next(step for step, gap in enumerate(gaps, 1) if gap > 0.01)
+    assert first > 1 and all(gap > 0.01 for gap in gaps[first - 1 :]) and len(gaps) > first
+    warnings = [each.getMessage() for each in caplog.records if "differ from the actor's" in each.getMessage()]
+    assert len(warnings) == 1 and warnings[0].startswith(f"step {first}: ")
+    assert "did not reach all of it" in warnings[0] and "float32 explains up to 0.01" in warnings[0]
+
+
+def test_a_gap_that_comes_back_is_reported_again(fit: Fit, tiny_run: Any, caplog: pytest.LogCaptureFixture) -> None:
+    # Two answers of the probe and of the steps: the second step's are right.
+    wrong = STALE.replace("    taken = False", "    wrong = {0, 1, 3, 4}").replace(
+        "        if not self.taken:\n            self.taken = True\n", ""
+    )
+    wrong = wrong.replace("            await super().update_weights", "        await super().update_weights")
+    wrong += """
+    async def generate(self, prompt_ids, params, request_id, multi_modal=None):
+        output = await super().generate(prompt_ids, params, request_id)
+        step = 0 if request_id == "probe" else int(request_id.split("-")[1])
+        if step in self.wrong:
+            output.log_probs = [each - 1 for each in output.log_probs]
+        return output
+"""
+    (tiny_run.folder / "stale.py").write_text(wrong)
+    fit({"rollout.engine": {"name": "./stale.py:Stale"}, "trainer.steps": 4})
+    warnings = [each.getMessage() for each in caplog.records if "differ from the actor's" in each.getMessage()]
+    assert [text.partition(":")[0] for text in warnings] == ["before the first step", "step 3"]
+
+
 def test_an_engine_that_is_wrong_from_the_start_stops_the_run_before_step_1(fit: Fit) -> None:
     with pytest.raises(EngineError, match="before the first step: the engine's log-probs differ"):
         fit({"rollout.engine": {"name": "scripted"}, "rollout.max_logprob_gap": 0.5})
