@@ -6,6 +6,7 @@ An engine's own interpreter imports this module: it and all that it imports do w
 import asyncio
 import logging
 import os
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
@@ -84,6 +85,13 @@ class EngineServer:
         Raises:
             EngineError: it failed, or its deadline passed; with the last lines of its log.
         """
+        model = Path(self._context.model_path)
+        if model.is_absolute() and not model.exists():
+            # Engines would take the path for the name of a repository, and complain about its form.
+            raise EngineError(
+                f"{self._name}: {model} does not exist on node {socket.gethostname()}. Every node of the cluster needs "
+                "the model at this path"
+            )
         late = f"{self._name} is not healthy after {self._start_timeout:g} s (start_timeout)."
         try:
             async with deadline(self._start_timeout, late, EngineError):

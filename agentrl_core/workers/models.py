@@ -1,6 +1,7 @@
 """Loading Hugging Face models from a directory, with errors that name the config key."""
 
 import logging
+import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -72,6 +73,12 @@ def _empty(auto_class: Any, path: str, config: ModelConfig) -> Any:
 
 
 def _model_config(path: str, config: ModelConfig) -> Any:
+    if not Path(path).is_dir():
+        # transformers would take the path for the name of a repository, and complain about its form.
+        raise ConfigError(
+            f"{path!r} is not a directory on node {socket.gethostname()}. Every node of the cluster needs the model at "
+            "this path"
+        )
     model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code, local_files_only=True)
     # Dropout would make the ratio compare two random functions instead of two policies.
     _switch_off_dropout(model_config)

@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import re
+import socket
 from collections.abc import Callable
 from ipaddress import ip_address
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,3 +133,13 @@ def test_what_the_engine_says_comes_through(make_server) -> None:
     told = server.metrics()
     assert (told["requests"], told["generated_tokens"], told["running_max"], told["queue_max"]) == (1, 1, 1, 0)
     assert server.metrics() == {}
+
+
+def test_a_model_that_this_node_lacks_is_named_with_the_node(make_slot: Any, tmp_path: Path) -> None:
+    server = EngineServer(make_slot.registered(EngineSlot, "scripted"), EngineContext(str(tmp_path / "model")))
+    text = f"{tmp_path / 'model'} does not exist on node {socket.gethostname()}"
+    try:
+        with pytest.raises(EngineError, match=re.escape(text)):
+            asyncio.run(server.start())
+    finally:
+        asyncio.run(server.close())

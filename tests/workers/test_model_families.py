@@ -68,3 +68,9 @@ def test_temperature_tuning_within_reach_of_the_padding_is_refused(make_actor: A
     config = Llama4TextConfig(**LLAMA4, attention_chunk_size=64, attn_temperature_tuning=True, floor_scale=20)
     with pytest.raises(ConfigError, match="model.path: attn_temperature_tuning.*token 20.*up to 32.*max_prompt_length"):
         make_actor(config)
+
+
+def test_a_model_that_this_node_lacks_is_named_with_the_node_where_weights_are_sharded(tmp_path: Path) -> None:
+    text = f"'{tmp_path}/model' is not a directory on node {socket.gethostname()}"
+    with pytest.raises(ConfigError, match=re.escape(text)):
+        empty_causal_lm(str(tmp_path / "model"), ModelConfig(str(tmp_path / "model")))
