@@ -1,5 +1,7 @@
 """Models whose attention has something that the default implementation leaves out."""
 
+import re
+import socket
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ import torch
 from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, Llama4TextConfig
 
 from agentrl_core.api.errors import ConfigError
+from agentrl_core.config.schema import ModelConfig
 from agentrl_core.workers.actor import ActorWorker
+from agentrl_core.workers.models import empty_causal_lm
 
 VOCAB = 40
 SHAPE: dict[str, Any] = {
