@@ -26,12 +26,14 @@ _NAMES_OF_MODULE = {
     "engine_client": ("EngineClient", "Engines"),
     "environment": ("Environment", "EnvironmentContext", "Episode"),
     "errors": (
-        "AgentRLError", "CheckpointError", "ConfigError", "DataError", "DeadlineError", "EngineError",
-        "EpisodeError", "InteractionError", "PluginBrokenError", "PluginConflictError", "PluginDriftError",
-        "PluginError", "PluginIncompatibleError", "PluginNotFoundError", "PluginRequirementError", "ProtocolError",
+        "AgentRLError", "BodyTooLargeError", "CheckpointError", "ConfigError", "DataError", "DeadlineError",
+        "EngineError", "EpisodeError", "HttpError", "InteractionError", "PluginBrokenError", "PluginConflictError",
+        "PluginDriftError", "PluginError", "PluginIncompatibleError", "PluginNotFoundError",
+        "PluginRequirementError", "ProtocolError",
         "RewardError", "RolloutError", "TemplateError", "ToolError", "ToolUnavailableError", "WorkerError",
     ),
     "hooks": ("EndedTrajectory", "HookContext", "HookSpecs", "hookimpl"),
+    "http": ("bounded_body", "fetch", "fetch_json"),
     "interaction": ("Interaction", "InteractionContext", "InteractionTurn"),
     "plugin": ("KINDS", "PluginKind", "PluginRef", "PluginSpec"),
     "renderer": ("Conversation", "ParsedTurn", "Rendered", "Renderer", "RendererContext"),
@@ -58,6 +60,7 @@ if TYPE_CHECKING:
     from agentrl_core.api.environment import *
     from agentrl_core.api.errors import *
     from agentrl_core.api.hooks import *
+    from agentrl_core.api.http import *
     from agentrl_core.api.interaction import *
     from agentrl_core.api.plugin import *
     from agentrl_core.api.renderer import *

@@ -18,6 +18,8 @@
     ├── EpisodeError             an environment that could not begin a task
     ├── RewardError              a reward function or manager
     ├── DeadlineError            an await passed its deadline
+    ├── HttpError                a server that was asked gave no usable answer
+    │   └── BodyTooLargeError        its body is longer than the limit
     ├── RolloutError             more trajectories failed than the run allows
     ├── WorkerError              a worker process raised or died
     ├── ProtocolError            a DataProto operation on unsuitable data
@@ -113,6 +115,18 @@ class RewardError(AgentRLError):
 
 class DeadlineError(AgentRLError):
     """An await passed its deadline."""
+
+
+class HttpError(AgentRLError):
+    """A server gave no usable answer. ``status`` is that of its answer, if it is what was wrong."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+class BodyTooLargeError(HttpError):
+    """The body of an answer is longer than the limit, received or decompressed."""
 
 
 class RolloutError(AgentRLError):

@@ -295,6 +295,19 @@ def test_a_wrong_action_names_the_field_and_the_session_goes_on(start: Start) ->
     run(main())
 
 
+def test_messages_and_schemas_have_a_limit(start: Start) -> None:
+    async def main() -> None:
+        environment = made(start("tools").url, max_body_bytes=2000)
+        episode = await environment.open(TASK, 1)
+        with pytest.raises(ConnectionError, match="too big.* Raise max_body_bytes of the environment"):
+            await episode.call("say", {"text": "x" * 2001})
+        await episode.close()
+
+    run(main())
+    with pytest.raises(ConfigError, match="/schema: the body is longer than max_body_bytes=20"):
+        made(start("numbers").url, max_body_bytes=20)
+
+
 def test_a_server_without_a_free_session_says_what_to_set(start: Start) -> None:
     async def main() -> None:
         environment = made(start("numbers", sessions=1).url)

@@ -59,6 +59,11 @@ def score(server: Server, *answers: tuple[int, str], **options: Any) -> RewardRe
     return asyncio.run(function(RewardTrajectory([{"role": "user"}], "a", "a", "a", ground_truth="4")))
 
 
+def test_an_answer_without_end_is_cut_off(server: Server) -> None:
+    with pytest.raises(RewardError, match=f"in 2 attempts; the last: {server.url}: .* max_body_bytes=100. Raise this"):
+        score(server, (200, "1" * 101), (200, "1" * 101), attempts=2, max_body_bytes=100)
+
+
 def test_the_trajectory_is_posted_and_the_result_taken(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("REWARD_TOKEN", "s3cret")
     answer = '{"score": 0.5, "metrics": {"m": 1}, "components": {"c": 2}, "turn_rewards": [0.5], "answer": "4"}'
@@ -75,13 +80,14 @@ def test_a_number_is_a_result_and_a_busy_server_is_asked_again(server: Server) -
 
 def test_a_server_that_does_not_answer_is_given_up(server: Server) -> None:
     with pytest.raises(
-        RewardError, match=rf"{server.url} gave no score in 2 attempts; the last: TimeoutError after 0.05"
+        RewardError,
+        match=rf"no score in 2 attempts; the last: {server.url}: no whole answer within attempt_timeout=0.05 s",
     ):
         score(server, (0, ""), (0, ""), attempts=2, attempt_timeout=0.05)
 
 
 def test_a_request_that_the_server_rejects_is_not_repeated(server: Server) -> None:
-    with pytest.raises(RewardError, match=rf"{server.url} gave no score in 1 attempts; the last: status 404: no"):
+    with pytest.raises(RewardError, match=rf"no score in 1 attempts; the last: {server.url}: status 404: no"):
         score(server, (404, "no"))
 
 

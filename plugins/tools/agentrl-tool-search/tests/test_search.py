@@ -149,10 +149,11 @@ class Retriever(BaseHTTPRequestHandler):
             "none": {"result": [[]]},
             "odd": {"hits": []},
         }
-        if query not in answers:
+        bodies = {"deep": b"[" * 1900, "long": b" " * 2001}
+        if query not in answers and query not in bodies:
             self.send_error(500)
             return
-        data = json.dumps(answers[query]).encode()
+        data = bodies.get(query) or json.dumps(answers[query]).encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
@@ -177,7 +178,9 @@ def url() -> Iterator[str]:
 
 def remote(url: str, query: str) -> str:
     limit = 0.2 if query == "hang" else 60.0
-    tool = RemoteSearchTool(RemoteSearchConfig(documents=2, url=url, timeout=limit), ToolContext("search"))
+    tool = RemoteSearchTool(
+        RemoteSearchConfig(documents=2, url=url, timeout=limit, max_body_bytes=2000), ToolContext("search")
+    )
     return call(tool, query).response.text
 
 
@@ -187,7 +190,16 @@ def test_a_retriever_over_http(url) -> None:
     assert remote(url, "none") == "[no documents found]"
 
 
-@pytest.mark.parametrize(("query", "message"), [("odd", "KeyError"), ("broken", "500"), ("hang", "TimeoutError")])
+@pytest.mark.parametrize(
+    ("query", "message"),
+    [
+        ("odd", "KeyError"),
+        ("broken", "500"),
+        ("hang", "no whole answer within timeout=0.2 s"),
+        ("deep", "RecursionError"),
+        ("long", "max_body_bytes=2000"),
+    ],
+)
 def test_a_retriever_that_fails_is_not_the_models_fault(url, query, message) -> None:
     with pytest.raises(ToolUnavailableError, match=f"no usable answer from the retriever {url}: .*{message}"):
         remote(url, query)

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import ToolContext, ToolUnavailableError
+from agentrl_core.api import ToolContext, ToolError, ToolUnavailableError
 from agentrl_core.testing.contracts import ToolCase, ToolContract
 from agentrl_tools_sandbox.config import RemotePythonConfig
 from agentrl_tools_sandbox.plugin import REMOTE_PYTHON
@@ -84,13 +84,20 @@ def test_what_the_model_sees(url, code, text, failed) -> None:
 
 
 @pytest.mark.parametrize(
-    ("code", "message"), [("sick", "SandboxError: no space"), ("other", "500"), ("hang", "Timeout")]
+    ("code", "message"),
+    [("sick", "SandboxError: no space"), ("other", "500"), ("hang", "no whole answer within answer_timeout=0.2 s")],
 )
 def test_a_service_that_fails_is_not_the_models_fault(url, code, message) -> None:
     with pytest.raises(ToolUnavailableError, match=message):
         call(url, code, answer_timeout=0.2 if code == "hang" else 60.0)
 
 
+def test_output_without_end_is_the_models_fault(url) -> None:
+    with pytest.raises(ToolError, match="output of the code is too long: .*/run_code: .*max_body_bytes=500") as info:
+        call(url, "long", max_body_bytes=500)
+    assert not isinstance(info.value, ToolUnavailableError)
+
+
 def test_a_service_that_is_not_there(url) -> None:
-    with pytest.raises(ToolUnavailableError, match="no usable answer from http://127.0.0.1:9/run_code: ConnectError"):
+    with pytest.raises(ToolUnavailableError, match="no usable answer .* http://127.0.0.1:9/run_code: ConnectError"):
         call("http://127.0.0.1:9", "print(1)")

@@ -14,6 +14,9 @@ class OpenEnvConfig:
     url: str | None = option(
         None, help="address of a running server, such as http://localhost:8000; null: in the worker"
     )
+    max_body_bytes: int = option(
+        4 * 2**20, ge=1, unit="bytes", help="longest message of the server, and longest schema, decompressed"
+    )
     action: str | None = option(
         None, help="class of its actions, such as my_env.models:MyAction; null: the annotation of `action` in `step`"
     )

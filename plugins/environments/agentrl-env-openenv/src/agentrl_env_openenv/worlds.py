@@ -14,16 +14,17 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import Any, Protocol
 
-import httpx
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed
 
-from agentrl_core.api import ConfigError
+from agentrl_core.api import ConfigError, HttpError, fetch_json
 from agentrl_env_openenv.config import OpenEnvConfig
 
 CONNECT_SECONDS = 10.0
 """For the schema of a server, which a run reads once, and for each connection."""
 
+_TOO_BIG = 1009
+"""WebSocket's code for a message that is longer than the receiver takes (RFC 6455, 7.4.1)."""
 _APART = ("done", "reward", "metadata")
 
 
@@ -160,17 +161,22 @@ class RemoteWorlds:
             raise ConfigError(
                 f"{where}: {' and '.join(unused)} are for a class in the worker; the server at url has its own"
             )
+        self._limit = config.max_body_bytes
+        request = functools.partial(fetch_json, f"{self._url}/schema", timeout=CONNECT_SECONDS, limit=self._limit)
         try:
-            answer = httpx.get(f"{self._url}/schema", timeout=CONNECT_SECONDS).raise_for_status()
-            self.action: dict[str, Any] = dict(answer.json()["action"])
-        except (httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(
-                f"{where}: no schema of an OpenEnv server at {self._url}/schema: {type(error).__name__}: {error}"
-            ) from error
+            # An event loop may run in this thread.
+            with ThreadPoolExecutor(1) as other:
+                self.action: dict[str, Any] = dict(other.submit(lambda: asyncio.run(request())).result()["action"])
+        except (HttpError, ValueError, KeyError, TypeError) as error:
+            what = (
+                str(error) if isinstance(error, HttpError) else f"{self._url}/schema: {type(error).__name__}: {error}"
+            )
+            raise ConfigError(f"{where}: no schema of an OpenEnv server at {what}") from error
 
     async def open(self) -> World:
         address = f"ws{self._url.removeprefix('http')}/ws"
-        return _RemoteWorld(await connect(address, open_timeout=CONNECT_SECONDS, max_size=None), self._url)
+        connection = await connect(address, open_timeout=CONNECT_SECONDS, max_size=self._limit)
+        return _RemoteWorld(connection, self._url)
 
 
 class _RemoteWorld:
@@ -203,6 +209,8 @@ class _RemoteWorld:
         except BaseException as error:
             # After a deadline too: the answer that comes later belongs to no question.
             self._lost = f"the session at {self._url} ended: {type(error).__name__}: {error}"
+            if isinstance(error, ConnectionClosed) and error.sent is not None and error.sent.code == _TOO_BIG:
+                self._lost += ". Raise max_body_bytes of the environment if the server is right"
             if isinstance(error, ConnectionClosed):
                 raise ConnectionError(self._lost) from error
             raise

@@ -101,5 +101,6 @@ class RemoteConfig:
     url: str = option(help="address that gets each trajectory in a POST request")
     attempts: int = option(3, ge=1, help="maximum requests for one trajectory")
     attempt_timeout: float = option(10.0, gt=0, unit="seconds", help="time limit of one request")
+    max_body_bytes: int = option(4 * 2**20, ge=1, unit="bytes", help="longest answer, decompressed")
     backoff: float = option(0.5, ge=0, unit="seconds", help="pause before the second request, doubled for each further")
     token_env: str | None = option(None, help="environment variable with a bearer token; null: no authorization")

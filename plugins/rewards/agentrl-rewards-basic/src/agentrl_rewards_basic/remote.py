@@ -4,14 +4,20 @@ import asyncio
 import json
 import math
 import os
-import ssl
 from dataclasses import asdict
 from typing import Any, ClassVar
 
 import httpx
 import jsonschema
 
-from agentrl_core.api import RewardError, RewardFunctionContext, RewardResult, RewardTrajectory
+from agentrl_core.api import (
+    HttpError,
+    RewardError,
+    RewardFunctionContext,
+    RewardResult,
+    RewardTrajectory,
+    fetch,
+)
 from agentrl_rewards_basic.config import RemoteConfig
 
 _NUMBERS = {"type": "object", "additionalProperties": {"type": "number"}}
@@ -54,27 +60,28 @@ class Remote:
             if config.token_env not in os.environ:
                 raise ValueError(f"{context.name}: token_env names {config.token_env}, which is not set; export it")
             self._headers["authorization"] = f"Bearer {os.environ[config.token_env]}"
-        # Reading the certificates takes longer than a call.
-        self._tls = ssl.create_default_context()
 
     async def __call__(self, trajectory: RewardTrajectory) -> RewardResult:
         body = json.dumps(asdict(trajectory), default=_plain)
-        async with httpx.AsyncClient(verify=self._tls, timeout=None, headers=self._headers) as client:
-            for attempt in range(self.config.attempts):
-                if attempt:
-                    await asyncio.sleep(self.config.backoff * 2 ** (attempt - 1))
-                try:
-                    async with asyncio.timeout(self.config.attempt_timeout):
-                        response = await client.post(self.config.url, content=body)
-                except (httpx.TransportError, TimeoutError) as error:
-                    problem = str(error) or f"{type(error).__name__} after {self.config.attempt_timeout:g} s"
-                    continue
-                if response.is_success:
-                    return self._result(response.text)
-                problem = f"status {response.status_code}: {response.text[:200]}"
-                if response.status_code != 429 and response.status_code < 500:
+        for attempt in range(self.config.attempts):
+            if attempt:
+                await asyncio.sleep(self.config.backoff * 2 ** (attempt - 1))
+            try:
+                answer = await fetch(
+                    self.config.url,
+                    content=body,
+                    headers=self._headers,
+                    timeout=self.config.attempt_timeout,
+                    timeout_option="attempt_timeout",
+                    limit=self.config.max_body_bytes,
+                )
+            except HttpError as error:
+                problem = error
+                if error.status is not None and error.status != 429 and error.status < 500:
                     break
-        raise RewardError(f"{self.config.url} gave no score in {attempt + 1} attempts; the last: {problem}")
+            else:
+                return self._result(answer.decode(errors="replace"))
+        raise RewardError(f"no score in {attempt + 1} attempts; the last: {problem}")
 
     def _result(self, text: str) -> RewardResult:
         try:

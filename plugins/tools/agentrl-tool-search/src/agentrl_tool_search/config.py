@@ -25,3 +25,4 @@ class RemoteSearchConfig(ShownConfig):
     url: str = option(help="address of the retriever, with its path: http://127.0.0.1:8000/retrieve")
     timeout: float = option(20.0, gt=0, unit="seconds", help="time limit of a request, its queue included")
     max_concurrent: int = option(32, ge=1, help="concurrent requests of each agent-loop worker")
+    max_body_bytes: int = option(4 * 2**20, ge=1, unit="bytes", help="longest answer of the retriever, decompressed")

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
 from agentrl_core.api import (
     ConfigError,
+    HttpError,
     Tool,
     ToolContext,
     ToolError,
     ToolResponse,
     ToolResult,
     ToolUnavailableError,
+    fetch_json,
     function_schema,
 )
 from agentrl_tool_search.config import RemoteSearchConfig, SearchConfig, ShownConfig
@@ -84,13 +84,17 @@ class RemoteSearchTool(_Search):
     async def find(self, query: str) -> Sequence[str]:
         body = {"queries": [query], "topk": self.config.documents, "return_scores": True}
         try:
-            limit = asyncio.timeout(self.config.timeout)
-            async with limit, self._slots, httpx.AsyncClient(timeout=None) as client:
-                answer = await client.post(self.config.url, json=body)
-            answer.raise_for_status()
-            (hits,) = answer.json()["result"]
+            answer = await fetch_json(
+                self.config.url,
+                json=body,
+                timeout=self.config.timeout,
+                limit=self.config.max_body_bytes,
+                slots=self._slots,
+            )
+            (hits,) = answer["result"]
             # Without scores, as some servers answer, a hit is the document itself.
             return [str(hit.get("document", hit)["contents"]) for hit in hits][: self.config.documents]
-        except (TimeoutError, httpx.HTTPError, ValueError, KeyError, TypeError, AttributeError) as error:
-            what = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise ToolUnavailableError(f"no usable answer from the retriever {self.config.url}: {what}") from error
+        except (HttpError, ValueError, KeyError, TypeError, AttributeError) as error:
+            found = isinstance(error, HttpError)
+            what = str(error) if found else f"{self.config.url}: {type(error).__name__}: {error}"
+            raise ToolUnavailableError(f"no usable answer from the retriever {what}") from error

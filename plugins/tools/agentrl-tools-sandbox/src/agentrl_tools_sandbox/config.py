@@ -54,6 +54,9 @@ class RemotePythonConfig:
         25.0, gt=0, unit="seconds", help="time limit of one request; above the limit of the code, for the queue there"
     )
     max_concurrent: int = option(64, ge=1, help="concurrent requests of each agent-loop worker")
+    max_body_bytes: int = option(
+        4 * 2**20, ge=1, unit="bytes", help="longest answer of the service, decompressed; more fails the call"
+    )
     max_output: int = option(
         20_000, ge=100, unit="bytes", help="output that the model sees of a call; the middle of a longer one is cut"
     )

@@ -8,9 +8,17 @@ It speaks what SandboxFusion's ``POST /run_code`` speaks: ``{"code", "language",
 import asyncio
 from typing import Any
 
-import httpx
-
-from agentrl_core.api import Tool, ToolContext, ToolError, ToolResult, ToolUnavailableError, function_schema
+from agentrl_core.api import (
+    BodyTooLargeError,
+    HttpError,
+    Tool,
+    ToolContext,
+    ToolError,
+    ToolResult,
+    ToolUnavailableError,
+    fetch_json,
+    function_schema,
+)
 from agentrl_tools_sandbox.config import RemotePythonConfig
 from agentrl_tools_sandbox.python_tool import CODE, result
 
@@ -34,22 +42,25 @@ class RemotePythonTool(Tool):
             raise ToolError('python takes one argument, the string "code"')
         body = {"code": code, "language": "python", "run_timeout": self.config.timeout}
         try:
-            async with (
-                asyncio.timeout(self.config.answer_timeout),
-                self._slots,
-                httpx.AsyncClient(timeout=None) as client,
-            ):
-                answer = await client.post(self._url, json=body)
-            answer.raise_for_status()
-            reply = answer.json()
+            reply = await fetch_json(
+                self._url,
+                json=body,
+                timeout=self.config.answer_timeout,
+                timeout_option="answer_timeout",
+                limit=self.config.max_body_bytes,
+                slots=self._slots,
+            )
             if reply["status"] not in ("Success", "Failed"):
                 raise ToolUnavailableError(f"{self._url}: {reply['status']}: {reply.get('message', '')}")
             run = reply["run_result"]
             late = run["status"] == "TimeLimitExceeded"
             text = (run.get("stdout") or "") + (run.get("stderr") or "")
-        except (TimeoutError, httpx.HTTPError, ValueError, KeyError, TypeError) as error:
-            what = f"{type(error).__name__}: {error}".rstrip(": ")
-            raise ToolUnavailableError(f"no usable answer from {self._url}: {what}") from error
+        except BodyTooLargeError as error:
+            # A program that prints without end is the model's fault: a retry would do the same.
+            raise ToolError(f"the output of the code is too long: {error}") from error
+        except (HttpError, KeyError, TypeError, AttributeError) as error:
+            what = str(error) if isinstance(error, HttpError) else f"{self._url}: {type(error).__name__}: {error}"
+            raise ToolUnavailableError(f"no usable answer from the sandbox service {what}") from error
         half = self.config.max_output // 2
         if len(text) > 2 * half:
             text = f"{text[:half]}\n[{len(text) - 2 * half} characters were cut]\n{text[-half:]}"
