@@ -3,7 +3,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +23,15 @@ def notes() -> ServerConfig:
 
 
 @pytest.fixture
-def url() -> Iterator[str]:
-    """The same server over HTTP, one process for all sessions."""
+def url(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The same server over HTTP, one process for all sessions; its answers are events or, by parameter, JSON."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     process = subprocess.Popen(
-        [sys.executable, str(SERVER), str(port)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+        [sys.executable, str(SERVER), str(port), getattr(request, "param", "events")],
+        stderr=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        text=True,
     )
     assert process.stderr is not None
     for line in process.stderr:
@@ -44,6 +47,17 @@ def stdio_servers() -> list[str]:
     """Ids of the stdio servers that this process started and that still run."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
     return [pid for pid in children if Path(f"/proc/{pid}/cmdline").read_text().endswith("notes_server.py\0")]
+
+
+@pytest.fixture
+def running() -> Callable[[], Awaitable[list[str]]]:
+    """Waits for the servers that are being started ahead; returns the ids of all that run."""
+
+    async def wait() -> list[str]:
+        await asyncio.gather(*(task for task in asyncio.all_tasks() if task.get_name().startswith("open MCP server")))
+        return stdio_servers()
+
+    return wait
 
 
 @pytest.fixture

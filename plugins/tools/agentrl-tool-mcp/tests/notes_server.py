@@ -35,6 +35,18 @@ def die() -> str:
     os._exit(3)
 
 
+@server.tool()
+def process() -> str:
+    """The server's process."""
+    return str(os.getpid())
+
+
+@server.tool()
+def long(size: int) -> str:
+    """A long text."""
+    return "x" * size
+
+
 @server.tool(name="notes.change")
 def change() -> str:
     """Takes `add` away."""
@@ -44,6 +56,6 @@ def change() -> str:
 
 if __name__ == "__main__":
     if len(sys.argv) > 1:
-        server.run("streamable-http", port=int(sys.argv[1]))
+        server.run("streamable-http", port=int(sys.argv[1]), json_response="json" in sys.argv)
     else:
         server.run("stdio")

@@ -1,5 +1,8 @@
 """MCP servers over stdio and HTTP: real ones, in processes of their own."""
 
+import asyncio
+import os
+import signal
 import sys
 from dataclasses import replace
 
@@ -15,7 +18,7 @@ ADD = ("add", {"text": "milk"})
 
 def test_tools_are_offered_with_their_schemas(notes) -> None:
     schemas = {each["function"]["name"]: each["function"] for each in McpTool(config(notes), CONTEXT).schemas}
-    assert list(schemas) == ["add", "variable", "fail", "die", "notes_change"]
+    assert list(schemas) == ["add", "variable", "fail", "die", "process", "long", "notes_change"]
     assert schemas["add"]["description"] == "Adds a note."
     assert schemas["add"]["parameters"]["required"] == ["text"]
     assert schemas["add"]["parameters"]["properties"]["times"]["type"] == "integer"
@@ -70,6 +73,44 @@ def test_a_server_that_dies_costs_its_trajectory_only(talk, notes) -> None:
 def test_a_shared_server_that_dies_is_started_again(talk, notes) -> None:
     texts = talk({"notes": notes}, ("a", *ADD), ("a", "die", {}), ("b", *ADD), session="shared")
     assert texts[1].startswith("ToolUnavailableError") and texts[::2] == ["1 notes", "1 notes"]
+
+
+@pytest.mark.parametrize("url", ["events", "json"], indirect=True)
+def test_an_answer_over_http_has_a_limit(talk, url) -> None:
+    """As events, and as one JSON body. The session goes on."""
+    calls = [("a", "long", {"size": 100_000}), ("a", "long", {"size": 3}), ("a", *ADD)]
+    texts = talk({"notes": ServerConfig(url=url)}, *calls, max_body_bytes=20_000)
+    assert texts[0].startswith("ToolError") and "20000" in texts[0].replace(",", "")
+    assert texts[1:] == ["xxx", "1 notes"]
+
+
+def test_sessions_that_were_opened_ahead_serve_one_trajectory_each(notes, running) -> None:
+    async def main() -> None:
+        tool = McpTool(config(notes, ready=2), CONTEXT)
+        await tool.create("a")
+        ahead = set(await running())
+        used = []
+        for instance in ("a", "b", "c"):
+            used.append((await tool.execute(instance, {}, function="process")).response.text)
+            assert (await tool.execute(instance, *ADD[1:], function="add")).response.text == "1 notes"
+            await tool.release(instance)
+        assert len(ahead) == 2 and set(used[:2]) == ahead and len(set(used)) == 3
+        await tool.close()
+        assert await running() == []
+
+    asyncio.run(main())
+
+
+def test_a_session_that_died_while_it_waited_is_not_used(notes, running) -> None:
+    async def main() -> None:
+        tool = McpTool(config(notes, ready=1), CONTEXT)
+        await tool.create("a")
+        os.kill(int((await running())[0]), signal.SIGKILL)
+        assert (await tool.execute("a", *ADD[1:], function="add")).response.text == "1 notes"
+        await tool.release("a")
+        await tool.close()
+
+    asyncio.run(main())
 
 
 def test_an_http_server_that_dies_is_unavailable(talk, url) -> None:

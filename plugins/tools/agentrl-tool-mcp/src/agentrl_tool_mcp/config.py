@@ -25,8 +25,17 @@ class McpConfig:
         choices=("trajectory", "shared"),
         help="trajectory: each has its own session; shared: those of a worker share one, for servers without state",
     )
+    ready: int = option(
+        0,
+        ge=0,
+        unit="sessions",
+        help="sessions of each server that a worker opens ahead, each for one trajectory (session=trajectory only)",
+    )
     prefix: bool = option(False, help="call a function SERVER_TOOL instead of TOOL, for servers with the same names")
     start_timeout: float = option(
         20.0, gt=0, unit="seconds", help="time limit for a session to open and list its tools, its queue included"
+    )
+    max_body_bytes: int = option(
+        4 * 2**20, ge=1, unit="bytes", help="longest answer of a server at url, and longest event, decompressed"
     )
     max_starting: int = option(8, ge=1, help="sessions that open concurrently in each agent-loop worker")

@@ -3,17 +3,18 @@
 import asyncio
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
 
+import httpx2
 import mcp
 import mcp_types
 from mcp.client.stdio import StdioServerParameters, stdio_client
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
 
-from agentrl_core.api import ToolError, ToolUnavailableError
+from agentrl_core.api import HttpError, ToolError, ToolUnavailableError, bounded_body
 from agentrl_tool_mcp.config import ServerConfig
 
 LOST = {mcp_types.CONNECTION_CLOSED}
@@ -25,10 +26,12 @@ class Session:
     Args:
         name: of the server.
         config: how to reach it.
+        max_body_bytes: longest answer, and longest event of a stream, over HTTP.
     """
 
-    def __init__(self, name: str, config: ServerConfig) -> None:
+    def __init__(self, name: str, config: ServerConfig, max_body_bytes: int) -> None:
         self.name = name
+        self._limit = max_body_bytes
         self.tools: dict[str, mcp_types.Tool] = {}
         self._config = config
         self._client: mcp.Client | None = None
@@ -78,9 +81,19 @@ class Session:
             parameters = StdioServerParameters(command=program, args=arguments, env=env, cwd=self._config.cwd)
             transport = stdio_client(parameters, errlog=log)
         else:
-            http = await stack.enter_async_context(create_mcp_http_client(headers=dict(self._config.headers)))
-            transport = streamable_http_client(self._config.url or "", http_client=http)
+            # Compression would only make the limit harder to keep.
+            headers = {**self._config.headers, "accept-encoding": "identity"}
+            http = await stack.enter_async_context(create_mcp_http_client(headers=headers))
+            http.event_hooks = {"request": [], "response": [self._bound]}
+            url, limit = self._config.url or "", self._limit
+            transport = streamable_http_client(url, http_client=http, max_sse_event_size=limit)
         return mcp.Client(transport, cache=None)
+
+    async def _bound(self, response: httpx2.Response) -> None:
+        encoding = response.headers.pop("content-encoding", "")
+        # A stream of events may be long; the SDK limits each of them.
+        streams = response.headers.get("content-type", "").startswith("text/event-stream")
+        response.stream = _BoundedStream(response, encoding, None if streams else self._limit)
 
     async def _list(self) -> None:
         assert self._client is not None, "open"
@@ -133,6 +146,16 @@ class Session:
                 "Start the run again to train with the new ones"
             )
 
+    async def answers(self, timeout: float) -> bool:
+        """The server is still there."""
+        try:
+            async with asyncio.timeout(timeout):
+                if self._client is not None:
+                    await self._list()
+        except (mcp.MCPError, OSError, TimeoutError):
+            return False
+        return self._client is not None
+
     @property
     def alive(self) -> bool:
         """The session is open, as far as it is known."""
@@ -146,6 +169,24 @@ class Session:
                 # Still connecting: there is nothing that waits for the event.
                 self._owner.cancel()
             await asyncio.wait([self._owner])
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    """The body of a response, decompressed within a limit; the SDK turns its errors into answers to the request."""
+
+    def __init__(self, response: httpx2.Response, encoding: str, limit: int | None) -> None:
+        assert isinstance(response.stream, httpx2.AsyncByteStream), "the client is asynchronous"
+        self._url, self._inner, self._encoding, self._limit = response.url, response.stream, encoding, limit
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        try:
+            async for piece in bounded_body(self._inner, self._encoding, self._limit):
+                yield piece
+        except HttpError as error:
+            raise httpx2.StreamError(f"{self._url}: {error}") from error
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
 
 
 def _text(block: Any) -> str:
