@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 import yaml
 
-from agentrl_compat_verl.convert import Conversion, convert
+from agentrl_compat_verl.conversion import Conversion
+from agentrl_compat_verl.convert import convert
 from agentrl_compat_verl.reading import read
 
 app = typer.Typer(add_completion=False)
@@ -27,7 +28,10 @@ def from_verl(
         Path | None, typer.Option("--output", "-o", help="File for the configuration; default: standard output.")
     ] = None,
 ) -> None:
-    """Convert a verl configuration; print to standard error what became of each key."""
+    """Convert a verl configuration; print to standard error what became of each key.
+
+    Exit code 1: the configuration is written, but lacks something without which it is another task.
+    """
     result = convert(read(sources))
     text = yaml.safe_dump(result.tree, sort_keys=False)
     if output is None:
@@ -35,6 +39,8 @@ def from_verl(
     else:
         output.write_text(text, encoding="utf-8")
     typer.echo(report(result), nl=False, err=True)
+    if result.incomplete:
+        raise typer.Exit(1)
 
 
 def report(result: Conversion) -> str:
@@ -45,6 +51,7 @@ def report(result: Conversion) -> str:
         ("Not needed", result.default),
         ("No counterpart", result.missing),
         ("To decide", result.decisions),
+        ("INCOMPLETE, the configuration is not the same task", result.incomplete),
     )
     return "".join(
         f"{title} ({len(lines)}):\n" + "".join(f"  {key}: {text}\n" for key, text in lines.items())

@@ -1,104 +1,33 @@
 """Turns verl's values into a configuration of agentrl, and says what became of each."""
 
-import json
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl_compat_verl import keys
-from agentrl_compat_verl.keys import UNSET, Key, NoCounterpartError
-from agentrl_core.api import ConfigError
+from agentrl_compat_verl.attached import attach
+from agentrl_compat_verl.conversion import Conversion
+from agentrl_compat_verl.keys import UNSET, Key
+from agentrl_compat_verl.reading import Reading
 
-SECTIONS = ("model", "data", "rollout", "reward", "algorithm", "actor", "critic", "reference", "trainer", "cluster")
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
 _CORRECTION = "algorithm.rollout_correction"
-
-
-@dataclass
-class Conversion:
-    """``values``: agentrl's, by dotted key. The others: by verl's key, what became of it; ``added``: by our key."""
-
-    given: Mapping[str, Any]
-    values: dict[str, Any] = field(default_factory=dict)
-    converted: dict[str, str] = field(default_factory=dict)
-    added: dict[str, str] = field(default_factory=dict)
-    default: dict[str, str] = field(default_factory=dict)
-    missing: dict[str, str] = field(default_factory=dict)
-    decisions: dict[str, str] = field(default_factory=dict)
-
-    @property
-    def tree(self) -> dict[str, Any]:
-        """The configuration as a YAML file has it."""
-        root: dict[str, Any] = {section: {} for section in SECTIONS}
-        for path, value in self.values.items():
-            *parents, last = path.split(".")
-            node: Any = root
-            for parent in parents:
-                node = node[int(parent)] if isinstance(node, list) else node.setdefault(parent, {})
-            node[last] = value
-        return {section: node for section, node in root.items() if node}
-
-    def get(self, key: str, default: Any = None) -> Any:
-        """A value of verl."""
-        return self.given.get(key, default)
-
-    def number(self, key: str, default: Any = None) -> Any:
-        """A number of verl.
-
-        Raises:
-            ConfigError: it is none.
-        """
-        value = self.given.get(key, default)
-        if value is None or (isinstance(value, int | float) and not isinstance(value, bool)):
-            return value
-        raise ConfigError(f"{key}: expected a number, found {value!r}")
-
-    def set(self, verl: str, here: str, value: Any, here_default: Any = UNSET) -> None:
-        """Write a value that comes of verl's key, given or by default, unless agentrl has it anyway."""
-        if value == here_default:
-            if verl in self.given:
-                self.default[verl] = f"{here}={_shown(value)} is the default"
-            return
-        self.values[here] = value
-        if verl in self.given:
-            self.converted.setdefault(verl, f"{here}={_shown(value)}")
-        else:
-            self.added[here] = f"{_shown(value)}, verl's default"
-
-    def take(self, table: Iterable[Key]) -> None:
-        """Convert every key of a table."""
-        for key in table:
-            value = self.given.get(key.verl, key.verl_default)
-            if value is UNSET:
-                continue
-            try:
-                self.set(key.verl, key.here, key.convert(value), key.here_default)
-            except NoCounterpartError as error:
-                self.decisions[key.verl] = f"{key.here}: {error}"
-
-    def done(self, *verl: str) -> None:
-        """These keys are part of what another one was converted to."""
-        for key in verl:
-            if key in self.given and not self.is_known(key):
-                self.converted[key] = "part of the above"
-
-    def is_known(self, verl: str) -> bool:
-        return any(verl in said for said in (self.converted, self.default, self.missing, self.decisions))
 
 
 UNLIMITED_BATCHES = 10
 """Takes the place of no limit, which agentrl does not have."""
 
 
-def convert(given: Mapping[str, Any]) -> Conversion:
+def convert(reading: Reading) -> Conversion:
     """Convert values by verl's dotted key; those that are left out have verl's defaults."""
-    named = {_renamed(key): value for key, value in given.items()}
-    unset = {key: value for key, value in named.items() if "$" in str(value)}
-    result = Conversion({key: value for key, value in named.items() if key not in unset})
+    named = {_renamed(key): value for key, value in reading.values.items()}
+    unset = {key: value for key, value in named.items() if "$" in str(value) or "`" in str(value)}
+    result = Conversion({key: value for key, value in named.items() if key not in unset}, reading.roots)
+    result.incomplete |= reading.missing
     for key, value in unset.items():
-        result.decisions[key] = f"the script's variable or command has no value here: {value}"
-    _agent_loop(result)
+        where = result.incomplete if key in keys.TASK else result.decisions
+        where[key] = f"only the running script knows the value: {value}. Write {key}=VALUE after the script"
+    _agent_loop(result, {*unset})
     _engine(result)
     result.take(keys.KEYS)
     _prompts(result)
@@ -114,12 +43,12 @@ def convert(given: Mapping[str, Any]) -> Conversion:
     _validation(result)
     _run(result)
     _rewards(result)
+    _images(result)
     _rest(result, critic)
+    for key, text in reading.notes.items():
+        key = _renamed(key)
+        result.decisions[key] = "; ".join(filter(None, (result.decisions.get(key), text)))
     return result
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
 
 
 def _renamed(key: str) -> str:
@@ -129,16 +58,41 @@ def _renamed(key: str) -> str:
     return key
 
 
-def _agent_loop(result: Conversion) -> None:
+def _agent_loop(result: Conversion, unset: set[str]) -> None:
     turns = f"{_ROLLOUT}.multi_turn"
-    many = [f"{turns}.{name}" for name in ("tool_config_path", "function_tool_path", "interaction_config_path")]
-    tool_agent = result.get(f"{turns}.enable", False) or any(result.get(key) for key in many)
-    result.values["rollout.agent.loops"] = [{"name": "tool_agent", "config": {}} if tool_agent else "single_turn"]
-    result.done(f"{turns}.enable")
-    if tool_agent:
-        result.take(keys.TOOL_AGENT)
-        result.decisions[f"{turns}.max_tool_response_length"] = (
-            "rollout.agent.loops.0.config.max_tool_response_tokens: verl counts characters, agentrl counts tokens"
+    attach(result)
+    loops = result.values["rollout.agent.loops"]
+    if unset & set(keys.TASK) and loops == ["single_turn"]:
+        loops[:] = [{"name": "tool_agent", "config": {}}]
+    if {"name": "tool_agent", "config": {}} not in loops:
+        return
+    at = loops.index({"name": "tool_agent", "config": {}})
+    result.take(keys.tool_agent(at))
+    most = result.number(f"{turns}.max_user_turns")
+    if most is not None:
+        # verl counts tool answers as user turns too: a turn of the policy follows the last one.
+        own = result.number(f"{turns}.max_assistant_turns")
+        here, limit = f"rollout.agent.loops.{at}.config.max_assistant_turns", min(most + 1, own or most + 1)
+        result.values[here] = limit
+        result.converted[f"{turns}.max_user_turns"] = f"{here}={limit}: verl counts tool answers as user turns"
+    result.decisions[f"{turns}.max_tool_response_length"] = (
+        f"rollout.agent.loops.{at}.config.max_tool_response_tokens: verl counts characters, agentrl counts tokens"
+    )
+
+
+def _images(result: Conversion) -> None:
+    """agentrl trains on text: a task with images or videos has no counterpart."""
+    named = [key for key in result.given if _reason(keys.VISION, key) or keys.VISION_OPTION.search(key)]
+    model = str(result.get("actor_rollout_ref.model.path", ""))
+    signs = [key for key in named if result.get(key) not in (None, False)]
+    signs += [f"the model {model}"] if keys.VISION_MODEL.search(model) else []
+    for key in named:
+        if not result.is_known(key):
+            result.missing[key] = "agentrl has no images or videos"
+    if signs:
+        result.incomplete["images"] = (
+            f"no counterpart: agentrl trains on text, and this task has images or videos ({', '.join(signs[:3])}). "
+            "The configuration trains on the text alone"
         )
 
 

@@ -1,5 +1,6 @@
 """verl's configuration keys and agentrl's, as tables. Names and defaults of verl are those of August 2026."""
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -52,6 +53,11 @@ _DTYPES = {name: name for name in ("float32", "bfloat16", "float16")} | {
     "bf16": "bfloat16",
     "fp16": "float16",
 }
+_FORMATS = {
+    "hermes": "hermes", "qwen": "hermes", "qwen25": "hermes", "gpt-oss": "harmony", "qwen3_coder": "qwen3_coder",
+    "llama3_json": "llama3_json", "glm": "glm4", "seed": "seed_oss", "minimax": "minimax_m2", "kimi": "kimi_k2",
+    "deepseek_v4": "deepseek_v32", "gemma4": "gemma4",
+}  # fmt: skip
 _SCHEDULES = {name: name for name in ("constant", "linear", "cosine")}
 _ACTOR, _ROLLOUT, _MODEL = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.model"
 _VALIDATION, _TURNS = f"{_ROLLOUT}.val_kwargs", f"{_ROLLOUT}.multi_turn"
@@ -77,7 +83,7 @@ KEYS = (
     Key(f"{_ROLLOUT}.top_p", 1, "rollout.sampling.top_p", 1),
     Key(f"{_ROLLOUT}.top_k", -1, "rollout.sampling.top_k", 0, off_is_zero),
     Key(f"{_ROLLOUT}.agent.num_workers", UNSET, "rollout.agent.num_workers", 1),
-    Key(f"{_TURNS}.format", "hermes", "rollout.tool_parser.name", "hermes", one_of({"hermes": "hermes"})),
+    Key(f"{_TURNS}.format", "hermes", "rollout.tool_parser.name", "hermes", one_of(_FORMATS)),
     Key(f"{_ROLLOUT}.tensor_model_parallel_size", 2, "rollout.engine.tensor_parallel", 1),
     Key(f"{_ROLLOUT}.pipeline_model_parallel_size", 1, "rollout.engine.pipeline_parallel", 1),
     Key(f"{_ROLLOUT}.data_parallel_size", 1, "rollout.engine.data_parallel", 1),
@@ -149,15 +155,46 @@ VALIDATION_SAMPLING = (
 )
 """With a temperature above 0."""
 
-_LOOP = "rollout.agent.loops.0.config"
-TOOL_AGENT = (
-    Key(f"{_TURNS}.max_assistant_turns", None, f"{_LOOP}.max_assistant_turns", None),
-    Key(f"{_TURNS}.max_user_turns", None, f"{_LOOP}.max_user_turns", None),
-    Key(f"{_TURNS}.max_parallel_calls", 1, f"{_LOOP}.max_parallel_calls", 4),
-    Key(f"{_TURNS}.max_tool_response_length", 256, f"{_LOOP}.max_tool_response_tokens", 256),
-    Key(f"{_TURNS}.tool_response_truncate_side", "middle", f"{_LOOP}.tool_response_truncation", "right"),
+
+def tool_agent(at: int) -> tuple[Key, ...]:
+    """With ``multi_turn.enable``, tools or an interaction; ``at``: which of the loops it is."""
+    loop = f"rollout.agent.loops.{at}.config"
+    return (
+        Key(f"{_TURNS}.max_assistant_turns", None, f"{loop}.max_assistant_turns", None),
+        Key(f"{_TURNS}.max_parallel_calls", 1, f"{loop}.max_parallel_calls", 4),
+        Key(f"{_TURNS}.max_tool_response_length", 256, f"{loop}.max_tool_response_tokens", 256),
+        Key(f"{_TURNS}.tool_response_truncate_side", "middle", f"{loop}.tool_response_truncation", "right"),
+    )
+
+
+TOOL_AGENT = tool_agent(0)
+LOOPS = {"single_turn_agent": "single_turn", "single_turn": "single_turn", "tool_agent": "tool_agent"}
+"""Agent loops by verl's name."""
+TASK = tuple(
+    f"{_TURNS}.{name}" for name in ("enable", "tool_config_path", "function_tool_path", "interaction_config_path")
+) + tuple(f"{_ROLLOUT}.agent.{name}" for name in ("agent_loop_config_path", "default_agent_loop"))
+"""Keys without which a run has another task."""
+
+SANDBOX = {"sandbox_fusion_url": "url", "default_timeout": "timeout", "num_workers": "max_concurrent"}
+SEARCH = {
+    "retrieval_service_url": "url", "timeout": "timeout", "num_workers": "max_concurrent", "topk": "documents",
+}  # fmt: skip
+"""Options of verl's tools that ask a service."""
+SLOT_TIMEOUT, ANSWER_TIMEOUT = 30.0, 25.0
+"""Defaults of agentrl: ``timeout`` of a tool's slot, ``answer_timeout`` of remote_python."""
+
+VISION = dict.fromkeys(
+    (
+        "data.image_key", "data.video_key", "data.audio_key", "data.return_multi_modal_inputs", "data.image_patch_size",
+        f"{_ACTOR}.freeze_vision_tower", f"{_ROLLOUT}.limit_images",
+    ),
+    "images",
+)  # fmt: skip
+VISION_OPTION = re.compile(r"engine_kwargs\.\w+\.(mm_|limit_mm|disable_mm|enable_multimodal|.*multimodal)|vision_tower")
+VISION_MODEL = re.compile(
+    r"(?i)(^|[-_./\d])vl([-_./\d]|$)|vision|omni|pixtral|internvl|llava|minicpm-?[vo]\b|glm-[\d.]+v\b"
 )
-"""With ``multi_turn.enable``, tools or an interaction."""
+"""Signs of a task with images."""
 
 _ENGINE = "rollout.engine.config"
 ENGINES = {
@@ -297,6 +334,7 @@ ALWAYS = {
     f"{_ROLLOUT}.max_model_len": "the sum of the longest prompt and response",
     f"{_ROLLOUT}.prompt_length": "data.max_prompt_length",
     f"{_ROLLOUT}.response_length": "rollout.max_response_length",
+    f"{_TURNS}.max_user_turns": "there is one turn",
     f"{_ROLLOUT}.multi_stage_wake_up": "engines wake up as far as they need",
     f"{_ROLLOUT}.do_sample": "rollout.sampling.temperature decides",
     f"{_ROLLOUT}.disable_log_stats": "rollout/engine/ has the counters",
@@ -368,9 +406,7 @@ MISSING = {
     "global_profiler": "the profiler",
     f"{_ROLLOUT}.expert_parallel_size": "expert parallelism; see engine_args and server_args of the engines",
     f"{_ROLLOUT}.over_sample_rate": "oversampling",
-    f"{_ROLLOUT}.trace": "tracing; trajectories are in the run's rollouts/",
     f"{_ROLLOUT}.max_num_batched_tokens": "this option of the engine",
-    f"{_ACTOR}.freeze_vision_tower": "images",
     f"{_ACTOR}.optim.override_optimizer_config": "other options of the optimizer",
     f"{_ACTOR}.checkpoint": "a choice of what checkpoints hold",
     f"{_ROLLOUT}.dtype": "another data type of the engine; model.dtype is that of the weights",
@@ -378,8 +414,6 @@ MISSING = {
     "ray_kwargs": "options of Ray; cluster.address joins a running cluster",
     "algorithm.pf_ppo": "PF-PPO",
     "algorithm.use_pf_ppo": "PF-PPO",
-    "data.image_key": "images",
-    "data.video_key": "videos",
     "distillation": "verl's distillation trainer; the estimator on_policy_distillation has a teacher",
     "trainer.project_name": "projects; trainer.name and trainer.output_dir name a run",
 }
@@ -393,11 +427,7 @@ DECISIONS = {
     "reward_model.rollout": "reward.functions: reward_model, or a function that asks a served model",
     "reward_model.reward_kwargs": "reward.functions or reward.manager: the options of the reward",
     "reward_model.sandbox_fusion": "tools or reward.functions: the sandbox",
-    f"{_TURNS}.tool_config_path": "tools: list them by name or ./file.py:object; execute returns a ToolResponse here",
-    f"{_TURNS}.function_tool_path": "tools: list the functions as ./file.py:function",
-    f"{_TURNS}.interaction_config_path": "interactions: list them by name or ./file.py:Class",
-    f"{_ROLLOUT}.agent.agent_loop_config_path": "rollout.agent.loops: list your loops as ./file.py:Class",
-    f"{_ROLLOUT}.agent.default_agent_loop": "rollout.agent.loops: the first loop is the default",
+    f"{_ROLLOUT}.trace": "trainer.trackers: otel and mlflow record every trajectory as a trace; see docs/tracking.md",
     f"{_MODEL}.custom_chat_template": "model.chat_template: write the template into a file",
     "data.custom_cls": "data.dataset: port the dataset to ./file.py:Class",
     "data.sampler": "data.sampler: port the sampler to ./file.py:Class",

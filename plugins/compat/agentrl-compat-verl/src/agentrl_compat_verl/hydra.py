@@ -1,0 +1,125 @@
+"""Composes the YAML files of a Hydra configuration: ``--config-path``, ``--config-name`` and ``defaults`` lists.
+
+verl's own files are not read: the tables of :mod:`agentrl_compat_verl.keys` have their defaults.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from agentrl_core.api import ConfigError
+
+OWN = ("ppo_trainer", "ppo_megatron_trainer", "ppo_torchtitan_trainer", "ppo_veomni_trainer")
+"""verl's primary configurations."""
+_OWN_FOLDER = ("verl", "trainer", "config")
+_FLAGS = {
+    "--config-path": "path", "-cp": "path", "--config-name": "name", "-cn": "name", "--config-dir": "dir", "-cd": "dir",
+}  # fmt: skip
+
+
+@dataclass
+class Composition:
+    """What the files say, by dotted key.
+
+    Args:
+        roots: directories in which relative paths are looked for.
+        missing: what was not found, by what names it: the configuration lacks it.
+        assumed: defaults that were not found and are taken for verl's own.
+    """
+
+    roots: Sequence[Path]
+    values: dict[str, Any] = field(default_factory=dict)
+    missing: dict[str, str] = field(default_factory=dict)
+    assumed: dict[str, str] = field(default_factory=dict)
+
+    def add(self, name: str, folders: Sequence[Path], package: tuple[str, ...] = (), group: bool = False) -> None:
+        """Read a configuration and what it builds upon; later values win."""
+        name = name.removesuffix(".yaml")
+        if name in OWN:
+            return
+        file = next((found for folder in folders if (found := folder / f"{name}.yaml").is_file()), None)
+        if file is None:
+            where = ", ".join(map(str, folders)) or "the working directory and the folders around the script"
+            text = f"{name}.yaml was not found in {where}"
+            if group:
+                self.assumed[f"defaults: {name}"] = f"{text}; taken for verl's own"
+            else:
+                self.missing[name] = f"{text}. Run from-verl in the checkout, or pass the file before the script"
+            return
+        if file.resolve().parts[-len(_OWN_FOLDER) - 1 : -1] == _OWN_FOLDER or _is_own_group(file):
+            return
+        tree = load_yaml(file)
+        if not isinstance(tree, dict):
+            raise ConfigError(f"{file}: expected a mapping, found {type(tree).__name__}")
+        head = file.read_text(encoding="utf-8").partition("\n")[0]
+        if head.startswith("# @package"):
+            named = head.removeprefix("# @package").strip()
+            package = () if named == "_global_" else tuple(named.split("."))
+        search = [*folders, *self._searched(tree)]
+        defaults = tree.get("defaults") or []
+        for entry in defaults if "_self_" in defaults else [*defaults, "_self_"]:
+            if entry == "_self_":
+                self.values |= dict(leaves({key: value for key, value in tree.items() if key != "defaults"}, package))
+            elif isinstance(entry, str):
+                self.add(entry.lstrip("/"), search, package)
+            else:
+                self._add_group(entry, search, package)
+
+    def _add_group(self, entry: dict[str, Any], folders: Sequence[Path], package: tuple[str, ...]) -> None:
+        for key, option in entry.items():
+            group = key.removeprefix("optional ").removeprefix("override ").strip().lstrip("/")
+            group, _, target = group.partition("@")
+            inner = () if target == "_global_" else tuple((target or group.replace("/", ".")).split("."))
+            for one in option if isinstance(option, list) else [option]:
+                if one is not None and "${" not in str(one):
+                    self.add(f"{group}/{one}", folders, (*package, *inner), group=True)
+
+    def _searched(self, tree: dict[str, Any]) -> list[Path]:
+        listed = ((tree.get("hydra") or {}).get("searchpath")) or []
+        return [found for item in listed for found in find(str(item).removeprefix("file://"), self.roots, folder=True)]
+
+
+def _is_own_group(file: Path) -> bool:
+    parts = file.resolve().parts
+    return any(parts[at : at + 3] == _OWN_FOLDER for at in range(len(parts)))
+
+
+def flags(words: Sequence[str]) -> dict[str, str]:
+    """The values of Hydra's own options, by path, name and dir."""
+    found: dict[str, str] = {}
+    for at, word in enumerate(words):
+        flag, equals, value = word.partition("=")
+        if flag in _FLAGS:
+            found[_FLAGS[flag]] = value if equals else next(iter(words[at + 1 : at + 2]), "")
+    return found
+
+
+def find(path: str, roots: Sequence[Path], folder: bool = False) -> list[Path]:
+    """Existing files of that path, or folders, under the roots."""
+    candidates = [root / path for root in roots]
+    return [found for found in candidates if (found.is_dir() if folder else found.is_file())]
+
+
+def load_yaml(file: Path) -> Any:
+    """A YAML file.
+
+    Raises:
+        ConfigError: it is not readable, or no YAML.
+    """
+    try:
+        return yaml.safe_load(file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{file}: not valid YAML: {error}") from error
+
+
+def leaves(tree: dict[Any, Any], path: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """The values of a tree by dotted key, without those that say nothing about a run."""
+    for key, value in tree.items():
+        here = (*path, str(key))
+        if isinstance(value, dict) and value:
+            yield from leaves(value, here)
+        elif here[-1] != "_target_" and here[0] not in ("defaults", "hydra") and value not in (None, "???"):
+            yield ".".join(here), value
