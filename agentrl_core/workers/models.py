@@ -129,14 +129,29 @@ def attention_for(model_config: Any, config: ModelConfig) -> str:
 
 
 def check_lengths(model_config: Any, longest: int, key: str) -> None:
-    """Raise ConfigError for a model that would count the padding of rows of up to ``longest`` tokens as positions."""
-    text = model_config.get_text_config(decoder=True)
+    """Refuse a model that, with rows of up to ``longest`` tokens, computes a row by what it shares a batch with.
+
+    Raises:
+        ConfigError: it would count the padding as positions, or one long row would change the others.
+    """
+    text, name = model_config.get_text_config(decoder=True), type(model_config).__name__
+    shorten = "lower data.max_prompt_length and rollout.max_response_length"
     if getattr(text, "attn_temperature_tuning", False) and longest >= text.floor_scale:
         raise ConfigError(
-            f"{key}: attn_temperature_tuning of {type(model_config).__name__} depends on the position in the padded "
-            f"row from token {int(text.floor_scale)} on, and rows have up to {longest} tokens; lower "
-            "data.max_prompt_length and rollout.max_response_length, or train another model"
+            f"{key}: attn_temperature_tuning of {name} depends on the position in the padded row from token "
+            f"{int(text.floor_scale)} on, and rows have up to {longest} tokens; {shorten}, or train another model"
         )
+    rope = getattr(text, "rope_parameters", None) or {}
+    for factors in (rope, *(part for part in rope.values() if isinstance(part, dict))):
+        # Engines differ too: some take the long factors from the first token on, some when a row gets so long.
+        if factors.get("rope_type") == "longrope" and factors["short_factor"] != factors["long_factor"]:
+            reaches = int(factors["original_max_position_embeddings"])
+            if longest > reaches:
+                raise ConfigError(
+                    f"{key}: longrope of {name} computes every row of a batch with other factors once one of them has "
+                    f"more than {reaches} tokens, and rows have up to {longest} tokens; {shorten}, or use one set of "
+                    "factors at all lengths: copy long_factor to short_factor in config.json"
+                )
 
 
 def _switch_off_dropout(model_config: Any) -> None:

@@ -93,13 +93,16 @@ class Packing:
         self._model = model
         self._implementation = PACKED
         self.is_possible = False
-        if wanted and _attention(model) == "sdpa":
+        if not wanted:
+            return
+        reason = f"only sdpa attention can be packed, this model has {_attention(model)}"
+        if _attention(model) == "sdpa":
             self.is_possible = True
             example = _example(model).to(device)
             reason = self._other_mask(compute, example) or self._difference(compute, example)
             self.is_possible = not reason
-            if reason:
-                logger.info("%s computes padded rows: %s", type(model).__name__, reason)
+        if reason:
+            logger.info("%s computes padded rows: %s", type(model).__name__, reason)
 
     @contextmanager
     def on(self) -> Iterator[None]:

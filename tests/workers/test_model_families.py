@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, Llama4TextConfig
+from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, Llama4TextConfig, Phi3Config
 
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config.schema import ModelConfig
@@ -30,6 +30,17 @@ FAMILIES = {
     "Llama 4's chunks": Llama4TextConfig(**LLAMA4, attention_chunk_size=6, attn_temperature_tuning=True,
                                          floor_scale=128),
 }  # fmt: skip
+
+
+SHORT, LONG = [1.0] * 4, [1.5, 4.0, 9.0, 30.0]
+
+
+def longrope(reaches: int, **factors: list[float]) -> Phi3Config:
+    """A Phi-3 that was trained for rows of this many tokens, and extended by other rotary factors beyond."""
+    parameters = {"rope_type": "longrope", "rope_theta": 100.0, "original_max_position_embeddings": reaches,
+                  "short_factor": SHORT, "long_factor": LONG, **factors}  # fmt: skip
+    shape = {name: value for name, value in SHAPE.items() if name != "head_dim"}
+    return Phi3Config(**shape, rope_parameters=parameters, original_max_position_embeddings=reaches)
 
 
 @pytest.fixture
@@ -58,6 +69,33 @@ def test_log_probs_are_those_of_eager_attention_on_rows_without_padding(
         expected = logits.log_softmax(-1).gather(-1, torch.tensor(response).unsqueeze(-1)).squeeze(-1)
         sampled = torch.tensor(mask).bool()
         torch.testing.assert_close(ours[number, : len(response)][sampled], expected[sampled], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("config", [longrope(32), longrope(8, short_factor=LONG)], ids=["within", "one set"])
+def test_longrope_computes_each_row_as_alone(make_actor: Any, make_batch: Any, tmp_path: Path, config: Any) -> None:
+    actor = make_actor(config)
+    rows = [([3, 4, 5], [6, 7], [1, 1]), ([8, 9, 10, 11, 12, 13], [14] * 9, [1] * 9)]
+    ours = actor.compute_log_prob(make_batch(rows)).batch["old_log_probs"]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
+    for number, (prompt, response, _) in enumerate(rows):
+        with torch.no_grad():
+            logits = plain(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1]
+        expected = logits.log_softmax(-1).gather(-1, torch.tensor(response).unsqueeze(-1)).squeeze(-1)
+        torch.testing.assert_close(ours[number, : len(response)], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_long_row_of_longrope_would_change_the_others_and_is_refused(make_actor: Any) -> None:
+    with pytest.raises(ConfigError, match="model.path: longrope.*more than 31 tokens.*up to 32.*short_factor"):
+        make_actor(longrope(31))
+
+
+@pytest.mark.parametrize("family", ["Gemma 2's soft cap", "Falcon's ALiBi"])
+def test_a_model_with_eager_attention_says_why_it_is_not_packed(
+    make_actor: Any, caplog: pytest.LogCaptureFixture, family: str
+) -> None:
+    caplog.set_level("INFO")
+    make_actor(FAMILIES[family])
+    assert "computes padded rows: only sdpa attention can be packed, this model has eager" in caplog.text
 
 
 @pytest.mark.parametrize(("family", "named"), [("Gemma 2's soft cap", "softcapping"), ("Falcon's ALiBi", "alibi")])
