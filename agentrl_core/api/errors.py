@@ -22,7 +22,7 @@
     │   └── BodyTooLargeError        its body is longer than the limit
     ├── RolloutError             more trajectories failed than the run allows
     ├── WorkerError              a worker process raised or died
-    ├── ProtocolError            a DataProto operation on unsuitable data
+    ├── ProtocolError            a DataProto operation on unsuitable data, or unsuitable rows
     └── CheckpointError          a checkpoint that cannot be written or read
 
 A message says where, what was found, what is allowed, and what to do about it. Plugins raise ordinary Python
@@ -138,7 +138,7 @@ class WorkerError(AgentRLError):
 
 
 class ProtocolError(AgentRLError, ValueError):
-    """A DataProto operation on unsuitable data."""
+    """A DataProto operation on unsuitable data, or rows that cannot become a DataProto."""
 
 
 class CheckpointError(AgentRLError):

@@ -6,6 +6,8 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
+import numpy as np
+
 from agentrl_core.api import (
     AgentLoopBase,
     AgentLoopContext,
@@ -15,6 +17,7 @@ from agentrl_core.api import (
     EngineError,
     EpisodeError,
     PluginError,
+    ProtocolError,
     RewardError,
     RewardResult,
     Termination,
@@ -76,6 +79,7 @@ class AgentLoopWorker:
         clients: Mapping[str, RoutedClient],
     ) -> None:
         self._clients = clients
+        self._vocab_size = vocab_size
         rollout = config.rollout
         self._config = config
         self._rewarders = rewarders
@@ -250,6 +254,7 @@ class AgentLoopWorker:
         sampling = with_row_sampling(sampling, session.row.get("extra_info") or {}, greedy=session.greedy)
         returned = await self._loops[name].run(sampling, session=session, **session.row)
         outputs = check_outputs(name, returned)
+        check_tokens(name, outputs, self._vocab_size)
         outputs = [output for output in outputs if any(output.response_mask)] or outputs[-1:]
         result.outputs, result.termination, result.error = outputs, outputs[-1].termination, outputs[-1].error
         if not result.termination.trained:
@@ -344,6 +349,25 @@ def check_places(reward: RewardResult, outputs: Sequence[AgentLoopOutput]) -> No
         raise RewardError(f"{len(reward.turn_rewards)} turn_rewards for a trajectory of {turns} turns")
     if reward.token_rewards and len(reward.token_rewards) != tokens:
         raise RewardError(f"{len(reward.token_rewards)} token_rewards for a trajectory of {tokens} sampled tokens")
+
+
+def check_tokens(loop: str, outputs: Sequence[AgentLoopOutput], vocab_size: int) -> None:
+    """Refuse token ids that the model does not have: an embedding would fail on them, for all rows of the step.
+
+    Raises:
+        ProtocolError: naming the row and the id. The trajectory fails, no other one.
+    """
+    for number, output in enumerate(outputs, 1):
+        for name, ids in (("prompt_ids", output.prompt_ids), ("response_ids", output.response_ids)):
+            array = np.asarray(ids)
+            if array.dtype.kind in "iu" and 0 <= array.min(initial=0) and array.max(initial=0) < vocab_size:
+                continue
+            for place, token in enumerate(ids):
+                if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
+                    raise ProtocolError(
+                        f"agent loop {loop!r}, row {number} of {len(outputs)}: {name}[{place}] is {token!r}; allowed "
+                        f"are the token ids 0 to {vocab_size - 1} of the model"
+                    )
 
 
 def check_agents(loop: str, outputs: Sequence[AgentLoopOutput], turn_agents: Mapping[int, str]) -> None:
