@@ -80,6 +80,8 @@ class AgentLoopOutput:
         agent: who sampled the row, where several agents act. Each agent is scored on its own, and compared with the
             same agent in the other samples of the prompt.
         trained: False: the row is recorded, and enters neither the loss nor the statistics of its group.
+        path_length: tokens after the first prompt of the path that ends with this row, which count against
+            ``rollout.max_response_length``; 0: the path goes on in another row. None: the row is a path of its own.
         num_turns: messages of user, assistant and tools in the conversation, the system prompt not counted.
         policy_versions: number of the weights that sampled each id, -1 where mask is 0.
         turn_ids: number of the trajectory's turn that sampled each id, from 0 over all rows, -1 where mask is 0; empty:
@@ -110,6 +112,7 @@ class AgentLoopOutput:
     trajectory_id: str = ""
     agent: str = ""
     trained: bool = True
+    path_length: int | None = None
     num_turns: int = 0
     policy_versions: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
@@ -140,7 +143,7 @@ class Turn:
         content: the text outside tool calls.
         tool_calls: calls that could be parsed, in order.
         parse_errors: one message for each call that could not, for the model to read.
-        log_probs: of each sampled id, under the run's temperature; None if the engine has none.
+        log_probs: of each sampled id, as in ``TokenOutput``; None if the engine has none.
     """
 
     token_ids: Sequence[int]

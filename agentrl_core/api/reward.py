@@ -77,7 +77,8 @@ class RewardResult:
 
     Args:
         score: everything that the trajectory earned, ``turn_rewards`` and ``token_rewards`` included. The rest of it,
-            the outcome, stands on the last sampled token.
+            the outcome, stands on the last sampled token. So does what turns and tokens earned that are not trained:
+            their row is recorded only, or the template rewrote history.
         metrics: averaged and logged under ``reward/``.
         components: the parts that the score is made of, by name and not weighted; logged like metrics, and given to
             advantage estimators with the capability ``components``.

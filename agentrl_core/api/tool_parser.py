@@ -21,11 +21,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ToolCall:
-    """One call. ``arguments`` is what the model wrote, decoded; ``id`` is unique within the trajectory."""
+    """One call.
+
+    Args:
+        name: of the function.
+        arguments: what the model wrote, decoded.
+        id: unique within its branch of the trajectory.
+        turn: number of the trajectory's turn that wrote it, as in ``AgentLoopOutput.turn_ids``, to which its reward
+            goes. Set by the core; None: the turn that was sampled last.
+    """
 
     name: str
     arguments: dict[str, Any]
     id: str = ""
+    turn: int | None = field(default=None, compare=False)
 
     def as_message(self) -> dict[str, Any]:
         """The entry of an assistant message's ``tool_calls``; arguments stay an object, as chat templates expect."""

@@ -100,7 +100,8 @@ def reward_columns(
     """Rewards in float32: ``rm_scores`` [B, R], each where it was earned; ``scores`` and ``outcomes`` [B], of the row's
     trajectory with and without its turns and tokens; ``turn_rewards`` [B, T], of each turn of the row's trajectory.
 
-    A turn that no row has, because the template rewrote history, adds its reward to the outcome.
+    What turns and tokens earned that are in no row of the batch, because the template rewrote history or their row is
+    not trained, adds to the outcome.
     """
     rewards = [result.reward or RewardResult(0.0) for result, _ in pairs]
     turns = max([int(turns_BR.max(initial=-1)) + 1, *(len(reward.turn_rewards) for reward in rewards)])
@@ -114,17 +115,22 @@ def reward_columns(
         absent = [turn for turn in range(turns) if turn not in present[pairs[row][0].trajectory_id]]
         by_turn_BT[row, absent] = 0.0
     scores_B = np.array([reward.score for reward in rewards], dtype=np.float64)
-    outcomes_B = scores_B - by_turn_BT.sum(axis=1) - np.array([sum(reward.token_rewards) for reward in rewards])
+    by_token: dict[int, list[float]] = {}
+    of_tokens: dict[str, float] = defaultdict(float)
+    for row, ((result, output), reward) in enumerate(zip(pairs, rewards, strict=True)):
+        if reward.token_rewards:
+            before = takewhile(lambda each: each is not output, result.outputs)  # noqa: B023 - used at once
+            start = sum(sum(each.response_mask) for each in before)
+            by_token[row] = list(reward.token_rewards[start : start + sum(output.response_mask)])
+            of_tokens[result.trajectory_id] += sum(by_token[row])
+    earned_B = np.array([of_tokens[result.trajectory_id] for result, _ in pairs], dtype=np.float64)
+    outcomes_B = scores_B - by_turn_BT.sum(axis=1) - earned_B
     rewards_BR = outcome_scores(mask_BR, outcomes_B.tolist())
     for row in np.flatnonzero(by_turn_BT.any(axis=1)).tolist():
         for turn in np.unique(turns_BR[row][mask_BR[row]]).tolist():
             rewards_BR[row, np.flatnonzero(turns_BR[row] == turn)[-1]] += by_turn_BT[row, turn]
-    for row, ((result, output), reward) in enumerate(zip(pairs, rewards, strict=True)):
-        if reward.token_rewards:
-            places = np.flatnonzero(mask_BR[row])
-            before = takewhile(lambda each: each is not output, result.outputs)  # noqa: B023 - used at once
-            start = sum(sum(each.response_mask) for each in before)
-            rewards_BR[row, places] += np.asarray(reward.token_rewards[start : start + len(places)], dtype=np.float32)
+    for row, values in by_token.items():
+        rewards_BR[row, np.flatnonzero(mask_BR[row])] += np.asarray(values, dtype=np.float32)
     columns = {"scores": scores_B, "outcomes": outcomes_B, "turn_rewards": by_turn_BT, "rm_scores": rewards_BR}
     return {name: column.astype(np.float32) for name, column in columns.items()}
 

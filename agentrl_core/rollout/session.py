@@ -259,12 +259,12 @@ class RolloutSession(TrajectorySession):
         return self.report.tool_schemas
 
     async def call_tool(self, call: ToolCall) -> ToolOutcome:
-        turn = self._turn
+        turn = self._last_turn if call.turn is None else call.turn
         self.turn_agents[turn] = self.agent
         with self.timed("tools", f"calling tool {call.name!r}"):
             try:
                 with boundary(ToolError, keep=(EngineError,)):
-                    result = await self._execute(call)
+                    result = await self._execute(call, turn)
                 text, failed, done = result.response.text, False, result.done
             except ToolUnavailableError:
                 raise
@@ -282,7 +282,7 @@ class RolloutSession(TrajectorySession):
         message: Message = {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
         return ToolOutcome(message, ToolResponse(text), failed, done)
 
-    async def _execute(self, call: ToolCall) -> ToolResult:
+    async def _execute(self, call: ToolCall, turn: int) -> ToolResult:
         tool = self._functions.get(call.name)
         if tool is None:
             raise CallError(f"there is no tool {call.name!r}; available: {', '.join(self._functions) or 'none'}")
@@ -297,7 +297,7 @@ class RolloutSession(TrajectorySession):
         kwargs = self._tool_kwargs(tool.name, "execute_kwargs")
         result = check_result(call.name, await tool.execute(self._key.request_id, call.name, call.arguments, kwargs))
         if result.reward is not None:
-            self._tool_reward(call.name, float(result.reward))
+            self._tool_reward(call.name, float(result.reward), turn)
         for name, value in result.metrics.items():
             self.report.count(f"tool/{call.name}/{name}", float(value))
         return result
@@ -316,14 +316,14 @@ class RolloutSession(TrajectorySession):
         )  # fmt: skip
 
     @property
-    def _turn(self) -> int:
-        """Number of the policy's turn that is answered now, over all branches."""
+    def _last_turn(self) -> int:
+        """Number of the turn that was sampled last, over all branches."""
         return max(self.builder.counts.turns - 1, 0) if self.builder is not None else 0
 
-    def _tool_reward(self, name: str, reward: float) -> None:
+    def _tool_reward(self, name: str, reward: float, turn: int) -> None:
         self.report.tool_rewards.append(reward)
         self.report.tool_reward_names.append(name)
-        self.report.tool_reward_turns.append(self._turn)
+        self.report.tool_reward_turns.append(turn)
         self.report.count(f"tool/{name}/reward", reward)
 
     # Interaction ------------------------------------------------------------------------------------------------
@@ -348,6 +348,9 @@ class RolloutSession(TrajectorySession):
     async def interact(self, messages: Sequence[Message]) -> InteractionTurn:
         if not await self.open_interaction() or self._interaction is None:
             raise InteractionError(f"trajectory {self.trajectory_id} has no interaction")
+        # Before the answer: another branch may sample while it is awaited.
+        number = self.builder.counts.turn_of(messages) if self.builder is not None else 0
+        self.turn_agents[number] = self.agent
         answer = self._interaction.interaction.generate_response(self._key.request_id, messages)
         turn: InteractionTurn = await self._interact(self._interaction, answer, "waiting for")
         if not isinstance(turn, InteractionTurn) or not isinstance(turn.text, str):
@@ -362,10 +365,9 @@ class RolloutSession(TrajectorySession):
                 raise InteractionError(f"generate_response returned the {what}={value!r}, not a finite number")
         if turn.reward is not None:
             self.report.turn_scores.append(float(turn.reward))
-            self.report.turn_score_turns.append(self._turn)
+            self.report.turn_score_turns.append(number)
         for name, value in turn.metrics.items():
             self.report.count(f"interaction/{name}", float(value))
-        self.turn_agents[self._turn] = self.agent
         self.agent = self.agent if turn.agent is None else turn.agent
         return turn
 
@@ -387,13 +389,13 @@ class RolloutSession(TrajectorySession):
             with self.timed("tools", f"calc_reward of tool {name!r}"):
                 reward = await tool.call("calc_reward", self._key.request_id, kwargs=kwargs)
             if reward is not None:
-                self._tool_reward(name, _number(reward, f"calc_reward of tool {name!r}"))
+                self._tool_reward(name, _number(reward, f"calc_reward of tool {name!r}"), self._last_turn)
         if self._interaction is not None:
             score = self._interaction.interaction.calculate_score(self._key.request_id)
             value = await self._interact(self._interaction, score, "scoring")
             if value is not None:
                 self.report.turn_scores.append(_number(value, "calculate_score of the interaction"))
-                self.report.turn_score_turns.append(self._turn)
+                self.report.turn_score_turns.append(self._last_turn)
 
     async def score_episode(self, trajectory: RewardTrajectory, seen: TrajectoryResult) -> RewardTrajectory:
         """The trajectory with what its environment gives: what its calls and replies earned is only there.

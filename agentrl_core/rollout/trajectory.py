@@ -8,7 +8,7 @@ exact ids of the turn before. The renderer says what follows when messages are a
 import math
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl_core.api import (
@@ -55,10 +55,21 @@ class SharedCounts:
     """What the branches of one trajectory count together."""
 
     branches: int = 0
-    turns: int = 0
     tool_calls: int = 0
     template_breaks: int = 0
     template_mismatches: int = 0
+    answers: list[Message] = field(default_factory=list)
+    """The policy's message of each turn."""
+
+    @property
+    def turns(self) -> int:
+        """How many turns there are."""
+        return len(self.answers)
+
+    def turn_of(self, messages: Sequence[Message]) -> int:
+        """The turn that ends a conversation; the last of all turns where a loop wrote the conversation itself."""
+        last = next((message for message in reversed(messages) if message.get("role") == "assistant"), None)
+        return next((turn for turn, answer in enumerate(self.answers) if answer is last), max(self.turns - 1, 0))
 
 
 class TokenRow(AgentLoopOutput):
@@ -197,13 +208,13 @@ class TrajectoryBuilder(Trajectory):
         ids = output.token_ids
         parsed = self._renderer.parse(ids, self._tools)
         whole = parsed.text + (self._renderer.stop_texts.get(ids[-1], "") if ids else "")
-        self.row.append_sampled(output, whole, self.counts.turns)
-        self.counts.turns += 1
+        number = self.counts.turns
+        self.row.append_sampled(output, whole, number)
         self._used += len(ids)
         self._full_text += whole
         self._pieces.append((1, whole))
         self._texts.append(parsed.text)
-        calls = [self._number(call) for call in parsed.calls if not is_too_deep(call.arguments)]
+        calls = [self._number(call, number) for call in parsed.calls if not is_too_deep(call.arguments)]
         errors = parsed.errors
         if len(calls) < len(parsed.calls):
             errors = [*errors, f"Error: invalid tool call: arguments nested more than {MAX_DEPTH} levels deep"]
@@ -212,13 +223,14 @@ class TrajectoryBuilder(Trajectory):
         if calls:
             message["tool_calls"] = [call.as_message() for call in calls]
         self.messages.append(message)
-        return Turn(ids, parsed.text, output.finish_reason, content, calls, errors)
+        self.counts.answers.append(message)
+        return Turn(ids, parsed.text, output.finish_reason, content, calls, errors, output.log_probs)
 
-    def _number(self, call: ToolCall) -> ToolCall:
+    def _number(self, call: ToolCall, turn: int) -> ToolCall:
         # Nine characters: some chat templates accept no other length.
         self._calls += 1
         self.counts.tool_calls += 1
-        return ToolCall(call.name, call.arguments, f"call{self._calls:05d}")
+        return ToolCall(call.name, call.arguments, f"call{self._calls:05d}", turn)
 
     def add_messages(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> bool:
         suffix = self._renderer.bridge(self._conversation, messages, generation_prompt=generation_prompt)
@@ -277,6 +289,7 @@ class TrajectoryBuilder(Trajectory):
             self.counts.template_mismatches += 1
         rows: list[AgentLoopOutput] = [row for row in self._rows if any(row.response_mask)] or [self._rows[-1]]
         for row in rows:
+            row.path_length = self._used if row is rows[-1] else 0
             row.termination = termination
             row.trajectory_id = self._key.trajectory_id
             row.num_turns = sum(message.get("role") != "system" for message in self.messages)

@@ -124,7 +124,7 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
         metrics["reward/std"] = float(np.std(rewards))
     details = means({**r.reward.components, **r.reward.metrics} for r in trained if r.reward is not None)
     metrics |= {f"reward/{name}": mean for name, mean in details.items()}
-    lengths = [sum(len(output.response_ids) for output in result.outputs) for result in trained]
+    lengths = [length for result in trained for length in path_lengths(result)]
     metrics |= spread("response_length", lengths)
     metrics |= spread("prompt_length", [len(output.prompt_ids) for r in trained for output in r.outputs[:1]])
     if lengths:
@@ -150,6 +150,13 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     slowest = max(results, key=lambda result: result.timings.get("total", 0.0), default=None)
     timings = slowest.timings if slowest is not None else {}
     return metrics | {f"timing/slowest_trajectory/{name}": seconds for name, seconds in timings.items()}
+
+
+def path_lengths(result: TrajectoryResult) -> list[int]:
+    """Tokens after the prompt of each path of a trajectory: branches and compacted parts have a budget each, the rows
+    into which a rewritten history splits a path have one together."""
+    rows = result.outputs
+    return [len(row.response_ids) if row.path_length is None else row.path_length for row in rows if row.path_length != 0]
 
 
 def _by_agent(results: Sequence[TrajectoryResult]) -> dict[str, float]:

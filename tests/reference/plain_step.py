@@ -367,7 +367,8 @@ class PlainRun:
         last = [rows[-1] for rows in trajectories.values()]
         trained = [rows for rows in trajectories.values() if rows[-1]["termination"] in TRAINED]
         rewards = [rows[-1]["reward"] for rows in trained]
-        lengths = [sum(len(row["response_ids"]) for row in rows) for rows in trained]
+        # Each row is a branch with a budget of its own.
+        lengths = [len(row["response_ids"]) for rows in trained for row in rows]
         limit = self.config["rollout"]["max_response_length"]
         above = self.config["trainer"]["validation"]["correct_above"]
         calls = [rows[-1]["tool_calls"] for rows in trajectories.values()]

@@ -146,6 +146,16 @@ def test_a_reward_stands_on_the_token_that_earned_it() -> None:
     assert seen.components["a"].tolist() == [1.0] and seen.turn_ids.tolist() == [[0, 0, -1, 1, 1, -1]]
 
 
+def test_what_a_row_earned_that_is_not_trained_adds_to_the_outcome() -> None:
+    """Of a turn and of tokens alike: the rewards of the batch add up to what the trajectory earned, in every row."""
+    first = AgentLoopOutput([1], [5, 6], [1, 1], None, Termination.COMPLETED, turn_ids=[0, 0], trained=False)
+    second = AgentLoopOutput([1], [7, 8], [1, 1], None, Termination.COMPLETED, turn_ids=[1, 1])
+    for rewards in ({"turn_rewards": [0.5, 0.25]}, {"token_rewards": [0.25, 0.25, 0.0, 0.25]}):
+        batch = to_data_proto([result(first, second, reward=RewardResult(2.0, **rewards))], 0, {})
+        assert batch.batch["rm_scores"].tolist() == [[0.0, 1.75 + 0.25]]
+        assert batch.batch["outcomes"].tolist() == [1.75] and batch.batch["scores"].tolist() == [2.0]
+
+
 def test_each_row_of_a_trajectory_has_the_turns_that_it_sampled() -> None:
     first = AgentLoopOutput([1], [5, 6], [1, 1], None, Termination.COMPLETED, turn_ids=[0, 0])
     second = AgentLoopOutput([1, 5, 6], [7, 8], [1, 0], None, Termination.COMPLETED, turn_ids=[2, -1])

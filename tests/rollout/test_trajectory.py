@@ -240,6 +240,25 @@ def test_sampling_parameters_reach_the_engine_with_a_seed_for_each_turn(conversa
     assert again.policy.requests[0][1].seed == first.seed
 
 
+def test_a_turn_has_the_log_probs_of_its_tokens(conversation) -> None:
+    talk = conversation(["first" + STOP, TokenOutput([5, 6], None, "length", [PolicySpan(7, 0, 2)])])
+    first, second = generate(talk.builder), generate(talk.builder)
+    assert first.log_probs == [-(number + 1) / 100 for number in range(len(first.token_ids))]
+    assert second.log_probs is None
+
+
+def test_a_path_counts_against_its_budget_from_the_first_prompt_to_its_end(conversation) -> None:
+    talk = conversation(["first" + STOP, "left" + STOP, "right and more" + STOP])
+    generate(talk.builder)
+    talk.builder.add_messages([TOOL])
+    shared = len(talk.builder.row.response_ids)
+    branch = talk.builder.fork()
+    generate(talk.builder), generate(branch)
+    trunk, twig = finish(talk.builder), finish(branch)
+    assert trunk.path_length == len(trunk.response_ids) == 10_000 - talk.builder.remaining
+    assert twig.path_length == shared + len(twig.response_ids) == 10_000 - branch.remaining
+
+
 def test_a_fork_shares_what_was_and_trains_only_what_it_samples_itself(conversation) -> None:
     talk = conversation(["first" + STOP, "left" + STOP, "right" + STOP])
     generate(talk.builder)

@@ -17,6 +17,7 @@ CALL = '<tool_call>\n{"name": "calculator", "arguments": {"expression": "37 * 45
 
 LOOPS = '''
 import asyncio
+from dataclasses import replace
 from agentrl_core.api import AgentLoopBase, AgentLoopOutput, ConfigError, EngineError, TemplateError, Termination
 
 class Base(AgentLoopBase):
@@ -97,6 +98,31 @@ class Branches(Base):
         await branch.generate(sampling_params)
         return [trajectory.finish(Termination.COMPLETED), branch.finish(Termination.COMPLETED)]
 
+class Races(Base):
+    """Two branches call a tool and ask the interaction, both before the answer of either."""
+    capabilities = frozenset({"tools", "interactions"})
+
+    async def branch(self, session, number, trajectory, sampling_params, sampled):
+        turn = await trajectory.generate(sampling_params)
+        sampled.set()
+        await self.both.wait()
+        (call,) = turn.tool_calls
+        if await session.open_interaction():
+            await session.interact(trajectory.messages)
+        await session.call_tool(replace(call, arguments={"x": number}))
+        return trajectory.finish(turn.termination)
+
+    async def run(self, sampling_params, *, session, raw_prompt, **row):
+        tools, self.both = await session.open_tools(), asyncio.Event()
+        done = [asyncio.Event(), asyncio.Event()]
+        tasks = []
+        for number, sampled in enumerate(done, 1):
+            trajectory = session.trajectory([{"role": "user", "content": str(number)}], tools=tools)
+            tasks.append(asyncio.create_task(self.branch(session, number, trajectory, sampling_params, sampled)))
+            await sampled.wait()
+        self.both.set()
+        return list(await asyncio.gather(*tasks))
+
 class Calls(Base):
     """Calls every tool once, asks the interaction once."""
     async def run(self, sampling_params, *, session, raw_prompt, **row):
@@ -150,6 +176,30 @@ class Holding(Tool):
             for _ in range(20):
                 await asyncio.sleep(0)
         self.released.append(instance_id)
+
+class Weighs(Tool):
+    """Both calls wait for each other; each earns its number."""
+    schema = function_schema("weigh", "Weighs.", {"x": {"type": "number"}}, ["x"])
+    arrived = 0
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.arrived += 1
+        while self.arrived < 2:
+            await asyncio.sleep(0)
+        return ToolResult(ToolResponse("done"), float(parameters["x"]))
+
+class Echo(Interaction):
+    """Both answers wait for each other; each earns ten times the number that was asked for."""
+    arrived = 0
+
+    async def generate_response(self, instance_id, messages, **kwargs):
+        self.arrived += 1
+        while self.arrived < 2:
+            await asyncio.sleep(0)
+        return InteractionTurn(True, "", 10.0 * float(messages[0]["content"]))
+
+    async def calculate_score(self, instance_id, **kwargs):
+        return None
 
 class Judge(Interaction):
     async def generate_response(self, instance_id, messages, **kwargs):
@@ -322,6 +372,26 @@ def test_tool_and_turn_rewards_reach_the_reward_manager(make_rollout, make_row) 
     assert result.outputs[0].tool_rewards == [0.25, 0.5]
 
 
+def test_rewards_of_concurrent_branches_go_to_the_turn_that_earned_them(make_rollout, make_row) -> None:
+    says = ['<tool_call>\n{"name": "weigh", "arguments": {"x": 0}}\n</tool_call>']
+    manager = {"name": "naive", "config": {"tool_reward_weight": 1.0, "turn_score_weight": 1.0}}
+    rollout = make_rollout(
+        loops("Races", **{
+            "rollout.engine": {"name": "scripted", "config": {"turns": says}}, "tools": ["./parts.py:Weighs"],
+            "interactions": ["./parts.py:Echo"], "reward.manager": manager, "reward.functions": [],
+        }), FILES,
+    )  # fmt: skip
+    (result,) = rollout([make_row(extra_info={"interaction_kwargs": {"name": "Echo"}})])
+    assert result.error is None
+    turns = {row.turn_ids[0]: int(row.messages[0]["content"]) for row in result.outputs}
+    assert turns == {0: 1, 1: 2}
+    arguments = [call["arguments"]["x"] for call in result.tool_calls]
+    assert [turns[turn] for turn in result.tool_call_turns] == arguments
+    assert [turns[turn] for turn in result.tool_reward_turns] == result.tool_rewards
+    assert [10.0 * turns[turn] for turn in result.turn_score_turns] == result.turn_scores
+    assert list(result.reward.turn_rewards) == [11.0 * turns[turn] for turn in (0, 1)]
+
+
 def test_agent_names_are_mixed_in_one_batch_and_the_first_loop_serves_the_rest(make_rollout, make_row) -> None:
     rollout = make_rollout(loops("Branches", "Once"), FILES)
     results = rollout([make_row(agent_name="Once"), make_row(), make_row(agent_name="Branches"), make_row("x")])
@@ -471,6 +541,19 @@ def test_a_loop_that_returns_something_else_stops_the_run(make_rollout, make_row
     with pytest.raises(PluginError) as caught:
         rollout([make_row()])
     assert "agent loop 'Returns'" in str(caught.value) and message in str(caught.value)
+
+
+@pytest.mark.parametrize("token", [261, -1, 10**12, 2.5, "5"])
+def test_an_id_outside_the_vocabulary_costs_one_trajectory(make_rollout, make_row, token) -> None:
+    changes = {"rollout.max_failed_fraction": 0.5, "rollout.retries": 0}
+    rollout = make_rollout(loops("Once", "Returns", **changes), FILES)
+    rollout.loop("Returns").answer = [output(), output(response_ids=[260, token])]
+    bad, good = rollout([make_row(agent_name="Returns"), make_row(agent_name="Once")])
+    assert bad.termination is Termination.ABORTED and bad.failed and good.termination.trained
+    expected = f"agent loop 'Returns', row 2 of 2: response_ids[1] is {token!r}; allowed are the token ids 0 to 260"
+    assert expected in bad.error
+    batch = to_data_proto([bad, good], 0, {})
+    assert batch.non_tensor_batch["trajectory_id"].tolist() == [good.trajectory_id]
 
 
 def test_a_loop_may_score_itself_but_not_with_nan(make_rollout, make_row) -> None:

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,20 @@ def test_times_of_trajectories_count_one_without_tools_as_0() -> None:
         "timing/trajectory/generate/min": 1.0, "timing/trajectory/tools/mean": 1.5,
         "timing/trajectory/tools/max": 3.0, "timing/trajectory/tools/min": 0.0,
     }  # fmt: skip
+
+
+def test_each_path_of_a_trajectory_has_a_length_and_a_budget_of_its_own() -> None:
+    def row(tokens: int, path_length: int | None) -> AgentLoopOutput:
+        return AgentLoopOutput([1], [2] * tokens, [1] * tokens, None, Termination.COMPLETED, path_length=path_length)
+
+    # Two branches of 6 and 4 tokens; a history that was rewritten after 5 of 8; a fork after 3 tokens; a loop's own row.
+    paths = [[row(6, 6), row(4, 4)], [row(5, 0), row(3, 8)], [row(5, 5), row(4, 7)], [row(2, None)]]
+    results = [replace(result("a", 1.0), outputs=rows) for rows in paths]
+    metrics = rollout_metrics(results, 8)
+    lengths = [6, 4, 8, 5, 7, 2]
+    assert metrics["response_length/mean"] == pytest.approx(sum(lengths) / 6)
+    assert (metrics["response_length/max"], metrics["response_length/min"]) == (8, 2)
+    assert metrics["response_length/clip_ratio"] == pytest.approx(1 / 6)
 
 
 def documented() -> re.Pattern[str]:
