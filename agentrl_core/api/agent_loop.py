@@ -75,6 +75,9 @@ class AgentLoopOutput:
         response_ids: everything after the prompt: sampled, tool, user and template tokens.
         response_mask: 1 = sampled by the policy, 0 = everything else; as long as ``response_ids``.
         response_logprobs: log-probability of each id where mask is 1, 0.0 elsewhere; None if the engine has none.
+        log_prob_settings: the different ``SamplingParams.log_prob_settings`` of the turns behind ``response_logprobs``.
+            Only where they say one thing, the run's temperature, may the trainer reuse the log-probs as the policy's;
+            empty: not known.
         termination: why the trajectory ended.
         trajectory_id: the same for all rows of one trajectory.
         agent: who sampled the row, where several agents act. Each agent is scored on its own, and compared with the
@@ -112,6 +115,7 @@ class AgentLoopOutput:
     trajectory_id: str = ""
     agent: str = ""
     trained: bool = True
+    log_prob_settings: list[dict[str, Any]] = field(default_factory=list)
     path_length: int | None = None
     num_turns: int = 0
     policy_versions: list[int] = field(default_factory=list)

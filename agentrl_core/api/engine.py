@@ -73,6 +73,14 @@ class SamplingParams:
         return {name: getattr(self, name) for name, unused in RESHAPING.items() if getattr(self, name) != unused}
 
     @property
+    def log_prob_settings(self) -> dict[str, Any]:
+        """What ``TokenOutput.log_probs`` depend on besides the logits: the temperature, and if they are in use the
+        penalties, ``logit_bias`` and ``json_schema``. With the temperature alone they are the policy's own."""
+        used = {name: value for name, value in self.reshaping.items() if name != "min_p"}
+        schema = {} if self.json_schema is None else {"json_schema": self.json_schema}
+        return {"temperature": self.temperature or 1.0, **used, **schema}
+
+    @property
     def capabilities(self) -> set[str]:
         """Those that an engine needs for this request."""
         return {*self.reshaping, *(["json_schema"] if self.json_schema is not None else [])}

@@ -332,7 +332,8 @@ class AlgorithmConfig:
     old_log_probs: Literal["auto", "actor", "rollout"] = option(
         "auto",
         help="log-probs of the policy before the update: computed by the actor, or those of the rollout, which saves a "
-        "pass. auto: those of the rollout only if the engine generates with the actor's own module",
+        "pass. auto: those of the rollout only if the engine generates with the actor's own module, and all turns were "
+        "sampled at the run's temperature without penalties, logit_bias and json_schema",
     )
     drop_zero_advantage: bool = option(
         True,
@@ -360,6 +361,9 @@ class UpdateConfig:
         16384, ge=1, unit="tokens", help="maximum tokens, padding included, per forward and backward pass"
     )
     grad_clip: float = option(1.0, gt=0, help="maximum gradient norm; larger gradients are scaled down")
+    max_skipped_updates: int = option(
+        3, ge=1, help="stop the run after this many updates in a row without an optimizer step: no gradient was finite"
+    )
     offload_parameters: bool = option(False, help="keep weights in host memory between phases (CUDA only)")
     offload_optimizer: bool = option(False, help="keep AdamW's moments in host memory between updates (CUDA only)")
 

@@ -18,7 +18,7 @@ from agentrl_core.rollout.results import TrajectoryResult
 COLUMNS = frozenset({
     "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rm_scores", "outcomes",
     "scores", "turn_ids", "turn_rewards", "policy_versions", "rollout_log_probs", "uid", "trajectory_id", "data_source",
-    "num_turns", "termination", "reward_components", "baselines",
+    "num_turns", "termination", "reward_components", "baselines", "log_prob_settings",
 })  # fmt: skip
 """What :func:`to_data_proto` names itself; the extra fields of a row have other names."""
 
@@ -30,8 +30,8 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
     ``input_ids``, ``attention_mask``, ``position_ids`` ``[B, P+R]``, the columns of :func:`reward_columns`,
     ``turn_ids`` and ``policy_versions`` ``[B, R]`` (-1 under mask 0; version 0 where a loop names none), and
     ``rollout_log_probs [B, R]`` and ``baselines [B]`` where every row has them. Objects: ``uid`` (the
-    prompt's group), ``trajectory_id``, ``data_source``, ``num_turns``, ``termination``, ``reward_components`` (numbers
-    by name), and a column for each extra field of the rows, None in the rows without it.
+    prompt's group), ``trajectory_id``, ``data_source``, ``num_turns``, ``termination``, ``log_prob_settings``,
+    ``reward_components`` (numbers by name), and a column for each extra field of the rows, None in the rows without it.
     """
     pairs = [(result, output) for result in results if result.trained for output in result.outputs if output.trained]
     outputs = [output for _, output in pairs]
@@ -158,4 +158,5 @@ def _objects(pairs: Sequence[tuple[TrajectoryResult, AgentLoopOutput]]) -> dict[
         "data_source": column([result.row.get("data_source", "") for result, _ in pairs]),
         "num_turns": column([output.num_turns for _, output in pairs]),
         "termination": column([result.termination.value for result, _ in pairs]),
+        "log_prob_settings": column([output.log_prob_settings for _, output in pairs]),
     }

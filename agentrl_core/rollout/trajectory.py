@@ -92,8 +92,10 @@ class TokenRow(AgentLoopOutput):
             self.response_logprobs += [0.0] * len(ids)
         self.segments.append((0, text))
 
-    def append_sampled(self, output: TokenOutput, text: str, turn: int) -> None:
-        """Tokens that the policy sampled in this turn of the trajectory."""
+    def append_sampled(self, output: TokenOutput, text: str, turn: int, settings: dict[str, Any]) -> None:
+        """Tokens that the policy sampled in this turn of the trajectory, their log-probs under these settings."""
+        if settings not in self.log_prob_settings:
+            self.log_prob_settings.append(settings)
         self.response_ids += output.token_ids
         self.response_mask += [1] * len(output.token_ids)
         for span in output.spans:
@@ -194,7 +196,7 @@ class TrajectoryBuilder(Trajectory):
         if stops := sampling_params.get("stop"):
             output = cut_after(output, stops, self._renderer.chat.decode)
         self._turns += 1
-        return self._record_turn(output)
+        return self._record_turn(output, params)
 
     def _stop_ids(self, stops: Sequence[str]) -> list[int]:
         """Those of the stop texts that are one token: the engine need not sample beyond them."""
@@ -204,12 +206,12 @@ class TrajectoryBuilder(Trajectory):
             )
         return [ids[0] for stop in stops if len(ids := self._renderer.chat.encode(stop)) == 1]
 
-    def _record_turn(self, output: TokenOutput) -> Turn:
+    def _record_turn(self, output: TokenOutput, params: SamplingParams) -> Turn:
         ids = output.token_ids
         parsed = self._renderer.parse(ids, self._tools)
         whole = parsed.text + (self._renderer.stop_texts.get(ids[-1], "") if ids else "")
         number = self.counts.turns
-        self.row.append_sampled(output, whole, number)
+        self.row.append_sampled(output, whole, number, params.log_prob_settings)
         self._used += len(ids)
         self._full_text += whole
         self._pieces.append((1, whole))

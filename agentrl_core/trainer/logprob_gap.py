@@ -4,6 +4,7 @@ Legend: B rows, R response tokens.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -22,6 +23,7 @@ from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.serving.replicas import EngineReplicas
+from agentrl_core.workers.log_probs import temperature_of
 from agentrl_core.workers.protocols import Actor
 
 logger = logging.getLogger(__name__)
@@ -64,6 +66,24 @@ def logprob_gap(batch: DataProto, log_probs_BR: torch.Tensor) -> dict[str, float
         gaps = gap_BR[mask_BR & (turn_BR == turn)]
         metrics |= {f"{GAP}/turn_{turn}_mean": float(gaps.mean()), f"{GAP}/turn_{turn}_max": float(gaps.max())}
     return metrics
+
+
+def other_distributions(batch: DataProto) -> str:
+    """Which rows have log-probs of the rollout that are not those of softmax(logits / the run's temperature), and why;
+    "" where none has.
+
+    Args:
+        batch: with ``log_prob_settings`` and ``meta_info["temperature"]``.
+    """
+    plain = [{"temperature": temperature_of(batch, "old_log_probs")}]
+    settings = batch.non_tensor_batch["log_prob_settings"]
+    kinds = Counter(" or ".join(map(_shown, each)) or "settings that its agent loop does not name"
+                    for each in settings if each != plain)  # fmt: skip
+    return "; ".join(f"{count} of {len(batch)} rows with {kind}" for kind, count in kinds.items())
+
+
+def _shown(settings: Mapping[str, object]) -> str:
+    return ", ".join(f"{name}={value!s:.60}" for name, value in settings.items())
 
 
 def check_gap(metrics: Mapping[str, float], limit: float | None, where: str) -> None:

@@ -24,7 +24,7 @@ from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.algorithm import Algorithm, add_baselines
 from agentrl_core.trainer.dynamic_sampling import fill
-from agentrl_core.trainer.logprob_gap import GapWatch, compare_with_engines, logprob_gap
+from agentrl_core.trainer.logprob_gap import GapWatch, compare_with_engines, logprob_gap, other_distributions
 from agentrl_core.trainer.metrics import (
     PhaseTimer,
     batch_metrics,
@@ -40,8 +40,10 @@ from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.roles import Roles, build_roles, start_runtime
 from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
+from agentrl_core.trainer.skipped_updates import SkippedUpdates
 from agentrl_core.trainer.teacher_context import add_teacher_prompts, as_the_teacher_reads
 from agentrl_core.trainer.validation import validate
+from agentrl_core.workers.log_probs import temperature_of
 from agentrl_core.workers.profiling import stacks_sampled, start_profile, stop_profile
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,11 @@ class Trainer:
         self.step = 0
         self._roles: Roles | None = None
         self._steps_without_tools = 0
+        self._other_distributions = ""
+        self._skipped = {
+            "actor": SkippedUpdates("actor", config.actor.max_skipped_updates),
+            "critic": SkippedUpdates("critic", config.critic.max_skipped_updates),
+        }
         self._updates = 0
         self._sent_updates = -1
 
@@ -230,13 +237,23 @@ class Trainer:
             with self.timer.phase("sleep"):
                 self.roles.engines.sleep()
 
-    @property
-    def _reuses_log_probs(self) -> bool:
-        """Whether the rollout's log-probs are those of the policy before the update: no second pass."""
+    def _reuses_log_probs(self, batch: DataProto) -> bool:
+        """Whether the rollout's log-probs stand for those of the policy before the update: no second pass."""
         algorithm = self.config.algorithm
         shared = self.roles.engines.context.shared_module is not None
-        reuses = algorithm.old_log_probs == "auto" and shared and algorithm.correction is None
-        return (reuses or algorithm.old_log_probs == "rollout") and not algorithm.advantage.has("entropies")
+        wanted = algorithm.old_log_probs == "auto" and shared and algorithm.correction is None
+        needed = self.config.needs_rollout_log_probs
+        other = other_distributions(batch) if wanted or needed else ""
+        if other and not self._other_distributions:
+            self._other_distributions = other
+            logger.warning(
+                "step %d: %s. Those log-probs are not of the policy at temperature %g: %s", batch.meta_info["step"],
+                other, temperature_of(batch, "old_log_probs"),
+                f"{needed} compares two distributions" if needed else
+                "algorithm.old_log_probs=auto computes them again with the actor",
+            )  # fmt: skip
+        reuses = algorithm.old_log_probs == "rollout" or (wanted and not other)
+        return reuses and not algorithm.advantage.has("entropies")
 
     def add_log_probs_and_values(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Add ``old_log_probs``, and ``values`` and ``ref_log_prob`` if the run needs them, all [B, R].
@@ -251,7 +268,7 @@ class Trainer:
                     "made rows without response_logprobs; set algorithm.old_log_probs=actor"
                 )
             batch.meta_info["calculate_entropy"] = self.config.algorithm.advantage.has("entropies")
-            if measured and self._reuses_log_probs:
+            if measured and self._reuses_log_probs(batch):
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
                 # Rows of several prompts, others in each step.
                 stride = -(-len(batch) // GAP_ROWS)
@@ -296,6 +313,7 @@ class Trainer:
         if self.roles.critic is not None:
             with self.timer.phase("update_critic"):
                 metrics |= mean_of(self.roles.critic.update(batch))
+            self._skipped["critic"].note(self.step + 1, metrics)
         # While the critic warms up, the policy is measured but not updated.
         warming_up = self.step < self.config.critic.warmup_steps
         batch.meta_info["measure_only"] = warming_up
@@ -303,7 +321,9 @@ class Trainer:
         with self.timer.phase("update_actor"):
             metrics |= mean_of(self.roles.actor.update(batch))
         self.algorithm.note(metrics)
-        self._updates += not warming_up and metrics["actor/trained_rows_share"] > 0
+        self._skipped["actor"].note(self.step + 1, metrics)
+        # Without a step, because nothing had a gradient or all gradients were not finite, there is no norm.
+        self._updates += "actor/grad_norm" in metrics
 
     def sync_weights(self, step: int) -> None:
         """Give the engines the actor's weights, as version ``step``, if they have changed; wake sleeping engines."""
@@ -337,7 +357,7 @@ class Trainer:
         if last and not self._updates:
             logger.warning(
                 "nothing was trained: in no step of this run had a trajectory an advantage (are the rewards of all "
-                "samples of a prompt equal?) or the critic was warming up"
+                "samples of a prompt equal?), the critic was warming up, or no gradient was finite"
             )
         metrics = self._measured(metrics)
         best = self.run.note_best(step, metrics)

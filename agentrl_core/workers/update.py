@@ -105,7 +105,7 @@ class Update:
 
         ``prepare`` is called for each mini-batch, on every rank with the same rows; the micro-batches have its columns.
 
-        Returns ``loss``, ``grad_norm`` (before clipping, over the steps that were made), ``lr`` (of the last
+        Returns ``loss``, ``grad_norm`` (before clipping, over the steps that were made, if any), ``lr`` (of the last
         step), ``skipped_steps``, on CUDA ``peak_memory_gib`` of this process so far, and all parts and token values of
         ``loss_function``, under ``name/``.
 
@@ -251,7 +251,7 @@ class _Totals:
         made = [step.grad_norm for step in self._steps if not step.skipped]
         return {
             **{key: total / len(self._steps) for key, total in parallel.summed(self._parts).items()},
-            "grad_norm": sum(made) / max(len(made), 1),
+            **({"grad_norm": sum(made) / len(made)} if made else {}),
             "lr": self._steps[-1].lr,
             "skipped_steps": float(len(self._steps) - len(made)),
         }
