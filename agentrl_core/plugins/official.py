@@ -5,8 +5,8 @@ _BROUGHT = {
         "advantage_estimator": "gae gdpo gpg grpo grpo_passk maxrl on_policy_distillation opo optimal_token_baseline "
         "optimal_turn_baseline reinforce_plus_plus reinforce_plus_plus_baseline remax rloo turn_gae turn_rloo",
         "policy_loss": "cispo clip_cov dppo dro gmpo gpg gspo kl_cov ppo sapo sft tis_reinforce",
-        "rollout_correction": "geometric_rejection icepop percentile_rejection sequence_mis sequence_tis token_mis "
-        "token_tis",
+        "rollout_correction": "divergence_rejection geometric_rejection icepop percentile_rejection sequence_icepop "
+        "sequence_mis sequence_tis token_mis token_tis",
     },
     "agentrl-compat-verl": {"command": "from-verl"},
     "agentrl-dataset-prompts": {

@@ -60,20 +60,36 @@ def copy_array(array: ObjectArray) -> ObjectArray:
 
 
 def equal(left: Any, right: Any) -> bool:
-    """Whether two values are the same all the way down; NaN equals NaN."""
+    """Whether two values are the same all the way down; NaN equals NaN, and a container may contain itself."""
+    return _equal(left, right, set())
+
+
+def _equal(left: Any, right: Any, open_pairs: set[tuple[int, int]]) -> bool:
+    """As :func:`equal`; a pair that is being compared already differs nowhere, unless it does elsewhere."""
     if left is right:
+        return True
+    pair = (id(left), id(right))
+    if pair in open_pairs:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
         return isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor) and _equal_tensors(left, right)
     if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
-        return isinstance(left, np.ndarray) and isinstance(right, np.ndarray) and _equal_arrays(left, right)
+        if not isinstance(left, np.ndarray) or not isinstance(right, np.ndarray):
+            return False
+        if left.shape != right.shape or left.dtype != right.dtype:
+            return False
+        if left.dtype != object:
+            return np.array_equal(left, right, equal_nan=left.dtype.kind in "fc")
+        return _equal_items(left.reshape(-1), right.reshape(-1), pair, open_pairs)
     if isinstance(left, TensorDictBase) and isinstance(right, TensorDictBase):
         # A TensorDict is a Mapping that iterates over its rows.
-        return equal(dict(left.items()), dict(right.items()))
+        return _equal(dict(left.items()), dict(right.items()), open_pairs)
     if isinstance(left, Mapping) and isinstance(right, Mapping):
-        return left.keys() == right.keys() and all(equal(left[key], right[key]) for key in left)
+        return left.keys() == right.keys() and _equal_items(
+            list(left.values()), [right[key] for key in left], pair, open_pairs
+        )
     if isinstance(left, list | tuple) and isinstance(right, list | tuple):
-        return type(left) is type(right) and len(left) == len(right) and all(map(equal, left, right))
+        return type(left) is type(right) and len(left) == len(right) and _equal_items(left, right, pair, open_pairs)
     if isinstance(left, float | np.floating) and isinstance(right, float | np.floating):
         return bool(left == right or (left != left and right != right))
     try:
@@ -81,6 +97,16 @@ def equal(left: Any, right: Any) -> bool:
     except (TypeError, ValueError, RuntimeError):
         # A foreign __eq__ that cannot answer with one bool: what cannot be shown equal counts as different.
         return False
+
+
+def _equal_items(
+    left: Iterable[Any], right: Iterable[Any], pair: tuple[int, int], open_pairs: set[tuple[int, int]]
+) -> bool:
+    open_pairs.add(pair)
+    try:
+        return all(_equal(one, other, open_pairs) for one, other in zip(left, right, strict=True))
+    finally:
+        open_pairs.discard(pair)
 
 
 def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -94,11 +120,3 @@ def _equal_tensors(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.is_floating_point() or left.is_complex():
         return torch.allclose(left, right, rtol=0, atol=0, equal_nan=True)
     return torch.equal(left, right)
-
-
-def _equal_arrays(left: ObjectArray, right: ObjectArray) -> bool:
-    if left.shape != right.shape or left.dtype != right.dtype:
-        return False
-    if left.dtype == object:
-        return all(map(equal, left.reshape(-1), right.reshape(-1)))
-    return np.array_equal(left, right, equal_nan=left.dtype.kind in "fc")

@@ -155,8 +155,8 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
 def path_lengths(result: TrajectoryResult) -> list[int]:
     """Tokens after the prompt of each path of a trajectory: branches and compacted parts have a budget each, the rows
     into which a rewritten history splits a path have one together."""
-    rows = result.outputs
-    return [len(row.response_ids) if row.path_length is None else row.path_length for row in rows if row.path_length != 0]
+    lengths = [len(row.response_ids) if row.path_length is None else row.path_length for row in result.outputs]
+    return [length for row, length in zip(result.outputs, lengths, strict=True) if row.path_length != 0]
 
 
 def _by_agent(results: Sequence[TrajectoryResult]) -> dict[str, float]:

@@ -36,8 +36,8 @@ class SkippedUpdates:
             self._in_a_row += 1
             message = (
                 f"step {step}: the {role}'s weights did not change, because the gradients of all its {skipped} "
-                f"optimizer steps were infinite or NaN. Look at reward/max and critic/advantages/max: scale the rewards "
-                f"down, or lower {role}.optimizer.lr"
+                f"optimizer steps were infinite or NaN. Look at reward/max and critic/advantages/max: scale the "
+                f"rewards down, or lower {role}.optimizer.lr"
             )
             if self._in_a_row >= self._limit:
                 raise WorkerError(

@@ -13,6 +13,7 @@ from tensordict import TensorDict
 
 from agentrl_core.api.errors import ProtocolError
 from agentrl_core.protocol import DataProto, merge_meta_info, pad_dataproto_to_divisor, unpad_dataproto
+from agentrl_core.protocol.containers import equal
 
 
 def batch_of(rows: int, meta: dict | None = None) -> DataProto:
@@ -309,3 +310,15 @@ MISUSE: dict[str, Callable[[], Any]] = {
 def test_misuse_is_a_protocol_error(what: str) -> None:
     with pytest.raises(ProtocolError):
         MISUSE[what]()
+
+
+def test_containers_that_contain_themselves_can_be_compared() -> None:
+    def column(last: int) -> np.ndarray[Any, Any]:
+        array = np.empty(2, dtype=object)
+        array[0], array[1] = cycle(), {"array": array, "last": last}
+        return array
+
+    assert equal(column(1), column(1)) and equal(cycle(), cycle())
+    assert not equal(column(1), column(2)) and not equal(cycle(), [cycle(), 1])
+    shared = [1]
+    assert equal([shared, shared], [[1], [1]]) and not equal([shared, shared], [[1], [2]])

@@ -78,7 +78,7 @@ def test_each_path_of_a_trajectory_has_a_length_and_a_budget_of_its_own() -> Non
     def row(tokens: int, path_length: int | None) -> AgentLoopOutput:
         return AgentLoopOutput([1], [2] * tokens, [1] * tokens, None, Termination.COMPLETED, path_length=path_length)
 
-    # Two branches of 6 and 4 tokens; a history that was rewritten after 5 of 8; a fork after 3 tokens; a loop's own row.
+    # Branches of 6 and 4 tokens; a history that was rewritten after 5 of 8; a fork after 3; a loop's own row.
     paths = [[row(6, 6), row(4, 4)], [row(5, 0), row(3, 8)], [row(5, 5), row(4, 7)], [row(2, None)]]
     results = [replace(result("a", 1.0), outputs=rows) for rows in paths]
     metrics = rollout_metrics(results, 8)

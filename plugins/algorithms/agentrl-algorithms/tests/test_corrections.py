@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from agentrl_algorithms import plugin
-from agentrl_core.api import CorrectionInput, PluginSpec
+from agentrl_algorithms.config import DivergenceConfig
+from agentrl_algorithms.rejection import DivergenceRejection
+from agentrl_core.api import AlgorithmContext, ConfigError, CorrectionInput, PluginSpec
 from agentrl_core.testing.contracts import RolloutCorrectionCase
 
 Rows = list[list[tuple[float, float]]]
@@ -70,6 +72,35 @@ def icepop(rows: Rows, low: float = 0.5, high: float = 5.0, normalize: bool = Fa
     return over_mean_of_tokens(weights) if normalize else weights
 
 
+def sequence_icepop(rows: Rows, low: float = 0.5, high: float = 5.0, normalize: bool = False) -> Weights:
+    weights = each(row_ratios(rows), lambda ratio: ratio if low <= ratio <= high else 0.0)
+    return over_mean_of_rows(weights) if normalize else weights
+
+
+def divergence_rejection(
+    rows: Rows, limits: dict[str, list[float]], weights: str = "none", max_weight: float = 2.0
+) -> Weights:
+    """Token by token, from the definitions."""
+
+    def estimate(kind: str, old: float, rollout: float) -> float:
+        log = min(max(old - rollout, -20.0), 20.0)
+        return {"k1": log, "k2": log * log / 2, "k3": math.exp(log) - 1 - log}[kind]
+
+    kinds = {"none": each(token_ratios(rows), lambda _: 1.0), "token": token_tis(rows, max_weight),
+             "sequence": sequence_tis(rows, max_weight)}  # fmt: skip
+    made = kinds[weights]
+    for name, bounds in limits.items():
+        level, kind = name.rsplit("_", 1)
+        low, high = (math.log(bounds[0]), math.log(bounds[1])) if kind == "k1" else (-math.inf, bounds[0])
+        for number, row in enumerate(rows):
+            values = [estimate(kind, old, rollout) for old, rollout in row]
+            if values and level != "token":
+                one = {"seq_sum": sum(values), "seq_mean": sum(values) / len(values), "seq_max": max(values)}[level]
+                values = [one] * len(values)
+            made[number] = [weight if low <= d <= high else 0.0 for weight, d in zip(made[number], values, strict=True)]
+    return made
+
+
 def geometric_rejection(
     rows: Rows, low: float = 0.999, high: float = 1.001, max_weight: float | None = None
 ) -> Weights:
@@ -95,6 +126,39 @@ TABLE: list[tuple[PluginSpec, Callable[..., Weights], dict[str, Any]]] = [
     (plugin.SEQUENCE_MIS, sequence_mis, {"max_weight": 5.0, "normalize": True}),
     (plugin.ICEPOP, icepop, {}),
     (plugin.ICEPOP, icepop, {"low": 0.9, "high": 1.2, "normalize": True}),
+    (plugin.SEQUENCE_ICEPOP, sequence_icepop, {}),
+    (plugin.SEQUENCE_ICEPOP, sequence_icepop, {"low": 0.8, "high": 1.2, "normalize": True}),
+    *(
+        (plugin.DIVERGENCE_REJECTION, divergence_rejection, {"limits": {name: bounds}})
+        for name, bounds in {
+            "token_k1": [0.9, 1.2],
+            "seq_sum_k1": [0.7, 1.5],
+            "seq_mean_k1": [0.95, 1.02],
+            "token_k2": [0.01],
+            "seq_sum_k2": [0.05],
+            "seq_mean_k2": [0.02],
+            "seq_max_k2": [0.03],
+            "token_k3": [0.01],
+            "seq_sum_k3": [0.05],
+            "seq_mean_k3": [0.02],
+            "seq_max_k3": [0.03],
+        }.items()
+    ),
+    (
+        plugin.DIVERGENCE_REJECTION,
+        divergence_rejection,
+        {"limits": {"token_k1": [0.8, 1.2], "seq_max_k3": [0.08], "seq_mean_k2": [0.05]}},
+    ),
+    (
+        plugin.DIVERGENCE_REJECTION,
+        divergence_rejection,
+        {"limits": {"seq_mean_k3": [0.05]}, "weights": "token", "max_weight": 1.1},
+    ),
+    (
+        plugin.DIVERGENCE_REJECTION,
+        divergence_rejection,
+        {"limits": {"token_k2": [0.02]}, "weights": "sequence", "max_weight": 1.1},
+    ),
     (plugin.GEOMETRIC_REJECTION, geometric_rejection, {}),
     (plugin.GEOMETRIC_REJECTION, geometric_rejection, {"low": 0.9, "high": 1.05}),
     (plugin.GEOMETRIC_REJECTION, geometric_rejection, {"low": 0.8, "high": 1.2, "max_weight": 1.1}),
@@ -171,3 +235,19 @@ def test_weights_and_metrics_are_those_of_the_formulas(
     expected_BR[batch.response_mask] = torch.tensor([weight for row in weights for weight in row])
     torch.testing.assert_close(output.weights, expected_BR, rtol=1e-5, atol=1e-5)
     assert output.metrics == pytest.approx(expected_metrics(rows, weights), rel=1e-5, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({}, "limits: name at least one of token_k1"),
+        ({"seq_max_k1": [0.5, 2.0]}, "limits.seq_max_k1: unknown; allowed: token_k1, seq_sum_k1"),
+        ({"token_k1": [2.0]}, r"limits.token_k1: found \[2.0\]; write \[smallest ratio, largest ratio\]"),
+        ({"token_k1": [2.0, 0.5]}, "limits.token_k1: found"),
+        ({"seq_sum_k3": [0.1, 0.2]}, "limits.seq_sum_k3: found .* write the largest divergence"),
+        ({"token_k2": [-1.0]}, "limits.token_k2: found"),
+    ],
+)
+def test_limits_that_mean_nothing_are_refused(limits: dict[str, list[float]], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        DivergenceRejection(DivergenceConfig(limits), AlgorithmContext(group_size=2))

@@ -44,6 +44,19 @@ def test_sample_level_repeat_and_unfold_column_chunks() -> None:
     assert uids(unfolded) == ["row-0", "row-0", "row-1", "row-1"]
 
 
+def test_unfold_column_chunks_cuts_a_list_in_each_row() -> None:
+    calls = [[{"a": 1}, [2], "c", None], ["d", "e", "f", "g"]]
+    data = DataProto.from_dict({"ids": torch.arange(4).view(2, 2)}, {"calls": calls, "uid": ["x", "y"]})
+    unfolded = data.unfold_column_chunks(2, ["ids", "calls"])
+    assert unfolded.non_tensor_batch["calls"].tolist() == [[{"a": 1}, [2]], ["c", None], ["d", "e"], ["f", "g"]]
+    assert unfolded.non_tensor_batch["calls"].shape == (4,) and uids(unfolded) == ["x", "x", "y", "y"]
+    with pytest.raises(ProtocolError, match=r"'calls' of shape \[2, 4\] cannot be cut into 3"):
+        data.unfold_column_chunks(3, ["calls"])
+    ragged = DataProto.from_dict({}, {"calls": [[1, 2], [3]]})
+    with pytest.raises(ProtocolError, match=r"'calls' of shape \[2\] cannot be cut"):
+        ragged.unfold_column_chunks(2, ["calls"])
+
+
 def test_fold_and_unfold_batch_dim() -> None:
     folded = batch_of(4).fold_batch_dim(2)
     assert folded.batch["ids"].shape == (2, 2, 2) and folded.non_tensor_batch["uid"].shape == (2, 2)

@@ -135,5 +135,19 @@ class GeometricConfig:
 
 
 @dataclass
+class DivergenceConfig:
+    limits: dict[str, list[float]] = option(
+        default_factory=lambda: {"seq_mean_k3": [0.01]},
+        help="what a kept token or row fulfils, all of them: {token_k3: [0.5], seq_mean_k1: [0.999, 1.001]}. Names are "
+        "token, seq_sum, seq_mean or seq_max with _k2 or _k3 and the largest value, or token, seq_sum or seq_mean with "
+        "_k1 and the smallest and largest ratio",
+    )
+    weights: Literal["none", "token", "sequence"] = option(
+        "none", help="importance weights of what is kept: none, those of token_tis or those of sequence_tis"
+    )
+    max_weight: float = option(2.0, gt=0, help="largest importance weight")
+
+
+@dataclass
 class PercentileConfig:
     keep: float = option(0.99, gt=0, le=1, help="share of a step's tokens that are kept")

@@ -47,3 +47,14 @@ class IcePop(RolloutCorrection):
         ratios_BR = bounded_exp(log_ratios(batch))
         kept_BR = (ratios_BR >= self.config.low) & (ratios_BR <= self.config.high)
         return corrected(batch, ratios_BR * kept_BR, self.config.normalize)
+
+
+class SequenceIcePop(RolloutCorrection):
+    r"""The same with one weight per row: w_i = rho_i * [low <= rho_i <= high] with rho_i = prod_t rho_t."""
+
+    config: IcePopConfig
+
+    def __call__(self, batch: CorrectionInput) -> CorrectionOutput:
+        ratios_B1 = bounded_exp(log_ratios(batch).sum(-1, keepdim=True))
+        kept_B1 = (ratios_B1 >= self.config.low) & (ratios_B1 <= self.config.high)
+        return corrected(batch, ratios_B1 * kept_B1, self.config.normalize)

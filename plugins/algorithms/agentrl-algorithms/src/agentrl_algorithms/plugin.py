@@ -5,6 +5,7 @@ from functools import partial
 from agentrl_algorithms.config import (
     CISPOConfig,
     ClipCovConfig,
+    DivergenceConfig,
     DPPOConfig,
     DROConfig,
     GAEConfig,
@@ -186,6 +187,16 @@ SEQUENCE_MIS = _correction(
 )
 ICEPOP = _correction(
     "icepop", "mis:IcePop", "importance weights of tokens; rejects those far from 1", config=IcePopConfig
+)
+SEQUENCE_ICEPOP = _correction(
+    "sequence_icepop", "mis:SequenceIcePop", "importance weight of each row; rejects those far from 1",
+    config=IcePopConfig,
+)  # fmt: skip
+DIVERGENCE_REJECTION = _correction(
+    "divergence_rejection",
+    "rejection:DivergenceRejection",
+    "rejects tokens or rows by one or more estimates of the divergence (k1, k2, k3)",
+    config=DivergenceConfig,
 )
 GEOMETRIC_REJECTION = _correction(
     "geometric_rejection",

@@ -88,9 +88,14 @@ class DataProto(CoreDataProto):
         return self
 
     def unfold_column_chunks(self, n_split: int, split_keys: Sequence[str] | None = None) -> Self:
-        """Every row becomes ``n_split`` rows: ``split_keys`` [rows, n·k, …] are cut along dim 1, others repeat."""
+        """Every row becomes ``n_split`` rows: ``split_keys`` [rows, n·k, …] are cut along dim 1, others repeat.
+
+        A column with a list in each row, all of one length, counts as [rows, n·k].
+        """
         tensors = {} if self.batch is None else dict(self.batch.items())
         columns, keys = {**self.non_tensor_batch, **tensors}, set(split_keys or ())
+        lists = {key: _matrix(column) for key, column in self.non_tensor_batch.items() if key in keys}
+        columns |= {key: matrix for key, matrix in lists.items() if matrix is not None}
         unknown = sorted(keys - columns.keys())
         if n_split < 1 or unknown:
             raise ProtocolError(f"unfold_column_chunks: n_split is {n_split} (at least 1), unknown keys: {unknown}")
@@ -110,7 +115,8 @@ class DataProto(CoreDataProto):
             if key in tensors:
                 unfolded.batch[key] = column
             else:
-                unfolded.non_tensor_batch[key] = column.copy()
+                # A row that had a list has a list again.
+                unfolded.non_tensor_batch[key] = column.copy() if lists[key] is None else _column(column.tolist())
         return unfolded
 
     def fold_batch_dim(self, new_batch_size: int) -> Self:
@@ -142,6 +148,19 @@ class DataProto(CoreDataProto):
             {key: column.reshape(*new, *column.shape[dims:]).copy() for key, column in columns.items()},
             self.meta_info,
         )
+
+
+def _matrix(column: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:
+    """[rows, items] of a column [rows] with a list of the same length in each row; None for another column."""
+    if column.ndim != 1 or not all(isinstance(row, list | tuple) for row in column) or len({*map(len, column)}) != 1:
+        return None
+    items = [item for row in column for item in row]
+    return _column(items).reshape(len(column), len(column[0]))
+
+
+def _column(items: Sequence[Any]) -> np.ndarray[Any, Any]:
+    """[items] with whatever they are: ``np.array`` would look into those that are lists."""
+    return np.fromiter(iter(items), dtype=object, count=len(items))
 
 
 def all_gather_data_proto(data: CoreDataProto, process_group: Any = None) -> CoreDataProto:
