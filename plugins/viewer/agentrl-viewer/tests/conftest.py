@@ -30,7 +30,9 @@ def evil(tmp_path: Path) -> Run:
     metrics = {"step": 1, "time": EVIL, f"reward/{EVIL}": 1.0, "timing/rollout": 1.0}
     (sample.path / "metrics.jsonl").write_text(json.dumps(metrics) + "\n")
     (sample.path / "config.yaml").write_text(json.dumps({EVIL: EVIL}))
-    (sample.path / "state.json").write_text(json.dumps({"status": EVIL, "step": EVIL}))
+    (sample.path / "state.json").write_text(
+        json.dumps({"status": EVIL, "step": EVIL, "warnings": [{"message": EVIL}, EVIL]})
+    )
     run = Run(sample.path, "evil")
     run.index.refresh()
     return run

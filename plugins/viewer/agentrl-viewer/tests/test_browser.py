@@ -214,6 +214,85 @@ def test_narrow(page: Any, viewer: Viewer) -> None:
     picture(page, "narrow")
 
 
+def test_a_row_of_a_narrow_list_stays_within_its_lines(page: Any, viewer: Viewer) -> None:
+    page.set_viewport_size({"width": 390, "height": 760})
+    page.goto(viewer.url + "#/trajectories?run=shop")
+    row = page.locator(".row", has_text="branch 2").first
+    expect(row).to_be_visible()
+    assert row.locator(".where").bounding_box()["height"] < row.bounding_box()["height"]
+    assert page.evaluate(
+        "[...document.querySelectorAll('.where b')].every(each => each.scrollWidth <= each.clientWidth)"
+    )
+
+
+def test_a_tooltip_goes_with_its_page(page: Any, viewer: Viewer) -> None:
+    page.goto(viewer.url)
+    page.locator("[data-metric='reward/mean'] .u-over").first.hover()
+    expect(page.locator(".tip")).to_be_visible()
+    page.keyboard.press("2")
+    expect(page.locator(".row").first).to_be_visible()
+    expect(page.locator(".tip")).to_be_hidden()
+
+
+def test_charts_follow_the_window(page: Any, viewer: Viewer) -> None:
+    page.goto(viewer.url)
+    expect(page.locator(".card canvas").first).to_be_visible()
+    for width in (800, 1280):
+        page.set_viewport_size({"width": width, "height": 800})
+        page.wait_for_function(
+            "(width) => innerWidth === width && [...document.querySelectorAll('.plot:has(.uplot)')].every("
+            "each => each.clientWidth === each.firstElementChild.clientWidth)",
+            arg=width,
+        )
+
+
+def test_metric_names_are_whole(page: Any, viewer: Viewer) -> None:
+    page.goto(viewer.url)
+    page.get_by_label("Filter metrics").fill("logprob")
+    name = page.locator(".card .name").first
+    expect(name).to_be_visible()
+    page.evaluate("document.querySelector('.card').style.width = '150px'")
+    assert name.evaluate(
+        "each => each.scrollWidth <= each.clientWidth && getComputedStyle(each).whiteSpace === 'normal'"
+    )
+
+
+@pytest.fixture
+def long_run(tmp_path: Path) -> Iterator[Viewer]:
+    sample = SampleRun(tmp_path / "long", prompts=1, samples=1, total=200).write(1, 200)
+    state = json.loads((sample.path / "state.json").read_text())
+    warning = {"message": "no_signal: in steps 3 to 12 no prompt had a sample with an advantage", "over": True}
+    (sample.path / "state.json").write_text(json.dumps({**state, "warnings": [warning]}))
+    run = Run(sample.path, "long")
+    run.index.refresh()
+    with Viewer([run]) as viewer:
+        yield viewer
+
+
+def test_seconds_of_each_step_have_an_axis_and_show_the_newest(page: Any, long_run: Viewer) -> None:
+    page.set_viewport_size({"width": 900, "height": 800})
+    page.goto(long_run.url + "#/time")
+    newest = page.get_by_role("button", name="step 200,")
+    expect(newest).to_be_in_viewport()
+    assert page.locator(".stacks").evaluate("each => each.scrollLeft") > 0
+    marks = page.locator(".scale small")
+    assert marks.count() >= 3 and marks.first.inner_text() == "0" and marks.last.inner_text().endswith(" s")
+    expect(page.locator(".stack small").last).to_have_text("200")
+
+
+def test_the_overview_has_the_warnings_of_a_run(page: Any, long_run: Viewer, tmp_path: Path) -> None:
+    page.goto(long_run.url)
+    expect(page.locator(".warnings li")).to_have_count(1)
+    expect(page.locator(".warnings li")).to_contain_text("in steps 3 to 12 no prompt had a sample with an advantage")
+    expect(page.locator(".warnings li")).to_contain_text("It is over.")
+    # A live run warns of something new.
+    file = tmp_path / "long" / "state.json"
+    state = json.loads(file.read_text())
+    new = [*state["warnings"], {"message": "no_entropy: in steps 4 to 13", "over": False}]
+    file.write_text(json.dumps({**state, "time": "2026-01-01T00:00:00+00:00", "warnings": new}))
+    expect(page.locator(".warnings li")).to_have_count(2)
+
+
 def test_live_run(page: Any, viewer: Viewer, samples: list[SampleRun]) -> None:
     page.goto(viewer.url + "#/trajectories?run=shop-lr-low")
     count = page.locator(".count")

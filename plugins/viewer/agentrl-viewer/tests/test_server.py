@@ -47,6 +47,15 @@ def test_answers(viewer: Viewer) -> None:
     assert ask(viewer, f"/{viewer.token}/api/list?run=shop&first_step=x")[0] == 400
 
 
+@pytest.mark.parametrize(
+    "query", ["trajectory?step=1&line=", "trajectory?line=0&step=", "timeline?step=", "list?offset=", "list?last_step="]
+)
+def test_a_number_that_no_index_holds_is_an_error_with_a_reason(viewer: Viewer, query: str) -> None:
+    name, _, values = query.partition("?")
+    status, body = ask(viewer, f"/{viewer.token}/api/{name}?run=shop&{values}1{'0' * 23}")
+    assert status == 400 and b"allowed is a whole number with at most 18 digits" in body
+
+
 @pytest.mark.parametrize("path", ["/", "/api/runs", "/x/api/runs", "//", "/static/app.js"])
 def test_nothing_without_the_token(viewer: Viewer, path: str) -> None:
     assert ask(viewer, path)[0] == 403

@@ -100,7 +100,8 @@ class Run:
             "steps": (self.config().get("trainer") or {}).get("steps"),
             "rows": len(rows),
             "last": rows[-1] if rows else {},
-            "version": f"{self.index.version}.{len(rows)}.{self._read_to}",
+            "warnings": _warnings(state.get("warnings")),
+            "version": f"{self.index.version}.{len(rows)}.{self._read_to}.{state.get('time')}",
             "problem": self.problem,
             "indexing": {"done": done, "files": files},
         }
@@ -257,6 +258,12 @@ def _is_locked(path: Path) -> bool:
     except OSError:
         return False
     return False
+
+
+def _warnings(found: Any) -> list[dict[str, Any]]:
+    """What a run has warned of: ``message``, and whether it is ``over``."""
+    listed = [each for each in found if isinstance(each, dict)] if isinstance(found, list) else []
+    return [{"message": str(each.get("message")), "over": bool(each.get("over"))} for each in listed]
 
 
 def _number(value: Any) -> float | None:

@@ -16,8 +16,18 @@ from agentrl_viewer.index import ORDERS, Filter
 from agentrl_viewer.run import Run
 
 MAX_PAGE = 500
+
+
+def _whole(text: str) -> int:
+    """A whole number that SQLite can hold."""
+    number = int(text)
+    if abs(number) >= 2**63:
+        raise ValueError(f"{text[:40]}: allowed is a whole number with at most 18 digits")
+    return number
+
+
 _NUMBERS: dict[str, Callable[[str], Any]] = {
-    "first_step": int, "last_step": int, "min_reward": float, "max_reward": float,
+    "first_step": _whole, "last_step": _whole, "min_reward": float, "max_reward": float,
 }  # fmt: skip
 
 
@@ -77,13 +87,13 @@ class Viewer:
         run = self.runs.get(query.get("run", ""))
         if run is None:
             return None
-        place = (query.get("split", "train"), int(query.get("step", 0)))
+        place = (query.get("split", "train"), _whole(query.get("step", "0")))
         answers: dict[str, Callable[[], Any]] = {
             "series": run.series,
             "config": run.flat_config,
             "facets": run.index.facets,
             "list": lambda: self._list(run, query),
-            "trajectory": lambda: run.trajectory(*place, int(query.get("line", 0))),
+            "trajectory": lambda: run.trajectory(*place, _whole(query.get("line", "0"))),
             "timeline": lambda: run.timeline(*place),
         }
         return answers[name]() if name in answers else None
@@ -95,7 +105,7 @@ class Viewer:
         if given.get("order", "newest") not in ORDERS:
             raise ValueError(f"order: allowed is {', '.join(ORDERS)}")
         return run.index.listed(
-            Filter(**given), max(int(query.get("offset", 0)), 0), min(int(query.get("limit", 100)), MAX_PAGE)
+            Filter(**given), max(_whole(query.get("offset", "0")), 0), min(_whole(query.get("limit", "100")), MAX_PAGE)
         )
 
 

@@ -3,7 +3,7 @@
 import { configs } from "viewer/configs";
 import { curves } from "viewer/curves";
 import { exported, get, leftOut } from "viewer/data";
-import { color, h, plural } from "viewer/dom";
+import { color, h, hideTip, plural } from "viewer/dom";
 import { list } from "viewer/list";
 import { time } from "viewer/time";
 import { compare, trajectory } from "viewer/trajectory";
@@ -65,6 +65,7 @@ async function route() {
   const target = ROUTES[name] ? name : "curves";
   const mine = ++arrival;
   page.close?.();
+  hideTip();
   page = {};
   nav.replaceChildren(...Object.entries(TABS).map(([key, label]) => h("a", { href: `#/${key}`,
     "aria-current": (PARENT[target] ?? target) === key ? "page" : null }, label)));

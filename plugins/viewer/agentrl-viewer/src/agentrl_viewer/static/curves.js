@@ -1,7 +1,7 @@
 // Curves of every metric, all runs in one chart each, drawn when they scroll into view.
 
 import { get } from "viewer/data";
-import { color, h, hideTip, number, plural, seconds, showTip } from "viewer/dom";
+import { breakable, color, h, hideTip, number, plural, seconds, showTip } from "viewer/dom";
 
 const FIRST = [
   /^reward\/mean$/, /^validation\/.*accuracy/, /^actor\/entropy$/, /^response_length\/mean$/,
@@ -57,7 +57,8 @@ export async function curves(view, app) {
         charts.forEach((chart) => chart.rebuild());
       } }),
       h("i", { style: { background: app.css(run.name) } }), run.name))));
-  view.replaceChildren(controls, grid);
+  const warnings = h("div", { role: "status" });
+  view.replaceChildren(controls, warnings, grid);
 
   const seen = new IntersectionObserver((entries) => {
     for (const entry of entries) {
@@ -65,9 +66,11 @@ export async function curves(view, app) {
       else entry.target.chart.drop();
     }
   }, { rootMargin: "300px" });
+  const resized = new ResizeObserver((entries) => entries.forEach((entry) => entry.target.chart.resize()));
 
   function draw() {
     seen.disconnect();
+    resized.disconnect();
     charts.forEach((chart) => chart.drop());
     charts.clear();
     const names = [...new Set(loaded.flatMap((run) => Object.keys(run.values)))].sort();
@@ -91,16 +94,25 @@ export async function curves(view, app) {
     const body = h("div", { class: "plot" });
     const value = h("span", { class: "last" });
     const element = h("figure", { class: "card", "data-metric": name }, h("figcaption", {},
-      h("span", { class: "name", title: name }, name), value,
+      h("span", { class: "name" }, breakable(name)), value,
       h("button", { class: "icon", title: "Enlarge", "aria-label": `Enlarge ${name}`,
         onclick: () => { element.classList.toggle("wide"); element.chart.rebuild(); } }, "⤢")), body);
     element.chart = new Chart(name, body, value, () => loaded, app);
     charts.set(`${group}:${name}`, element.chart);
     seen.observe(element);
+    resized.observe(element);
     return element;
   }
 
+  // What the runs have warned of.
+  function warn() {
+    const found = app.runs.flatMap((run) => run.warnings.map((each) => h("li", {}, app.runs.length > 1 && h("b", {}, `${run.name}  `),
+      each.message, each.over && h("span", { class: "dim" }, "  It is over."))));
+    warnings.replaceChildren(...(found.length ? [h("section", { class: "panel warnings" }, h("h3", {}, plural(found.length, "warning")), h("ul", {}, found))] : []));
+  }
+
   async function load() {
+    warn();
     loaded = await Promise.all(app.runs.map(async (run) => ({ name: run.name, ...(await get("series", { run: run.name })) })));
   }
   const themed = () => charts.forEach((chart) => chart.rebuild());
@@ -117,6 +129,7 @@ export async function curves(view, app) {
     close: () => {
       removeEventListener("themechange", themed);
       seen.disconnect();
+      resized.disconnect();
       charts.forEach((chart) => chart.drop());
     },
   };
@@ -147,6 +160,15 @@ class Chart {
     this.plot = null;
   }
 
+  size() {
+    return { width: Math.max(this.body.clientWidth, 120), height: this.body.clientHeight || 150 };
+  }
+
+  resize() {
+    const { width, height } = this.size();
+    if (this.plot && (this.plot.width !== width || this.plot.height !== height)) this.plot.setSize({ width, height });
+  }
+
   rebuild() {
     this.drop();
     const runs = this.runs;
@@ -157,8 +179,7 @@ class Chart {
     const axis = { stroke: color("--dim"), grid, ticks: { show: false }, font: "11px system-ui", size: 26 };
     const points = { show: runs.every((run) => run.values[this.name].filter((value) => value !== null).length < 12), size: 5 };
     this.plot = new uPlot({
-      width: Math.max(this.body.clientWidth, 120),
-      height: this.body.clientHeight || 150,
+      ...this.size(),
       legend: { show: false },
       cursor: { y: false, points: { size: 6 } },
       scales: { x: { time: false } },

@@ -13,6 +13,9 @@ export function h(tag, attributes = {}, ...children) {
   return element;
 }
 
+// A name that breaks after slashes and underscores, so that none is cut.
+export const breakable = (name) => name.split(/(?<=[/_])/).flatMap((part, i) => (i ? [h("wbr"), part] : [part]));
+
 const SVG = "http://www.w3.org/2000/svg";
 
 export function svg(tag, attributes = {}, ...children) {

@@ -175,7 +175,7 @@ export function lanesPanel(found, place, app, run, zoom, go) {
 }
 
 // 1, 2 or 5 times a power of ten, not below the given length.
-function niceStep(least) {
+export function niceStep(least) {
   const power = 10 ** Math.floor(Math.log10(Math.max(least, 1e-9)));
   return power * ([1, 2, 5].find((each) => each * power >= least) ?? 10);
 }

@@ -3,7 +3,9 @@
 import { PHASES, byReplica, extent, colorName, replicaSeconds } from "viewer/clock";
 import { get, timelineSteps } from "viewer/data";
 import { h, hideTip, number, seconds, showTip } from "viewer/dom";
-import { lanesPanel } from "viewer/lanes";
+import { lanesPanel, niceStep } from "viewer/lanes";
+
+const TALLEST = 130;
 
 // The spans of one trajectory as a bar.
 export function lane(spans) {
@@ -48,6 +50,8 @@ export async function time(view, app, query) {
     }));
   const rows = series.steps.map((step, i) => [step, Object.fromEntries(Object.entries(series.values).filter(([name]) => name.startsWith("timing/")).map(([name, values]) => [name, values[i] ?? 0]))]);
   view.replaceChildren(controls, overTime(rows, place, go));
+  const stacks = view.querySelector(".stacks");
+  stacks.scrollLeft = (stacks.querySelector(".here")?.offsetLeft ?? stacks.scrollWidth) - stacks.clientWidth / 2;
   if (!place) return {};
   const found = await get("timeline", { run, split: place.split, step: place.step });
   view.append(stepPanel(found, place), lanesPanel(found, place, app, run, query.zoom, go));
@@ -63,15 +67,21 @@ function overTime(rows, place, go) {
   const shown = rows.filter(([, timing]) => phasesOf(timing).length).slice(-200);
   const tallest = Math.max(...shown.map(([, timing]) => phasesOf(timing).reduce((sum, [, value]) => sum + value, 0)), 1e-9);
   const used = PHASES.filter((name) => shown.some(([, timing]) => timing[`timing/${name}`] > 0));
+  const tick = niceStep(tallest / 4);
+  const ticks = Array.from({ length: Math.floor((1.08 * tallest) / tick) + 1 }, (_, i) => i * tick);
+  const every = Math.ceil(shown.length / 10);
   return h("section", { class: "panel" }, h("h3", {}, "Seconds of each step"),
     h("div", { class: "legend" }, used.map((name) => h("span", { class: "key" }, h("i", { style: { background: `var(--phase-${name})` } }), name))),
-    h("div", { class: "stacks", onpointerleave: hideTip }, shown.map(([step, timing]) => {
+    h("div", { class: "stacks", style: { "--tick": `${(TALLEST * tick) / tallest}px` }, onpointerleave: hideTip },
+      h("div", { class: "scale" }, ticks.map((at) => h("small", { style: { bottom: `${(TALLEST * at) / tallest}px` } }, at ? seconds(at) : "0"))),
+      shown.map(([step, timing], i) => {
       const phases = phasesOf(timing);
       const total = phases.reduce((sum, [, value]) => sum + value, 0);
       return h("button", { class: `stack${place?.step === step ? " here" : ""}`, "aria-label": `step ${step}, ${seconds(total)}`, onclick: () => go({ split: step ? "train" : "validation", step }),
         onpointermove: (event) => showTip(event, `step ${step}`, [...phases.map(([name, value]) => [name, seconds(value)]), ["together", seconds(total)]]) },
-      phases.map(([name, value]) => h("i", { style: { height: `${(130 * value) / tallest}px`, background: `var(--phase-${name})` } })));
-    })));
+      phases.map(([name, value]) => h("i", { style: { height: `${(TALLEST * value) / tallest}px`, background: `var(--phase-${name})` } })),
+      (shown.length - 1 - i) % every === 0 && h("small", {}, step));
+      })));
 }
 
 function stepPanel(found, place) {
