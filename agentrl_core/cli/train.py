@@ -84,8 +84,12 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
         raise
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
     held = [name for name in ("metrics.jsonl", "rollouts", "checkpoints", "curve.png") if (path / name).exists()]
-    say(f"\n{shown} holds {', '.join(held)}. Next:")
     state = RunDir(path).read_state()
+    if state is not None and state.warnings:
+        say("\nWarnings of this run (docs/troubleshooting.md explains them):")
+        for warning in state.warnings:
+            say(f"  {warning['message']}")
+    say(f"\n{shown} holds {', '.join(held)}. Next:")
     is_finished = state is not None and state.finished
     if not is_finished:
         say(f"  agentrl train {arguments} --resume")

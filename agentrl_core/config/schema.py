@@ -443,6 +443,13 @@ class TrainerConfig:
     checkpoint: CheckpointConfig = option(default_factory=CheckpointConfig)
     profile: ProfileConfig = option(default_factory=ProfileConfig)
     save_rollouts: bool = option(True, help="write every trajectory to rollouts/step-*.jsonl")
+    warn_after: int = option(
+        10,
+        ge=0,
+        unit="steps",
+        help="warn of a sign that learning has stopped, such as no advantage in any group, once so many steps in a row "
+        "have it; 0: never",
+    )
 
 
 @dataclass

@@ -56,6 +56,7 @@ class SharedCounts:
 
     branches: int = 0
     tool_calls: int = 0
+    parse_errors: int = 0
     template_breaks: int = 0
     template_mismatches: int = 0
     answers: list[Message] = field(default_factory=list)
@@ -220,6 +221,7 @@ class TrajectoryBuilder(Trajectory):
         errors = parsed.errors
         if len(calls) < len(parsed.calls):
             errors = [*errors, f"Error: invalid tool call: arguments nested more than {MAX_DEPTH} levels deep"]
+        self.counts.parse_errors += len(errors)
         content = parsed.content if calls or not parsed.calls else parsed.text
         message: Message = {"role": "assistant", "content": content, **parsed.fields}
         if calls:

@@ -239,6 +239,7 @@ class AgentLoopWorker:
             counts = session.builder.counts
             result.metrics["template_breaks"] = float(counts.template_breaks)
             result.metrics["template_mismatches"] = float(counts.template_mismatches)
+            result.metrics["parse_errors"] = float(counts.parse_errors)
             # An agent behind the endpoint runs its own tools; a loop may call tools that the policy did not ask for.
             result.metrics["tool_calls"] = float(max(len(result.tool_calls), counts.tool_calls))
         return result

@@ -21,7 +21,7 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -47,11 +47,13 @@ class RunState:
         status: ``running``, ``completed``, ``stopped`` or ``failed``.
         step: the last finished step.
         time: when the state was written, ISO 8601 with offset.
+        warnings: what the run has warned of: ``check``, ``first``, ``last``, ``over`` and ``message`` of each.
     """
 
     status: RunStatus
     step: int
     time: str
+    warnings: Sequence[Mapping[str, Any]] = ()
 
     @property
     def finished(self) -> bool:
@@ -173,7 +175,8 @@ class RunDir:
             state = json.loads(self.state_file.read_bytes())
             if state["status"] not in get_args(RunStatus):
                 raise ValueError(f"status {state['status']!r}")
-            return RunState(state["status"], int(state["step"]), str(state["time"]))
+            warnings = [warning for warning in state.get("warnings", ()) if str(warning["message"])]
+            return RunState(state["status"], int(state["step"]), str(state["time"]), warnings)
         except FileNotFoundError:
             return None
         except (ValueError, KeyError, TypeError) as error:
@@ -182,10 +185,10 @@ class RunDir:
                 f"writes it. Move {self.path} away to start again"
             ) from error
 
-    def write_state(self, status: RunStatus, step: int) -> None:
+    def write_state(self, status: RunStatus, step: int, warnings: Sequence[Mapping[str, Any]] = ()) -> None:
         """Record how far the run got, atomically."""
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        replace_file(self.state_file, json.dumps(asdict(RunState(status, step, now))) + "\n")
+        replace_file(self.state_file, json.dumps(asdict(RunState(status, step, now, warnings))) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Read what the tracker ``jsonl`` wrote: one dict per step, empty without a file."""

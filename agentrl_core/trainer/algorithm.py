@@ -18,7 +18,7 @@ from agentrl_core.config import ResolvedConfig
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
-from agentrl_core.workers.actor import CORRECTION
+from agentrl_core.workers.actor import CORRECTION, reads_advantages
 
 logger = logging.getLogger(__name__)
 KL_HORIZON = 10_000
@@ -39,6 +39,8 @@ class Algorithm:
         self._estimator: Any = self._settings.advantage.build(context)
         correction = self._settings.correction
         self._correction: Any = None if correction is None else correction.build(context)
+        with hang_reported(f"policy loss {self._settings.loss.name!r}"):
+            self.loss_reads_advantages = reads_advantages(self._settings.loss.build(context))
         self.kl_coef = self._settings.kl_coef
         self._entropy: float | None = None
 

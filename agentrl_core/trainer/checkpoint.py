@@ -33,6 +33,7 @@ from agentrl_core.config.writing import leaves, plain, written
 from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock
 from agentrl_core.runs.run_dir import CHECKPOINT, entries
+from agentrl_core.trainer.health import Streak
 
 STATE_FILE = "trainer.json"
 CHECKSUM_FILE = "checksums.json"
@@ -55,6 +56,7 @@ class TrainerState:
         metrics: of that step; a run that is killed now has not logged them yet.
         sampler: of the sampler, after that step.
         algorithm: coefficients that adapt, after that step.
+        streaks: signs that learning has stopped, up to that step.
     """
 
     step: int
@@ -64,6 +66,7 @@ class TrainerState:
     metrics: dict[str, float] = field(default_factory=dict)
     sampler: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, float] = field(default_factory=dict)
+    streaks: list[Streak] = field(default_factory=list)
 
 
 class CheckpointStore:

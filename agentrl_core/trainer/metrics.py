@@ -17,6 +17,7 @@ from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 
 _BY_TOKEN = ("advantages", "returns", "values")
+SMALLEST_ADVANTAGE = 1e-6
 
 
 class PhaseTimer:
@@ -82,6 +83,23 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     return metrics
 
 
+def signal_metrics(batch: DataProto) -> dict[str, float]:
+    """``advantage/groups_without_signal``: share of prompts none of whose samples has an advantage; 1 without rows.
+
+    Args:
+        batch: with ``response_mask`` and ``advantages`` [B, R], and ``uid``.
+    """
+    signals: dict[object, bool] = {}
+    if len(batch):
+        mask_BR = batch.batch["response_mask"].bool()
+        # A mean of equal rewards can differ from them by its rounding error, which is no advantage.
+        moved_B = (mask_BR & (batch.batch["advantages"].abs() > SMALLEST_ADVANTAGE)).any(-1)
+        for row in mask_BR.any(-1).nonzero().squeeze(-1).tolist():
+            uid = batch.non_tensor_batch["uid"][row]
+            signals[uid] = signals.get(uid, False) or bool(moved_B[row])
+    return {"advantage/groups_without_signal": 1 - sum(signals.values()) / max(len(signals), 1)}
+
+
 def throughput(batch: DataProto, seconds: float, devices: int) -> dict[str, float]:
     """``perf/total_num_tokens``, prompts and responses of a batch, and ``perf/throughput``, per second and device.
 
@@ -141,6 +159,12 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     }
     if replaced := sum(result.replaced for result in results):
         metrics["rollout/replaced_share"] = replaced / len(results)
+    groups: dict[object, list[list[list[int]]]] = defaultdict(list)
+    for result in trained:
+        groups[result.row["uid"]].append([output.response_ids for output in result.outputs])
+    if several := [samples for samples in groups.values() if len(samples) > 1]:
+        identical = [all(sample == samples[0] for sample in samples) for samples in several]
+        metrics["rollout/identical_groups_share"] = float(np.mean(identical))
     counters = _by_name(result.metrics for result in results)
     metrics |= {f"rollout/{name}": sum(values) / total for name, values in counters.items() if name != "tool_calls"}
     by_loops = means(means(output.metrics for output in result.outputs) for result in results)

@@ -29,6 +29,7 @@ from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus
 from agentrl_core.runs.trajectory_view import show_trajectory
 from agentrl_core.trainer.algorithm import Algorithm
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, plugin_refs, resumed_state
+from agentrl_core.trainer.health import Health
 from agentrl_core.trainer.trackers import Trackers
 from agentrl_core.workers.protocols import Actor, Critic
 
@@ -62,6 +63,7 @@ class Run:
         self._steps = steps
         self._sampler = sampler
         self._algorithm = algorithm
+        self.health = Health(config, self.path, algorithm.loss_reads_advantages)
         self._store = CheckpointStore(self._directory.checkpoints_dir, config.trainer.checkpoint.keep)
         self._checkpoint: Path | None = None
         self._state = TrainerState(0, None, None, data_fingerprint)
@@ -170,6 +172,7 @@ class Run:
             logger.info("resuming from %s, after step %d of %d", checkpoint, self._state.step, self._steps)
             self._sampler.load_state_dict(self._state.sampler)
             self._algorithm.state = self._state.algorithm
+            self.health.streaks = list(self._state.streaks)
             actor.load_checkpoint(str(checkpoint / "actor"))
             if critic is not None:
                 if not (checkpoint / "critic").is_dir():
@@ -189,7 +192,7 @@ class Run:
         self._directory.config_file.chmod(0o600)
         write_lock(self._directory.lock_file, plugin_refs(self._config))
         self._finished = self._state.step
-        self._directory.write_state("running", self._finished)
+        self._directory.write_state("running", self._finished, self.health.warnings)
         self._build_listeners()
         self._log_again()
         return self._state.step
@@ -206,13 +209,13 @@ class Run:
         self._status = "failed"
         if self._finished is not None:
             with suppress(OSError):
-                self._directory.write_state("failed", self._finished)
+                self._directory.write_state("failed", self._finished, self.health.warnings)
         logger.error("%s: the run ends here. `agentrl train … --resume` continues from the newest checkpoint", reason)
 
     def _end(self, status: RunStatus) -> None:
         if self._finished is not None:
             with suppress(OSError):  # a full disk, which may be why the run failed, must not hide the reason
-                self._directory.write_state(status, self._finished)
+                self._directory.write_state(status, self._finished, self.health.warnings)
             self.trackers.finish(status)
         logging.getLogger().removeHandler(self._log)
         file = self._log.target
@@ -242,6 +245,7 @@ class Run:
             metrics=dict(metrics),
             sampler=self._sampler.state_dict(),
             algorithm=self._algorithm.state,
+            streaks=[replace(streak) for streak in self.health.streaks],
         )
         return self._store.save(self._state, write)
 
@@ -278,7 +282,7 @@ class Run:
             self._directory.append_phases(step, phases)
             phases.clear()
         self._finished = step
-        self._directory.write_state(self._status, step)
+        self._directory.write_state(self._status, step, self.health.warnings)
         self.hooks.on_step_end(step=step, metrics=metrics)
 
 

@@ -31,6 +31,7 @@ from agentrl_core.trainer.metrics import (
     engine_metric,
     resource_metrics,
     rollout_metrics,
+    signal_metrics,
     source_metrics,
     throughput,
 )
@@ -49,7 +50,6 @@ from agentrl_core.workers.profiling import stacks_sampled, start_profile, stop_p
 logger = logging.getLogger(__name__)
 GAP_ROWS = 4
 """Rows whose log-probs are computed again to check the engine, if no full second pass is needed."""
-TOOL_SILENCE_STEPS = 10
 
 
 class Trainer:
@@ -79,7 +79,6 @@ class Trainer:
         self.stop = StopRequest()
         self.step = 0
         self._roles: Roles | None = None
-        self._steps_without_tools = 0
         self._other_distributions = ""
         self._skipped = {
             "actor": SkippedUpdates("actor", config.actor.max_skipped_updates),
@@ -345,20 +344,16 @@ class Trainer:
         metrics |= self.roles.rollout.named_metrics()
         metrics |= source_metrics(results, self.config.trainer.validation.correct_above)
         metrics["epoch"] = step * self.config.data.batch_size / len(self.preparation.data.train)
+        metrics |= signal_metrics(batch)
         if len(batch):
             metrics |= batch_metrics(batch) | throughput(batch, self.timer.seconds("step"), devices(self.config))
         last = step == self.steps or self.stop.requested
         records = make_records(step, "train", results, batch)
         self.run.write_records(step, "train", records)
-        self._watch_tools(metrics)
+        self.run.health.note(step, metrics, last)
         interval = self.config.trainer.validation.interval
         if last or (interval and step % interval == 0):
             metrics |= self.validate(step)
-        if last and not self._updates:
-            logger.warning(
-                "nothing was trained: in no step of this run had a trajectory an advantage (are the rewards of all "
-                "samples of a prompt equal?), the critic was warming up, or no gradient was finite"
-            )
         metrics = self._measured(metrics)
         best = self.run.note_best(step, metrics)
         interval = self.config.trainer.checkpoint.interval
@@ -378,18 +373,6 @@ class Trainer:
         if seconds:
             everything["perf/tokens_per_second"] = everything["rollout/sampled_tokens"] / seconds
         return {name: float(value) for name, value in sorted(everything.items())}
-
-    def _watch_tools(self, metrics: Mapping[str, float]) -> None:
-        # Nothing is sampled where the rows are demonstrations.
-        asked = bool(self.config.tools) and metrics.get("timing/trajectory/generate/max", 0.0) > 0
-        silent = asked and not metrics["rollout/tool_calls_mean"]
-        self._steps_without_tools = self._steps_without_tools + 1 if silent else 0
-        if self._steps_without_tools == TOOL_SILENCE_STEPS:
-            logger.warning(
-                "no trajectory has called a tool in the last %d steps; does the model know rollout.tool_parser=%s? "
-                "`agentrl rollouts show %s` shows what it wrote",
-                TOOL_SILENCE_STEPS, self.config.rollout.tool_parser.name, self.run.path,
-            )  # fmt: skip
 
     def validate(self, step: int) -> dict[str, float]:
         """Answer the validation prompts; return metrics under ``validation/``."""

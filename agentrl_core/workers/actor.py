@@ -279,11 +279,22 @@ def _loss_input(
 
 def vanishes_without_advantage(loss: PolicyLoss) -> bool:
     """A row whose advantages are 0 has no gradient: tried with ratios from 1/20 to 20, since a plugin may add terms."""
+    return not any(bool(gradient_bR.any()) for gradient_bR in _tried_gradients(loss, 0.0))
+
+
+def reads_advantages(loss: PolicyLoss) -> bool:
+    """Whether the gradient depends on the advantages, tried with the same ratios."""
+    without, with_them = _tried_gradients(loss, 0.0), _tried_gradients(loss, 1.0)
+    return any(not torch.equal(one_bR, other_bR) for one_bR, other_bR in zip(without, with_them, strict=True))
+
+
+def _tried_gradients(loss: PolicyLoss, advantage: float) -> list[Tensor]:
+    """The gradients [b, R] of the losses by log-probs and entropies, where all tokens have this advantage."""
     log_probs_bR = torch.linspace(-6, -3, 16).view(2, 8).requires_grad_()
     zeros_bR, mask_bR = torch.zeros(2, 8), torch.ones(2, 8, dtype=torch.bool)
     old_bR = log_probs_bR.detach().flip(-1, -2)
     batch = PolicyLossInput(
-        log_probs_bR.detach(), old_bR, zeros_bR, mask_bR, rollout_log_probs=old_bR, ref_log_probs=old_bR,
+        log_probs_bR.detach(), old_bR, zeros_bR + advantage, mask_bR, rollout_log_probs=old_bR, ref_log_probs=old_bR,
         policy_versions=zeros_bR.long(), turn_ids=zeros_bR.long(), group_ids=torch.zeros(2, dtype=torch.long),
         row_ids=torch.arange(2),
     )  # fmt: skip
@@ -291,6 +302,6 @@ def vanishes_without_advantage(loss: PolicyLoss) -> bool:
     entropies_bR = torch.ones_like(log_probs_bR, requires_grad=True)
     total = loss(replace(batch, log_probs=log_probs_bR, entropies=entropies_bR, columns=columns)).losses.sum()
     if not total.requires_grad:
-        return True
+        return [zeros_bR, zeros_bR]
     gradients = torch.autograd.grad(total, (log_probs_bR, entropies_bR), allow_unused=True)
-    return not any(gradient_bR is not None and bool(gradient_bR.any()) for gradient_bR in gradients)
+    return [zeros_bR if gradient_bR is None else gradient_bR for gradient_bR in gradients]

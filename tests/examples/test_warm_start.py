@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from agentrl_core.cli.main import app
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.trainer.trainer import TOOL_SILENCE_STEPS
 
 EXAMPLE = Path(__file__).parents[2] / "examples/warm_start"
 LOOP = {"name": str(EXAMPLE / "demonstrations.py:Demonstration")}
@@ -40,8 +39,8 @@ def test_a_demonstration_is_trained_to_the_token(
         'def shout(text: str) -> str:\n    """Shouts."""\n    return text.upper()\n'
     )
     rows = [{**row, "demonstration": TURNS} for row in tiny_run.rows(6)]
-    run = fit({**SFT, "tools": ["./tools.py:shout"], "trainer.steps": TOOL_SILENCE_STEPS}, rows)
-    assert "has called a tool" not in caplog.text
+    run = fit({**SFT, "tools": ["./tools.py:shout"], "trainer.steps": 10}, rows)
+    assert "Usual causes" not in caplog.text
     (record, *_) = read_rollouts(run.rollout_file(1, "train"))
     sampled = [text for mask, text in record.segments if mask]
     assert [text.removesuffix("<|im_end|>") != text for text in sampled] == [True, True]

@@ -14,7 +14,7 @@ from agentrl_core.api import AgentLoopOutput, RewardResult, Termination
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.trainer.metrics import batch_metrics, rollout_metrics, source_metrics, throughput
+from agentrl_core.trainer.metrics import batch_metrics, rollout_metrics, signal_metrics, source_metrics, throughput
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
@@ -40,6 +40,40 @@ def test_spread_over_sampled_tokens_is_that_of_numpy(seed: int) -> None:
 def test_a_batch_without_a_sampled_token_has_no_spread() -> None:
     zeros = torch.zeros(2, 3)
     assert batch_metrics(DataProto.from_dict(tensors={"response_mask": zeros.bool(), "advantages": zeros})) == {}
+
+
+@pytest.mark.parametrize(
+    ("advantages", "groups", "masks", "share"),
+    [
+        ([0, 0, 1, -1, 0, 0], "aabbcc", [[1, 1]] * 4 + [[0, 0]] * 2, 0.5),
+        ([1, -1, 0, 0], "abab", [[1, 1]] * 4, 0.0),
+        ([0, 0, 0], "aab", [[1, 1]] * 3, 1.0),
+        ([1e-9, -1e-9], "aa", [[1, 1]] * 2, 1.0),
+        ([1, 1], "aa", [[0, 0]] * 2, 1.0),
+    ],
+)
+def test_share_of_groups_without_signal(
+    advantages: list[float], groups: str, masks: list[list[int]], share: float
+) -> None:
+    mask = torch.tensor(masks).bool()
+    batch = DataProto.from_dict(
+        tensors={"response_mask": mask, "advantages": torch.tensor(advantages)[:, None] * torch.ones(2)},
+        non_tensors={"uid": np.array(list(groups), dtype=object)},
+    )
+    assert signal_metrics(batch) == {"advantage/groups_without_signal": share}
+
+
+def test_share_of_prompts_whose_samples_are_equal() -> None:
+    def sample(uid: str, *rows: list[int]) -> TrajectoryResult:
+        outputs = [AgentLoopOutput([1], row, [1] * len(row), None, Termination.COMPLETED) for row in rows]
+        return TrajectoryResult({"uid": uid}, uid, Termination.COMPLETED, outputs)
+
+    alone, equal = [sample("a", [1])], [sample("b", [1], [2]), sample("b", [1], [2])]
+    other = [sample("c", [1], [2]), sample("c", [1], [3])]
+    name = "rollout/identical_groups_share"
+    assert name not in rollout_metrics(alone, 8)
+    assert rollout_metrics(alone + equal, 8)[name] == 1.0
+    assert rollout_metrics(alone + equal + other, 8)[name] == 0.5
 
 
 def test_throughput_counts_prompts_and_responses_by_second_and_device() -> None:

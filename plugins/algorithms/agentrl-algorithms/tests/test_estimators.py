@@ -413,11 +413,9 @@ def test_estimator_equals_the_equation(name, config, reference, kind) -> None:
 def test_equal_scores_and_groups_of_one_give_exactly_zero(name) -> None:
     output = estimator(name)(batch_of(all_equal(0.1))[0])
     assert not output.advantages.any()
-    assert output.metrics["groups_without_signal"] == 1.0
     mixed = batch_of(BATCHES["groups of one"]())[0]
     output = estimator(name)(mixed)
     assert not output.advantages[torch.tensor([group in ("g0", "g2") for group in mixed.group_ids])].any()
-    assert output.metrics["groups_without_signal"] >= 0.5
 
 
 @pytest.mark.parametrize("name", SPECS)

@@ -53,22 +53,15 @@ def test_excluded_samples_are_not_in_group_statistics():
 def test_a_group_of_one_usable_trajectory_has_no_advantage():
     result = estimate([1, 1, 7], ["a", "a", "b"], masks=[[1, 1], [0, 0], [1, 1]])
     assert not result.advantages.any()
-    assert result.metrics == {"groups_without_signal": 1.0}
 
 
 def test_equal_scores_give_exactly_zero_not_a_rounding_error_divided_by_eps():
     assert not estimate([0.1] * 7, ["a"] * 7).advantages.any()
 
 
-def test_share_of_groups_without_signal():
-    result = estimate([1, 1, 1, 0, 0, 0], ["a", "a", "b", "b", "c", "c"], masks=[[1, 1]] * 4 + [[0, 0]] * 2)
-    assert result.metrics == {"groups_without_signal": 0.5}
-
-
 def test_all_zero_mask_is_finite():
     result = estimate([1, 2], ["a", "a"], masks=[[0, 0], [0, 0]])
     assert not result.advantages.any() and not result.returns.any()
-    assert result.metrics == {"groups_without_signal": 0.0}
 
 
 @settings(deadline=None)

@@ -63,14 +63,9 @@ class Trajectories:
         with_zero = torch.nn.functional.pad(values_MT.float(), (0, 1, 0, 1))
         return torch.where(self.mask_BR, with_zero[self.trajectory_B[:, None], turn_ids_BR], 0.0)
 
-    def without_signal(self, advantages_M: Tensor) -> dict[str, float]:
-        """The metric ``groups_without_signal``: share of groups whose advantages are all 0, among those with a vote."""
-        signals_G = sums((advantages_M != 0).double(), self.group_M, self.groups)
-        return {"groups_without_signal": float((signals_G == 0).sum()) / max(self.groups, 1)}
-
     def output(self, advantages_M: Tensor) -> AdvantageOutput:
         """Group-relative advantages; ``returns`` are the scores."""
-        return AdvantageOutput(self.spread(advantages_M), self.spread(self.scores_M), self.without_signal(advantages_M))
+        return AdvantageOutput(self.spread(advantages_M), self.spread(self.scores_M))
 
 
 def sums(values_N: Tensor, index_N: Tensor, size: int) -> Tensor:

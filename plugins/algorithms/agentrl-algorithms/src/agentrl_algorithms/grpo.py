@@ -26,8 +26,7 @@ class GRPO(AdvantageEstimator):
     Left out: process supervision (section 4.1.3), for which there is ``turn_rloo``; the KL term, which is part of the
     loss and not of the advantage.
 
-    ``returns`` are the trajectory's score on every sampled token. Metrics: ``groups_without_signal``, the
-    share of groups whose advantage is 0 throughout, among groups with a usable trajectory.
+    ``returns`` are the trajectory's score on every sampled token.
     """
 
     config: GRPOConfig

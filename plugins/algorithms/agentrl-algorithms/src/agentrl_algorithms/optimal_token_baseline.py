@@ -33,8 +33,7 @@ class OptimalTokenBaseline(AdvantageEstimator):
     Left out: importance weights in W for samples of an older policy; a baseline of 0 for the last trajectory left,
     which would reward length where all scores are positive.
 
-    ``returns`` are G. Metrics: ``groups_without_signal`` as in ``grpo``. Raises ValueError where the batch has no
-    old log-probs or entropies.
+    ``returns`` are G. Raises ValueError where the batch has no old log-probs or entropies.
     """
 
     def __call__(self, batch: AdvantageInput) -> AdvantageOutput:
@@ -58,8 +57,7 @@ class OptimalTokenBaseline(AdvantageEstimator):
 
         advantages_BR, returns_BR = torch.zeros(trajectories.mask_BR.shape), torch.zeros(trajectories.mask_BR.shape)
         advantages_BR[tokens], returns_BR[tokens] = advantages_S[step_N].float(), returns_S[step_N].float()
-        signal_M = sums(advantages_S.abs(), trajectory_S, len(trajectories.group_M))
-        return AdvantageOutput(advantages_BR, returns_BR, trajectories.without_signal(signal_M))
+        return AdvantageOutput(advantages_BR, returns_BR)
 
     def steps(self, turn_N: Tensor) -> Tensor:
         """[N]: number of each token's step, ascending from 0, given numbers of turns that are unique in the batch."""

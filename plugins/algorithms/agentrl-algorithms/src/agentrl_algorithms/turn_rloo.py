@@ -32,7 +32,7 @@ class TurnRLOO(AdvantageEstimator):
 
     Left out: discounting; the comparison of turns with equal histories only, which needs sampling from the same turn.
 
-    ``returns`` are G. Metrics: ``groups_without_signal`` as in ``grpo``.
+    ``returns`` are G.
     """
 
     def __call__(self, batch: AdvantageInput) -> AdvantageOutput:
@@ -51,5 +51,4 @@ class TurnRLOO(AdvantageEstimator):
         return AdvantageOutput(
             trajectories.spread_turns(advantages_MT, batch.turn_ids),
             trajectories.spread_turns(returns_MT, batch.turn_ids),
-            trajectories.without_signal(advantages_MT.abs().sum(-1)),
         )
