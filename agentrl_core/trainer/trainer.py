@@ -71,6 +71,11 @@ class Trainer:
         self.steps = self.preparation.steps
         if never := [step for step in config.trainer.profile.steps if not 1 <= step <= self.steps]:
             raise ConfigError(f"trainer.profile.steps: {never} are no steps of this run, which has 1 to {self.steps}")
+        if self.steps <= config.critic.warmup_steps:
+            logger.warning(
+                "critic.warmup_steps=%d covers all %d steps of the run, so the policy is never trained: lower it",
+                config.critic.warmup_steps, self.steps,
+            )  # fmt: skip
         self.renderer = self.preparation.renderer
         self.algorithm = Algorithm(config)
         data = self.preparation.data

@@ -196,6 +196,11 @@ def test_critic_warm_up(fit: Fit) -> None:
     assert first["actor/entropy"] > 0
 
 
+def test_a_critic_that_warms_up_for_the_whole_run_is_warned_of(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
+    fit({**ONE_STEP, "algorithm.advantage": "gae", "critic.warmup_steps": 1})
+    assert caplog.text.count("critic.warmup_steps=1 covers all 1 steps of the run") == 1
+
+
 def test_first_trajectory_is_shown(fit: Fit, capsys: pytest.CaptureFixture[str]) -> None:
     answer = {"rollout.engine": {"name": "scripted", "config": {"turns": ["a scripted answer"]}}}
     fit({**answer, "rollout.max_response_length": 32})
