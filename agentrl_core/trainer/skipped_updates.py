@@ -9,7 +9,7 @@ logger = logging.getLogger(__name__)
 
 
 class SkippedUpdates:
-    """Warns of each update in which every optimizer step was skipped, and stops the run after several in a row.
+    """Warns when an update skips every optimizer step, and stops the run after several such updates in a row.
 
     An update that had nothing to train counts neither way.
 
@@ -44,4 +44,5 @@ class SkippedUpdates:
                     f"{message}. This was update number {self._in_a_row} in a row; {role}.max_skipped_updates="
                     f"{self._limit}"
                 )
-            logger.warning("%s", message)
+            if self._in_a_row == 1:
+                logger.warning("%s", message)

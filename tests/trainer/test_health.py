@@ -111,7 +111,10 @@ ILL: dict[str, tuple[str, Mapping[str, Any]]] = {
     ),
     "gradients that are not finite": (
         "skipped_steps",
-        {**reward("huge"), "algorithm.advantage": {"name": "grpo", "config": {"norm_by_std": False}}},
+        {
+            **reward("huge"), "actor.max_skipped_updates": 10,
+            "algorithm.advantage": {"name": "grpo", "config": {"norm_by_std": False}},
+        },
     ),
     "a loss that masks everything": ("zero_gradient", {"algorithm.loss": "./health_code.py:AllMasked"}),
     "no entropy": ("no_entropy", {"rollout.sampling.temperature": 1e-4}),

@@ -52,4 +52,4 @@ def test_only_updates_in_a_row_count_and_the_steps_between_train(huge: Any, capl
     steps = [row for row in run.read_metrics() if row["step"]]
     assert [row["actor/skipped_steps"] for row in steps] == [2, 2, 0, 2, 2]
     assert ["actor/grad_norm" in row for row in steps] == [False, False, True, False, False]
-    assert caplog.text.count("gradients of all its 2 optimizer steps were infinite or NaN") == 4
+    assert caplog.text.count("gradients of all its 2 optimizer steps were infinite or NaN") == 2
