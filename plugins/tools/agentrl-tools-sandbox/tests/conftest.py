@@ -22,7 +22,7 @@ def reason_against(boundary: str) -> str:
     return ""
 
 
-@pytest.fixture(params=["sandlock", "bubblewrap"])
+@pytest.fixture(params=["sandlock", "bubblewrap", "landlock"])
 def confined(request: pytest.FixtureRequest) -> Mapping[str, Any]:
     """Options that choose a boundary; a test runs with each that works here."""
     if reason := reason_against(request.param):

@@ -1,7 +1,8 @@
-"""What confines a sandbox: sandlock (Landlock and seccomp), bubblewrap (namespaces), or nothing."""
+"""What confines a sandbox: sandlock or bubblewrap, with namespaces and an allow-list of system calls, or less."""
 
 import json
 import os
+import platform
 import shutil
 import subprocess
 import sys
@@ -13,17 +14,23 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_core.api import PluginRequirementError
+from agentrl_tools_sandbox import system_calls
 from agentrl_tools_sandbox.config import MIB, SandboxConfig
 
 PACKAGE = Path(__file__).parent
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
-DEVICES = ("/dev/null", "/dev/zero", "/dev/urandom")
+DEVICES = ("/dev/null", "/dev/zero", "/dev/random", "/dev/urandom")
 WORK = "/sandbox"
+AUTOMATIC = ("sandlock", "bubblewrap")
+"""Boundaries that ``auto`` tries, in this order."""
 INSTALL = (
     "Install one of them: `pip install sandlock` (needs Linux 6.7 or newer with Landlock), or bubblewrap from your "
-    "distribution (`apt-get install bubblewrap`; needs user namespaces or root). To run code with the rights of this "
+    "distribution (`apt-get install bubblewrap`). Both need user namespaces or root: a container must allow them, for "
+    "example with `docker run --security-opt seccomp=unconfined --security-opt systempaths=unconfined`. Where it "
+    "cannot, `boundary: landlock` is weaker; docs/tools.md lists what it holds. To run code with the rights of this "
     "process instead, set `unsafe: true`"
 )
+CAP_SYS_ADMIN = 21
 _INTERPRETER = """
 import json, sys
 packages = [path for path in sys.path if path.endswith("-packages")]
@@ -57,9 +64,15 @@ def choose(config: SandboxConfig, trial: Callable[[Launch], str]) -> Launch:
     paths = interpreter(config.python or sys.executable)
     if config.unsafe:
         return _unconfined(config, paths)
-    makers = {"sandlock": _sandlock, "bubblewrap": _bubblewrap}
+    if platform.machine() not in system_calls.MACHINES:
+        known = " and ".join(system_calls.MACHINES)
+        raise PluginRequirementError(
+            f"no sandbox works on this machine: it is {platform.machine()}, and the list of system calls is for {known}. "
+            "Use the tool remote_python, or set `unsafe: true` to run code with the rights of this process"
+        )
+    makers = {"sandlock": _sandlock, "bubblewrap": _bubblewrap, "landlock": _landlock}
     reasons = []
-    for name in makers if config.boundary == "auto" else [config.boundary]:
+    for name in AUTOMATIC if config.boundary == "auto" else [config.boundary]:
         try:
             launch = makers[name](config, paths)
         except PluginRequirementError as error:
@@ -88,10 +101,12 @@ def interpreter(python: str) -> tuple[str, ...]:
     return executable, *dict.fromkeys([*folders, str(Path(executable).resolve().parent)])
 
 
-def guest_command(config: SandboxConfig, python: str, memory: int, processes: int, user: int = 0) -> list[str]:
-    """The command inside the sandbox; limits of -1 are held by the boundary."""
+def guest_command(
+    config: SandboxConfig, python: str, memory: int, processes: int, user: int = 0, allowed: bytes = b""
+) -> list[str]:
+    """The command inside the sandbox; limits of -1 are held by the boundary, ``allowed`` are its system calls."""
     limits = {"memory": memory, "processes": processes, "disk": config.max_disk * MIB, "user": user}
-    settings = {"limits": limits, "max_output": config.max_output}
+    settings = {"limits": limits, "max_output": config.max_output, "system_calls": allowed.hex()}
     return [python, "-I", "-c", (PACKAGE / "guest.py").read_text(), json.dumps(settings)]
 
 
@@ -107,17 +122,18 @@ def _readable(config: SandboxConfig, paths: Sequence[str]) -> list[str]:
     return [path for path in found if not any(other in map(str, Path(path).parents) for other in found)]
 
 
-def _sandlock(config: SandboxConfig, paths: Sequence[str]) -> Launch:
+def _sandlock(config: SandboxConfig, paths: Sequence[str], namespaces: bool = True) -> Launch:
     found = find_spec("sandlock")
     if found is None or found.origin is None:
         raise PluginRequirementError("the package is not installed")
     site = str(Path(found.origin).parent.parent)
-    command = guest_command(config, paths[0], -1, -1)
-    readable = [*_readable(config, paths), *DEVICES]
+    allowed = system_calls.program(metadata=namespaces)
+    command = guest_command(config, paths[0], -1, -1, allowed=allowed)
+    readable = _readable(config, paths)
 
     def specification(folder: str, lifeline: int) -> dict[str, Any]:
         policy = {
-            "fs_readable": readable,
+            "fs_readable": [*readable, *DEVICES],
             "fs_writable": [folder, "/dev/null"],
             "clean_env": True,
             "env": environment(folder),
@@ -127,9 +143,16 @@ def _sandlock(config: SandboxConfig, paths: Sequence[str]) -> Launch:
             "no_coredump": True,
             "cwd": folder,
         }
-        return {"sandlock": site, "policy": policy, "command": command, "max_disk": config.max_disk * MIB}
+        spec = {"sandlock": site, "policy": policy, "command": command, "max_disk": config.max_disk * MIB}
+        if namespaces:
+            spec["namespaces"] = {"readable": readable, "devices": DEVICES, "writable": folder}
+        return spec
 
-    return Launch("sandlock", specification)
+    return Launch("sandlock" if namespaces else "landlock", specification)
+
+
+def _landlock(config: SandboxConfig, paths: Sequence[str]) -> Launch:
+    return _sandlock(config, paths, namespaces=False)
 
 
 def _bubblewrap(config: SandboxConfig, paths: Sequence[str]) -> Launch:
@@ -137,7 +160,7 @@ def _bubblewrap(config: SandboxConfig, paths: Sequence[str]) -> Launch:
     if bwrap is None:
         raise PluginRequirementError("there is no command bwrap in PATH")
     size = str(config.max_disk * MIB)
-    root = os.geteuid() == 0
+    root = _may_unshare()
     # Without root a user namespace gives the right to make the others; code must not make more of them.
     users = [] if root else ["--unshare-user", "--disable-userns"]
     spaces = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
@@ -165,11 +188,19 @@ def _bubblewrap(config: SandboxConfig, paths: Sequence[str]) -> Launch:
     def specification(folder: str, lifeline: int) -> dict[str, Any]:
         # Root is exempt from the limit on processes, which counts those of a user: an id that nobody else has.
         user = (1 << 24) + int.from_bytes(os.urandom(3), "big") if root else 0
-        command = guest_command(config, paths[0], config.max_memory * MIB, config.max_processes, user)
+        memory, processes = config.max_memory * MIB, config.max_processes
+        command = guest_command(config, paths[0], memory, processes, user, system_calls.program())
         # Its own variable, which the code does not get, says to which sandbox a process belongs.
         return {"command": [*arguments, "--", *command], "env": {"AGENTRL_SANDBOX": folder}}
 
     return Launch("bubblewrap", specification)
+
+
+def _may_unshare() -> bool:
+    """Whether this is root with the right to make namespaces, which root in a container often lacks."""
+    status = Path("/proc/self/status").read_text()
+    effective = int(status.partition("CapEff:")[2].split()[0], 16)
+    return os.geteuid() == 0 and bool(effective >> CAP_SYS_ADMIN & 1)
 
 
 def _unconfined(config: SandboxConfig, paths: Sequence[str]) -> Launch:

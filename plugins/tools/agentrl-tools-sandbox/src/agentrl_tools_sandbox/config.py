@@ -10,7 +10,9 @@ MIB = 1 << 20
 @dataclass
 class SandboxConfig:
     boundary: str = option(
-        "auto", choices=("auto", "sandlock", "bubblewrap"), help="what confines the code; auto: the first that works"
+        "auto",
+        choices=("auto", "sandlock", "bubblewrap", "landlock"),
+        help="what confines the code; auto: sandlock, or else bubblewrap; landlock: weaker, without namespaces",
     )
     unsafe: bool = option(False, help="run without any boundary, with the rights of this process")
     timeout: float = option(10.0, gt=0, le=3600, unit="seconds", help="time limit of the code of one call")

@@ -12,9 +12,7 @@ import shutil
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,29 +22,42 @@ DISK_INTERVAL = 0.25
 """Seconds between two looks at the size of the sandbox's directory."""
 
 
-def start_sandlock(spec: dict[str, Any]) -> tuple[Callable[[], int], Callable[[], None]]:
-    """Start the command in sandlock; returns what waits for it and what kills it."""
+def start_sandlock(spec: dict[str, Any]) -> int:
+    """Start the command in sandlock, in namespaces of its own if asked; returns the id of the process above it."""
     sys.path.append(spec["sandlock"])
     from sandlock import Sandbox
 
-    process = Sandbox(**spec["policy"]).popen(spec["command"], stdin=0, stdout=0, stderr=0)
-
-    def wait() -> int:
-        result = process.wait()
+    def confined() -> int:
+        result = Sandbox(**spec["policy"]).popen(spec["command"], stdin=0, stdout=0, stderr=0).wait()
         return result.exit_code if result.exit_code >= 0 else 128 + signal.SIGKILL
 
-    return wait, process.kill
+    if "namespaces" in spec:
+        sys.path.append(str(Path(__file__).parent))
+        import namespaces
+
+        return namespaces.run(confined, **spec["namespaces"])
+    if pid := os.fork():
+        return pid
+    os.close(spec["lifeline"])
+    os._exit(confined())
 
 
-def start_command(spec: dict[str, Any]) -> tuple[Callable[[], int], Callable[[], None]]:
-    """Start the command, which may be bubblewrap's; as :func:`start_sandlock`."""
-    process = subprocess.Popen(spec["command"], env=spec["env"], cwd=spec["folder"], start_new_session=True)
+def start_command(spec: dict[str, Any]) -> int:
+    """Start the command, which may be bubblewrap's; returns its process id."""
+    return subprocess.Popen(spec["command"], env=spec["env"], cwd=spec["folder"], start_new_session=True).pid
 
-    def wait() -> int:
-        code = process.wait()
-        return code if code >= 0 else 128 - code
 
-    return wait, process.kill
+def wait(pid: int, spec: dict[str, Any]) -> int:
+    """Wait for a process and return its exit code; kill it if agentrl says so, or its directory grows too large."""
+    # bubblewrap limits the size of the directory itself.
+    interval = DISK_INTERVAL if "max_disk" in spec else None
+    process = os.pidfd_open(pid)
+    while process not in (ready := select.select([process, spec["lifeline"]], [], [], interval)[0]):
+        if ready or size_of(spec["folder"]) > spec["max_disk"]:
+            os.kill(pid, signal.SIGKILL)
+            break
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    return code if code >= 0 else 128 - code
 
 
 def size_of(folder: str) -> int:
@@ -90,19 +101,7 @@ def main() -> int:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     start = start_sandlock if "policy" in spec else start_command
     try:
-        wait, kill = start(spec)
-
-        def watch() -> None:
-            # bubblewrap limits the size of the directory itself.
-            interval = DISK_INTERVAL if "max_disk" in spec else None
-            while not select.select([spec["lifeline"]], [], [], interval)[0]:
-                if size_of(spec["folder"]) > spec["max_disk"]:
-                    break
-            with suppress(OSError):
-                kill()
-
-        threading.Thread(target=watch, daemon=True).start()
-        return wait()
+        return wait(start(spec), spec)
     finally:
         kill_descendants()
         shutil.rmtree(spec["folder"], ignore_errors=True)
