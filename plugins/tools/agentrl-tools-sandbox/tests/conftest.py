@@ -22,6 +22,12 @@ def reason_against(boundary: str) -> str:
     return ""
 
 
+@pytest.fixture(scope="session")
+def why_not() -> Callable[[str], str]:
+    """Says why a boundary does not work here, or ""."""
+    return reason_against
+
+
 @pytest.fixture(params=["sandlock", "bubblewrap", "landlock"])
 def confined(request: pytest.FixtureRequest) -> Mapping[str, Any]:
     """Options that choose a boundary; a test runs with each that works here."""

@@ -159,6 +159,10 @@ import os, signal
 for pid in ({victim.pid}, {os.getpid()}):
     print(attempt(lambda: os.kill(pid, signal.SIGTERM)), attempt(lambda: os.kill(pid, 0)))
 print(attempt(lambda: os.kill(os.getppid(), signal.SIGSTOP)) if os.getppid() > 1 else "refused")
+try:
+    os.kill(-1, signal.SIGKILL)
+except OSError:
+    pass
 """
         lines = run_code(code, **confined)[0].splitlines()
         assert victim.poll() is None

@@ -67,7 +67,7 @@ def choose(config: SandboxConfig, trial: Callable[[Launch], str]) -> Launch:
     if platform.machine() not in system_calls.MACHINES:
         known = " and ".join(system_calls.MACHINES)
         raise PluginRequirementError(
-            f"no sandbox works on this machine: it is {platform.machine()}, and the list of system calls is for {known}. "
+            f"no sandbox works on this machine: it is {platform.machine()}; the list of system calls is for {known}. "
             "Use the tool remote_python, or set `unsafe: true` to run code with the rights of this process"
         )
     makers = {"sandlock": _sandlock, "bubblewrap": _bubblewrap, "landlock": _landlock}
@@ -143,10 +143,11 @@ def _sandlock(config: SandboxConfig, paths: Sequence[str], namespaces: bool = Tr
             "no_coredump": True,
             "cwd": folder,
         }
-        spec = {"sandlock": site, "policy": policy, "command": command, "max_disk": config.max_disk * MIB}
-        if namespaces:
-            spec["namespaces"] = {"readable": readable, "devices": DEVICES, "writable": folder}
-        return spec
+        spec = {"sandlock": site, "policy": policy, "command": command}
+        if not namespaces:
+            return spec | {"max_disk": config.max_disk * MIB}
+        space = {"work": folder, "size": config.max_disk * MIB}
+        return spec | {"namespaces": {**space, "readable": readable, "devices": DEVICES}}
 
     return Launch("sandlock" if namespaces else "landlock", specification)
 
@@ -182,8 +183,10 @@ def _bubblewrap(config: SandboxConfig, paths: Sequence[str]) -> Launch:
     arguments += ["--proc", "/proc", "--dev", "/dev"]
     for path in ("/dev/shm", WORK):
         arguments += ["--perms", "1777", "--size", size, "--tmpfs", path]
+    if not any(Path(path).is_relative_to("/tmp") for path in readable):
+        arguments += ["--symlink", WORK, "/tmp"]
     # The rest is memory without a limit.
-    arguments += ["--symlink", WORK, "/tmp", "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
+    arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
 
     def specification(folder: str, lifeline: int) -> dict[str, Any]:
         # Root is exempt from the limit on processes, which counts those of a user: an id that nobody else has.

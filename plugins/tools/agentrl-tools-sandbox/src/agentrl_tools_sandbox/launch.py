@@ -5,10 +5,10 @@ When the sandbox has ended, it kills what that left behind and deletes its direc
 """
 
 import ctypes
+import errno
 import json
 import os
 import select
-import shutil
 import signal
 import subprocess
 import sys
@@ -48,42 +48,68 @@ def start_command(spec: dict[str, Any]) -> int:
 
 
 def wait(pid: int, spec: dict[str, Any]) -> int:
-    """Wait for a process and return its exit code; kill it if agentrl says so, or its directory grows too large."""
-    # bubblewrap limits the size of the directory itself.
+    """Wait for a process, until agentrl says so, or its directory grows too large; returns its exit code."""
+    # Without a limit here the directory is a file system of its own, which has one.
     interval = DISK_INTERVAL if "max_disk" in spec else None
     process = os.pidfd_open(pid)
     while process not in (ready := select.select([process, spec["lifeline"]], [], [], interval)[0]):
         if ready or size_of(spec["folder"]) > spec["max_disk"]:
-            os.kill(pid, signal.SIGKILL)
-            break
+            return 128 + signal.SIGKILL
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     return code if code >= 0 else 128 - code
 
 
 def size_of(folder: str) -> int:
-    """Bytes of all files in a directory; each counts one block at least."""
-    size = 0
-    for path, _, names in os.walk(folder):
-        for name in names:
-            with suppress(OSError):
-                size += max(os.lstat(os.path.join(path, name)).st_blocks * 512, 4096)
-        size += 4096
+    """Bytes of all files in a directory; each counts one block at least. What lies too deep to look at is too much."""
+    size, folders = 0, [folder]
+    while folders:
+        try:
+            for entry in os.scandir(folders.pop()):
+                size += max(entry.stat(follow_symlinks=False).st_blocks * 512, 4096)
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(entry.path)
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                return sys.maxsize
     return size
 
 
+def delete(folder: str) -> None:
+    """Delete a directory, however deep code has made it: what is in its directories moves up first.
+
+    ``shutil.rmtree`` ends with a RecursionError, or at a path that is too long.
+    """
+    moved = 0
+    with suppress(OSError):
+        while entries := list(os.scandir(folder)):
+            for entry in entries:
+                if not entry.is_dir(follow_symlinks=False):
+                    os.unlink(entry.path)
+                    continue
+                os.chmod(entry.path, 0o700)
+                for inner in os.scandir(entry.path):
+                    if inner.is_dir(follow_symlinks=False):
+                        os.chmod(inner.path, 0o700)
+                    moved += 1
+                    os.rename(inner.path, f"{folder}/{os.getpid()}-{moved}-{os.urandom(8).hex()}")
+                os.rmdir(entry.path)
+        os.rmdir(folder)
+
+
 def kill_descendants() -> None:
-    """Kill every process below this one, until there is none. Orphans become children of this process."""
+    """Kill every process below this one, until there is none. Orphans become children of this process.
+
+    The deepest first: where sandlock ends before the code that it confines, system calls of the code fail strangely.
+    """
     while True:
         parents = {}
         for path in Path("/proc").glob("[0-9]*/stat"):
             with suppress(OSError):
                 parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
-        found, new = set[int](), {os.getpid()}
-        while new:
-            found |= new
-            new = {pid for pid, parent in parents.items() if parent in new} - found
-        found.discard(os.getpid())
-        for pid in found:
+        found, new = list[int](), {os.getpid()}
+        while new := {pid for pid, parent in parents.items() if parent in new}.difference(found):
+            found += new
+        for pid in reversed(found):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
@@ -104,7 +130,7 @@ def main() -> int:
         return wait(start(spec), spec)
     finally:
         kill_descendants()
-        shutil.rmtree(spec["folder"], ignore_errors=True)
+        delete(spec["folder"])
 
 
 if __name__ == "__main__":

@@ -23,11 +23,11 @@ _OPEN_TREE_CLONE, _MOVE_FROM_EMPTY_PATH = 1, 4
 _READ_ONLY, _NO_SETUID, _NO_DEVICES = 1, 2, 4
 
 
-def run(inside: Callable[[], int], writable: str, readable: Sequence[str], devices: Sequence[str]) -> int:
+def run(inside: Callable[[], int], work: str, size: int, readable: Sequence[str], devices: Sequence[str]) -> int:
     """Fork the first process of new namespaces and run ``inside`` in it; returns its process id.
 
-    It sees ``readable`` read-only, ``writable``, ``devices``, and a /proc of its own processes. When it ends, so does
-    every process in its namespace; it ends with the caller.
+    It sees ``readable`` read-only, ``devices``, a /proc of its own processes, and at ``work`` an empty file system in
+    memory of ``size`` bytes. When it ends, so does every process in its namespace; it ends with the caller.
 
     Raises:
         OSError: the kernel or the container does not allow it. What fails in the new process is its exit code 1.
@@ -43,7 +43,7 @@ def run(inside: Callable[[], int], writable: str, readable: Sequence[str], devic
     try:
         _call("prctl", _PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
-        _see_only(writable, readable, devices)
+        _see_only(work, size, readable, devices)
         code = inside()
     except OSError as error:
         os.write(2, f"{error}\n".encode())
@@ -51,18 +51,18 @@ def run(inside: Callable[[], int], writable: str, readable: Sequence[str], devic
         os._exit(code)
 
 
-def _see_only(writable: str, readable: Sequence[str], devices: Sequence[str]) -> None:
+def _see_only(work: str, size: int, readable: Sequence[str], devices: Sequence[str]) -> None:
     """Change to a root directory with nothing but these paths."""
     _call("unshare", _NEW_NS)
     _call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)
     trees = [
         *(_tree(path, _READ_ONLY | _NO_SETUID | _NO_DEVICES) for path in readable),
         *(_tree(path, _NO_SETUID) for path in devices),
-        _tree(writable, _NO_SETUID | _NO_DEVICES),
     ]
-    root = writable
+    # From here on the directory is the root, and a part of it is where the directory was.
+    root = work
     _call("mount", b"tmpfs", root.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, b"mode=0755,size=1m")
-    for tree, path in zip(trees, [*readable, *devices, writable], strict=True):
+    for tree, path in zip(trees, [*readable, *devices], strict=True):
         place = root + path
         if os.path.isdir(tree):
             os.makedirs(place, exist_ok=True)
@@ -71,7 +71,10 @@ def _see_only(writable: str, readable: Sequence[str], devices: Sequence[str]) ->
             os.close(os.open(place, os.O_CREAT | os.O_CLOEXEC, 0o644))
         _call("syscall", _MOVE_MOUNT, tree, b"", _AT_FDCWD, place.encode(), _MOVE_FROM_EMPTY_PATH)
         os.close(tree)
-    os.makedirs(root + "/proc", exist_ok=True)
+    for place in (root + work, root + "/proc"):
+        os.makedirs(place, exist_ok=True)
+    limits = f"mode=0700,size={size},nr_inodes={max(size // 4096, 64)}"
+    _call("mount", b"tmpfs", (root + work).encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, limits.encode())
     _call("mount", b"proc", f"{root}/proc".encode(), b"proc", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, None)
     os.chdir(root)
     _call("pivot_root", b".", b".")

@@ -4,7 +4,6 @@ import asyncio
 import json
 import logging
 import os
-import shutil
 import subprocess
 import tempfile
 from contextlib import suppress
@@ -13,6 +12,7 @@ from typing import Any
 from agentrl_core.api import ToolContext, ToolUnavailableError
 from agentrl_tools_sandbox.boundary import Launch, choose
 from agentrl_tools_sandbox.config import SandboxConfig
+from agentrl_tools_sandbox.launch import delete
 
 logger = logging.getLogger(__name__)
 GRACE = 2.0
@@ -108,7 +108,7 @@ class Sandbox:
             transport.close()
             self._process = None
         if self._folder:
-            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+            await asyncio.to_thread(delete, self._folder)
             self._folder = ""
 
 
@@ -203,7 +203,7 @@ def trial(launch: Launch) -> str:
     finally:
         os.close(reading)
         os.close(writing)
-        shutil.rmtree(folder, ignore_errors=True)
+        delete(folder)
     return "" if b"ready" in done.stdout else f"a trial failed: {_last_line(done.stderr)}"
 
 
