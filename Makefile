@@ -70,12 +70,15 @@ demo-ray: $(CALCULATOR)/model/config.json
 demo-ppo: $(CALCULATOR)/model/config.json
 	$(BIN)/agentrl train $(CALCULATOR)/ppo.yaml $(DEMO_ARGS)
 
-# A browser for the tests of agentrl-viewer, which are skipped without one.
+# What tests use and pip cannot install: a browser for those of agentrl-viewer, bubblewrap for those of the sandbox.
+# They are skipped without it. In one target, because two apt-get at a time wait for each other's lock and fail.
 browser:
-	@command -v chromium >/dev/null || command -v google-chrome >/dev/null || { \
-		test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
-		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends chromium fonts-dejavu-core >/dev/null; } || \
-		echo "no browser could be installed: the browser tests of agentrl-viewer will be skipped"
+	@packages=; \
+	command -v chromium >/dev/null || command -v google-chrome >/dev/null || packages="chromium fonts-dejavu-core"; \
+	command -v bwrap >/dev/null || packages="$$packages bubblewrap"; \
+	test -z "$$packages" || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null && apt-get update -qq && \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$packages >/dev/null; } || \
+		echo "could not install: $$packages; the tests of agentrl-viewer or agentrl-tools-sandbox that need it will be skipped"
 
 # The slowest file begins first; --dist loadfile keeps what shares a Ray cluster in one process.
 test: $(VENV)/.installed

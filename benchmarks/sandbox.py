@@ -1,17 +1,23 @@
 """Calls of the python tool in a sandbox: how long they take, and what they leave behind.
 
     python benchmarks/sandbox.py [--calls 1000] [--at-once 64] [--boundary auto] [--json FILE]
+    python benchmarks/sandbox.py --against CHECKOUT [--calls 100] [--boundary auto] [--json FILE]
 
 1. Fresh: every call starts a sandbox, ``--at-once`` calls at a time.
 2. Kept: as many trajectories, each with its own sandbox, share the calls.
 
 Then it counts the processes, directories, mounts and open files that are left. The exit code is 1 if there are any.
+
+With ``--against`` another checkout that has its ``.venv`` takes turns with this one, call by call. The exit code is 1
+if this one's calls take over 10% longer: the median of the ratios of all pairs.
 """
 
 import argparse
 import asyncio
 import gc
 import os
+import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -57,14 +63,71 @@ def left_behind(folder: Path, mounts: str, files: int) -> dict[str, int]:
     }
 
 
+def serve(boundary: str, kept: bool) -> None:
+    """Make one call for each line of stdin, and print its seconds."""
+
+    async def answer() -> None:
+        tool = PythonTool(PythonConfig(boundary=boundary, keep_state=kept, start_timeout=600.0), ToolContext("python"))
+        for _ in sys.stdin:
+            sys.stdout.write(f"{(await calls(tool, 1, 1))[0] if not kept else await asked(tool)}\n")
+            sys.stdout.flush()
+        await tool.release("kept")
+
+    async def asked(tool: PythonTool) -> float:
+        start = time.perf_counter()
+        await tool.execute("kept", {"code": "print(1 + 1)"})
+        return time.perf_counter() - start
+
+    asyncio.run(answer())
+
+
+def compare(other: Path, boundary: str, count: int) -> list[Figure]:
+    """This checkout's calls and those of another one in turns."""
+    figures = []
+    for kept in (False, True):
+        arguments = [__file__, "--boundary", boundary, "--serve", "kept" if kept else "fresh"]
+        with (
+            subprocess.Popen([sys.executable, *arguments], text=True, stdin=-1, stdout=-1) as mine,
+            subprocess.Popen([other / ".venv/bin/python", *arguments], text=True, stdin=-1, stdout=-1) as theirs,
+        ):
+            pairs = []
+            for number in range(count + 2):
+                seconds = {}
+                for each in (mine, theirs) if number % 2 else (theirs, mine):
+                    assert each.stdin is not None and each.stdout is not None
+                    each.stdin.write("\n")
+                    each.stdin.flush()
+                    seconds[each] = float(each.stdout.readline())
+                pairs.append((seconds[mine], seconds[theirs]))
+        # The first ones choose the boundary and start the sandbox that is kept.
+        now, before = zip(*pairs[2:], strict=True)
+        ratio = statistics.median(a / b for a, b in pairs[2:])
+        what = "in a sandbox of the trajectory" if kept else "a sandbox per call"
+        figures += [
+            Figure(what, "a call here, median", 1000 * statistics.median(now), "ms"),
+            Figure(what, "a call there, median", 1000 * statistics.median(before), "ms"),
+            Figure(what, "ratio, median of pairs", ratio, "", goal=1.1),
+        ]
+    return figures
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--at-once", type=int, default=64)
-    parser.add_argument("--boundary", choices=("auto", "sandlock", "bubblewrap"), default="auto")
+    parser.add_argument("--boundary", choices=("auto", "sandlock", "bubblewrap", "landlock"), default="auto")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--against", type=Path)
+    parser.add_argument("--serve", choices=("fresh", "kept"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    figures: list[Figure] = []
+    if arguments.serve:
+        serve(arguments.boundary, arguments.serve == "kept")
+        return 0
+    if arguments.against:
+        figures = compare(arguments.against.absolute(), arguments.boundary, arguments.calls)
+        print_figures(f"{arguments.calls} pairs of calls, {arguments.boundary}", figures)
+        return report(figures, arguments.json)
+    figures = []
     with tempfile.TemporaryDirectory(prefix="agentrl-benchmark-") as name:
         tempfile.tempdir = name
         for kept in (False, True):
@@ -85,8 +148,13 @@ def main() -> int:
             figures += [Figure(what, f"{key} left behind", value, "", goal=0) for key, value in left.items()]
     title = f"{arguments.calls} calls, {arguments.at_once} at once, {tool._sandboxes.launch.boundary}"
     print_figures(title, figures)
-    if arguments.json:
-        write_json(arguments.json, figures)
+    return report(figures, arguments.json)
+
+
+def report(figures: list[Figure], path: Path | None) -> int:
+    """Write them if asked; the exit code."""
+    if path:
+        write_json(path, figures)
     return int(any(figure.verdict == "miss" for figure in figures))
 
 

@@ -117,6 +117,12 @@ NETWORK = {
     "unix-abstract": "connect(socket.AF_UNIX, ABSTRACT)",
     "interfaces": "assert len(socket.if_nameindex()) > 0",
 }
+# Every process that code sees is confined as the code is: by the same filter, and without capabilities.
+FIRST = """
+import re
+status = open("/proc/1/status").read()
+assert not re.search(r"Seccomp:\\s+2", status) or not re.search(r"CapEff:\\s+0+$", status, re.M)
+"""
 PROCESSES = {
     "kill": "os.kill(PID, signal.SIGKILL)",
     "kill-is-it-there": "os.kill(PID, 0)",
@@ -140,6 +146,7 @@ PROCESSES = {
     "priority": "os.setpriority(os.PRIO_PROCESS, PID, 19)",
     "scheduler": "os.sched_setscheduler(PID, os.SCHED_BATCH, os.sched_param(0))",
     "io-priority": "call(251 if X86 else 30, 1, PID, 2 << 13)",
+    "first-process": FIRST,
     "proc-list": 'assert str(PID) in os.listdir("/proc")',
     "proc-environment": 'open(f"/proc/{PARENT}/environ", "rb").read()',
     "proc-command": 'open(f"/proc/{PID}/cmdline").read()',
@@ -148,6 +155,14 @@ PROCESSES = {
     "proc-directory": 'os.stat(f"/proc/{PID}/cwd/.")',
     "proc-descriptors": 'os.listdir(f"/proc/{PARENT}/fd")',
     "proc-oom-score": 'open(f"/proc/{PID}/oom_score_adj", "w")',
+}
+MACHINE = {
+    "load": "os.getloadavg()",
+    "kernel": "os.uname()",
+    "space": 'os.statvfs("/usr").f_bfree',
+    "processors": 'assert "processor" in open("/proc/cpuinfo").read()',
+    "kernel-command": 'open("/proc/cmdline").read()',
+    "all-memory": 'assert os.sysconf("SC_PHYS_PAGES") > 0',
 }
 SEES_PROCESSES = {
     "proc-exists": 'os.stat(f"/proc/{PID}")',
@@ -186,6 +201,7 @@ FILES = {
     "rename": 'os.rename(SECRET, "mine1")',
     "link": 'os.link(SECRET, os.path.dirname(SECRET) + "/mine")',
     "passwords": 'open("/etc/passwd").read()',
+    "visible-lock": "fcntl.flock(os.open(VISIBLE, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB)",
     "neighbours": 'assert "hidden" in os.listdir(os.path.dirname(os.path.dirname(SECRET)))',
     "open-file-of-the-host": OPEN_FILE,
     "system-files": 'os.listdir("/sys/kernel")',
@@ -221,6 +237,9 @@ FILES = {
     "library-write": 'open(os.__file__, "r+b")',
 }
 ROOT_FILES = {
+    "device-rights": 'os.chmod("/dev/null", 0o666)',
+    "device-owner": 'os.chown("/dev/null", 0, 0)',
+    "device-attribute": 'os.utime("/dev/zero", (1, 1)); os.utime("/dev/zero")',
     "device": "os.mknod('device', stat.S_IFCHR | 0o666, os.makedev(1, 1))",
     "block-device": "os.mknod('disk', stat.S_IFBLK | 0o666, os.makedev(254, 0))",
     "program-write": 'open("/usr/bin/env", "r+b")',
@@ -288,7 +307,7 @@ KERNEL = {
     "shared-memory": "call(29 if X86 else 194, 0, 1 << 20, 0o1600)",
     "semaphores": "call(64 if X86 else 190, 0, 1, 0o1600)",
     "messages": "call(68 if X86 else 186, 0, 0o1600)",
-    "message-queue": "call(240 if X86 else 180, b'agentrl-attempt', 0o102, 0o600, None)",
+    "message-queue": "reach(240, 180, None, 0, 0, None)",
     "async-io": "reach(206, 0, 1, None)",
     "memory-policy": "call(238 if X86 else 237, 0, None, 0)",
     "pages-from-user": "reach(278, 75, os.pipe()[1], None, 0, 0)",
@@ -360,11 +379,15 @@ RESOURCES = {
     "deleted-files": (DELETED_FILES, {"max_disk": 4}),
     "empty-files": (EMPTY_FILES, {"max_disk": 4}),
 }
+NEED_ROOT = (
+    "ping", "packets", "userfaultfd", "xdp", "fanotify", "library-write", "terminal-input", "new-mount-interface",
+)  # fmt: skip
 TOPICS = {
     "uses the network": "network",
     "changes, signals or reads other processes": "processes",
     "learns whether a process exists": "process-exists",
     "reads or changes files outside": "files",
+    "learns the machine's kernel, memory, load, space": "machine",
     "learns whether a file exists": "file-exists",
     "gains rights, or loses limits": "rights",
     "uses other interfaces of the kernel": "kernel",
@@ -383,8 +406,11 @@ def _all() -> Iterator[Attempt]:
         ("kernel", KERNEL, False),
     ):
         for name, code in codes.items():
-            needs_root = root or name in ("ping", "packets", "userfaultfd", "xdp")
-            yield Attempt(f"{topic}-{name}", code, topic, needs_root)
+            open_to = BOUNDARIES if name == "visible-lock" else ()
+            yield Attempt(f"{topic}-{name}", code, topic, root or name in NEED_ROOT, not_held=open_to)
+    for name, code in MACHINE.items():
+        open_to = ("bubblewrap",) if name in ("kernel-command", "processors") else BOUNDARIES
+        yield Attempt(f"machine-{name}", code, "machine", not_held=open_to)
     for name, code in SEES_PROCESSES.items():
         yield Attempt(f"process-exists-{name}", code, "process-exists", not_held=NO_NAMESPACE)
     yield Attempt("file-exists-stat", "os.stat(SECRET)", "file-exists", not_held=NO_NAMESPACE)

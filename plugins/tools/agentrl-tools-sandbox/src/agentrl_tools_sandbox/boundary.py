@@ -166,6 +166,8 @@ def _bubblewrap(config: SandboxConfig, paths: Sequence[str]) -> Launch:
     users = [] if root else ["--unshare-user", "--disable-userns"]
     spaces = [f"--unshare-{name}" for name in ("ipc", "pid", "net", "uts", "cgroup-try")]
     arguments = [bwrap, *users, *spaces, "--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    # Otherwise the first process is bubblewrap's, without limits, and code of the same user could change its memory.
+    arguments += ["--as-pid-1"]
     if root:
         # For the change to another user, which drops them.
         arguments += ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
@@ -188,11 +190,14 @@ def _bubblewrap(config: SandboxConfig, paths: Sequence[str]) -> Launch:
     # The rest is memory without a limit.
     arguments += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK]
 
+    # Devices are the host's, and not read-only: whoever owns them could change their rights.
+    metadata = root or os.geteuid() != 0
+
     def specification(folder: str, lifeline: int) -> dict[str, Any]:
         # Root is exempt from the limit on processes, which counts those of a user: an id that nobody else has.
         user = (1 << 24) + int.from_bytes(os.urandom(3), "big") if root else 0
         memory, processes = config.max_memory * MIB, config.max_processes
-        command = guest_command(config, paths[0], memory, processes, user, system_calls.program())
+        command = guest_command(config, paths[0], memory, processes, user, system_calls.program(metadata))
         # Its own variable, which the code does not get, says to which sandbox a process belongs.
         return {"command": [*arguments, "--", *command], "env": {"AGENTRL_SANDBOX": folder}}
 

@@ -1,4 +1,4 @@
-"""Starts one sandbox and waits for it; a process between agentrl and the sandbox, with few imports.
+"""Starts one sandbox and waits for it; a process between agentrl and the sandbox, with few imports: each costs time.
 
 It stops the sandbox when the pipe to agentrl says so or closes, so that no sandbox outlives its trajectory, or agentrl.
 When the sandbox has ended, it kills what that left behind and deletes its directory.
@@ -10,19 +10,17 @@ import json
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 from contextlib import suppress
-from pathlib import Path
-from typing import Any
 
+Spec = dict  # type: ignore[type-arg]
 PR_SET_CHILD_SUBREAPER = 36
 DISK_INTERVAL = 0.25
 """Seconds between two looks at the size of the sandbox's directory."""
 
 
-def start_sandlock(spec: dict[str, Any]) -> int:
+def start_sandlock(spec: Spec) -> int:
     """Start the command in sandlock, in namespaces of its own if asked; returns the id of the process above it."""
     sys.path.append(spec["sandlock"])
     from sandlock import Sandbox
@@ -32,7 +30,7 @@ def start_sandlock(spec: dict[str, Any]) -> int:
         return result.exit_code if result.exit_code >= 0 else 128 + signal.SIGKILL
 
     if "namespaces" in spec:
-        sys.path.append(str(Path(__file__).parent))
+        sys.path.append(os.path.dirname(__file__))
         import namespaces
 
         return namespaces.run(confined, **spec["namespaces"])
@@ -42,12 +40,21 @@ def start_sandlock(spec: dict[str, Any]) -> int:
     os._exit(confined())
 
 
-def start_command(spec: dict[str, Any]) -> int:
+def start_command(spec: Spec) -> int:
     """Start the command, which may be bubblewrap's; returns its process id."""
-    return subprocess.Popen(spec["command"], env=spec["env"], cwd=spec["folder"], start_new_session=True).pid
+    if pid := os.fork():
+        return pid
+    try:
+        os.setsid()
+        os.chdir(spec["folder"])
+        os.execve(spec["command"][0], spec["command"], spec["env"])
+    except OSError as error:
+        os.write(2, f"{spec['command'][0]}: {error}\n".encode())
+    finally:
+        os._exit(1)
 
 
-def wait(pid: int, spec: dict[str, Any]) -> int:
+def wait(pid: int, spec: Spec) -> int:
     """Wait for a process, until agentrl says so, or its directory grows too large; returns its exit code."""
     # Without a limit here the directory is a file system of its own, which has one.
     interval = DISK_INTERVAL if "max_disk" in spec else None
@@ -101,23 +108,27 @@ def kill_descendants() -> None:
 
     The deepest first: where sandlock ends before the code that it confines, system calls of the code fail strangely.
     """
-    while True:
+    while has_children():
         parents = {}
-        for path in Path("/proc").glob("[0-9]*/stat"):
-            with suppress(OSError):
-                parents[int(path.parent.name)] = int(path.read_text().rpartition(")")[2].split()[1])
+        for name in os.listdir("/proc"):
+            with suppress(OSError, ValueError), open(f"/proc/{int(name)}/stat") as file:
+                parents[int(name)] = int(file.read().rpartition(")")[2].split()[1])
         found, new = list[int](), {os.getpid()}
         while new := {pid for pid, parent in parents.items() if parent in new}.difference(found):
             found += new
         for pid in reversed(found):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            while os.waitpid(-1, os.WNOHANG)[0]:
-                pass
-        if not found:
-            return
-        time.sleep(0.01)
+        time.sleep(0.002)
+
+
+def has_children() -> bool:
+    """Whether there are any after those that have ended are reaped. Whatever has no children has no descendants."""
+    with suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+        return True
+    return False
 
 
 def main() -> int:

@@ -8,7 +8,6 @@ import os
 import signal
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_NS, _NEW_CGROUP, _NEW_UTS, _NEW_IPC = 0x00020000, 0x02000000, 0x04000000, 0x08000000
@@ -57,7 +56,8 @@ def _see_only(work: str, size: int, readable: Sequence[str], devices: Sequence[s
     _call("mount", None, b"/", None, _MS_REC | _MS_SLAVE, None)
     trees = [
         *(_tree(path, _READ_ONLY | _NO_SETUID | _NO_DEVICES) for path in readable),
-        *(_tree(path, _NO_SETUID) for path in devices),
+        # Data can be written to a device that is mounted read-only; its rights and times cannot be changed.
+        *(_tree(path, _READ_ONLY | _NO_SETUID) for path in devices),
     ]
     # From here on the directory is the root, and a part of it is where the directory was.
     root = work
@@ -95,7 +95,7 @@ def _set(folder: int, path: bytes, attributes: int, flags: int) -> None:
     _call("syscall", _MOUNT_SETATTR, folder, path, flags, wanted, len(wanted))
 
 
-def _call(name: str, *arguments: Any) -> int:
+def _call(name: str, *arguments: object) -> int:
     """Call a function of the C library.
 
     Raises:

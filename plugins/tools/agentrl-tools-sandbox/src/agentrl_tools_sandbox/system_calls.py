@@ -127,7 +127,7 @@ def numbers(machine: str, metadata: bool = True) -> dict[str, int]:
 
 
 def program(metadata: bool = True, machine: str = "") -> bytes:
-    """The filter, as the kernel takes it: eight bytes an instruction.
+    """The filter, as the kernel takes it: eight bytes an instruction. Arguments are those of :func:`numbers`.
 
     Raises:
         KeyError: there is no table for this machine.
