@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_core.api import ToolContext, ToolError
+from agentrl_core.api import PluginRequirementError, ToolContext, ToolError
+from agentrl_tools_sandbox.boundary import Launch, choose
 from agentrl_tools_sandbox.config import ShellConfig
+from agentrl_tools_sandbox.launch import delete, size_of
+from agentrl_tools_sandbox.sandbox import trial
 from agentrl_tools_sandbox.shell_tool import ShellTool
 
 SECRET = "the answer is 42"
@@ -223,3 +226,46 @@ for number in range(3, 64):
     first, second = run_code(code, "print('well')", **confined)
     assert "was ended" in first
     assert second == "well"
+
+
+def test_files_too_deep_for_a_path_are_deleted(tmp_path) -> None:
+    """Also where code took its own rights away: ``shutil.rmtree`` ends with a RecursionError."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    code = """
+import os
+for number in range(1500):
+    os.mkdir("d" * 20)
+    os.chdir("d" * 20)
+    open("file", "w").close()
+os.symlink("/", "link")
+os.mkdir("closed")
+open("closed/file", "w").close()
+os.chmod("closed", 0)
+"""
+    subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
+    assert size_of(str(folder)) == sys.maxsize
+    delete(str(folder))
+    assert not folder.exists() and os.path.isdir("/usr")
+
+
+def test_another_machine_is_refused(monkeypatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    with pytest.raises(
+        PluginRequirementError, match="it is riscv64; the list of system calls is for x86_64 and aarch64"
+    ):
+        choose(ShellConfig(), trial)
+
+
+def test_without_namespaces_the_weaker_boundary_is_named_and_not_chosen(monkeypatch) -> None:
+    tried = []
+
+    def refuse(launch: Launch) -> str:
+        tried.append(launch.boundary)
+        return "no user namespaces"
+
+    with pytest.raises(
+        PluginRequirementError, match="`boundary: landlock` is weaker; docs/tools.md lists what it holds"
+    ):
+        choose(ShellConfig(), refuse)
+    assert tried and "landlock" not in tried
