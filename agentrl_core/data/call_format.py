@@ -12,6 +12,7 @@ from agentrl_core.api import (
     ToolParserContext,
     function_schema,
 )
+from agentrl_core.config.introspect import members
 from agentrl_core.data.template_check import Template
 from agentrl_core.plugins.discovery import discover
 from agentrl_core.plugins.resolution import resolve
@@ -94,7 +95,7 @@ def call_format(renderer: Template, stops: Sequence[str] = ()) -> CallFormat:
 
 
 def installed_parsers(block: Sequence[str] = ()) -> dict[str, ToolParser]:
-    """Every installed tool parser with its default options, by name.
+    """Every installed tool parser with its default options, by name; one that requires an option is left out.
 
     Args:
         block: names, packages or ``package:name`` to exclude.
@@ -102,7 +103,11 @@ def installed_parsers(block: Sequence[str] = ()) -> dict[str, ToolParser]:
     usable = [
         resolve("tool_parser", row.name, block=block) for row in discover(["tool_parser"], block) if row.status == "ok"
     ]
-    return {each.ref.name: each.build(each.spec.config(), ToolParserContext()) for each in usable}
+    return {
+        each.ref.name: each.build(each.spec.config(), ToolParserContext())
+        for each in usable
+        if all(member.default is not None for member in members(each.spec.config).values())
+    }
 
 
 def renderer_of(parser: str, block: Sequence[str] = ()) -> str:

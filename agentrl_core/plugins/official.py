@@ -32,8 +32,8 @@ _BROUGHT = {
     "agentrl-rewards-math": {"reward_function": "math"},
     "agentrl-tool-mcp": {"tool": "mcp"},
     "agentrl-tool-parsers": {
-        "tool_parser": "deepseek_v3 deepseek_v32 gemma4 glm4 granite harmony hermes kimi_k2 lfm2 llama3_json "
-        "llama4_pythonic minimax_m2 mistral nemotron olmo3 qwen3_coder seed_oss",
+        "tool_parser": "deepseek_v3 deepseek_v32 gemma4 glm4 granite harmony hermes internlm2 kimi_k2 lfm2 llama3_json "
+        "llama4_pythonic minimax_m2 mistral nemotron olmo3 phi4_mini qwen3_coder seed_oss xlam",
     },
     "agentrl-tool-search": {"tool": "remote_search search"},
     "agentrl-tools-basic": {"tool": "calculator"},

@@ -5,9 +5,12 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
+
 from agentrl_core.api import ParsedText, ToolCall, ToolParser, ToolParserContext
-from agentrl_core.data.call_format import CallFormat, call_format
+from agentrl_core.data.call_format import CallFormat, call_format, installed_parsers
 from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.testing.plugins import IsolatedPlugins
 from agentrl_core.testing.tiny_model import CHATML_TEMPLATE, tiny_tokenizer
 
 CALL = "~ ({'name': call.function.name, 'arguments': call.function.arguments} | tojson)"
@@ -79,3 +82,53 @@ def test_a_turn_that_the_history_opens_otherwise_is_found() -> None:
     assert thinks != CHATML_TEMPLATE
     found = written_by(thinks)
     assert found.one.endswith("</tool_call>") and "<tool_call>\n" in found.one and read_by(found, Tags)
+
+
+NEEDS_AN_OPTION = """
+from dataclasses import dataclass
+from agentrl_core.api import ParsedText, PluginSpec, ToolParser, option
+
+@dataclass
+class Options:
+    tag: str = option(help="of a call")
+
+class Parser(ToolParser):
+    def parse(self, text):
+        return ParsedText(text, [])
+
+PLUGIN = PluginSpec("tool_parser", "{name}", 1, "reads calls", "{module}:Parser"{config})
+"""
+
+
+def test_an_installed_parser_that_requires_an_option_is_left_out(isolated_plugins: IsolatedPlugins) -> None:
+    for name, config in (("needs", ", config=Options"), ("plain", "")):
+        source = NEEDS_AN_OPTION.replace("{name}", name).replace("{module}", f"acme_{name}").replace("{config}", config)
+        isolated_plugins.add(
+            f"acme-{name}",
+            {"agentrl.tool_parsers": {name: f"acme_{name}:PLUGIN"}},
+            modules={f"acme_{name}.py": source},
+        )
+    assert list(installed_parsers()) == ["plain"]
+
+
+BARE = """\
+{%- for message in messages -%}
+{{- '<|im_start|>' + message.role + '\n' + (message.content or '') -}}
+{%- if message.tool_calls -%}CALLS{%- endif -%}
+{{- '<|im_end|>\n' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\n' -}}{%- endif -%}
+"""
+LISTED = """{{- PREFIX '[' -}}{%- for call in message.tool_calls -%}{{- ({'name': call.function.name, 'arguments':
+call.function.arguments} | tojson) + ('' if loop.last else ', ') -}}{%- endfor -%}{{- ']' -}}"""
+ACTION = """{%- for call in message.tool_calls -%}{{- '<|action_start|><|plugin|>\n' + ({'name': call.function.name,
+'parameters': call.function.arguments} | tojson) + '<|action_end|>' -}}{%- endfor -%}"""
+
+
+@pytest.mark.parametrize(("calls", "parser"), [
+    (LISTED.replace("PREFIX", ""), "xlam"),
+    (LISTED.replace("PREFIX", "'functools' +"), "phi4_mini"),
+    (ACTION, "internlm2"),
+])  # fmt: skip
+def test_the_parser_of_a_family_is_found_by_its_template(calls: str, parser: str) -> None:
+    assert written_by(BARE.replace("CALLS", calls)).readers(installed_parsers())[0] == parser

@@ -90,6 +90,9 @@ WRITERS: dict[str, Write] = {
     "olmo3": lambda n, a: f"<function_calls>\n{in_python(n, a)}\n</function_calls>",
     "granite": lambda n, a: f"<|tool_call|>{as_json([{'name': n, 'arguments': a}])}",
     "nemotron": lambda n, a: f"<TOOLCALL>{as_json([{'name': n, 'arguments': a}])}</TOOLCALL>",
+    "xlam": lambda n, a: as_json([{"name": n, "arguments": a}]),
+    "phi4_mini": lambda n, a: f"functools{as_json([{'name': n, 'arguments': a}])}",
+    "internlm2": lambda n, a: f"<|action_start|><|plugin|>\n{as_json({'name': n, 'parameters': a})}<|action_end|>",
     "lfm2": lambda n, a: f"<|tool_call_start|>[{in_python(n, a)}]<|tool_call_end|>",
 }
 """A call in each format, as the chat templates of its family write it."""
@@ -230,3 +233,22 @@ def test_a_call_in_reasoning_is_a_thought(name: str) -> None:
     # Never closed, it hides nothing.
     parsed = case(name).parse(f"{opening}I could\n{good}", look_up={"days": 1})
     assert len(parsed.calls) == 1 and not parsed.reasoning
+
+
+def test_a_list_without_arguments_is_content() -> None:
+    text = 'The names are\n[{"name": "Oslo"}, {"name": "Bergen"}]\nin that order.'
+    parsed = case("xlam").parse(text)
+    assert (parsed.content, parsed.calls, parsed.errors) == (text, [], [])
+
+
+def test_several_calls_of_one_list() -> None:
+    calls = as_json([{"name": "look_up", "arguments": {"days": 1}}, {"name": "calculator"}])
+    for name in ("xlam", "phi4_mini"):
+        parsed = case(name).parse("functools" * (name == "phi4_mini") + calls)
+        assert [(call.name, call.arguments) for call in parsed.calls] == [("look_up", {"days": 1}), ("calculator", {})]
+
+
+def test_code_for_the_interpreter_is_no_call() -> None:
+    text = "<|action_start|><|interpreter|>\nprint(1)<|action_end|>"
+    parsed = case("internlm2").parse(text)
+    assert (parsed.content, parsed.calls, parsed.errors) == (text, [], [])

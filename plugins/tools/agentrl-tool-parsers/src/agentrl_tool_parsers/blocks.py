@@ -268,7 +268,7 @@ def calls_in_json(
         arguments: keys under which the arguments may stand.
         more: keys that may stand beside name and arguments.
         lists: a list of such objects is several calls.
-        marked_only: False: an object without arguments behind no mark is content.
+        marked_only: False: an object, or a list of objects, without arguments behind no mark is content.
     """
     allowed = {"name", *arguments, *more}
 
@@ -276,7 +276,9 @@ def calls_in_json(
         value, end = read_json(body.text, body.start)
         if body.name:
             return [ToolCall(body.name, _arguments(value))], end
-        if not marked_only and not body.marked and not (isinstance(value, dict) and value.keys() & set(arguments)):
+        objects = value if lists and isinstance(value, list) else [value]
+        is_call = any(isinstance(each, dict) and each.keys() & set(arguments) for each in objects)
+        if not marked_only and not body.marked and not is_call:
             raise NotACallError(end)
         if not lists or not isinstance(value, list):
             return [call(value)], end

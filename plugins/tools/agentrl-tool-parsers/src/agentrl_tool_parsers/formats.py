@@ -192,3 +192,34 @@ class NemotronParser(BlockParser):
     """Nemotron 2: ``<TOOLCALL>[{"name": …, "arguments": {…}}]</TOOLCALL>``. Nemotron 3 writes Qwen 3 Coder's format."""
 
     format = Format(opening="<TOOLCALL>", read=calls_in_json(more=["id"], lists=True), closing="</TOOLCALL>")
+
+
+class XlamParser(BlockParser):
+    """xLAM: ``[{"name": …, "arguments": {…}}, …]`` at the start of a line.
+
+    There is no mark: a list of which no object has arguments is content.
+    """
+
+    format = Format(
+        opening=r'(?m:^)[ \t]*(?=\[\s*\{\s*"(?:name|arguments)"\s*:)',
+        read=calls_in_json(more=["id"], lists=True, marked_only=False),
+    )
+
+
+class Phi4MiniParser(BlockParser):
+    """Phi-4-mini: ``functools[{"name": …, "arguments": {…}}, …]``."""
+
+    format = Format(opening=r"functools(?=\s*\[)", read=calls_in_json(more=["id"], lists=True))
+
+
+class InternLM2Parser(BlockParser):
+    """InternLM 2: ``<|action_start|><|plugin|>{"name": …, "parameters": {…}}<|action_end|>``.
+
+    An action of the interpreter is code, not a call.
+    """
+
+    format = Format(
+        opening=r"<\|action_start\|>\s*<\|plugin\|>",
+        read=calls_in_json(arguments=["parameters", "arguments"]),
+        closing="<|action_end|>",
+    )

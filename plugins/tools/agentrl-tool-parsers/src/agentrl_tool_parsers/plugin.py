@@ -43,3 +43,6 @@ OLMO3 = _spec("olmo3", "<function_calls> with a call per line: OLMo 3", "formats
 GRANITE = _spec("granite", "<|tool_call|>[json]: Granite 3", "formats:GraniteParser")
 NEMOTRON = _spec("nemotron", "<TOOLCALL>[json]</TOOLCALL>: Nemotron 2", "formats:NemotronParser")
 LFM2 = _spec("lfm2", "<|tool_call_start|>[name(key=value)]<|tool_call_end|>: LFM 2", "formats:Lfm2Parser")
+XLAM = _spec("xlam", '[{"name", "arguments"}] as the turn: xLAM', "formats:XlamParser")
+PHI4_MINI = _spec("phi4_mini", "functools[json]: Phi-4-mini", "formats:Phi4MiniParser")
+INTERNLM2 = _spec("internlm2", "<|action_start|><|plugin|>{json}: InternLM 2", "formats:InternLM2Parser")
