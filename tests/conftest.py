@@ -323,6 +323,12 @@ def tiny_run(tmp_path: Path, tiny_model: Path) -> TinyRuns:
 
 
 @pytest.fixture(scope="session")
+def tiny_runs_in(tiny_model: Path) -> Callable[[Path], TinyRuns]:
+    """As ``tiny_run``, in a folder that several tests share."""
+    return functools.partial(TinyRuns, tiny_model)
+
+
+@pytest.fixture(scope="session")
 def installed_plugins() -> Callable[[], Any]:
     return functools.cache(registrations)
 

@@ -4,13 +4,14 @@ import errno
 import logging
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, TypeGuard
 
 import typer
 
-from agentrl_core.api.errors import AgentRLError, ConfigError, PluginError
+from agentrl_core.api.errors import AgentRLError, ConfigError, DataError, PluginError, TemplateError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -25,11 +26,20 @@ Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _TRAINING = "psutil", "safetensors", "tensordict", "torch", "transformers"
 _EXTRA_OF_MODULE = {"ray": "ray", **dict.fromkeys(_TRAINING, "train")}
-_DISK = {
+_DISK_FULL = errno.ENOSPC, errno.EDQUOT
+_FILE_ERRORS = {
     errno.ENOSPC: "Make room; `agentrl train … --resume` continues the run",
     errno.EDQUOT: "Make room; `agentrl train … --resume` continues the run",
     errno.EROFS: "Choose another directory",
     errno.EACCES: "Check the rights there, or choose another directory",
+    errno.EPERM: "Check the rights there, or choose another directory",
+    errno.EIO: "Check the disk",
+    errno.ENOENT: "Check the path",
+    errno.ENOTDIR: "Move away the file that is in the directory's place",
+    errno.EEXIST: "Move it away, or choose another path",
+    errno.EISDIR: "Move away the directory that is in the file's place",
+    errno.ELOOP: "Replace the symbolic link, which leads back to itself",
+    errno.ENAMETOOLONG: "Choose a shorter path",
 }
 _WIDTH_OF_A_PIPE = 250
 
@@ -59,6 +69,11 @@ def new_table(*columns: str, right: Sequence[str] = (), title: str | None = None
     for column in columns:
         table.add_column(column, justify="right" if column in right else "left", overflow="fold")
     return table
+
+
+def warn(line: str) -> None:
+    """Print a warning on stderr, so that JSON on stdout stays whole."""
+    typer.echo(f"warning: {line}", err=True)
 
 
 def say(line: str) -> None:
@@ -110,13 +125,31 @@ def log_transformers() -> None:
     transformers_logging.disable_progress_bar()
 
 
+@contextmanager
+def reading_input() -> Iterator[None]:
+    """Before a run, data and templates are the user's input: their errors are errors of the configuration.
+
+    Raises:
+        ConfigError: in the place of DataError and TemplateError.
+    """
+    try:
+        yield
+    except (DataError, TemplateError) as error:
+        raise ConfigError(str(error)) from error
+
+
 def is_for_the_user(error: Exception) -> bool:
-    """Whether a message is enough: an error of agentrl, a missing extra, or a disk that cannot be written."""
+    """Whether a message is enough: an error of agentrl, a missing extra, or a file that cannot be read or written."""
     return (
         isinstance(error, AgentRLError)
         or (isinstance(error, ModuleNotFoundError) and _root(error) in _EXTRA_OF_MODULE)
-        or (isinstance(error, OSError) and error.errno in _DISK)
+        or _is_of_a_file(error)
     )
+
+
+def _is_of_a_file(error: Exception) -> TypeGuard[OSError]:
+    # Python names no file where flushing to a full disk failed.
+    return isinstance(error, OSError) and error.errno in (_FILE_ERRORS if error.filename else _DISK_FULL)
 
 
 def exit_code(error: Exception) -> int:
@@ -136,8 +169,9 @@ def print_error(error: Exception, verbose: bool) -> None:
 
 
 def _message(error: Exception) -> str:
-    if isinstance(error, OSError) and error.errno in _DISK:
-        return f"{error.filename or 'a file'}: {(error.strerror or str(error)).lower()}. {_DISK[error.errno]}"
+    if _is_of_a_file(error):
+        reason = (error.strerror or str(error)).lower()
+        return f"{error.filename or 'a file'}: {reason}. {_FILE_ERRORS[error.errno or 0]}"
     if isinstance(error, ModuleNotFoundError):
         extra = _EXTRA_OF_MODULE[_root(error)]
         return f"this needs {_root(error)}, which is not installed: pip install 'agentrl-core[{extra}]'"

@@ -13,6 +13,7 @@ from packaging.version import Version
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.tool_parser import ToolParserContext
 from agentrl_core.cli._shared import Json, console_of_stdout, new_table, say
+from agentrl_core.runs.run_dir import CHECKPOINT
 
 if TYPE_CHECKING:
     from agentrl_core.api.renderer import Renderer
@@ -36,11 +37,16 @@ def run(
 
     Raises:
         ConfigError: ``model`` is no directory with a model.
+        CheckpointError: it is a checkpoint's, and damaged.
     """
     if model is not None and config is not None:
         raise typer.BadParameter("names a model too; leave out one of the two", param_hint="--config")
     if model is not None and not (model / "config.json").is_file():
         raise ConfigError(f"--model {model}: expected a directory with config.json, weights and tokenizer")
+    if model is not None and CHECKPOINT.match(model.resolve().parent.name):
+        from agentrl_core.trainer.checkpoint import checkpoint_path
+
+        checkpoint_path(model.resolve().parent)
     found = None if model is None and config is None else _model(model, config)
     if as_json:
         keys = "package", "found", "tested", "verdict"
@@ -123,8 +129,19 @@ def _model(model: Path | None, config: Path | None) -> dict[str, Any]:
         "append_only": report.append_only,
         "breaks": list(report.breaks),
         "errors": list(report.errors),
+        "weights": _weights_problem(Path(settings.path)),
         "memory_bytes": memory_bytes(Path(settings.path)),
     }
+
+
+def _weights_problem(model: Path) -> str:
+    from agentrl_core.workers.model_files import check_weights
+
+    try:
+        check_weights(model)
+    except ConfigError as error:
+        return str(error)
+    return ""
 
 
 def _print_model(found: dict[str, Any]) -> None:
@@ -141,6 +158,7 @@ def _print_model(found: dict[str, Any]) -> None:
     say(f"  append-only     {'yes' if found['append_only'] else 'no: rollout.template_break decides'}")
     for line in (*found["breaks"], *found["errors"]):
         say(f"    {line}")
+    say(f"  weights         {found['weights'] or 'complete'}")
     for line in weight_lines(Path(found["path"])):
         say(f"  {line}")
 

@@ -13,7 +13,7 @@ from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
 from agentrl_core.cli._shared import command_group, console_of_stdout, set_up_logging
 from agentrl_core.runs.records import SCHEMA_VERSION, read_rollouts
-from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.runs.run_dir import RunDir, ranges
 from agentrl_core.runs.trajectory_view import legend, show_trajectory
 
 app = command_group()
@@ -65,7 +65,7 @@ def _found_step(run: RunDir, step: int | None, split: Split) -> int:
     if step is None:
         return steps[-1]
     if step not in steps:
-        raise DataError(f"{run.rollouts_dir}: no {split} rollouts of step {step}; there are steps {_ranges(steps)}")
+        raise DataError(f"{run.rollouts_dir}: no {split} rollouts of step {step}; there are steps {ranges(steps)}")
     return step
 
 
@@ -79,17 +79,6 @@ def _runs_next_to(path: Path) -> list[str]:
     if not path.parent.is_dir():
         return []
     return sorted(str(entry) for entry in path.parent.iterdir() if (entry / "rollouts").is_dir())
-
-
-def _ranges(steps: list[int]) -> str:
-    """``1-4, 6, 8-20``."""
-    ranges: list[tuple[int, int]] = []
-    for step in steps:
-        if ranges and step == ranges[-1][1] + 1:
-            ranges[-1] = (ranges[-1][0], step)
-        else:
-            ranges.append((step, step))
-    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)
 
 
 @reward_app.command("replay")

@@ -1,16 +1,16 @@
 """``agentrl runs list`` and ``runs compare``."""
 
 import json
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-import yaml
 
 from agentrl_core.api.errors import DataError
-from agentrl_core.cli._shared import Json, command_group, console_of_stdout, new_table
-from agentrl_core.config.nodes import dotted
+from agentrl_core.cli._shared import Json, command_group, console_of_stdout, new_table, warn
+from agentrl_core.config.nodes import dotted, read_file
 from agentrl_core.config.writing import leaves
 from agentrl_core.runs.run_dir import RunDir, is_number
 
@@ -29,10 +29,14 @@ def list_runs(
 ) -> None:
     """Print each run's status, step, reward and accuracy, the newest first."""
     runs = [RunDir(entry) for entry in (folder.iterdir() if folder.is_dir() else ())]
-    runs = [run for run in runs if run.state_file.is_file()]
+    # A run that lost its state is still one.
+    runs = [run for run in runs if os.path.lexists(run.state_file) or run.checkpoints_dir.is_dir()]
     if not runs:
         raise DataError(f"{folder}: holds no run. Give a directory of runs, such as trainer.output_dir")
-    found = [_about(run) for run in sorted(runs, key=lambda run: run.state_file.stat().st_mtime, reverse=True)]
+    found = sorted((_about(run) for run in runs), key=lambda about: str(about["written"]), reverse=True)
+    for about in found:
+        for problem in about["problems"]:
+            warn(problem)
     if as_json:
         typer.echo(json.dumps({"schema_version": SCHEMA_VERSION, "runs": found}, indent=2))
         return
@@ -40,27 +44,40 @@ def list_runs(
     table = new_table("RUN", "STATUS", *numbers, "WRITTEN", right=numbers)
     for run in found:
         written = run["written"][:16].replace("T", " ")
-        table.add_row(
-            run["run"], run["status"], str(run["step"]), _shown(run["reward"]), _shown(run["accuracy"]), written
-        )
+        step = "-" if run["step"] is None else str(run["step"])
+        table.add_row(run["run"], run["status"], step, _shown(run["reward"]), _shown(run["accuracy"]), written)
     console_of_stdout().print(table)
 
 
 def _about(run: RunDir) -> dict[str, Any]:
-    state = run.read_state()
-    assert state is not None, "runs without a state were filtered out"
     last: dict[str, Any] = {}
-    for row in run.read_metrics():
-        last |= row
-    accuracies = [value for name, value in last.items() if "/accuracy_" in name and is_number(value)]
+    try:
+        state, problems = run.read_state(), run.lost_records()
+        for row in run.read_metrics():
+            last |= row
+        if state is None:
+            problems = [f"{run.state_file} is missing, so the status of this run is unknown"]
+    except (DataError, OSError) as error:
+        # The other runs are listed all the same.
+        state, problems = None, [str(error)]
     return {
         "run": str(run.path),
-        "status": run.shown_status(),
-        "step": state.step,
+        "status": run.shown_status() if state else "damaged",
+        "step": state.step if state else None,
         "reward": last["reward/mean"] if is_number(last.get("reward/mean")) else None,
-        "accuracy": sum(accuracies) / len(accuracies) if accuracies else None,
-        "written": state.time,
+        "accuracy": _mean_accuracy(last),
+        "written": state.time if state else "",
+        "problems": problems,
     }
+
+
+def _mean_accuracy(row: Mapping[str, Any]) -> float | None:
+    """The mean over data sources: of greedy answers where there are any, else of sampled ones."""
+    for mode in ("greedy", "sampled"):
+        found = [value for name, value in row.items() if name.endswith(f"/accuracy_{mode}") and is_number(value)]
+        if found:
+            return sum(found) / len(found)
+    return None
 
 
 @app.command()
@@ -76,8 +93,13 @@ def compare(
         raise typer.BadParameter("expected two runs or more", param_hint="RUN")
     opened = [RunDir(path) for path in runs]
     for run in opened:
-        if not run.config_file.is_file():
-            raise DataError(f"{run.path}: no such run. `agentrl runs list` shows those of a directory")
+        if not os.path.lexists(run.config_file):
+            raise DataError(
+                f"{run.path}: no such run, or its config.yaml is missing. `agentrl runs list` shows the runs of a "
+                "directory"
+            )
+        for problem in run.lost_records():
+            warn(problem)
     configs = [_configuration(run) for run in opened]
     rows = [run.read_metrics() for run in opened]
     keys = dict.fromkeys(key for config in configs for key in config if key not in _NAMES)
@@ -105,7 +127,7 @@ def compare(
 
 
 def _configuration(run: RunDir) -> dict[str, Any]:
-    tree = yaml.safe_load(run.config_file.read_text(encoding="utf-8"))
+    tree = read_file(run.config_file, str(run.config_file)).plain()
     return {dotted(path): value for path, value in leaves(tree)}
 
 

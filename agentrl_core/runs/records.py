@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import shutil
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ from agentrl_core.runs.run_dir import rollout_file_name
 SCHEMA_VERSION = 1
 PLAIN_STEPS = 10
 """The files of this many newest steps stay plain; older ones are compressed."""
+_REMEDY = ". The file is damaged: copy it back from where you have it, or take another step"
 
 
 @dataclass(kw_only=True)
@@ -96,7 +98,7 @@ class RolloutRecord(AgentLoopOutput):
         """
         try:
             content = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError(f"a rollout record that is not JSON: {error}") from error
         if not isinstance(content, dict):
             raise DataError(f"a rollout record must be a JSON object, found {type(content).__name__}")
@@ -113,7 +115,10 @@ class RolloutRecord(AgentLoopOutput):
             record.termination = Termination(record.termination)
         except ValueError as error:
             raise DataError(f"a rollout record with an unknown termination: {error}") from None
-        record.segments = [(int(mask), str(text)) for mask, text in record.segments]
+        try:
+            record.segments = [(int(mask), str(text)) for mask, text in record.segments]
+        except (TypeError, ValueError) as error:
+            raise DataError(f"a rollout record whose segments are no pairs of mask and text: {error}") from None
         return record
 
 
@@ -165,16 +170,22 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
     """Read the records of one file, compressed or not, one by one.
 
     Raises:
-        DataError: a line is no record; names file and line.
+        DataError: a line is no record, or the file cannot be read; names file and line.
         FileNotFoundError: there is no such file.
     """
-    opened = gzip.open if path.suffix == ".gz" else open
-    with cast(TextIO, opened(path, "rt", encoding="utf-8", newline="\n")) as file:
-        for number, line in enumerate(file, start=1):
-            try:
+    number = 0
+    try:
+        opened = gzip.open if path.suffix == ".gz" else open
+        with cast(TextIO, opened(path, "rt", encoding="utf-8", newline="\n")) as file:
+            for number, line in enumerate(file, start=1):  # noqa: B007 - the messages below name it
                 yield RolloutRecord.from_json(line)
-            except DataError as error:
-                raise DataError(f"{path}:{number}: {error}") from error
+    except DataError as error:
+        raise DataError(f"{path}:{number}: {error}{_REMEDY}") from error
+    except FileNotFoundError:
+        raise
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
+        raise DataError(f"{path}:{number + 1}: cannot be read: {reason}{_REMEDY}") from error
 
 
 def reward_input(trajectory: RewardTrajectory) -> dict[str, Any]:

@@ -14,6 +14,7 @@ runs/<name>/
 """
 
 import fcntl
+import hashlib
 import json
 import logging
 import math
@@ -21,12 +22,13 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, Literal, TypeGuard, get_args
+from typing import Any, Literal, TextIO, TypeGuard, get_args
 
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import ConfigError, DataError
@@ -48,12 +50,16 @@ class RunState:
         step: the last finished step.
         time: when the state was written, ISO 8601 with offset.
         warnings: what the run has warned of: ``check``, ``first``, ``last``, ``over`` and ``message`` of each.
+        first_metrics: the first step in ``metrics.jsonl``; None where nothing writes that file.
+        config: SHA-256 of ``config.yaml``.
     """
 
     status: RunStatus
     step: int
     time: str
     warnings: Sequence[Mapping[str, Any]] = ()
+    first_metrics: int | None = None
+    config: str | None = None
 
     @property
     def finished(self) -> bool:
@@ -76,6 +82,7 @@ class RunDir:
         self.log_file = path / "log.txt"
         self.superseded_dir = path / "superseded"
         self._lock = path / ".lock"
+        self._first_metrics: int | None = None
 
     @classmethod
     def create(cls, output_dir: Path, name: str) -> "RunDir":
@@ -90,6 +97,13 @@ class RunDir:
                 "such as 'calculator'"
             )
         run_dir = cls(output_dir / name)
+        try:
+            str(run_dir.path).encode()
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"trainer.output_dir, trainer.name: {str(run_dir.path)!r} is not UTF-8, and could not be written into "
+                "the run's records. Choose another name"
+            ) from error
         try:
             # Conversations and weights are nobody else's; a directory that exists keeps its rights.
             run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -120,7 +134,7 @@ class RunDir:
             raise ConfigError(_unwritable(self.path, error)) from error
         with lock as file:
             try:
-                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                _lock_alone(file)
             except BlockingIOError as error:
                 file.seek(0)
                 raise ConfigError(
@@ -176,23 +190,71 @@ class RunDir:
             if state["status"] not in get_args(RunStatus):
                 raise ValueError(f"status {state['status']!r}")
             warnings = [warning for warning in state.get("warnings", ()) if str(warning["message"])]
-            return RunState(state["status"], int(state["step"]), str(state["time"]), warnings)
+            first, config = state.get("first_metrics"), state.get("config")
+            return RunState(
+                state["status"],
+                int(state["step"]),
+                str(state["time"]),
+                warnings,
+                None if first is None else int(first),
+                None if config is None else str(config),
+            )
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
             raise DataError(
-                f'{self.state_file}: found {error}; allowed is {{"status": …, "step": …, "time": …}} as agentrl '
+                f'{self.state_file} is damaged: {error}; allowed is {{"status": …, "step": …, "time": …}} as agentrl '
                 f"writes it. Move {self.path} away to start again"
             ) from error
 
     def write_state(self, status: RunStatus, step: int, warnings: Sequence[Mapping[str, Any]] = ()) -> None:
         """Record how far the run got, atomically."""
         now = datetime.now().astimezone().isoformat(timespec="milliseconds")
-        replace_file(self.state_file, json.dumps(asdict(RunState(status, step, now, warnings))) + "\n")
+        if self._first_metrics is None:
+            before, rows = self.read_state(), self.read_metrics()
+            known = before.first_metrics if before else None
+            self._first_metrics = rows[0]["step"] if known is None and rows else known
+        state = RunState(status, step, now, warnings, self._first_metrics, self._config_checksum())
+        replace_file(self.state_file, json.dumps(asdict(state)) + "\n")
+
+    def _config_checksum(self) -> str | None:
+        try:
+            return hashlib.sha256(self.config_file.read_bytes()).hexdigest()
+        except OSError:
+            return None
+
+    def lost_records(self) -> list[str]:
+        """What the run recorded and the directory no longer holds, in one sentence each.
+
+        Raises:
+            DataError: ``state.json`` is no state.
+        """
+        state = self.read_state()
+        if state is None:
+            return []
+        lost = []
+        if state.first_metrics is not None:
+            there = {row["step"] for row in self.read_metrics()}
+            gaps = [step for step in range(state.first_metrics, state.step + 1) if step not in there]
+            if gaps:
+                problem = f"holds no row of step {ranges(gaps)}" if self.metrics_file.exists() else "is missing"
+                lost.append(
+                    f"{self.metrics_file} {problem}, which the run wrote. Copy it back from where you have it; "
+                    "otherwise curves and comparisons lack these steps"
+                )
+        if state.config is not None and state.config != self._config_checksum():
+            lost.append(
+                f"{self.config_file} is not as the run wrote it. Copy it back from where you have it, such as the "
+                "config.yaml of a checkpoint; otherwise comparisons and replays use other values than the run"
+            )
+        return lost
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Read what the tracker ``jsonl`` wrote: one dict per step, empty without a file."""
-        return read_metrics(self.metrics_file) if self.metrics_file.exists() else []
+        try:
+            return read_metrics(self.metrics_file)
+        except FileNotFoundError:
+            return []
 
     def append_phases(self, step: int, phases: Sequence[tuple[str, float, float]]) -> None:
         """Record when each phase of a step was: name, start as Unix time, seconds."""
@@ -270,11 +332,30 @@ class RunDir:
         return destination
 
 
+def _lock_alone(file: TextIO) -> None:
+    """Take the lock that a running process holds. Who only asks for it, as `runs list` does, lets go of it at once.
+
+    Raises:
+        BlockingIOError: a process holds it.
+    """
+    for _ in range(1000):
+        with suppress(BlockingIOError):
+            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # This fails where a run holds the lock, and not where somebody asks.
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        time.sleep(0.01)
+    raise BlockingIOError
+
+
 def _lines_until(file: Path, step: int) -> tuple[list[bytes], list[bytes]]:
     """The lines of a ``.jsonl`` file of steps until ``step``, and the others."""
     kept: list[bytes] = []
     later: list[bytes] = []
-    for line in filter(None, file.read_bytes().split(b"\n") if file.exists() else []):
+    try:
+        lines = file.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        lines = []
+    for line in filter(None, lines):
         row = parse_metrics_line(line)
         (kept if row is not None and row["step"] <= step else later).append(line)
     return kept, later
@@ -297,6 +378,17 @@ def rollout_file_name(step: int, split: Split) -> str:
     return f"{'validation-' if split == 'validation' else ''}step-{step:06d}.jsonl"
 
 
+def ranges(steps: Sequence[int]) -> str:
+    """Ascending steps for a person: ``1-4, 6, 8-20``."""
+    found: list[tuple[int, int]] = []
+    for step in steps:
+        if found and step == found[-1][1] + 1:
+            found[-1] = (found[-1][0], step)
+        else:
+            found.append((step, step))
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
 def is_number(value: Any) -> TypeGuard[float]:
     """Whether a metric's value is a finite int or float."""
     return isinstance(value, int | float) and math.isfinite(value)
@@ -316,7 +408,7 @@ def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
     """One line of ``metrics.jsonl``, or None for what is no complete record."""
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 

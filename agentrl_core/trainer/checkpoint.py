@@ -5,9 +5,9 @@ checkpoints/step-000010/
     training/       distributed checkpoint: weights, optimizer, schedule, random generators
   critic/           the same, where there is a critic
   trainer.json      step, best value so far, fingerprint of the data, metrics of the step
-  checksums.json    SHA-256 of these files
   config.yaml       resolved configuration
   plugins.lock.json the plugins that ran
+  checksums.json    SHA-256 of these files
 checkpoints/latest  link to the newest
 checkpoints/best    link to the best by trainer.checkpoint.best_metric
 """
@@ -34,12 +34,12 @@ from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock
 from agentrl_core.runs.run_dir import CHECKPOINT, entries
 from agentrl_core.trainer.health import Streak
+from agentrl_core.workers.model_files import check_weights
 
 STATE_FILE = "trainer.json"
 CHECKSUM_FILE = "checksums.json"
 _ORDER_OF_DATA = ("trainer.seed", "data.batch_size", "data.sampler", "data.streaming")
-_UNSEALED = ("config.yaml", "plugins.lock.json")
-"""Files whose readers check them."""
+_REQUIRED = (CHECKSUM_FILE, "config.yaml", "plugins.lock.json")
 _REMEDY = "resume from another one (trainer.resume=PATH), or from the newest undamaged one (trainer.resume=intact)"
 logger = logging.getLogger(__name__)
 
@@ -82,9 +82,8 @@ class CheckpointStore:
         self._keep = keep
 
     def steps(self) -> list[int]:
-        """Steps that have a whole checkpoint, ascending."""
-        found = entries(self.directory, CHECKPOINT)
-        return sorted(int(match["step"]) for match, entry in found if (entry / STATE_FILE).is_file())
+        """Steps that have a checkpoint, ascending. It got its name when it was whole: what it lacks now is damage."""
+        return sorted(int(match["step"]) for match, _ in entries(self.directory, CHECKPOINT))
 
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
@@ -103,7 +102,8 @@ class CheckpointStore:
             aside.mkdir(parents=True)
             write(aside)
             (aside / STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
-            checksums = {str(file.relative_to(aside)): _checksum(file) for file in _sealed_files(aside)}
+            files = [file for file in sorted(aside.rglob("*")) if file.is_file()]
+            checksums = {str(file.relative_to(aside)): _checksum(file) for file in files}
             (aside / CHECKSUM_FILE).write_text(json.dumps(checksums, indent=2) + "\n", encoding="utf-8")
             _flush(aside)
             _remove(path)
@@ -166,7 +166,7 @@ def checkpoint_path(path: Path) -> Path:
     """Return the directory of a complete checkpoint, links resolved; of a run directory, the latest checkpoint's.
 
     Raises:
-        CheckpointError: there is none, or a file of it is not as it was written.
+        CheckpointError: there is none, or a file of it is missing or not as it was written.
     """
     for candidate in (path, path / "checkpoints" / "latest"):
         if (candidate / STATE_FILE).is_file():
@@ -178,29 +178,32 @@ def checkpoint_path(path: Path) -> Path:
 
 
 def _verify(path: Path) -> None:
-    """Raise CheckpointError for a file that differs from its checksum; without checksums nothing can be said."""
+    """Raise CheckpointError for a file that is missing or differs from its checksum."""
+    for name in _REQUIRED:
+        if not (path / name).is_file():
+            raise _damaged(path / name, "it is missing")
     try:
         checksums = json.loads((path / CHECKSUM_FILE).read_text(encoding="utf-8"))
         if not isinstance(checksums, dict):
             raise ValueError("expected a mapping from files to checksums")
-    except FileNotFoundError:
-        return
     except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path / CHECKSUM_FILE} is damaged: {error}; {_REMEDY}") from error
+        raise _damaged(path / CHECKSUM_FILE, str(error)) from error
     for name, expected in checksums.items():
         file = path / name
         try:
             found = _checksum(file) if file.is_file() else None
         except OSError as error:
-            raise CheckpointError(f"{file}: cannot be read: {error.strerror}; {_REMEDY}") from error
+            raise _damaged(file, error.strerror or str(error)) from error
         if found != expected:
-            problem = "it differs from its checksum" if found else "it is missing"
-            raise CheckpointError(f"{file.parent}: cannot be read ({file.name} is damaged: {problem}); {_REMEDY}")
+            raise _damaged(file, "it differs from its checksum" if found else "it is missing")
+    try:
+        check_weights(path / "actor")
+    except ConfigError as error:
+        raise _damaged(path / "actor", str(error)) from error
 
 
-def _sealed_files(directory: Path) -> list[Path]:
-    """All files that a resumed run, an evaluation or an export reads without other checks."""
-    return [file for file in sorted(directory.rglob("*")) if file.is_file() and file.name not in _UNSEALED]
+def _damaged(file: Path, problem: str) -> CheckpointError:
+    return CheckpointError(f"{file.parent}: cannot be read ({file.name} is damaged: {problem}); {_REMEDY}")
 
 
 def _checksum(file: Path) -> str:
@@ -260,7 +263,10 @@ def resumed_state(config: ResolvedConfig, checkpoint: Path, data_fingerprint: st
 
 def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
     """Report options that changed; reject changes that give other prompts than the remaining ones."""
-    before = {dotted(key): value for key, value in leaves(read_file(checkpoint / "config.yaml", "").plain())}
+    before = {
+        dotted(key): value
+        for key, value in leaves(read_file(checkpoint / "config.yaml", str(checkpoint / "config.yaml")).plain())
+    }
     now = {dotted(key): value for key, value in leaves(written(config))}
     for path, member in keys(Config):
         # What the run was made with, if the option is younger than it.

@@ -31,6 +31,8 @@ from agentrl_core.trainer.algorithm import Algorithm
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, plugin_refs, resumed_state
 from agentrl_core.trainer.health import Health
 from agentrl_core.trainer.trackers import Trackers
+from agentrl_core.workers.checkpoints import check_training_state
+from agentrl_core.workers.model_files import check_weights
 from agentrl_core.workers.protocols import Actor, Critic
 
 logger = logging.getLogger(__name__)
@@ -79,6 +81,14 @@ class Run:
         file = LogFile(self._directory.log_file, encoding="utf-8", delay=True)
         file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
         self._log = MemoryHandler(10_000, flushLevel=logging.CRITICAL + 1, target=file)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether ``trainer.resume`` asks to go on with a run of which all steps ran: there is nothing to do."""
+        if self._config.trainer.resume not in ("auto", "intact"):
+            return False
+        state = self._directory.read_state()
+        return state is not None and state.finished and state.step == self._steps
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -180,6 +190,8 @@ class Run:
                 critic.load_checkpoint(str(checkpoint / "critic"))
         self._directory.remove_leftovers()
         if self._resumes_in_place:
+            for problem in self._directory.lost_records():
+                logger.warning(problem)
             moved = self._directory.supersede_after(self._state.step)
             self._store.mark(self._state)
             if moved is not None:
@@ -236,6 +248,7 @@ class Run:
             copy_tokenizer(Path(self._config.model.path), directory / "actor")
             if critic is not None:
                 critic.save_checkpoint(str(directory / "critic"))
+            _check_written(directory)
             shutil.copy(self._directory.config_file, directory / "config.yaml")
             shutil.copy(self._directory.lock_file, directory / "plugins.lock.json")
 
@@ -284,6 +297,19 @@ class Run:
         self._finished = step
         self._directory.write_state(self._status, step, self.health.warnings)
         self.hooks.on_step_end(step=step, metrics=metrics)
+
+
+def _check_written(checkpoint: Path) -> None:
+    """Raise CheckpointError where this process does not see what the ranks wrote: checksums would seal the gap."""
+    try:
+        check_weights(checkpoint / "actor")
+        for role in checkpoint.iterdir():
+            check_training_state(str(role))
+    except (ConfigError, CheckpointError) as error:
+        raise CheckpointError(
+            f"what the training processes wrote is not complete here: {error}. With several nodes, trainer.output_dir "
+            "must be a directory that all of them share"
+        ) from error
 
 
 def copy_tokenizer(model: Path, directory: Path) -> None:

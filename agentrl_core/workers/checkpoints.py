@@ -91,6 +91,21 @@ def load_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, 
     _set_generators(generators, parallel)
 
 
+def check_training_state(path: str) -> None:
+    """Reject a training state that lacks what a rank wrote, as on nodes that share no disk.
+
+    Raises:
+        CheckpointError: naming the file.
+    """
+    folder = Path(_folder(path))
+    if not (folder / ".metadata").is_file():
+        raise CheckpointError(f"{folder}: .metadata is missing")
+    stored = MetadataReader(str(folder)).read_metadata().storage_data or {}
+    for name in sorted({each.relative_path for each in stored.values()}):
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder}: {name}, which a rank wrote, is missing")
+
+
 def unreadable(path: str, error: BaseException) -> CheckpointError:
     """The error for a checkpoint that is damaged, or another model's."""
     return CheckpointError(

@@ -3,16 +3,23 @@
 import json
 from pathlib import Path
 from typing import Any
+from zipfile import is_zipfile
 
+import torch
 import torch.distributed as dist
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.plugins.boundary import boundary
 from agentrl_core.workers.models import quiet_progress
 from agentrl_core.workers.weights import ModelWeights
 
 FILE_BYTES = 4 << 30
 """Of one safetensors file; a model that is larger gets several and an index."""
+_INDEX = "model.safetensors.index.json"
+_PICKLED = "pytorch_model*.bin", "pytorch_model.bin.index.json"
 
 
 def save_model(model: Any, path: str, file_bytes: int = FILE_BYTES) -> None:
@@ -42,4 +49,38 @@ def save_model(model: Any, path: str, file_bytes: int = FILE_BYTES) -> None:
             total += sum(tensor.nbytes for tensor in whole.values())
     if is_first and count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": files}
-        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def check_weights(model: Path) -> None:
+    """Reject a model whose config or weights are missing or cut, and pickled weights that would run code.
+
+    Raises:
+        ConfigError: naming the file.
+    """
+    if not (model / "config.json").is_file():
+        raise ConfigError("found no config.json; copy the model again")
+    # Where a model has both, transformers loads the safetensors.
+    for pattern, index, check in (("*.safetensors", _INDEX, _check_safetensors), (*_PICKLED, _check_pickle)):
+        files = {file.name for file in model.glob(pattern)}
+        if (model / index).is_file():
+            with boundary(ConfigError, f"{index} cannot be read, copy it again:"):
+                files |= set(json.loads((model / index).read_bytes())["weight_map"].values())
+        for name in sorted(files):
+            if not (model / name).is_file():
+                raise ConfigError(f"{name}, which {index} names, is missing; copy it again")
+            with boundary(ConfigError, f"{name} cannot be read, copy it again:"):
+                check(model / name)
+        if files:
+            return
+    raise ConfigError("found no *.safetensors; copy the model again")
+
+
+def _check_safetensors(file: Path) -> None:
+    with safe_open(file, "pt") as weights:
+        weights.keys()
+
+
+def _check_pickle(file: Path) -> None:
+    # As transformers loads it: only what tensors need, so that no code runs.
+    torch.load(file, map_location="meta", weights_only=True, mmap=is_zipfile(file))

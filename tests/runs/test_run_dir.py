@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import logging
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -207,3 +208,40 @@ def test_a_file_system_without_locks_gets_a_warning(
     with caplog.at_level(logging.WARNING), run.locked():
         assert not run.is_in_use()
     assert "has no locks (No locks available)" in caplog.text and str(run.path) in caplog.text
+
+
+def test_asking_whether_a_run_is_in_use_never_refuses_its_start(tmp_path: Path) -> None:
+    """`runs list` takes a shared lock for a moment; a start in that moment must wait for it, not fail."""
+    run = RunDir.create(tmp_path, "calculator")
+    with run.locked():
+        assert run.is_in_use()
+    asked = (run.path / ".lock").open("rb")
+    fcntl.flock(asked, fcntl.LOCK_SH)
+    entered = threading.Event()
+
+    def start() -> None:
+        with RunDir(run.path).locked():
+            entered.set()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    # Whatever comes first: it must not have failed while somebody asks.
+    thread.join(0.05)
+    assert thread.is_alive()
+    asked.close()
+    assert entered.wait(60)
+    thread.join()
+
+
+def test_lost_records_are_named(tmp_path: Path) -> None:
+    run = a_run(tmp_path, steps=4)
+    assert run.lost_records() == []
+    lines = run.metrics_file.read_bytes().splitlines(keepends=True)
+    run.metrics_file.write_bytes(b"".join(lines[:2] + lines[4:]))
+    run.config_file.write_text("model: {path: other}\n")
+    lost = RunDir(run.path).lost_records()
+    assert "metrics.jsonl holds no row of step 2-3" in lost[0] and "config.yaml is not as the run wrote it" in lost[1]
+    # A later state does not forget what was lost.
+    run.metrics_file.unlink()
+    RunDir(run.path).write_state("running", 5)
+    assert "metrics.jsonl is missing" in RunDir(run.path).lost_records()[0]

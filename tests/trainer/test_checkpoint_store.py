@@ -5,9 +5,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from agentrl_core.api import CheckpointError
 from agentrl_core.controller.runtime import ActorDiedError
@@ -20,7 +22,10 @@ def state(step: int, best_step: int | None = None) -> TrainerState:
 
 def write(directory: Path) -> None:
     (directory / "actor").mkdir()
-    (directory / "actor" / "weights").write_text("w")
+    (directory / "actor" / "config.json").write_text("{}")
+    save_file({"weight": torch.zeros(1)}, directory / "actor" / "model.safetensors")
+    for name in ("config.yaml", "plugins.lock.json"):
+        (directory / name).write_text("{}")
 
 
 def contents(directory: Path) -> set[str]:

@@ -1,5 +1,6 @@
 """Runs that go on from a checkpoint, and why some may not."""
 
+import hashlib
 import json
 import logging
 from collections.abc import Callable
@@ -10,7 +11,8 @@ import pytest
 
 from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.trainer.checkpoint import checkpoint_path
+from agentrl_core.trainer.checkpoint import CHECKSUM_FILE, checkpoint_path
+from agentrl_core.workers.checkpoints import save_training_state
 
 Fit = Callable[..., RunDir]
 EVERY_STEP = {"trainer.checkpoint": {"interval": 1}, "rollout.engine": {"name": "scripted"}}
@@ -23,6 +25,14 @@ def steps_of(run: RunDir) -> list[int]:
 
 def links(run: RunDir) -> dict[str, str]:
     return {entry.name: entry.resolve().name for entry in run.checkpoints_dir.iterdir() if entry.is_symlink()}
+
+
+def rewrite(file: Path, text: str) -> None:
+    """Replace a file of a checkpoint, as if the run had written it so."""
+    file.write_text(text)
+    checksums = json.loads((file.parent / CHECKSUM_FILE).read_text())
+    checksums[file.name] = hashlib.sha256(text.encode()).hexdigest()
+    (file.parent / CHECKSUM_FILE).write_text(json.dumps(checksums))
 
 
 def test_layout(fit: Fit) -> None:
@@ -105,9 +115,9 @@ def test_checkpoint_of_another_run(fit: Fit) -> None:
 def test_no_step_left_is_an_error_and_changes_nothing(fit: Fit) -> None:
     run = fit(EVERY_STEP)
     before = run.state_file.read_text()
-    message = r"trainer.steps: nothing left to run: .*step-000002 is at step 2 of 2. Raise"
+    message = r"trainer.steps: nothing left to run: .*step-000002 is at step 2 of 1. Raise"
     with pytest.raises(ConfigError, match=message):
-        fit({**EVERY_STEP, "trainer.resume": "auto"})
+        fit({**EVERY_STEP, "trainer.resume": "auto", "trainer.steps": 1})
     assert run.state_file.read_text() == before
     assert steps_of(run) == [1, 2]
 
@@ -145,7 +155,7 @@ def test_an_option_that_is_younger_than_the_checkpoint_has_not_changed(
     kept = run.checkpoints_dir / "latest" / "config.yaml"
     older = [line for line in kept.read_text().splitlines() if line.strip() != "streaming: false"]
     assert len(older) < len(kept.read_text().splitlines())
-    kept.write_text("\n".join(older))
+    rewrite(kept, "\n".join(older))
     assert steps_of(fit(RESUME)) == [1, 2, 3]
     assert "streaming" not in caplog.text
 
@@ -166,7 +176,7 @@ def test_changed_plugins_are_refused_until_allowed(fit: Fit) -> None:
     for plugin in content["plugins"]:
         if plugin["name"] == "single_turn":
             plugin["version"] = "0.0.1"
-    lock.write_text(json.dumps(content))
+    rewrite(lock, json.dumps(content))
     with pytest.raises(
         PluginDriftError,
         match=r"(?s)was made with other plugins:\n  agent loop 'single_turn': "
@@ -190,7 +200,7 @@ def truncate(file: Path) -> None:
         ("actor/training/__0_0.distcp", Path.unlink, r"actor/training: cannot be read .*resume from another one"),
         ("actor/training/__0_0.distcp", truncate, r"actor/training: cannot be read .*resume from another one"),
         ("trainer.json", truncate, r"trainer.json is damaged: .*trainer.resume=PATH"),
-        ("plugins.lock.json", truncate, r"cannot read the lock file .*plugins.lock.json: .*trainer.resume=PATH"),
+        ("plugins.lock.json", truncate, r"plugins.lock.json is damaged: .*trainer.resume=PATH"),
     ],
 )
 def test_corrupt_checkpoint(fit: Fit, file: str, damage: Callable[[Path], None], message: str) -> None:
@@ -236,12 +246,32 @@ def test_critic_is_missing_in_the_checkpoint(fit: Fit) -> None:
         fit({**RESUME, "algorithm.advantage": "gae", "plugins.allow_drift": True})
 
 
+@pytest.mark.parametrize(("lost", "message"), [
+    ("actor/model.safetensors", "found no \\*.safetensors"),
+    ("actor/training/__0_0.distcp", "__0_0.distcp, which a rank wrote, is missing"),
+])  # fmt: skip
+def test_files_that_stay_on_another_node_are_missed_before_they_are_sealed(
+    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lost: str, message: str
+) -> None:
+    """What a rank writes to its own disk never arrives in the directory of the process that keeps the checkpoint."""
+
+    def save(path: str, *state: Any) -> None:
+        save_training_state(path, *state)
+        (Path(path).parent / lost).unlink()
+
+    monkeypatch.setattr("agentrl_core.workers.model_worker.save_training_state", save)
+    with pytest.raises(CheckpointError, match=f"{message}.*must be a directory that all of them share"):
+        fit(EVERY_STEP)
+    assert list((tmp_path / "runs" / "tiny" / "checkpoints").iterdir()) == []
+
+
 def test_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
     fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def save(path: Path, *state: Any) -> None:
         if "step-000003" in str(path):
             raise OSError(28, "No space left on device")
+        save_training_state(str(path), *state)
 
     monkeypatch.setattr("agentrl_core.workers.model_worker.save_training_state", save)
     with pytest.raises(CheckpointError, match="step-000003 cannot be written: .*No space left"):

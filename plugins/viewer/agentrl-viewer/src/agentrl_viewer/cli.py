@@ -34,6 +34,8 @@ def view(
     if export is not None:
         for run in opened:
             run.index.refresh()
+            for line in run.damage():
+                typer.echo(f"warning: {line}", err=True)
         content, kept, left_out = exported(opened, trajectories)
         export.write_bytes(content)
         typer.echo(f"{export}: {kept} trajectories, {left_out} left out (--trajectories), {len(content) / 1e6:.1f} MB")

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-VERSION = 2
+VERSION = 3
 TEXT_CHARS = 16_000
 """Characters of a trajectory that the text filter sees: half of them from its start, half from its end."""
 PREVIEW_CHARS = 160
@@ -29,7 +29,8 @@ TRAINED = frozenset({"completed", "length", "max_turns", "tool_error", "env_erro
 _FILE = re.compile(r"^(?P<validation>validation-)?step-(?P<step>\d{6,})\.jsonl(?P<gz>\.gz)?$")
 _SCHEMA = """
 CREATE TABLE files (
-    id INTEGER PRIMARY KEY, name TEXT UNIQUE, size INTEGER, mtime INTEGER, inode INTEGER, crc INTEGER, length INTEGER);
+    id INTEGER PRIMARY KEY, name TEXT UNIQUE, size INTEGER, mtime INTEGER, inode INTEGER, crc INTEGER, length INTEGER,
+    damage TEXT);
 CREATE TABLE rows (
     file INTEGER, line INTEGER, start INTEGER, size INTEGER, split TEXT, step INTEGER, uid TEXT, sample INTEGER,
     trajectory TEXT, branch INTEGER, prompt TEXT, source TEXT, reward REAL, advantage REAL, termination TEXT,
@@ -130,6 +131,7 @@ class Index:
         self.progress = (0, 0)
         self.version = 0
         self._lock = threading.Lock()
+        self._unreadable: dict[str, str] = {}
         self._contents: OrderedDict[tuple[str, int], bytes] = OrderedDict()
         self.path = self._opened(run)
 
@@ -165,6 +167,7 @@ class Index:
         with self._lock, self._connected() as database:
             database.execute("PRAGMA synchronous=OFF")
             known = {row["name"]: row for row in database.execute("SELECT * FROM files")}
+            self._unreadable.clear()
             found = self._files()
             changed = {name: stat for name, stat in found.items() if not _is_same(known.get(name), stat)}
             gone = known.keys() - found.keys()
@@ -192,6 +195,8 @@ class Index:
                     found[entry.name] = entry.stat()
                 except FileNotFoundError:  # moved away since
                     continue
+                except OSError as error:
+                    self._unreadable[entry.name] = error.strerror or str(error)
         return found
 
     def _read_file(
@@ -205,23 +210,40 @@ class Index:
             database.execute("UPDATE files SET name = ?, size = ?, mtime = ?, inode = ? WHERE id = ?", values)
             database.commit()
             return
+        content, damage = b"", ""
         try:
             content = _content(self.rollouts / name)
+            content.decode()
         except FileNotFoundError:
             return
+        except (EOFError, zlib.error, gzip.BadGzipFile, UnicodeDecodeError) as error:
+            damage = str(error)
+        except OSError as error:
+            # Not in the index: rights change without a new time of the file.
+            self._unreadable[name] = error.strerror or str(error)
+            return _forget(database, name)
         _forget(database, name)
         match = _FILE.match(name)
         assert match is not None, "only files that match are read"
         split = "validation" if match["validation"] else "train"
         signature = (name, stat.st_size, stat.st_mtime_ns, stat.st_ino, zlib.crc32(content), len(content))
-        sql = "INSERT INTO files (name, size, mtime, inode, crc, length) VALUES (?, ?, ?, ?, ?, ?)"
-        file = database.execute(sql, signature).lastrowid
-        rows = _rows(content, split, int(match["step"]))
+        rows = list(_rows(content, split, int(match["step"])))
+        missing = len([line for line in content.split(b"\n") if line.strip()]) - len(rows)
+        if missing or not rows:
+            damage = damage or (f"{missing} lines are no trajectories" if missing else "it is empty")
+        sql = "INSERT INTO files (name, size, mtime, inode, crc, length, damage) VALUES (?, ?, ?, ?, ?, ?, ?)"
+        file = database.execute(sql, (*signature, damage)).lastrowid
         marks = ", ".join("?" * 26)
         database.executemany(f"INSERT INTO rows VALUES ({marks})", ((file, *row) for row in rows))
         database.commit()
 
     # Reading
+
+    def damaged(self) -> list[str]:
+        """The rollout files from which trajectories are left out, with what is wrong."""
+        with self._connected() as database:
+            found = database.execute("SELECT name, damage FROM files WHERE damage != '' ORDER BY name").fetchall()
+        return [f"{self.rollouts / name}: {why}" for name, why in (*found, *sorted(self._unreadable.items()))]
 
     def listed(self, chosen: Filter, offset: int, limit: int) -> dict[str, Any]:
         """``total`` and the ``rows`` from ``offset`` on."""
@@ -286,8 +308,10 @@ class Index:
                 # The run has compressed it, or moved it away, since the last refresh.
                 try:
                     content = _content(self.rollouts / (name + ".gz"))
-                except FileNotFoundError:
+                except (OSError, EOFError, zlib.error):
                     content = b""
+            except (OSError, EOFError, zlib.error):
+                content = b""
             self._contents[name, mtime] = content
             while len(self._contents) > 4:
                 self._contents.popitem(last=False)
@@ -333,12 +357,7 @@ def _forget(database: sqlite3.Connection, name: str) -> None:
 def _content(path: Path) -> bytes:
     if path.suffix != ".gz":
         return path.read_bytes()
-    try:
-        return gzip.decompress(path.read_bytes())
-    except (OSError, EOFError, zlib.error) as error:
-        if isinstance(error, FileNotFoundError):
-            raise
-        return b""  # Damaged: its trajectories are left out.
+    return gzip.decompress(path.read_bytes())
 
 
 def _trailer(path: Path) -> tuple[int, int] | None:

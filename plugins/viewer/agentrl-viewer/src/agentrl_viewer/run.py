@@ -1,6 +1,7 @@
 """What the pages show of one run directory: state, metrics, configuration, trajectories, tokens and times."""
 
 import fcntl
+import hashlib
 import json
 import os
 import sqlite3
@@ -56,7 +57,7 @@ class Run:
             try:
                 with (self.path / "metrics.jsonl").open("rb") as file:
                     self._read_metrics(file)
-            except FileNotFoundError:
+            except OSError:
                 self._metrics, self._read_to = {}, 0
             return [self._metrics[step] for step in sorted(self._metrics)]
 
@@ -86,6 +87,27 @@ class Run:
 
     # State and configuration
 
+    def damage(self) -> list[str]:
+        """What the run wrote and the directory no longer holds, in one sentence each; pages show the rest."""
+        found = [f"{each}; its other trajectories are shown" for each in self.index.damaged()]
+        file = self.path / "state.json"
+        state = _json_file(file)
+        if not state:
+            return [
+                *found,
+                f"{file} is {'damaged' if os.path.lexists(file) else 'missing'}: status and step are unknown",
+            ]
+        first, steps = state.get("first_metrics"), {row["step"] for row in self.metrics()}
+        if isinstance(first, int) and (lost := set(range(first, int(state.get("step", 0)) + 1)) - steps):
+            found.append(f"{self.path / 'metrics.jsonl'}: missing or damaged; the curves lack {len(lost)} steps")
+        try:
+            checksum = hashlib.sha256((self.path / "config.yaml").read_bytes()).hexdigest()
+        except OSError:
+            checksum = ""
+        if state.get("config") not in (None, checksum):
+            found.append(f"{self.path / 'config.yaml'} is not as the run wrote it, so its values may be wrong")
+        return found
+
     def summary(self) -> dict[str, Any]:
         """What the head of each page shows."""
         state = _json_file(self.path / "state.json")
@@ -102,7 +124,7 @@ class Run:
             "last": rows[-1] if rows else {},
             "warnings": _warnings(state.get("warnings")),
             "version": f"{self.index.version}.{len(rows)}.{self._read_to}.{state.get('time')}",
-            "problem": self.problem,
+            "problem": self.problem or " ".join(self.damage()),
             "indexing": {"done": done, "files": files},
         }
 

@@ -55,7 +55,7 @@ preferred.addEventListener("change", follow);
 function showRuns() {
   state.replaceChildren(...app.runs.map((run) => h("span", { class: "run", title: run.path },
     h("i", { class: `dot${run.status === "running" ? " live" : ""}`, style: { background: app.css(run.name) } }), h("b", {}, run.name),
-    run.problem ? h("small", { class: "error", title: run.problem }, "index is not current")
+    run.problem ? h("small", { class: "error", title: run.problem }, "not everything can be shown")
       : h("small", { class: `status ${run.status}` }, run.indexing.files ? `indexing ${run.indexing.done}/${run.indexing.files}`
       : `${run.status} · step ${run.step}${run.steps ? `/${run.steps}` : ""}`))));
 }
