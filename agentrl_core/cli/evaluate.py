@@ -15,6 +15,7 @@ from agentrl_core.cli._shared import (
     console_of_stdout,
     log_transformers,
     new_table,
+    reading_input,
     say,
     set_up_logging,
 )
@@ -58,7 +59,8 @@ def run(
         step = read_state(found).step
         changes = [*changes, f"model.path={json.dumps(str(found / 'actor'))}"]
     loaded = load_config(config, changes)
-    preparation = Preparation.of(loaded, training=False)
+    with reading_input():
+        preparation = Preparation.of(loaded, training=False)
     rows = preparation.data.validation
     if not rows:
         raise ConfigError("data.validation_files: expected at least one file to evaluate on, found none")

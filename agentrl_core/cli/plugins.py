@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -237,9 +236,12 @@ def _yaml_fragment(row: PluginRow, spec: PluginSpec) -> str:
     comments: dict[str, str] = {}
     for option in describe(spec.config):
         *sections, key = ("config", *option.path.split("."))
-        # The options of a list's elements have no place in an empty list.
-        if not any(section.endswith("[]") for section in sections):
-            section = reduce(lambda parent, name: parent.setdefault(name, {}), sections, slot)
+        # The options of the elements of a list or mapping have no place in an empty one, nor those of a null section.
+        section: Any = slot
+        for name in sections:
+            is_element = name.endswith("[]") or name == "NAME"
+            section = section.setdefault(name, {}) if isinstance(section, dict) and not is_element else None
+        if isinstance(section, dict):
             section[key] = "???" if option.default == REQUIRED else yaml.safe_load(option.default)
             comments[".".join((path, *(["0"] if is_list else []), *sections, key))] = option.help
     tree: Any = [slot] if is_list else slot

@@ -15,6 +15,7 @@ from agentrl_core.cli._shared import (
     console_of_stdout,
     log_transformers,
     new_table,
+    reading_input,
     say,
     set_up_logging,
 )
@@ -72,7 +73,8 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
         from agentrl_core.trainer import Trainer
 
         log_transformers()
-        trainer = Trainer(loaded)
+        with reading_input():
+            trainer = Trainer(loaded)
     arguments = shlex.join([str(config), *overrides])
     try:
         path = trainer.fit()
@@ -95,9 +97,10 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
         say(f"  agentrl train {arguments} --resume")
     if "rollouts" in held:
         say(f"  agentrl rollouts show {shown} -n 3")
+    checkpoint = shown / "checkpoints" / ("best" if (path / "checkpoints" / "best").exists() else "latest")
     if trainer.preparation.data.validation:
-        say(f"  agentrl eval {arguments} --checkpoint {shown}/checkpoints/latest")
-    say(f"  agentrl export {shown}/checkpoints/latest out/")
+        say(f"  agentrl eval {arguments} --checkpoint {checkpoint}")
+    say(f"  agentrl export {checkpoint} out/")
     if trainer.stop.number is not None and not is_finished:
         # As shells report a process that a signal ended: commands after `agentrl train … &&` must not run.
         raise typer.Exit(128 + trainer.stop.number)
@@ -109,7 +112,8 @@ def _dry_run(config: ResolvedConfig, run_tools: bool = False, as_json: bool = Fa
         from agentrl_core.trainer.preparation import Preparation
 
         logger.info("checking model, tokenizer and prompts")
-        preparation = Preparation.of(config, listeners=True)
+        with reading_input():
+            preparation = Preparation.of(config, listeners=True)
     plugins = [(slot.kind, slot.registered_name, slot.ref.dist, slot.ref.version) for slot in all_slots(config)]
     tried: list[str] = []
     if run_tools:

@@ -85,6 +85,18 @@ def local_runtime(config: ResolvedConfig) -> Problems:
         )
 
 
+def mini_batches(config: ResolvedConfig) -> Problems:
+    trajectories = config.data.batch_size * config.rollout.n
+    trained = {"actor": config.actor, **({"critic": config.critic} if config.needs_critic else {})}
+    for key, section in trained.items():
+        if section.mini_batches > trajectories:
+            yield (
+                f"{key}.mini_batches",
+                f"found {section.mini_batches}, but a step has {trajectories} trajectories (data.batch_size x "
+                f"rollout.n); allowed is up to {trajectories}",
+            )
+
+
 def replicas(config: ResolvedConfig) -> Problems:
     for key, engine in served(config).items():
         if engine.devices % engine.nodes:
@@ -237,7 +249,7 @@ def _remedy(path: str) -> str:
     return ""
 
 
-CHECKS: tuple[Check, ...] = (data, plugins, algorithm, replicas, local_runtime, deterministic_rollouts)
+CHECKS: tuple[Check, ...] = (data, plugins, algorithm, mini_batches, replicas, local_runtime, deterministic_rollouts)
 
 
 def check(config: ResolvedConfig, check_files: bool, alternatives: Alternatives = installed_with) -> Problems:

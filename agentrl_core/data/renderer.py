@@ -15,6 +15,7 @@ from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 from agentrl_core.api import ChatRenderer, ConfigError, Message, TemplateError, TruncationSide
 from agentrl_core.config.schema import ModelConfig
 from agentrl_core.data.bridge import Bridge
+from agentrl_core.data.template_size import check_template_size
 from agentrl_core.plugins.boundary import boundary
 
 _MOST_CHARACTERS_PER_TOKEN = 256
@@ -31,7 +32,7 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
     """The tokenizer of ``model.path`` with the configured chat template.
 
     Raises:
-        TemplateError: there is no tokenizer, or it has no chat template.
+        TemplateError: there is no tokenizer, or it has no chat template, or one that would fill the memory.
     """
     with boundary(TemplateError, f"model.path: no tokenizer could be loaded from {model.path}:"):
         tokenizer = AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
@@ -48,6 +49,8 @@ def load_tokenizer(model: ModelConfig) -> PreTrainedTokenizerBase:
             f"model.path: the tokenizer in {model.path} has no chat template, so messages cannot become tokens; "
             "set model.chat_template to a file with a Jinja template"
         )
+    if isinstance(tokenizer.chat_template, str):
+        check_template_size(tokenizer.chat_template)
     return cast(PreTrainedTokenizerBase, tokenizer)
 
 

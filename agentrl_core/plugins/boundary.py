@@ -41,8 +41,9 @@ def described(failure: Exception) -> str:
 
 
 def with_traceback(failure: Exception) -> str:
-    """The same and the traceback, for an error that travels to a process where the exception's class may not exist."""
-    return f"{described(failure)}\n{''.join(traceback.format_exception(failure))}"
+    """The same and the traceback from foreign code on, for a process where the exception's class may not exist."""
+    trace = traceback.format_exception(type(failure), failure, _foreign(failure.__traceback__))
+    return f"{described(failure)}\n{''.join(trace)}"
 
 
 def traced(failure: BaseException) -> str:

@@ -85,7 +85,8 @@ class ResolvedPlugin:
             PluginBrokenError: the factory raised; errors of agentrl's own tree pass unchanged.
         """
         factory = self.load()
-        what = f"package {self._package}: building {self._title} raised"
+        origin = self.ref.path if self.ref.dist == FILE_DIST else f"package {self._package}"
+        what = f"{origin}: building {self._title} raised"
         raised = boundary(PluginBrokenError, what, keep=(AgentRLError,), describe=describe_exception)
         with raised, hang_reported(f"building {self._title}"):
             if is_plain_function(self.ref, factory):

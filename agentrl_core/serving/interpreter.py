@@ -47,7 +47,9 @@ class Answer:
     missing: list[tuple[str, str]]
 
 
-def check_interpreter(python: str, ref: PluginRef, spec: PluginSpec, packages: Sequence[str] = ("ray",)) -> None:
+def check_interpreter(
+    python: str, ref: PluginRef, spec: PluginSpec, packages: Sequence[str] = ("ray",), key: str = KEY
+) -> None:
     """Refuse an interpreter that cannot run the engine's server.
 
     It needs this Python's minor version, exactly this version of ``packages``, of agentrl-core and of the plugin's
@@ -57,17 +59,17 @@ def check_interpreter(python: str, ref: PluginRef, spec: PluginSpec, packages: S
         ConfigError: with everything that is wrong, and the commands that fix it.
     """
     wanted = [*packages, CORE, *([] if ref.dist in (CORE, FILE_DIST) else [ref.dist])]
-    problems = list(_problems(python, _ask(python, wanted, spec.requires), wanted))
+    problems = list(_problems(python, _ask(python, wanted, spec.requires, key), wanted, key))
     if problems:
         raise ConfigError(problems)
 
 
-def _problems(python: str, answer: Answer, wanted: Sequence[str]) -> Iterator[str]:
+def _problems(python: str, answer: Answer, wanted: Sequence[str], key: str) -> Iterator[str]:
     here = sys.version_info
     if answer.python[:2] != here[:2]:
         version = ".".join(map(str, answer.python))
         yield (
-            f"{KEY}: {python} is Python {version}, the driver runs {here[0]}.{here[1]}, and Ray needs the same minor "
+            f"{key}: {python} is Python {version}, the driver runs {here[0]}.{here[1]}, and Ray needs the same minor "
             f"version everywhere; create the environment again: python{here[0]}.{here[1]} -m venv {_folder(python)}"
         )
         return
@@ -75,20 +77,20 @@ def _problems(python: str, answer: Answer, wanted: Sequence[str]) -> Iterator[st
     for name, found in wrong:
         state = f"has {name} {found}" if found else f"has no {name}"
         fix = f"{shlex.quote(python)} -m pip install '{name}=={_installed(name)}'"
-        yield f"{KEY}: {python} {state}, the driver has {_installed(name)}; install the same there: {fix}"
+        yield f"{key}: {python} {state}, the driver has {_installed(name)}; install the same there: {fix}"
     for requirement, found in answer.missing:
         yield (
-            f"{KEY}: the engine needs {requirement} in {python}, found {found or 'nothing'}; "
+            f"{key}: the engine needs {requirement} in {python}, found {found or 'nothing'}; "
             f"{shlex.quote(python)} -m pip install '{requirement}'"
         )
 
 
-def _ask(python: str, names: Sequence[str], requires: Sequence[str]) -> Answer:
+def _ask(python: str, names: Sequence[str], requires: Sequence[str], key: str) -> Answer:
     make = f"python{sys.version_info[0]}.{sys.version_info[1]} -m venv {_folder(python)}"
     if not os.path.isfile(python):
         in_environment = os.path.basename(os.path.dirname(os.path.abspath(python))) == "bin"
         fix = f"make the environment with: {make}" if in_environment else "expected ENVIRONMENT/bin/python"
-        raise ConfigError(f"{KEY}: no such file: {python}; {fix}")
+        raise ConfigError(f"{key}: no such file: {python}; {fix}")
     command = [python, "-c", _QUESTION, json.dumps([list(names), list(requires)])]
     # Its own packages only: PYTHONPATH here may be the driver's.
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
@@ -103,7 +105,7 @@ def _ask(python: str, names: Sequence[str], requires: Sequence[str]) -> Answer:
         reason = f"it ended with {error.returncode}: {error.stderr.strip()[-500:]}"
     except (OSError, StopIteration, ValueError) as error:
         reason = f"it is no Python interpreter ({error or 'it said nothing'})"
-    raise ConfigError(f"{KEY}: {python} cannot be asked for its packages: {reason}; create it again: {make}")
+    raise ConfigError(f"{key}: {python} cannot be asked for its packages: {reason}; create it again: {make}")
 
 
 def _folder(python: str) -> str:

@@ -9,7 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
-from safetensors import safe_open
 from transformers import AutoConfig, AutoTokenizer
 
 from agentrl_core.api import (
@@ -49,7 +48,8 @@ from agentrl_core.trainer.checkpoint import CheckpointStore
 from agentrl_core.trainer.plan import arithmetic, check_context, describe, total_steps
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
 from agentrl_core.trainer.sample_statistics import group_sizes
-from agentrl_core.workers.models import resolve_device
+from agentrl_core.workers.model_files import check_weights
+from agentrl_core.workers.models import check_architecture, resolve_device
 
 logger = logging.getLogger(__name__)
 
@@ -90,9 +90,10 @@ class Preparation:
         missing = missing_capabilities(config, training=True, alternatives=installed_with) if training else ()
         if problems := [f"{key}: {message}" for key, message in missing]:
             raise ConfigError(problems)
-        for slot in (engine, *config.engines.values()):
+        served = {"rollout.engine": engine, **{f"engines.{name}": slot for name, slot in config.engines.items()}}
+        for key, slot in served.items():
             if slot.python is not None:
-                check_interpreter(slot.python, slot.ref, slot.plugin.spec)
+                check_interpreter(slot.python, slot.ref, slot.plugin.spec, key=f"{key}.python")
         # Reward workers build these again. Building them here reports a broken reward before anything starts.
         RewardWorker(config.reward, config.loops_reward, absent_clients(config.engines), bool(config.environments))
         with boundary(ConfigError, f"model.path: {model.path} is not a model transformers can load:"):
@@ -115,7 +116,9 @@ class Preparation:
         check_context(config, getattr(text_config, "max_position_embeddings", None))
         if training:
             check_best_metric(config, data.validation)
-            CheckpointStore(Path(config.trainer.output_dir) / config.trainer.name, 1).find(config.trainer.resume)
+            if listeners:  # A run that starts reads the whole checkpoint itself, before anything else.
+                run = Path(config.trainer.output_dir) / config.trainer.name
+                CheckpointStore(run / "checkpoints", 1).find(config.trainer.resume)
         return cls(renderer, chat, data, total_steps(config, len(data.train)), int(text_config.vocab_size), template)
 
     def to_dict(self, config: ResolvedConfig) -> dict[str, Any]:
@@ -175,6 +178,7 @@ def _checks(
     for path in dict.fromkeys((config.model.path, config.critic.path, config.reference.path)):
         if path is not None:
             yield f"weights in {path}", partial(check_weights, Path(path))
+            yield f"config.json in {path}", partial(check_architecture, path, config.model)
     seed, tools = config.trainer.seed, list[str]()
     yield "rollout.tool_parser", partial(config.rollout.tool_parser.build, ToolParserContext())
     for index, tool in enumerate(config.tools):
@@ -238,20 +242,6 @@ def check_call(function: Callable[..., Any], what: str, shape: str, *arguments: 
         signature.bind(*arguments)
     except TypeError as error:
         raise ConfigError(f"{what}{signature} cannot be called with {shape}: {error}") from None
-
-
-def check_weights(model: Path) -> None:
-    """Reject a model whose safetensors files are missing or cut.
-
-    Raises:
-        ConfigError: naming the file.
-    """
-    files = sorted(model.glob("*.safetensors"))
-    if not files and not list(model.glob("*.bin")):
-        raise ConfigError("found no *.safetensors; copy the model again")
-    for file in files:
-        with boundary(ConfigError, f"{file.name} cannot be read, copy it again: "), safe_open(file, "pt") as weights:
-            weights.keys()
 
 
 def check_call_format(config: ResolvedConfig, renderer: HFChatRenderer) -> None:

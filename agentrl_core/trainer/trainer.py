@@ -95,10 +95,15 @@ class Trainer:
     def fit(self) -> Path:
         """Run to the last step, or to the first SIGINT, SIGTERM or SIGHUP; returns the run directory.
 
+        Resuming a run that is complete changes nothing.
+
         Raises:
             ConfigError, CheckpointError, PluginDriftError: the run directory cannot be used; nothing in it changed.
             AgentRLError: the run failed; the last checkpoint is complete.
         """
+        if self.run.is_complete:
+            logger.info("%s is complete: all %d steps ran. To go on, raise trainer.steps", self.run.path, self.steps)
+            return self.run.path
         with self.run.recording(), start_runtime(self.config) as runtime, self.stop.listening(), self._started(runtime):
             for step, prompts in self.batches():
                 with self._profiled(step), self.timer.phase("step"):

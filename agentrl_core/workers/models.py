@@ -15,6 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config.schema import DeviceName, ModelConfig
+from agentrl_core.plugins.boundary import boundary
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,21 @@ def _empty(auto_class: Any, path: str, config: ModelConfig) -> Any:
             attn_implementation=attention_for(model_config, config),
             trust_remote_code=config.trust_remote_code,
         ).eval()
+
+
+def check_architecture(path: str, config: ModelConfig) -> None:
+    """Reject a config.json from which transformers cannot build a model, without reading its weights.
+
+    Raises:
+        ConfigError: with what transformers says.
+    """
+    with (
+        boundary(ConfigError, f"transformers cannot build a model from {Path(path) / 'config.json'}:"),
+        quiet_progress(),
+    ):
+        model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
 
 
 def _model_config(path: str, config: ModelConfig) -> Any:

@@ -1,8 +1,12 @@
 """``train``, ``eval``, ``export``, ``doctor`` and ``rollouts show`` on a tiny run."""
 
 import errno
+import hashlib
 import json
+import os
+import pickle
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -125,7 +129,8 @@ def test_train_says_what_to_do_next(tiny_run: Any, monkeypatch: pytest.MonkeyPat
         ({"algorithm.advantage": "gropo"}, 2, r"algorithm.advantage.*'gropo'.*did you mean 'grpo'"),
         ({"model.path": "nowhere"}, 2, r"model.path.*no such directory: .*nowhere"),
         ({"rollout.n": 1}, 2, r"rollout.n.*group size 1 with advantage estimator 'grpo'"),
-        ({"data.max_prompt_length": 3}, 1, r"no train prompt is left: 6 rows in .*train.jsonl, all longer"),
+        ({"data.max_prompt_length": 3}, 2, r"no train prompt is left: 6 rows in .*train.jsonl, all longer"),
+        ({"actor.mini_batches": 500}, 2, r"actor.mini_batches .*: found 500, but a step has 4 trajectories"),
         ({"trainer.resume": "nowhere"}, 1, r"nowhere is no checkpoint: it has no trainer.json"),
     ],
 )
@@ -377,6 +382,125 @@ def test_runs_are_compared(fit: Fit) -> None:
     assert agentrl("runs", "compare", paths[0]).exit_code == 2
     assert "no such run" in agentrl("runs", "compare", paths[0], "nowhere").output
     assert "no run logged it; allowed are" in agentrl("runs", "compare", *paths, "--metric", "rewards").output
+
+
+def test_runs_list_shows_the_accuracy_of_greedy_answers(fit: Fit) -> None:
+    """Not its mean with that of samples."""
+    run = fit({**SCRIPTED, "trainer.steps": 1})
+    row = {"step": 1, "validation/a/accuracy_greedy": 1.0, "validation/a/accuracy_sampled": 0.0}
+    run.metrics_file.write_text(json.dumps(row) + "\n")
+    assert json.loads(agentrl("runs", "list", run.path.parent, "--json").stdout)["runs"][0]["accuracy"] == 1.0
+
+
+def test_resuming_a_complete_run_has_nothing_to_do(tiny_run: Any) -> None:
+    config = tiny_run({**SCRIPTED, "trainer.steps": 1})
+    assert agentrl("train", config).exit_code == 0
+    run = RunDir(tiny_run.folder / "runs" / "tiny")
+    before = {file: file.read_bytes() for file in run.path.rglob("*") if file.is_file()}
+    again = agentrl("train", config, "--resume")
+    assert again.exit_code == 0 and "is complete: all 1 steps ran" in again.output, again.output
+    assert {file: file.read_bytes() for file in run.path.rglob("*") if file.is_file()} == before
+
+
+def test_the_summary_names_the_best_checkpoint(tiny_run: Any) -> None:
+    best = {"interval": 1, "best_metric": "validation/tiny/accuracy_greedy"}
+    result = agentrl("train", tiny_run({**SCRIPTED, **VALIDATED, "trainer.steps": 1, "trainer.checkpoint": best}))
+    assert "tiny/checkpoints/best out/" in result.output, result.output
+    assert "--checkpoint" in result.output and "checkpoints/latest" not in result.output
+
+
+def test_a_resume_reads_the_weights_once(fit: Fit, monkeypatch: pytest.MonkeyPatch) -> None:
+    fit({**SCRIPTED, "trainer.steps": 1})
+    read: list[str] = []
+    digest = hashlib.file_digest
+    monkeypatch.setattr("hashlib.file_digest", lambda file, name: read.append(file.name) or digest(file, name))
+    fit({**SCRIPTED, "trainer.steps": 2, "trainer.resume": "auto", "trainer.checkpoint": {"interval": 10}})
+    assert sum(name.endswith("step-000001/actor/model.safetensors") for name in read) == 1
+
+
+@pytest.mark.parametrize("case", ["shard", "pickle", "architecture", "template"])
+def test_a_model_that_cannot_be_loaded_fails_the_dry_run(tiny_run: Any, case: str) -> None:
+    folder = shutil.copytree(tiny_run.model, tiny_run.folder / "model")
+    weights = folder / "model.safetensors"
+    changes: dict[str, Any] = {"model.path": str(folder)}
+    if case == "shard":
+        index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+        message = "model-00002-of-00002.safetensors, which model.safetensors.index.json names, is missing"
+    elif case == "pickle":
+        weights.unlink()
+        (folder / "pytorch_model.bin").write_bytes(pickle.dumps(print))
+        message = "pytorch_model.bin cannot be read, copy it again"
+    elif case == "architecture":
+        content = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**content, "hidden_size": -1}))
+        message = "transformers cannot build a model from"
+    else:
+        template = tiny_run.folder / "huge.jinja"
+        template.write_text("{%- generation -%}{{ 'x' * 10**10 }}{%- endgeneration -%}")
+        changes["model.chat_template"] = str(template)
+        message = "the chat template multiplies by more than 1,000,000 in line 1"
+    result = agentrl("train", tiny_run({**SCRIPTED, **changes}), "--dry-run")
+    assert result.exit_code == 2 and message in result.output, result.output
+
+
+def test_pickled_weights_that_hold_tensors_only_are_a_model(tiny_run: Any) -> None:
+    import torch
+    from safetensors.torch import load_file
+
+    folder = shutil.copytree(tiny_run.model, tiny_run.folder / "model")
+    torch.save(load_file(folder / "model.safetensors"), folder / "pytorch_model.bin")
+    (folder / "model.safetensors").unlink()
+    result = agentrl("train", tiny_run({**SCRIPTED, "model.path": str(folder)}), "--dry-run")
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        (['{"prompt": "a"}', '{"prompt": '], "train.jsonl, line 2: not valid JSON"),
+        (['{"prompt": "a"}', "[1]"], "train.jsonl, line 2: expected an object with a prompt"),
+    ],
+)
+def test_a_bad_row_is_named_with_its_file_and_line(tiny_run: Any, lines: list[str], message: str) -> None:
+    config = tiny_run(SCRIPTED)
+    (tiny_run.folder / "train.jsonl").write_text("\n".join(lines) + "\n")
+    result = agentrl("train", config, "--dry-run")
+    assert result.exit_code == 2 and message in result.output, result.output
+
+
+def test_a_tool_of_a_file_is_named_by_its_file(tiny_run: Any) -> None:
+    (tiny_run.folder / "tools.py").write_text(
+        'def look(text):\n    """Looks.\n\n    Args:\n        text: any.\n    """\n'
+    )
+    tools = {"tools": [{"name": "./tools.py:look"}], "rollout.agent": {"loops": [{"name": "tool_agent"}]}}
+    result = agentrl("train", tiny_run({**SCRIPTED, **tools, "rollout.tool_parser": "hermes"}), "--dry-run")
+    assert "parameter text needs a type annotation" in result.output, result.output
+    assert f"{tiny_run.folder / 'tools.py'}: building tool" in result.output
+    assert not re.search(r"\b[0-9a-f]{40,}\b", result.output)
+
+
+def test_the_interpreter_of_a_named_engine_is_named_by_its_key(tiny_run: Any) -> None:
+    named = {"engines": {"judge": {"name": "scripted", "model": str(tiny_run.model), "python": "nowhere/bin/python"}}}
+    result = agentrl("train", tiny_run({**SCRIPTED, **named}), "--dry-run")
+    assert "engines.judge.python" in result.output and "rollout.engine.python" not in result.output, result.output
+
+
+def test_a_directory_whose_name_is_no_text(tiny_run: Any) -> None:
+    folder = os.fsdecode(os.fsencode(tiny_run.folder) + b"/\xff")
+    run = [sys.executable, "-m", "agentrl_core.cli.main"]
+    for command in (["train", tiny_run(SCRIPTED), f"trainer.output_dir={folder}"], ["export", folder, folder]):
+        done = subprocess.run([*run, *map(str, command)], capture_output=True, text=True, errors="replace", check=False)
+        assert done.returncode in (1, 2) and "Traceback" not in done.stderr, done.stderr
+        assert "\\udcff" in done.stderr, done.stderr
+
+
+def test_export_below_a_file(fit: Fit, tiny_run: Any) -> None:
+    run = fit({**SCRIPTED, "trainer.steps": 1})
+    (tiny_run.folder / "file").write_text("")
+    result = agentrl("export", run.path, tiny_run.folder / "file" / "out")
+    assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
+    assert "not a directory" in result.output, result.output
 
 
 # where the command line can be started, and what it says about the disk

@@ -8,6 +8,7 @@ from rich.console import Console
 from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.main import app
+from agentrl_core.plugins.discovery import discover
 from agentrl_core.testing.plugins import IsolatedPlugins
 
 SPEC = """
@@ -246,3 +247,19 @@ def test_show_loads_only_what_has_the_name(isolated_plugins: IsolatedPlugins) ->
     hangs = "import threading\nthreading.Event().wait()\n"
     isolated_plugins.add("acme-slow", {"agentrl.tools": {"slow": "acme_slow:PLUGIN"}}, modules={"acme_slow.py": hangs})
     assert shown("show", "shout")["plugin"]["name"] == "shout"
+
+
+INSTALLED = sorted({(row.kind, row.name) for row in discover()})
+
+
+@pytest.mark.parametrize(("kind", "name"), INSTALLED, ids=lambda value: str(value))
+def test_every_installed_plugin_is_shown_with_a_fragment_that_a_configuration_takes(kind: str, name: str) -> None:
+    result = agentrl("plugins", "show", name, "--kind", kind)
+    assert result.exit_code == 0 and result.exception is None, result.output
+    content = json.loads(agentrl("plugins", "show", name, "--kind", kind, "--json").stdout)
+    if "yaml" in content:
+        slot: Any = yaml.safe_load(content["yaml"])
+        while isinstance(slot, list) or "name" not in slot:
+            slot = slot[0] if isinstance(slot, list) else next(iter(slot.values()))
+        known = set(content["config"].get("properties", {}))
+        assert set(slot.get("config", {})) <= known and "NAME" not in content["yaml"]

@@ -8,6 +8,7 @@ from collections.abc import Awaitable
 
 import pytest
 
+from agentrl_core.api import FunctionTool, ToolContext
 from agentrl_core.api.errors import DeadlineError, EngineError, RewardError, ToolError
 from agentrl_core.plugins import boundary as boundary_module
 from agentrl_core.plugins.boundary import boundary, deadline, hang_reported, traced, with_traceback, within
@@ -126,6 +127,21 @@ def test_an_error_for_another_process_has_its_traceback_as_text() -> None:
     ):
         raise ValueError("no")
     assert caught.value.__cause__ is None and caught.value.__suppress_context__
+
+
+def test_that_text_begins_at_foreign_code() -> None:
+    """Not with the frames of asyncio and of agentrl that called it."""
+
+    def fails(text: str) -> str:
+        raise ValueError("no")
+
+    tool = FunctionTool(fails, ToolContext("fails"))
+    try:
+        asyncio.run(tool.execute("id", {"text": "a"}))
+    except ValueError as error:
+        text = with_traceback(error)
+    assert "in fails" in text and "asyncio" not in text and "api/tool.py" not in text
+    assert len(text.splitlines()) < 8
 
 
 def test_a_tracker_that_hangs_is_in_the_log_with_the_line_where_it_stands(

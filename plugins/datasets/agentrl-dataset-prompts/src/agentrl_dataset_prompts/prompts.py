@@ -100,6 +100,7 @@ def _read(file: str, config: PromptsConfig) -> datasets.Dataset:
     local = "://" not in file
     if local and not Path(file).is_file():
         raise DataError(f"{file}: no such file")
+    path = file
     try:
         with _no_progress_bars():
             # Where load_dataset would keep it too.
@@ -112,13 +113,38 @@ def _read(file: str, config: PromptsConfig) -> datasets.Dataset:
     except DataError:
         raise
     except Exception as failure:  # noqa: BLE001 - what a reader raises depends on the file and on the library behind it
-        raise DataError(f"{file}: cannot be read as {reader}: {type(failure).__name__}: {failure}") from failure
+        place, problem = _bad_line(path, file) if reader == "json" else (file, "")
+        # The library says only that something failed; its cause says what.
+        cause = failure.__cause__ or failure
+        problem = problem or f"cannot be read as {reader}: {type(cause).__name__}: {cause}"
+        raise DataError(f"{place}: {problem}") from failure
     if config.prompt_key not in rows.column_names:
         raise DataError(
             f"{file}: no column {config.prompt_key!r}; it has {', '.join(rows.column_names)}. "
             "Set data.dataset.config.prompt_key to the column that holds the messages"
         )
     return rows
+
+
+def _bad_line(path: str, file: str) -> tuple[str, str]:
+    """The first line that is no JSON object, and what is wrong with it.
+
+    A file that is one array, or where no line is at fault, has ``file`` and an empty text.
+    """
+    with open(path, "rb") as lines:
+        for number, line in enumerate(lines, start=1):
+            place = f"{file}, line {number}"
+            if number == 1 and _ARRAY.match(line):
+                break
+            if not line.strip():
+                continue
+            try:
+                row = json.loads(line, strict=False)
+            except (ValueError, RecursionError) as error:
+                return place, f"not valid JSON: {error}"
+            if not isinstance(row, dict):
+                return place, f"expected an object with a prompt, found {line[:60].decode(errors='replace')!r}"
+    return file, ""
 
 
 def _reject_null(path: str, file: str) -> None:
