@@ -16,11 +16,13 @@ import typer
 import yaml
 from typer.testing import CliRunner
 
+import agentrl_core.api
 from agentrl_core.api import ToolCall, ToolParserContext
-from agentrl_core.cli.main import app
+from agentrl_core.cli.main import COMMANDS, app
 from agentrl_core.config import load_config
 from agentrl_core.hosting.rewards import RewardWorker
 from agentrl_core.hosting.tools import HostedTool
+from agentrl_core.plugins.official import OFFICIAL
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.runs.records import RolloutRecord, read_rollouts
 from agentrl_core.testing.tiny_model import save_tiny_model
@@ -355,3 +357,41 @@ def test_links_of_the_docs_lead_somewhere() -> None:
     for page in [*PAGES, *sorted((ROOT / "docs/adr").glob("*.md")), ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]:
         for target in re.findall(r"\]\(([^)#:]+)\)", page.read_text(encoding="utf-8")):
             assert (page.parent / target).exists(), f"{page.name} links to {target}"
+
+
+def test_every_command_is_on_the_page_of_the_command_line() -> None:
+    page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
+    root: Any = typer.main.get_command(app)
+    for name in [*COMMANDS, *(name for kind, name in OFFICIAL if kind == "command")]:
+        command = root.get_command(None, name).make_context(name, [], resilient_parsing=True).command
+        for each in [f"{name} {key}" for key in getattr(command, "commands", {})] or [name]:
+            assert f"\n## `agentrl {each}`\n" in page
+
+
+def test_every_field_of_a_public_record_is_on_the_page_of_the_api() -> None:
+    page = (ROOT / "docs/api.md").read_text(encoding="utf-8")
+    for name in agentrl_core.api.__all__:
+        record = getattr(agentrl_core.api, name)
+        is_record = hasattr(record, "__dataclass_fields__") or hasattr(record, "_fields")
+        _, heading, rest = page.partition(f"\n### `{name}")
+        if is_record and heading:
+            section = rest.partition("\n### ")[0]
+            own = [field for field in vars(record).get("__annotations__", {}) if not field.startswith("_")]
+            absent = [field for field in own if not re.search(rf"\b{field}\b", section)]
+            assert not absent, (name, absent)
+
+
+MARKDOWN = [file for file in sorted(ROOT.rglob("*.md")) if not {".venv", ".engines", "changelog.d"} & set(file.parts)]
+
+
+def test_an_install_command_of_our_packages_works_today() -> None:
+    """They are on no index: pip needs the folder of wheels, or a path."""
+    said = r"pip install (?:-c \S+ )?['\"]?agentrl-"
+    wrong = [
+        f"{file.relative_to(ROOT)}: {line}"
+        for file in MARKDOWN
+        if file.name != "CHANGELOG.md"
+        for line in file.read_text(encoding="utf-8").splitlines()
+        if re.search(said, line)
+    ]
+    assert wrong == []

@@ -109,7 +109,13 @@ def _outcomes_only(batch: AdvantageInput) -> "dict[str, torch.Tensor]":
 
 @dataclass(frozen=True)
 class AdvantageOutput:
-    """``advantages`` and ``returns``, both [B, R] float32 and zero under mask 0; ``metrics`` are logged."""
+    """What an estimator returns.
+
+    Args:
+        advantages: [B, R] float32, zero under mask 0.
+        returns: [B, R] float32, zero under mask 0; what a critic learns.
+        metrics: numbers by name; ``bias`` is logged as ``advantage/bias``.
+    """
 
     advantages: "torch.Tensor"
     returns: "torch.Tensor"
@@ -128,7 +134,11 @@ class AlgorithmContext:
 
 
 class AdvantageEstimator(ABC):
-    """Turns rewards into advantages."""
+    """Turns rewards into advantages.
+
+    A row without sampled tokens has no vote: it must not change a mean, a baseline or a group's size. It is in the
+    batch where the engine had no room to answer, and where mask 1 is nowhere.
+    """
 
     def __init__(self, config: Any, context: AlgorithmContext) -> None:
         self.config = config

@@ -39,15 +39,26 @@ Isolation = Literal["inline", "process"]
 
 @dataclass(frozen=True)
 class ToolResponse:
-    """What the model sees of a call: text, and for vision models images."""
+    """What the model sees of a call.
+
+    Args:
+        text: what it reads.
+        images: for vision models, in the form that their processor takes.
+    """
 
     text: str
     images: Sequence[Any] = ()
 
 
 class ToolResult(NamedTuple):
-    """What ``execute`` returns: the response, a reward for this call (or None), metrics, and whether the trajectory
-    ends with this call."""
+    """What ``execute`` returns.
+
+    Args:
+        response: what the model sees.
+        reward: for this call; used by reward managers with the capability ``tool_rewards``. None: none.
+        metrics: numbers by name, logged as means over calls.
+        done: the trajectory ends with this call.
+    """
 
     response: ToolResponse
     reward: float | None = None

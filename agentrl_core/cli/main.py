@@ -3,11 +3,16 @@
 Packages add subcommands through the entry-point group ``agentrl.cli``: ``name = "package.module:typer_app"``.
 """
 
+import ast
 import os
+import sys
 from collections.abc import Callable
 from functools import partial
 from importlib import import_module
-from typing import Annotated, Any
+from importlib.util import find_spec
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Annotated, Any, TypeGuard
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -47,6 +52,35 @@ class LazyCommand(TyperCommand):
         return self._load().make_context(info_name, args, parent=parent, **extra)
 
 
+def _described(target: str) -> str:
+    """The help of a module's Typer app, else of its only command, read from the source and not imported; else empty."""
+    top, *below = target.partition(":")[0].split(".")
+    spec = find_spec(top)
+    folders = list(spec.submodule_search_locations or ()) if spec else []
+    path = Path(folders[0], *below).with_suffix(".py") if folders and below else Path(spec.origin or "" if spec else "")
+    try:
+        module = ast.parse(path.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    calls = [
+        node for node in ast.walk(module) if isinstance(node, ast.Call) and ast.unparse(node.func) == "typer.Typer"
+    ]
+    texts = [
+        word.value.value for call in calls for word in call.keywords if word.arg == "help" and _is_text(word.value)
+    ]
+    commands = [
+        ast.get_docstring(node) or ""
+        for node in module.body
+        if isinstance(node, ast.FunctionDef) and any(".command(" in ast.unparse(each) for each in node.decorator_list)
+    ]
+    found = texts or (commands if len(commands) == 1 else [""])
+    return str(found[0]).partition("\n")[0]
+
+
+def _is_text(node: ast.expr) -> TypeGuard[ast.Constant]:
+    return isinstance(node, ast.Constant) and isinstance(node.value, str)
+
+
 def load_own(name: str) -> Any:
     target, help_text = COMMANDS[name]
     module, _, attribute = target.partition(":")
@@ -59,7 +93,7 @@ def load_own(name: str) -> Any:
     return command
 
 
-def _load_registered(name: str, registered: list[Any]) -> Any:
+def load_registered(name: str, registered: list[Any]) -> Any:
     from agentrl_core.api.errors import PluginBrokenError, PluginConflictError
     from agentrl_core.plugins.spec import imported
 
@@ -82,7 +116,7 @@ def _load_registered(name: str, registered: list[Any]) -> Any:
     return typer.main.get_command(found)
 
 
-def _plugin_commands() -> dict[str, list[Any]]:
+def plugin_commands() -> dict[str, list[Any]]:
     from agentrl_core.plugins.registration import cli_registrations
 
     commands: dict[str, list[Any]] = {}
@@ -116,18 +150,20 @@ class AgentRLGroup(TyperGroup):
         return super().parse_args(ctx, [each for each in args[:end] if each != "--debug"] + args[end:])
 
     def list_commands(self, ctx: Any) -> list[str]:
-        return [*self.commands, *sorted(_plugin_commands().keys() - self.commands.keys())]
+        return [*self.commands, *sorted(plugin_commands().keys() - self.commands.keys())]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         own = super().get_command(ctx, cmd_name)
         if own is not None:
             return own
-        registered = _plugin_commands().get(cmd_name)
+        registered = plugin_commands().get(cmd_name)
         if not registered:
             _raise_if_official(cmd_name)
             return None
         packages = " and ".join(each.package for each in registered)
-        return LazyCommand(cmd_name, f"From package {packages}.", partial(_load_registered, cmd_name, registered))
+        described = _described(registered[0].entry_point.value).rstrip(".")
+        help_text = f"{described} (from {packages})." if described else f"From package {packages}."
+        return LazyCommand(cmd_name, help_text, partial(load_registered, cmd_name, registered))
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -173,6 +209,10 @@ def root(
 
 def main() -> None:
     """Entry point of the ``agentrl`` script."""
+    # A path that is not UTF-8 is shown with escapes.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     if COMPLETE in os.environ:
         from typer.completion import completion_init  # type: ignore[attr-defined]  # typer re-exports it silently
 

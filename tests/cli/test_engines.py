@@ -1,11 +1,16 @@
 """``agentrl engines setup`` and ``agentrl engines bench``."""
 
 import json
+import re
+from pathlib import Path
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.main import app
+from agentrl_core.plugins.resolution import resolve
+from agentrl_core.serving.environment import setup_commands
 
 
 def agentrl(*arguments: object) -> Result:
@@ -20,6 +25,16 @@ def test_setup_shows_its_commands() -> None:
     assert make.endswith("/env")
     assert "environment.txt --find-links=d " in install
     assert install.endswith("'sglang>=0.5.21' sglang==0.5.23")
+
+
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_setup_installs_the_version_that_was_tested(name: str) -> None:
+    plugin = resolve("engine", name)
+    _, install = setup_commands(plugin, Path("/env"))
+    pins = Path(install[install.index("--constraint") + 1]).read_text().splitlines()
+    tested = (Path(f"plugins/engines/agentrl-engine-{name}") / "cpu-requirements.txt").read_text()
+    pinned = [line for line in pins if re.match(rf"{name}(-cpu)?==", line)]
+    assert pinned and any(line in tested.splitlines() for line in pinned)
 
 
 def test_setup_of_an_unknown_engine() -> None:

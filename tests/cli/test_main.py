@@ -21,6 +21,10 @@ app = typer.Typer()
 
 @app.command()
 def greet(name: str, loud: bool = False) -> None:
+    '''Greets.
+
+    Loudly, if asked to.
+    '''
     typer.echo(f"hello {name}{'!' if loud else ''}")
 """
 
@@ -190,6 +194,7 @@ def test_unknown_command_suggests() -> None:
 def test_subcommand_of_a_package(isolated_plugins: IsolatedPlugins) -> None:
     isolated_plugins.add("acme", {"agentrl.cli": {"greet": "acme_cli:app"}}, modules={"acme_cli.py": COMMAND})
     assert "greet" in agentrl("--help").stdout
+    assert "Greets (from acme 0.1.0)." in agentrl("--help").stdout
     assert "acme_cli" not in sys.modules, "it is loaded only when it is typed"
     assert agentrl("greet", "you", "--loud").stdout == "hello you!\n"
     assert agentrl("greet").exit_code == 2
@@ -269,6 +274,6 @@ finally:
 
 
 def test_a_command_whose_package_is_not_installed_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl_core.cli.main._plugin_commands", dict)
+    monkeypatch.setattr("agentrl_core.cli.main.plugin_commands", dict)
     result = CliRunner().invoke(app, ["view", "runs/x"])
     assert result.exit_code == 2 and "pip install agentrl-viewer" in result.output

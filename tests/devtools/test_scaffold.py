@@ -1,6 +1,7 @@
 import ast
 import dataclasses
 import io
+import re
 import subprocess
 import sys
 import tokenize
@@ -49,6 +50,21 @@ def test_every_kind_gives_a_clean_package(kind: str, tmp_path: Path) -> None:
     assert (folder / "tests/test_my_word_count2.py").exists()
     leftovers = [file for file in folder.rglob("*") if file.is_file() and "$" in file.read_text()]
     assert leftovers == []
+    imported = {
+        name.partition(".")[0]
+        for file in (folder / "src").rglob("*.py")
+        for node in ast.walk(ast.parse(file.read_text()))
+        for name in (
+            [alias.name for alias in node.names]
+            if isinstance(node, ast.Import)
+            else [node.module or ""]
+            if isinstance(node, ast.ImportFrom)
+            else []
+        )
+    }
+    needed = imported - sys.stdlib_module_names - {"agentrl_core", "my_word_count2"}
+    declared = {re.split("[<>=\\[]", each)[0] for each in project["project"]["dependencies"]}
+    assert needed <= declared, "a package that the code imports is not in its dependencies"
     (fragment,) = yaml_of((folder / "README.md").read_text())
     assert "my-word_count2" in str(fragment)
     linted = subprocess.run(
