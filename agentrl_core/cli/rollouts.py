@@ -11,7 +11,7 @@ from rich.console import Console
 
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
-from agentrl_core.cli._shared import command_group, console_of_stdout, set_up_logging
+from agentrl_core.cli._shared import command_group, console_of_stdout, set_up_logging, warn
 from agentrl_core.runs.records import SCHEMA_VERSION, read_rollouts
 from agentrl_core.runs.run_dir import RunDir, ranges
 from agentrl_core.runs.trajectory_view import legend, show_trajectory
@@ -139,6 +139,8 @@ def replay_run(
     if reward:
         found, show = replay.replay_reward(run.rollout_file(step, split), reward, config), replay.show_rewards
     else:
+        for problem in run.changed_config():
+            warn(problem)
         found, show = replay.replay(run, step, split, changes or []), replay.show_replay
     if as_json:
         typer.echo(found.to_json())

@@ -242,12 +242,21 @@ class RunDir:
                     f"{self.metrics_file} {problem}, which the run wrote. Copy it back from where you have it; "
                     "otherwise curves and comparisons lack these steps"
                 )
-        if state.config is not None and state.config != self._config_checksum():
-            lost.append(
-                f"{self.config_file} is not as the run wrote it. Copy it back from where you have it, such as the "
-                "config.yaml of a checkpoint; otherwise comparisons and replays use other values than the run"
-            )
-        return lost
+        return lost + self.changed_config()
+
+    def changed_config(self) -> list[str]:
+        """One sentence if ``config.yaml`` is not as the run wrote it.
+
+        Raises:
+            DataError: ``state.json`` is no state.
+        """
+        state = self.read_state()
+        if state is None or state.config in (None, self._config_checksum()):
+            return []
+        return [
+            f"{self.config_file} is not as the run wrote it. Copy it back from where you have it, such as the "
+            "config.yaml of a checkpoint; otherwise comparisons and replays use other values than the run"
+        ]
 
     def read_metrics(self) -> list[dict[str, Any]]:
         """Read what the tracker ``jsonl`` wrote: one dict per step, empty without a file."""

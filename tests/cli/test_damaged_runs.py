@@ -48,7 +48,7 @@ def loop(file: Path) -> None:
 DAMAGES: dict[str, Damage] = {
     "deleted": Path.unlink,
     "empty": lambda file: file.write_bytes(b""),
-    "cut": lambda file: file.write_bytes(file.read_bytes()[: file.stat().st_size // 2]),
+    "cut": lambda file: file.write_bytes(file.read_bytes()[:-20]),
     "flipped": flip,
     "directory": directory,
     "unreadable": lambda file: file.chmod(0),
