@@ -1,23 +1,19 @@
 """The child side of :mod:`agentrl_core.hosting.process_host`: builds one plugin and answers calls to it.
 
-Calls are pickles on stdin, from a process that this one trusts. Answers are JSON on stdout (see
-:mod:`agentrl_core.hosting.wire`), because the process that reads them does not trust this one. Eight bytes with the
-length precede each message. The plugin's own output goes to stderr.
+Calls are pickles, from a process that this one trusts. Answers are JSON (see :mod:`agentrl_core.hosting.wire`), because
+the process that reads them does not trust this one. The plugin's own output goes to stderr.
 """
 
 import asyncio
 import inspect
 import os
 import pickle
-import queue
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from agentrl_core.hosting.wire import HEADER, encode
+from agentrl_core.hosting.wire import HEADER, ID_BYTES, encode
 
 
 def read_message(stream: BinaryIO) -> bytes | None:
@@ -26,20 +22,15 @@ def read_message(stream: BinaryIO) -> bytes | None:
     return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else None
 
 
-def read_questions(stream: BinaryIO, questions: "queue.SimpleQueue[bytes]") -> None:
-    """Queue every call. When the parent has exited, kill this process and those that it started, busy or not."""
-    while (message := read_message(stream)) is not None:
-        questions.put(message)
-    os.killpg(0, signal.SIGKILL)
-
-
-def main() -> None:
-    """Serve until stdin closes."""
-    replies = os.fdopen(os.dup(1), "wb")
+def serve() -> None:
+    """Answer the calls that come over the socket on stdin, until it closes."""
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(0), "wb")
+    # Foreign code finds no socket where it expects stdin, and nobody to read what it prints.
+    empty = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
     os.dup2(2, 1)
-    sys.path[:] = pickle.loads(read_message(sys.stdin.buffer) or b"")
-    questions: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=read_questions, args=(sys.stdin.buffer, questions), daemon=True).start()
+    sys.path[:] = pickle.loads(read_message(calls) or b"")
     with asyncio.Runner() as runner:
         target: Any = None
 
@@ -52,10 +43,10 @@ def main() -> None:
             return runner.run(result) if inspect.iscoroutine(result) else result
 
         handle: Callable[..., Any] = build
-        while True:
-            data = answer(handle, questions.get())
-            replies.write(HEADER.pack(len(data)) + data)
-            replies.flush()
+        while (question := read_message(calls)) is not None:
+            data = question[:ID_BYTES] + answer(handle, question[ID_BYTES:])
+            answers.write(HEADER.pack(len(data)) + data)
+            answers.flush()
             handle = ask
 
 

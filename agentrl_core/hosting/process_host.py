@@ -2,22 +2,35 @@
 
 A call that passes its deadline loses its process and nothing else. A few interchangeable processes serve a stateless
 object, each with one call at a time. A stateful session has its own process.
+
+A child is two processes: :mod:`~agentrl_core.hosting.supervisor` and the one with the code, which it has forked. Calls
+go over a pair of sockets: unlike a pipe, nobody can open one through /proc.
 """
 
 import asyncio
+import logging
 import os
 import pickle
+import signal
+import socket
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import agentrl_core
 from agentrl_core.api import Engines, ToolError, ToolUnavailableError
+from agentrl_core.hosting.confinement import landlock_version
 from agentrl_core.hosting.processes import kill_family
-from agentrl_core.hosting.wire import HEADER, MAX_BYTES, decode
+from agentrl_core.hosting.wire import HEADER, ID_BYTES, MAX_BYTES, read_answer
 from agentrl_core.plugins.boundary import deadline
 
+logger = logging.getLogger(__name__)
+CLOSE_SECONDS = 5.0
+"""Seconds for a child to end with everything that it started, before its supervisor is killed too."""
 SAFE_VARIABLES = frozenset(
     "CUDA_VISIBLE_DEVICES HF_DATASETS_OFFLINE HF_HOME HF_HUB_OFFLINE HOME LANG LANGUAGE LD_LIBRARY_PATH LOGNAME "
     "MPLBACKEND OMP_NUM_THREADS PATH PYTHONHASHSEED PYTHONUNBUFFERED SHELL SSL_CERT_DIR SSL_CERT_FILE "
@@ -28,7 +41,7 @@ SAFE_VARIABLES = frozenset(
 # This process's agentrl, which need not be the installed one; the rest of the import path is the first message.
 _CHILD = (
     f"import sys; sys.path.insert(0, {str(Path(agentrl_core.__file__).parents[1])!r}); "
-    "from agentrl_core.hosting.process_child import main; main()"
+    "from agentrl_core.hosting.supervisor import main; main()"
 )
 
 
@@ -84,23 +97,26 @@ class ProcessHost:
         self._name = name
         self._variables = SAFE_VARIABLES.union(variables)
         self._start_timeout = start_timeout
-        self._process: asyncio.subprocess.Process | None = None
-        self._dying: list[asyncio.subprocess.Process] = []
+        self._process: subprocess.Popen[bytes] | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+        self._dying: list[subprocess.Popen[bytes]] = []
         self._one_call = asyncio.Lock()
 
     @property
     def alive(self) -> bool:
         """Whether the process runs, with the state that earlier calls left in it."""
-        return self._process is not None and self._process.returncode is None
+        return self._process is not None and self._process.poll() is None
 
     async def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float) -> Any:
         """Call a method of the object; an empty name calls the object itself. One call at a time, in order.
+
+        Where no process runs, one is started first, within ``start_timeout``. Nothing else is waited for.
 
         Raises:
             DeadlineError: no answer within ``timeout`` seconds; the process was killed.
             RemoteCallError: the user's code raised.
             ToolUnavailableError: the user's code raised this.
-            ToolError: the process died.
+            ToolError: the process died, or answered something else than this call.
         """
         async with self._one_call:
             if not self.alive:
@@ -108,36 +124,44 @@ class ProcessHost:
             return await self._exchange((method, args, kwargs), timeout)
 
     async def _start(self) -> None:
-        await self.close()
-        self._process = await asyncio.create_subprocess_exec(
-            sys.executable, "-c", _CHILD,
-            stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, start_new_session=True,
-            env={name: value for name, value in os.environ.items() if name in self._variables or name[:3] == "LC_"},
-        )  # fmt: skip
+        self.kill()
+        _warn_if_unconfined()
+        ours, theirs = socket.socketpair()
         try:
-            self._send(sys.path)
+            with theirs:
+                self._process = subprocess.Popen(
+                    [sys.executable, "-c", _CHILD], stdin=theirs, start_new_session=True,
+                    env={key: value for key, value in os.environ.items() if key in self._variables or key[:3] == "LC_"},
+                )  # fmt: skip
+            self._streams = await asyncio.open_unix_connection(sock=ours)
+        except BaseException:
+            ours.close()
+            self.kill()
+            raise
+        try:
+            self._send(pickle.dumps(sys.path, protocol=5))
             await self._exchange((self._build, self._args), self._start_timeout)
         except BaseException:
             self.kill()
             raise
 
-    def _send(self, message: Any) -> None:
-        assert self._process is not None and self._process.stdin is not None, "the process has been started"
-        data = pickle.dumps(message, protocol=5)
-        self._process.stdin.write(HEADER.pack(len(data)) + data)
+    def _send(self, data: bytes) -> None:
+        assert self._streams is not None, "the process has been started"
+        self._streams[1].write(HEADER.pack(len(data)) + data)
 
     async def _exchange(self, message: Any, timeout: float) -> Any:
-        process = self._process
-        assert process is not None and process.stdin is not None and process.stdout is not None, "started"
+        assert self._process is not None and self._streams is not None, "the process has been started"
+        process, (reader, writer) = self._process, self._streams
         done = False
         try:
             async with deadline(timeout, f"{self._name}: no answer within {timeout:g} s; its process was killed"):
-                self._send(message)
-                await process.stdin.drain()
-                size = HEADER.unpack(await process.stdout.readexactly(HEADER.size))[0]
-                if size > MAX_BYTES:
+                request = os.urandom(ID_BYTES)
+                self._send(request + pickle.dumps(message, protocol=5))
+                await writer.drain()
+                size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
+                if size > MAX_BYTES + ID_BYTES:
                     raise ToolError(f"{self._name}: its process was killed because it announced {size:,} bytes")
-                status, *reply = decode(await process.stdout.readexactly(size))
+                status, *answer = read_answer(await reader.readexactly(size), request)
             done = True
         except (TypeError, ValueError) as error:
             raise ToolError(f"{self._name}: its process was killed because of a wrong answer: {error}") from error
@@ -147,35 +171,64 @@ class ProcessHost:
             # Also after a cancellation: an unread answer must not be taken for the answer to the next call.
             if not done:
                 self.kill()
-        if status == "error":
-            if reply[0] == ToolUnavailableError.__name__:
-                raise ToolUnavailableError(str(reply[1]))
-            raise RemoteCallError(*map(str, reply))
-        return reply[0]
+        if status == "ok":
+            return answer[0]
+        if answer[0] == ToolUnavailableError.__name__:
+            raise ToolUnavailableError(answer[1])
+        raise RemoteCallError(*answer)
 
     def kill(self) -> None:
-        """Kill the process and everything that it started. The next call starts a new one."""
+        """Kill the process and everything that it started, without waiting. The next call starts a new one."""
+        streams, self._streams = self._streams, None
+        if streams is not None:
+            # The supervisor sees it. Not only a close: a process that was forked here may hold the socket too.
+            with suppress(OSError):
+                streams[1].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+            streams[1].transport.abort()
         process, self._process = self._process, None
-        if process is not None:
+        self._dying = [each for each in self._dying if each.poll() is None]
+        if process is None:
+            return
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)  # a supervisor that was stopped has work to do
             self._dying.append(process)
+        elif process.returncode < 0:
+            # A supervisor that was killed left the others behind.
             kill_family(process.pid)
 
     async def close(self) -> None:
-        """Kill the process and wait until it has exited, so that nothing of it outlives the event loop."""
+        """Kill the process and wait until it has exited, a few seconds at most."""
         self.kill()
-        while self._dying:
-            await self._dying[-1].wait()
-            self._dying.pop()
+        dying, self._dying = self._dying, []
+        for process in dying:
+            await asyncio.to_thread(_wait_for_end, process, self._name)
 
 
-async def _exit_code(process: asyncio.subprocess.Process) -> int:
+def _wait_for_end(process: "subprocess.Popen[bytes]", name: str) -> None:
     try:
-        async with asyncio.timeout(1.0):
-            return await process.wait()
-    except TimeoutError:
-        # It closed the pipe without exiting.
-        process.kill()
-        return await process.wait()
+        process.wait(CLOSE_SECONDS)
+    except subprocess.TimeoutExpired:
+        logger.warning("%s: its process %d did not end within %g s; killing it", name, process.pid, CLOSE_SECONDS)
+        kill_family(process.pid)
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(CLOSE_SECONDS)
+
+
+@cache
+def _warn_if_unconfined() -> None:
+    if not landlock_version():
+        logger.warning(
+            "this kernel has no Landlock (Linux 5.19 or newer): tools and rewards in processes can read the environment "
+            "and memory of this run's other processes, API keys included; see docs/security.md"
+        )
+
+
+async def _exit_code(process: "subprocess.Popen[bytes]") -> int | None:
+    # It may have closed the socket without exiting.
+    with suppress(subprocess.TimeoutExpired):
+        await asyncio.to_thread(process.wait, 1.0)
+    return process.returncode
 
 
 class ProcessPool:
@@ -197,5 +250,7 @@ class ProcessPool:
 
     async def close(self) -> None:
         """Stop all processes."""
+        for host in self._hosts:
+            host.kill()
         for host in self._hosts:
             await host.close()
