@@ -251,7 +251,16 @@ class TrajectorySession(ABC):
     @abstractmethod
     async def call_tool(self, call: ToolCall) -> ToolOutcome:
         """Run one call within its deadline. An unknown tool, bad arguments, an exception or a deadline become an
-        observation with ``failed`` set; nothing is raised."""
+        observation with ``failed`` set.
+
+        Run several calls with :func:`~agentrl_core.api.concurrency.together`. Calls that still run when the loop has
+        returned or raised are cancelled.
+
+        Raises:
+            ToolUnavailableError: what the tool needs failed, which is not the model's fault. Let it pass: the worker
+                retries the trajectory.
+            EngineError: the same, of an engine that the tool asked.
+        """
 
     @abstractmethod
     async def open_interaction(self) -> bool:

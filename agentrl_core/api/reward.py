@@ -105,10 +105,13 @@ class RewardFunctionContext:
     Args:
         name: the name under which the run knows it.
         engines: clients of the configured engines, by name; none in a child process.
+        check_only: the object is built to report what cannot work, before a run starts or for a process that builds
+            its own, and is never called: load no weights.
     """
 
     name: str
     engines: Engines = field(default_factory=Engines)
+    check_only: bool = False
 
 
 class RewardFunction(Protocol):

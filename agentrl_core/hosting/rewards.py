@@ -21,9 +21,9 @@ from agentrl_core.hosting.tools import is_finite
 from agentrl_core.plugins.boundary import boundary, within
 
 
-def build_reward_function(slot: RewardFunctionSlot, engines: Engines) -> Any:
+def build_reward_function(slot: RewardFunctionSlot, engines: Engines, check_only: bool = False) -> Any:
     """Return the callable of a resolved slot."""
-    return slot.build(RewardFunctionContext(slot.registered_name, engines))
+    return slot.build(RewardFunctionContext(slot.registered_name, engines, check_only))
 
 
 class HostedRewardFunction:
@@ -31,16 +31,23 @@ class HostedRewardFunction:
 
     Unless the slot says otherwise, a function from a file runs in a separate process, because nothing is known about
     it, and a packaged one runs where its ``isolation`` says, by default inline.
+
+    Args:
+        slot: a resolved slot of the configuration.
+        clients: of the named engines.
+        check_only: as in :class:`RewardFunctionContext`; the function is never called.
     """
 
-    def __init__(self, slot: RewardFunctionSlot, clients: Mapping[str, EngineClient] | None = None) -> None:
+    def __init__(
+        self, slot: RewardFunctionSlot, clients: Mapping[str, EngineClient] | None = None, check_only: bool = False
+    ) -> None:
         self.name = slot.registered_name
         self.weight = slot.weight
         self._timeout = slot.timeout
         self._range = slot.range
         title = f"reward function {self.name!r}"
         engines = Engines(clients, user=title)
-        function = build_reward_function(slot, engines)
+        function = build_reward_function(slot, engines, check_only or slot.isolation == "process")
         declared = getattr(function, "isolation", "process" if inspect.isfunction(function) else "inline")
         self.function = function
         self._pool: ProcessPool | None = None
@@ -108,6 +115,15 @@ class EnvironmentScore:
         return trajectory.environment or RewardResult(0.0)
 
 
+def build_manager(
+    config: RewardConfig, functions: Sequence[HostedRewardFunction], loops_reward: bool, environments: bool
+) -> RewardManager:
+    """Return the manager over these functions; the other arguments are those of :class:`RewardWorker`."""
+    scores = [EnvironmentScore()] if environments else []
+    manager: RewardManager = config.manager.build(RewardManagerContext([*functions, *scores], loops_reward))
+    return manager
+
+
 class RewardWorker:
     """Scores trajectories one by one when they end. Built once, in this process or as an actor.
 
@@ -127,9 +143,7 @@ class RewardWorker:
     ) -> None:
         self._clients: Mapping[str, Any] = clients or {}
         self._functions = [HostedRewardFunction(slot, clients) for slot in config.functions]
-        scores = [EnvironmentScore()] if environments else []
-        context = RewardManagerContext([*self._functions, *scores], loops_reward)
-        self._manager: RewardManager = config.manager.build(context)
+        self._manager = build_manager(config, self._functions, loops_reward, environments)
         self._timeout = config.timeout
         self._name = config.manager.name
 

@@ -162,11 +162,3 @@ def select_tools(extra_info: Mapping[str, Any], names: Sequence[str]) -> list[st
         return list(names)
     wanted = extra_info.get("tools_kwargs") or {}
     return [name for name in names if name in wanted]
-
-
-def tool_schemas(
-    slots: Sequence[ToolSlot], seed: int, clients: Mapping[str, EngineClient]
-) -> dict[str, list[dict[str, Any]]]:
-    """The schemas of each configured tool by its name, in order."""
-    tools = [HostedTool(slot, seed, clients) for slot in slots]
-    return {tool.name: list(tool.schemas.values()) for tool in tools}

@@ -16,9 +16,11 @@
 Public typed methods other than ``reset`` and ``get_reward`` are tools; their docstrings describe them. ``reset`` gets
 the fields of the task that it names, or all with ``**kwargs``, and the episode's ``seed``; the text that it returns is
 appended to the last message of the task's prompt, or is the prompt. Where the attribute ``done`` is True after a call,
-the trajectory ends. Each trajectory has its own object. Methods may be coroutines; plain ones run in a thread.
+the trajectory ends. Each trajectory has its own object. Methods may be coroutines; plain ones run in a thread, which
+may go on after a limit has passed. So no method of the object is called again then.
 """
 
+import asyncio
 import copy
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -28,7 +30,7 @@ from typing import Any
 from agentrl_core.api.config import option
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.environment import Environment, EnvironmentContext, Episode
-from agentrl_core.api.errors import ConfigError
+from agentrl_core.api.errors import ConfigError, ToolError
 from agentrl_core.api.reward import RewardTrajectory
 from agentrl_core.api.tool import FunctionTool, ToolContext, ToolResult
 from agentrl_core.plugins.boundary import in_daemon_thread
@@ -101,6 +103,7 @@ class ClassEnvironment(Environment):
 class _ClassEpisode(Episode):
     def __init__(self, instance: Any, tools: Mapping[str, FunctionTool], messages: Sequence[dict[str, Any]]) -> None:
         self._instance = instance
+        self._was_left = False
         self._tools = tools
         self.messages = messages
         self.tools = [tool.schema for tool in tools.values()]
@@ -108,13 +111,22 @@ class _ClassEpisode(Episode):
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         tool = copy.copy(self._tools[name])
         method = getattr(self._instance, name)
-        tool.function = lambda **given: _run(method, **given)
+        tool.function = lambda **given: self._enter(method, **given)
         result = await tool.execute("", arguments)
         return result._replace(done=result.done or getattr(self._instance, "done", False) is True)
 
     async def score(self, trajectory: RewardTrajectory) -> float:
         score = getattr(self._instance, "get_reward", None)
-        return 0.0 if score is None else await _run(score)
+        return 0.0 if score is None else await self._enter(score)
+
+    async def _enter(self, method: Callable[..., Any], **arguments: Any) -> Any:
+        if self._was_left:
+            raise ToolError("an earlier call passed its limit, and the environment cannot be used any more")
+        try:
+            return await _run(method, **arguments)
+        except asyncio.CancelledError:
+            self._was_left = True
+            raise
 
 
 async def _run(function: Callable[..., Any], **arguments: Any) -> Any:

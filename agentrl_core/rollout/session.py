@@ -141,6 +141,7 @@ class RolloutSession(TrajectorySession):
         self._functions: dict[str, HostedTool | HostedEpisode] = {}
         self._interaction: HostedInteraction | None = None
         self._interaction_asked = False
+        self._calling: set[asyncio.Task[Any]] = set()
         self._engine_sessions: set[str] = set()
         self._sampling: set[str] = set()
         self.turn_agents: dict[int, str] = {}
@@ -261,6 +262,9 @@ class RolloutSession(TrajectorySession):
     async def call_tool(self, call: ToolCall) -> ToolOutcome:
         turn = self._last_turn if call.turn is None else call.turn
         self.turn_agents[turn] = self.agent
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine runs in a task"
+        self._calling.add(task)
         with self.timed("tools", f"calling tool {call.name!r}"):
             try:
                 with boundary(ToolError, keep=(EngineError,)):
@@ -272,6 +276,8 @@ class RolloutSession(TrajectorySession):
                 text, failed, done = f"Error: {error}", True, False
                 if not isinstance(error, CallError):
                     self._report_failure(call.name, error.__cause__ or error)
+            finally:
+                self._calling.discard(task)
         self.report.count("tool_calls")
         self.report.count("tool_failures", float(failed))
         self.report.tool_spans.append(self.report.spans[-1][1:])
@@ -431,6 +437,11 @@ class RolloutSession(TrajectorySession):
 
     async def close(self) -> None:
         """Release everything that was opened. Never raises: a failure is logged and counted."""
+        # A loop that failed may have left calls, which must not use what is released here.
+        if self._calling:
+            for task in self._calling:
+                task.cancel()
+            await asyncio.wait(self._calling)
         if self._episode is not None:
             await self._quietly(self._episode.close(), f"close of the episode of {self._episode.title}")
         for name, tool in (self._open_tools or {}).items():

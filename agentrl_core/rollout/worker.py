@@ -23,6 +23,7 @@ from agentrl_core.api import (
     Termination,
     ToolParserContext,
     WorkerError,
+    together,
 )
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
@@ -175,19 +176,16 @@ class AgentLoopWorker:
                 # The engine waits for all open sessions; it must know them all before the first one asks.
                 for session in sessions:
                     await session.open_engine()
-            async with asyncio.TaskGroup() as group:
-                tasks = [
-                    group.create_task(self._run(key, row, session, sampling, gate))
-                    for key, row, session in zip(keys, rows, sessions, strict=True)
-                ]
-        except BaseException as failure:
+            parts = await together(
+                self._run(key, row, session, sampling, gate)
+                for key, row, session in zip(keys, rows, sessions, strict=True)
+            )
+        except BaseException:
             # Those that never began have not closed their own.
             for session in sessions:
                 await uninterrupted(session.close())
-            if isinstance(failure, BaseExceptionGroup):
-                raise failure.exceptions[0] from None
             raise
-        return [part for task in tasks for part in task.result()]
+        return [result for part in parts for result in part]
 
     async def _run(
         self,

@@ -14,18 +14,23 @@ from typing import Any
 from agentrl_core.api import (
     AgentLoopOutput,
     ChatRenderer,
+    EngineError,
     InteractionTurn,
     Message,
     Termination,
     ToolCall,
+    ToolError,
     ToolOutcome,
     ToolParser,
     ToolResponse,
+    ToolResult,
+    ToolUnavailableError,
     Trajectory,
     TrajectorySession,
     TruncationSide,
     Turn,
 )
+from agentrl_core.plugins.boundary import boundary
 
 _WORD = re.compile(r"\S+\s*|\s+")
 
@@ -142,10 +147,13 @@ class FakeTrajectory(Trajectory):
 class FakeSession(TrajectorySession):
     """A session whose policy is a script.
 
+    Calls of tools fail and raise as those of a run do: what a function raises is an observation, but a
+    ToolUnavailableError or an EngineError passes.
+
     Args:
         turns: what the policy says, in order; one more turn than scripted is an error.
         parser: parses turns given as text; without it they hold no calls.
-        tools: functions by name, sync or async, called with the arguments of the call.
+        tools: functions by name, sync or async, called with the arguments of the call; a ToolResult is kept.
         interaction: answers the conversation; may be a coroutine function, may raise.
         budget: tokens after the prompt.
     """
@@ -180,15 +188,25 @@ class FakeSession(TrajectorySession):
 
     async def call_tool(self, call: ToolCall) -> ToolOutcome:
         self.calls.append(call)
-        if call.name not in self.tools:
-            return _outcome(f"Error: unknown tool {call.name!r}", failed=True)
+        text, failed, done = "", False, False
         try:
-            result = self.tools[call.name](**call.arguments)
-            if inspect.isawaitable(result):
-                result = await result
-        except Exception as error:  # noqa: BLE001 - a tool may raise anything, and the model sees it
-            return _outcome(f"Error: {error}", failed=True)
-        return _outcome(str(result))
+            with boundary(ToolError, keep=(EngineError,)):
+                result = await self._result(call)
+            text, done = result.response.text, result.done
+        except ToolUnavailableError:
+            raise
+        except ToolError as error:
+            text, failed = f"Error: {error}", True
+        message: Message = {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+        return ToolOutcome(message, ToolResponse(text), failed, done)
+
+    async def _result(self, call: ToolCall) -> ToolResult:
+        if call.name not in self.tools:
+            raise ToolError(f"there is no tool {call.name!r}; available: {', '.join(self.tools) or 'none'}")
+        result = self.tools[call.name](**call.arguments)
+        if inspect.isawaitable(result):
+            result = await result
+        return result if isinstance(result, ToolResult) else ToolResult(ToolResponse(str(result)))
 
     async def open_interaction(self) -> bool:
         return self.interaction is not None
@@ -222,7 +240,3 @@ class FakeSession(TrajectorySession):
             tool_calls=parsed.calls if parsed else (),
             parse_errors=parsed.errors if parsed else (),
         )
-
-
-def _outcome(text: str, failed: bool = False) -> ToolOutcome:
-    return ToolOutcome({"role": "tool", "content": text}, ToolResponse(text), failed)

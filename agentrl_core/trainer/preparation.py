@@ -37,7 +37,7 @@ from agentrl_core.data.call_format import call_format, installed_parsers, render
 from agentrl_core.data.chat_template import build_renderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.template_check import RenderedText, TemplateReport, check_template, require_tool_role
-from agentrl_core.hosting.rewards import HostedRewardFunction, RewardWorker
+from agentrl_core.hosting.rewards import HostedRewardFunction, build_manager
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins.boundary import boundary, hang_reported
 from agentrl_core.plugins.hooks import HookCaller
@@ -94,15 +94,13 @@ class Preparation:
         for key, slot in served.items():
             if slot.python is not None:
                 check_interpreter(slot.python, slot.ref, slot.plugin.spec, key=f"{key}.python")
-        # Reward workers build these again. Building them here reports a broken reward before anything starts.
-        RewardWorker(config.reward, config.loops_reward, absent_clients(config.engines), bool(config.environments))
         with boundary(ConfigError, f"model.path: {model.path} is not a model transformers can load:"):
             model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         text_config = model_config.get_text_config()
         check_logit_bias(config, int(text_config.vocab_size))
         renderer = build_renderer(config.rollout.renderer, model, config.rollout.tool_parser.build(ToolParserContext()))
         chat = cast(HFChatRenderer, renderer.chat)
-        rehearse(config, chat, listeners=listeners)
+        tools = rehearse(config, chat, listeners=listeners)
         if training:
             check_teacher(config, chat)
             warn_of_other_distribution(config)
@@ -112,7 +110,7 @@ class Preparation:
             template = check_template(RenderedText(renderer))
             if (config.tools or config.environments) and config.rollout.renderer.has("tool_parser"):
                 check_call_format(config, chat)
-        data = PromptLoader(config, renderer).load()
+        data = PromptLoader(config, renderer, tools).load()
         check_context(config, getattr(text_config, "max_position_embeddings", None))
         if training:
             check_best_metric(config, data.validation)
@@ -138,22 +136,26 @@ class Preparation:
         return [*lines, *(f"template    rewrites history ({policy}): {found}" for found in self.template.breaks)]
 
 
-def rehearse(config: ResolvedConfig, renderer: HFChatRenderer, *, listeners: bool) -> None:
+def rehearse(config: ResolvedConfig, renderer: HFChatRenderer, *, listeners: bool) -> list[HostedTool]:
     """Build every plugin once, as the workers of a run do, and check the model's files.
 
-    This reports what cannot work before an earlier run is moved.
+    This reports what cannot work before an earlier run is moved. No weights of a reward function are loaded.
 
     Args:
         config: of the run.
         renderer: of its model.
         listeners: build trackers and hooks too, in a temporary directory. A run that starts builds them itself.
 
+    Returns:
+        The tools, of which nothing runs yet.
+
     Raises:
         ConfigError: with every problem that was found.
     """
     problems: list[str] = []
+    tools: list[HostedTool] = []
     with tempfile.TemporaryDirectory(prefix="agentrl-dry-run-") as folder:
-        for key, check in _checks(config, renderer, Path(folder), listeners):
+        for key, check in _checks(config, renderer, Path(folder), listeners, tools):
             try:
                 check()
             except ConfigError as error:
@@ -162,10 +164,11 @@ def rehearse(config: ResolvedConfig, renderer: HFChatRenderer, *, listeners: boo
                 problems.append(f"{key}: {error}")
     if problems:
         raise ConfigError(problems)
+    return tools
 
 
 def _checks(
-    config: ResolvedConfig, renderer: HFChatRenderer, folder: Path, listeners: bool
+    config: ResolvedConfig, renderer: HFChatRenderer, folder: Path, listeners: bool, tools: list[HostedTool]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
     yield "cluster.device", lambda: resolve_device(config.cluster.device)
     if config.rollout.engine.python is None:
@@ -179,12 +182,13 @@ def _checks(
         if path is not None:
             yield f"weights in {path}", partial(check_weights, Path(path))
             yield f"config.json in {path}", partial(check_architecture, path, config.model)
-    seed, tools = config.trainer.seed, list[str]()
+    seed, functions = config.trainer.seed, list[HostedRewardFunction]()
     yield "rollout.tool_parser", partial(config.rollout.tool_parser.build, ToolParserContext())
     for index, tool in enumerate(config.tools):
         yield f"tools.{index}", partial(_check_tool, tool, seed, clients, tools)
     for index, function in enumerate(config.reward.functions):
-        yield f"reward.functions.{index}", partial(_check_reward_function, function, clients)
+        yield f"reward.functions.{index}", partial(_check_reward_function, function, clients, functions)
+    yield "reward.manager", partial(_check_manager, config, functions)
     for index, interaction in enumerate(config.interactions):
         context = interaction_context(interaction, seed, clients)
         yield f"interactions.{index}", partial(interaction.build, context)
@@ -196,25 +200,36 @@ def _checks(
         yield f"hooks.{index}", partial(_check_hook, hook, folder)
 
 
-def _check_tool(slot: ToolSlot, seed: int, clients: Mapping[str, EngineClient], names: list[str]) -> None:
+def _check_tool(slot: ToolSlot, seed: int, clients: Mapping[str, EngineClient], others: list[HostedTool]) -> None:
     hosted = HostedTool(slot, seed, clients)
     tool = hosted.tool
-    if shared := sorted(hosted.schemas.keys() & names):
+    if shared := sorted(hosted.schemas.keys() & {name for other in others for name in other.schemas}):
         raise ConfigError(f"another tool has the function name {shared[0]!r} too, which models call it by; rename one")
-    names.extend(hosted.schemas)
+    others.append(hosted)
     check_call(tool.execute, "execute", "(instance_id, parameters)", "id", {})
     if not inspect.iscoroutinefunction(tool.execute):
         raise ConfigError("execute is not a coroutine function; write `async def execute(self, …)`")
 
 
-def _check_reward_function(slot: RewardFunctionSlot, clients: Mapping[str, EngineClient]) -> None:
-    check_call(HostedRewardFunction(slot, clients).function, slot.registered_name, "(trajectory)", None)
+def _check_reward_function(
+    slot: RewardFunctionSlot, clients: Mapping[str, EngineClient], functions: list[HostedRewardFunction]
+) -> None:
+    hosted = HostedRewardFunction(slot, clients, check_only=True)
+    functions.append(hosted)
+    check_call(hosted.function, slot.registered_name, "(trajectory)", None)
 
 
-def _check_loop(slot: AgentLoopSlot, config: ResolvedConfig, renderer: HFChatRenderer, tools: list[str]) -> None:
+def _check_manager(config: ResolvedConfig, functions: Sequence[HostedRewardFunction]) -> None:
+    # Without one that could not be built, a manager could miss it.
+    if len(functions) == len(config.reward.functions):
+        build_manager(config.reward, functions, config.loops_reward, bool(config.environments))
+
+
+def _check_loop(slot: AgentLoopSlot, config: ResolvedConfig, renderer: HFChatRenderer, tools: list[HostedTool]) -> None:
     parser = config.rollout.tool_parser.build(ToolParserContext())
     interactions = tuple(each.registered_name for each in config.interactions)
-    slot.build(AgentLoopContext(renderer, parser, tuple(tools), interactions, config.rollout.max_response_length))
+    names = tuple(name for tool in tools for name in tool.schemas)
+    slot.build(AgentLoopContext(renderer, parser, names, interactions, config.rollout.max_response_length))
 
 
 def _check_tracker(slot: TrackerSlot, config: ResolvedConfig, folder: Path) -> None:

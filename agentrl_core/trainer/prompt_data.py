@@ -31,7 +31,7 @@ from agentrl_core.data.rows import Row, fingerprint
 from agentrl_core.data.streaming import StreamedRows
 from agentrl_core.data.template_check import RenderedText, require_tool_role
 from agentrl_core.hosting.environments import HostedEnvironment
-from agentrl_core.hosting.tools import select_tools, tool_schemas
+from agentrl_core.hosting.tools import HostedTool, select_tools
 from agentrl_core.plugins.boundary import boundary, hang_reported
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.serving.clients import absent_clients
@@ -99,19 +99,24 @@ class PromptLoader:
     Args:
         config: resolved.
         renderer: the renderer of the rollout, so that lengths are the same.
+        tools: the configured tools, for their schemas; None: they are built here.
     """
 
-    def __init__(self, config: ResolvedConfig, renderer: Renderer) -> None:
+    def __init__(
+        self, config: ResolvedConfig, renderer: Renderer, tools: Sequence[HostedTool] | None = None
+    ) -> None:
         self._config = config
         self._renderer = renderer
-        self._schemas = tool_schemas(config.tools, config.trainer.seed, absent_clients(config.engines))
+        seed, clients = config.trainer.seed, absent_clients(config.engines)
+        if tools is None:
+            tools = [HostedTool(slot, seed, clients) for slot in config.tools]
+        self._schemas = {tool.name: list(tool.schemas.values()) for tool in tools}
         self._loops = {slot.registered_name: slot.plugin.spec.capabilities for slot in config.rollout.agent.loops}
         self._default_loop = next(iter(self._loops))
         self._used_tools: set[str] = set()
         self._used_interactions: set[str] = set()
         self._longest = 0
         self._all_read = True
-        seed, clients = config.trainer.seed, absent_clients(config.engines)
         self._environments = [HostedEnvironment(slot, seed, clients) for slot in config.environments]
 
     def load(self) -> PromptData:

@@ -321,7 +321,9 @@ def test_the_attempts_succeed_where_nothing_confines(tmp_path) -> None:
     """Otherwise the test above would prove nothing."""
     code = ATTEMPTS + '''
 import subprocess, sys
-other = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, env={"SECRET": "1"})
+other = subprocess.Popen([sys.executable, "-c", "print(1, flush=True); input()"], stdin=subprocess.PIPE,
+                         stdout=subprocess.PIPE, env={"SECRET": "1"})
+other.stdout.readline()
 worked = []
 for how, does in DOES.items():
     try:

@@ -12,6 +12,7 @@ from agentrl_core.api import (
     Message,
     Termination,
     ToolCall,
+    ToolUnavailableError,
     Turn,
 )
 from agentrl_core.testing.loops import FakeSession
@@ -95,7 +96,37 @@ def test_unknown_tool_is_an_observation() -> None:
     session = session_of(says("", ToolCall("divide", {})), says("I give up"))
     output = run(session)
     assert output.termination is Termination.COMPLETED
-    assert contents(session) == [["Error: unknown tool 'divide'"]]
+    assert contents(session) == [["Error: there is no tool 'divide'; available: add"]]
+
+
+@pytest.mark.parametrize("error", [ToolUnavailableError("no sandbox"), EngineError("the judge is gone")])
+def test_what_is_not_the_models_fault_ends_all_calls_of_the_turn(error: Exception) -> None:
+    """The world is released next: a call that goes on would use what is gone."""
+    events: list[str] = []
+
+    async def slow() -> str:
+        events.append("begun")
+        try:
+            await asyncio.Event().wait()
+        finally:
+            events.append("ended")
+        return ""
+
+    async def unavailable() -> str:
+        while "begun" not in events:
+            await asyncio.sleep(0)
+        raise error
+
+    calls = says("", ToolCall("slow", {}), ToolCall("unavailable", {}), ToolCall("slow", {}))
+    session = FakeSession([calls, says("never")], tools={"slow": slow, "unavailable": unavailable})
+    context = AgentLoopContext(session.renderer, None, tuple(session.tools), (), session.budget)
+
+    async def scenario() -> None:
+        with pytest.raises(type(error), match=str(error)):
+            await ToolAgentLoop(ToolAgentConfig(), context).run({}, session=session, raw_prompt=PROMPT, extra_info={})
+        assert events == ["begun", "begun", "ended", "ended"]
+
+    asyncio.run(scenario())
 
 
 def test_tool_that_raises_is_an_observation() -> None:
@@ -104,7 +135,7 @@ def test_tool_that_raises_is_an_observation() -> None:
 
     session = FakeSession([says("", ToolCall("broken", {})), says("ok")], tools={"broken": broken})
     assert run(session).termination is Termination.COMPLETED
-    assert contents(session) == [["Error: out of order"]]
+    assert contents(session) == [["Error: ValueError: out of order"]]
 
 
 @pytest.mark.parametrize(

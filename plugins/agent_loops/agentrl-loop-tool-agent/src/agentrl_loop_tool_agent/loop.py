@@ -9,7 +9,6 @@ trajectory with ``return self.terminated(termination)``. A subclass adds a state
 another one.
 """
 
-import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
@@ -26,6 +25,7 @@ from agentrl_core.api import (
     Trajectory,
     TrajectorySession,
     Turn,
+    together,
 )
 from agentrl_loop_tool_agent.config import ToolAgentConfig
 
@@ -190,10 +190,10 @@ class Episode:
         return self.assistant_turns == self.config.max_assistant_turns
 
     async def _call(self, calls: Sequence[ToolCall]) -> list[ToolOutcome]:
-        """Run the calls at once; outcomes are in the order of the calls."""
+        """Run the calls concurrently; outcomes are in the order of the calls."""
         if len(calls) == 1:
             return [await self.session.call_tool(calls[0])]
-        return await asyncio.gather(*(self.session.call_tool(call) for call in calls))
+        return await together(self.session.call_tool(call) for call in calls)
 
     def _refusal(self, call: ToolCall) -> Message:
         limit = self.config.max_parallel_calls

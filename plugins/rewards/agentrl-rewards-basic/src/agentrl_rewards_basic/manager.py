@@ -1,6 +1,5 @@
 """The reward manager that adds up."""
 
-import asyncio
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import ClassVar
@@ -11,6 +10,7 @@ from agentrl_core.api import (
     RewardManagerContext,
     RewardResult,
     RewardTrajectory,
+    together,
 )
 from agentrl_rewards_basic.config import NaiveConfig
 
@@ -57,7 +57,7 @@ class NaiveRewardManager(RewardManager):
             # Without a task: this runs for every trajectory.
             results = [await self.call(functions[0], trajectory)]
         else:
-            results = await asyncio.gather(*(self.call(function, trajectory) for function in functions))
+            results = await together(self.call(function, trajectory) for function in functions)
         score = 0.0
         metrics: dict[str, float] = {}
         components: dict[str, float] = {}

@@ -15,7 +15,14 @@ from transformers import (
     AutoTokenizer,
 )
 
-from agentrl_core.api import ConfigError, RewardError, RewardFunctionContext, RewardResult, RewardTrajectory
+from agentrl_core.api import (
+    ConfigError,
+    RewardError,
+    RewardFunctionContext,
+    RewardResult,
+    RewardTrajectory,
+    together,
+)
 from agentrl_rewards_judge.config import RewardModelConfig
 
 Pending = tuple[list[int], "asyncio.Future[Any]"]
@@ -33,7 +40,8 @@ class RewardModel:
     With ``scores: tokens`` the model is an ``AutoModelForTokenClassification`` that reads the policy's own tokens: each
     token that the policy sampled earns its score. Both must have the same tokenizer. The sum is the trajectory's score.
 
-    Conversations that wait while a batch is computed make the next batch, so none waits for others to come.
+    Conversations that wait while a batch is computed make the next batch, so none waits for others to come. A batch is
+    the conversation that has waited longest with those that are nearest to it in length.
 
     Raises:
         RewardError: the conversation is longer than ``max_length``, the policy said nothing, or it has another
@@ -43,17 +51,21 @@ class RewardModel:
     isolation: ClassVar[str] = "inline"
 
     def __init__(self, config: RewardModelConfig, context: RewardFunctionContext) -> None:
-        _check(config)
+        known_config = _check(config)
         self._config = config
         self._tokenizer: Any = AutoTokenizer.from_pretrained(config.model)
         if self._tokenizer.chat_template is None and config.scores != "tokens":
             raise ConfigError(f"model: the tokenizer of {config.model} has no chat template")
         kind = AutoModelForTokenClassification if config.scores == "tokens" else AutoModelForSequenceClassification
-        self._model: Any = kind.from_pretrained(config.model, dtype=config.dtype).eval()
         # The model takes the last token that is no padding as the end of the conversation.
-        known = (self._model.config.pad_token_id, self._tokenizer.pad_token_id, self._tokenizer.eos_token_id)
+        known = (
+            getattr(known_config, "pad_token_id", None), self._tokenizer.pad_token_id, self._tokenizer.eos_token_id
+        )  # fmt: skip
         self._padding = next((token for token in known if token is not None), 0)
-        self._model.config.pad_token_id = self._padding
+        self._model: Any = None
+        if not context.check_only:
+            self._model = kind.from_pretrained(config.model, dtype=config.dtype).eval()
+            self._model.config.pad_token_id = self._padding
         self._waiting: list[Pending] = []
         self._working: asyncio.Task[None] | None = None
 
@@ -65,7 +77,7 @@ class RewardModel:
             raise RewardError(f"the reward model {self._config.model} has nothing to score: the policy said nothing")
         ends = turns if self._config.scores == "turns" else turns[-1:]
         ids = [self._ids(trajectory.messages[: end + 1]) for end in ends]
-        scores = await asyncio.gather(*map(self._score, ids))
+        scores = await together(map(self._score, ids))
         if self._config.scores == "last":
             return RewardResult(scores[0])
         earned = [after - before for before, after in zip([0.0, *scores], scores, strict=False)]
@@ -76,7 +88,7 @@ class RewardModel:
             raise RewardError(f"the reward model {self._config.model} has nothing to score: the policy said nothing")
         self._check_tokenizer(trajectory)
         rows = [([*prompt, *response], len(prompt), mask) for prompt, response, mask in trajectory.token_rows]
-        scores = await asyncio.gather(*(self._score(ids) for ids, _, _ in rows))
+        scores = await together(self._score(ids) for ids, _, _ in rows)
         earned = [
             score
             for scores_L, (_, start, mask) in zip(scores, rows, strict=True)
@@ -124,9 +136,14 @@ class RewardModel:
     async def _work(self) -> None:
         """Batches of what waits, until nothing does."""
         while self._waiting:
-            # Of similar length: padding is computed too.
-            self._waiting.sort(key=lambda each: len(each[0]))
-            batch, self._waiting = self._waiting[: self._config.batch_size], self._waiting[self._config.batch_size :]
+            # The oldest first, or long ones would wait while short ones come. With those of similar length, because
+            # padding is computed too.
+            waiting = [each for each in self._waiting if not each[1].done()]
+            batch = sorted(waiting, key=lambda each: abs(len(each[0]) - len(waiting[0][0])))[: self._config.batch_size]
+            taken = {id(future) for _, future in batch}
+            self._waiting = [each for each in waiting if id(each[1]) not in taken]
+            if not batch:
+                return
             try:
                 scores = await asyncio.to_thread(self._compute, [ids for ids, _ in batch])
             except Exception as error:  # noqa: BLE001 - whoever waits for the batch gets it
@@ -145,7 +162,6 @@ class RewardModel:
         mask_NL = torch.zeros_like(ids_NL)
         for row, ids in enumerate(conversations):
             ids_NL[row, : len(ids)], mask_NL[row, : len(ids)] = torch.tensor(ids), 1
-        # Not before: the trainer's process only builds the function, to check it.
         automatic = "cuda" if torch.cuda.is_available() else "cpu"
         device = automatic if self._config.device == "auto" else self._config.device
         self._model.to(device)
@@ -157,8 +173,8 @@ class RewardModel:
         return scores
 
 
-def _check(config: RewardModelConfig) -> None:
-    """Raises ConfigError, before weights are read."""
+def _check(config: RewardModelConfig) -> Any:
+    """The model's own configuration. Raises ConfigError, before weights are read."""
     try:
         model: Any = AutoConfig.from_pretrained(config.model)
     except (OSError, ValueError) as error:
@@ -174,3 +190,4 @@ def _check(config: RewardModelConfig) -> None:
         raise ConfigError(f"label: {config.model} has {model.num_labels} labels; say which one is the good one")
     if config.label is not None and config.label >= model.num_labels:
         raise ConfigError(f"label: found {config.label}; allowed are 0 to {model.num_labels - 1}")
+    return model
