@@ -69,6 +69,28 @@ class Silent:
         return 1.0
 
 
+class Busy:
+    entered, go_on = [], threading.Event()
+
+    def reset(self):
+        return "Wait."
+
+    def wait(self) -> str:
+        """Waits until it may go on."""
+        self.entered.append("wait")
+        self.go_on.wait()
+        return "done"
+
+    def look(self) -> str:
+        """Looks."""
+        self.entered.append("look")
+        return "seen"
+
+    def get_reward(self) -> float:
+        self.entered.append("get_reward")
+        return 1.0
+
+
 class Undescribed(Silent):
     def act(self, force: int) -> str:
         return ""
@@ -159,6 +181,33 @@ def test_tasks_come_from_the_config_or_from_data_files(make: Any) -> None:
 def test_methods_that_cannot_be_tools_are_refused(make: Any, name: str, message: str) -> None:
     with pytest.raises(Exception, match=message):
         make(name)
+
+
+def test_an_object_is_not_entered_again_after_a_call_passed_its_limit(make: Any) -> None:
+    """The thread of that call may still be in it. A limit cancels the call, as this does."""
+    environment = make("Busy")
+
+    async def scenario() -> None:
+        episode = await environment.open({}, seed=1)
+        busy = episode._instance
+        assert (await episode.call("look", {})).response.text == "seen"
+        waiting = asyncio.ensure_future(episode.call("wait", {}))
+        while "wait" not in busy.entered:
+            await asyncio.sleep(0.001)
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        for _ in range(2):
+            with pytest.raises(ToolError, match="an earlier call passed its limit"):
+                await episode.call("look", {})
+        with pytest.raises(ToolError, match="an earlier call passed its limit"):
+            await episode.score(RewardTrajectory((), "", "", ""))
+        assert busy.entered == ["look", "wait"]
+        busy.go_on.set()
+        again = await environment.open({}, seed=1)
+        assert (await again.call("look", {})).response.text == "seen", "another episode has its own object"
+
+    asyncio.run(scenario())
 
 
 @pytest.mark.parametrize(

@@ -126,6 +126,23 @@ def test_every_method_gets_the_rows_arguments(spy, make_session) -> None:
     assert all(given == {"for": method} for method, _, given in spy.tool.calls) and len(spy.tool.calls) == 4
 
 
+def test_a_call_that_a_loop_leaves_running_ends_before_its_tool_is_released(spy, make_session) -> None:
+    """A loop that gathers, and fails, leaves its other calls behind."""
+    spy.tool.misbehave["execute"] = "hang"
+    spy.timeout = 60.0
+
+    async def scenario() -> None:
+        session = make_session([spy])
+        await session.open_tools()
+        left = asyncio.ensure_future(session.call_tool(CALL))
+        while "execute" not in methods(spy):
+            await asyncio.sleep(0)
+        await session.close()
+        assert left.cancelled() and methods(spy)[-1] == "release"
+
+    asyncio.run(scenario())
+
+
 def test_need_tools_kwargs_selects_the_rows_tools(spy, other, make_session) -> None:
     async def names(**extra: Any) -> list[str]:
         session = make_session([spy, other], **extra)

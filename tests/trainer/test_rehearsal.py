@@ -11,6 +11,8 @@ from typer.testing import CliRunner, Result
 
 from agentrl_core.api import AgentRLError
 from agentrl_core.cli.main import app
+from agentrl_core.config import load_config
+from agentrl_core.trainer.preparation import Preparation
 
 PLUGINS = '''
 from agentrl_core.api import Tool, ToolResponse, ToolResult, function_schema, hookimpl
@@ -159,3 +161,44 @@ def test_a_dry_run_reports_a_damaged_model(tiny_run: Any, damage: Callable[[Path
     result = dry_run(tiny_run({"model.path": str(model)}))
     assert result.exit_code != 0
     assert message in " ".join(result.output.split()), result.output
+
+
+COUNTED = """
+from agentrl_core.api import Tool, ToolResponse, ToolResult, function_schema
+
+def note(what):
+    with open({path!r}, "a") as file:
+        file.write(what + "\\n")
+
+class Noted(Tool):
+    schema = function_schema("noted", "Notes each build.", {{}})
+
+    def __init__(self, config, context):
+        note("tool")
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        return ToolResult(ToolResponse(""))
+
+class Score:
+    isolation = "inline"
+
+    def __init__(self, config, context):
+        note("check" if context.check_only else "weights")
+
+    def __call__(self, trajectory):
+        return 1.0
+"""
+
+
+def test_checking_builds_tools_and_rewards_once_and_no_weights(tiny_run: Any, tmp_path: Path) -> None:
+    """The workers of the run build theirs; here is nothing but a check."""
+    built = tmp_path / "built"
+    (tiny_run.folder / "counted.py").write_text(COUNTED.format(path=str(built)))
+    config = load_config(tiny_run({
+        "tools": [{"name": "./counted.py:Noted", "isolation": "inline"}],
+        "rollout.agent.loops": ["tool_agent"],
+        "data.max_prompt_length": 2048,
+        "reward.functions": ["./counted.py:Score"],
+    }))  # fmt: skip
+    Preparation.of(config)
+    assert sorted(built.read_text().split()) == ["check", "tool"]

@@ -61,6 +61,73 @@ def test_a_batch_scores_what_each_conversation_scores_alone(
     assert [each.score for each in scored(function, CONVERSATIONS)] == pytest.approx(expected, abs=1e-5)
 
 
+def test_nobody_waits_longer_than_those_that_came_before(reward_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While a long conversation waits, short ones keep coming: it is the second to be computed, not the last."""
+    function, order, gone_on = make(reward_model, batch_size=1), [], []
+
+    def compute(batch: Any) -> list[float]:
+        order.append(len(batch[0]))
+        return [0.0]
+
+    monkeypatch.setattr(function, "_compute", compute)
+    monkeypatch.setattr(function, "_ids", lambda messages: [1] * len(messages[-1]["content"]))
+
+    def says(length: int) -> RewardTrajectory:
+        return trajectory([{"role": "assistant", "content": "x" * length}])
+
+    async def short(left: int) -> None:
+        await function(says(1))
+        if left:
+            await short(left - 1)
+
+    async def play() -> None:
+        streams = [asyncio.ensure_future(short(20)) for _ in range(2)]
+        while not order:
+            await asyncio.sleep(0)
+        await function(says(50))
+        gone_on.append(len(order))
+        await asyncio.gather(*streams)
+
+    asyncio.run(play())
+    assert order.count(50) == 1 and len(order) == 43
+    assert order.index(50) <= 3, f"it was computed as number {order.index(50) + 1}"
+
+
+def test_a_batch_is_of_similar_length(reward_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, batches = make(reward_model, batch_size=3), []
+
+    def compute(batch: Any) -> list[float]:
+        batches.append([len(ids) for ids in batch])
+        return [0.0] * len(batch)
+
+    monkeypatch.setattr(function, "_compute", compute)
+
+    async def play() -> None:
+        lengths = [50, 10, 49, 11, 51, 9, 30]
+        await asyncio.gather(*(function._score([1] * length) for length in lengths))
+
+    asyncio.run(play())
+    assert [sorted(batch) for batch in batches] == [[49, 50, 51], [9, 10, 11], [30]]
+
+
+def test_what_is_only_checked_has_no_weights(reward_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = []
+    load = AutoModelForSequenceClassification.from_pretrained
+    monkeypatch.setattr(
+        AutoModelForSequenceClassification, "from_pretrained",
+        lambda *args, **kwargs: loaded.append(args) or load(*args, **kwargs),
+    )  # fmt: skip
+    config = RewardModelConfig(model=str(reward_model))
+    RewardModel(config, RewardFunctionContext("reward_model", check_only=True))
+    assert loaded == []
+    with pytest.raises(ConfigError, match="label: found 3"):
+        RewardModel(
+            RewardModelConfig(model=str(reward_model), label=3), RewardFunctionContext("r", check_only=True)
+        )
+    RewardModel(config, RewardFunctionContext("reward_model"))
+    assert len(loaded) == 1
+
+
 def test_turns_earn_what_they_change(reward_model: Path) -> None:
     (result,) = scored(make(reward_model, scores="turns"), [LONG])
     first, last = float(alone(reward_model, LONG[:2])), float(alone(reward_model, LONG))
