@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl_core.api import AgentRLError, SamplingParams, TokenOutput
+from agentrl_core.api import AgentRLError, SamplingParams, TokenOutput, together
 from agentrl_core.config import load_config
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.serving.replicas import EngineReplicas
@@ -135,4 +135,4 @@ async def _answers(
             replica, seeded = number % len(engines.servers), replace(params, seed=number)
             return await engines.sample(replica, prompt, seeded, f"answer-{number}")
 
-    return list(await asyncio.gather(*(one(number, prompt) for number, prompt in enumerate(prompts))))
+    return await together(one(number, prompt) for number, prompt in enumerate(prompts))

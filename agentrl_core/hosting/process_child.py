@@ -13,13 +13,16 @@ import traceback
 from collections.abc import Callable
 from typing import Any, BinaryIO
 
-from agentrl_core.hosting.wire import HEADER, ID_BYTES, encode
+from agentrl_core.hosting.wire import HEADER, encode
 
 
-def read_message(stream: BinaryIO) -> bytes | None:
-    """Read the next message; None when the other side has exited."""
+def read_message(stream: BinaryIO) -> tuple[bytes, bytes] | None:
+    """Read the next request's id and content; None when the other side has exited."""
     header = stream.read(HEADER.size)
-    return stream.read(HEADER.unpack(header)[0]) if len(header) == HEADER.size else None
+    if len(header) < HEADER.size:
+        return None
+    size, request = HEADER.unpack(header)
+    return request, stream.read(size)
 
 
 def serve() -> None:
@@ -30,7 +33,9 @@ def serve() -> None:
     os.dup2(empty, 0)
     os.close(empty)
     os.dup2(2, 1)
-    sys.path[:] = pickle.loads(read_message(calls) or b"")
+    if (first := read_message(calls)) is None:
+        return
+    sys.path[:] = pickle.loads(first[1])
     with asyncio.Runner() as runner:
         target: Any = None
 
@@ -43,9 +48,10 @@ def serve() -> None:
             return runner.run(result) if inspect.iscoroutine(result) else result
 
         handle: Callable[..., Any] = build
-        while (question := read_message(calls)) is not None:
-            data = question[:ID_BYTES] + answer(handle, question[ID_BYTES:])
-            answers.write(HEADER.pack(len(data)) + data)
+        while (message := read_message(calls)) is not None:
+            request, question = message
+            data = answer(handle, question)
+            answers.write(HEADER.pack(len(data), request) + data)
             answers.flush()
             handle = ask
 

@@ -29,6 +29,8 @@ from agentrl_core.hosting.wire import HEADER, ID_BYTES, MAX_BYTES, read_answer
 from agentrl_core.plugins.boundary import deadline
 
 logger = logging.getLogger(__name__)
+BUFFER_BYTES = 1 << 20
+"""Of a socket in either direction: with the default, megabytes take a third longer."""
 CLOSE_SECONDS = 5.0
 """Seconds for a child to end with everything that it started, before its supervisor is killed too."""
 SAFE_VARIABLES = frozenset(
@@ -127,27 +129,30 @@ class ProcessHost:
         self.kill()
         _warn_if_unconfined()
         ours, theirs = socket.socketpair()
+        for each in (ours, theirs):
+            each.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, BUFFER_BYTES)
         try:
             with theirs:
                 self._process = subprocess.Popen(
-                    [sys.executable, "-c", _CHILD], stdin=theirs, start_new_session=True,
+                    [sys.executable, "-c", _CHILD], stdin=theirs.fileno(), start_new_session=True,
                     env={key: value for key, value in os.environ.items() if key in self._variables or key[:3] == "LC_"},
                 )  # fmt: skip
-            self._streams = await asyncio.open_unix_connection(sock=ours)
+            self._streams = await asyncio.open_unix_connection(sock=ours, limit=BUFFER_BYTES)
         except BaseException:
             ours.close()
             self.kill()
             raise
         try:
-            self._send(pickle.dumps(sys.path, protocol=5))
+            self._send(sys.path, bytes(ID_BYTES))
             await self._exchange((self._build, self._args), self._start_timeout)
         except BaseException:
             self.kill()
             raise
 
-    def _send(self, data: bytes) -> None:
+    def _send(self, message: Any, request: bytes) -> None:
         assert self._streams is not None, "the process has been started"
-        self._streams[1].write(HEADER.pack(len(data)) + data)
+        data = pickle.dumps(message, protocol=5)
+        self._streams[1].write(HEADER.pack(len(data), request) + data)
 
     async def _exchange(self, message: Any, timeout: float) -> Any:
         assert self._process is not None and self._streams is not None, "the process has been started"
@@ -156,12 +161,14 @@ class ProcessHost:
         try:
             async with deadline(timeout, f"{self._name}: no answer within {timeout:g} s; its process was killed"):
                 request = os.urandom(ID_BYTES)
-                self._send(request + pickle.dumps(message, protocol=5))
+                self._send(message, request)
                 await writer.drain()
-                size = HEADER.unpack(await reader.readexactly(HEADER.size))[0]
-                if size > MAX_BYTES + ID_BYTES:
+                size, answered = HEADER.unpack(await reader.readexactly(HEADER.size))
+                if answered != request:
+                    raise ValueError("it does not belong to the call that was made")
+                if size > MAX_BYTES:
                     raise ToolError(f"{self._name}: its process was killed because it announced {size:,} bytes")
-                status, *answer = read_answer(await reader.readexactly(size), request)
+                status, *answer = read_answer(await reader.readexactly(size))
             done = True
         except (TypeError, ValueError) as error:
             raise ToolError(f"{self._name}: its process was killed because of a wrong answer: {error}") from error
@@ -219,8 +226,8 @@ def _wait_for_end(process: "subprocess.Popen[bytes]", name: str) -> None:
 def _warn_if_unconfined() -> None:
     if not landlock_version():
         logger.warning(
-            "this kernel has no Landlock (Linux 5.19 or newer): tools and rewards in processes can read the environment "
-            "and memory of this run's other processes, API keys included; see docs/security.md"
+            "this kernel has no Landlock (Linux 5.19 or newer): tools and rewards in processes can read the "
+            "environment and memory of this run's other processes, API keys included; see docs/security.md"
         )
 
 

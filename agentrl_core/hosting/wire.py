@@ -1,7 +1,6 @@
 """The answers of a child process: JSON, which cannot execute code, within limits of size and depth.
 
-Reading an answer creates numbers, texts, lists, dicts, the result types of tools and rewards, and nothing else. A
-message is its length, the random id of the request, and a call or an answer.
+Reading an answer creates numbers, texts, lists, dicts, the result types of tools and rewards, and nothing else.
 """
 
 import json
@@ -11,10 +10,10 @@ from typing import Any
 
 from agentrl_core.api import RewardResult, ToolResponse, ToolResult
 
-HEADER = struct.Struct("!Q")
-"""The length in bytes of the message that follows."""
 ID_BYTES = 16
-"""Bytes of a request's id, which nobody can guess: an answer repeats it, so none can be written ahead."""
+HEADER = struct.Struct(f"!Q{ID_BYTES}s")
+"""The length in bytes of the message that follows, and the random id of a request. An answer has the id of its request,
+which nobody can guess: so none can be written ahead."""
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
 """Maximum nesting of lists and dicts; picklers, templates and JSON readers fail beyond some hundreds."""
@@ -44,17 +43,12 @@ def decode(data: bytes) -> Any:
         raise ValueError(f"not a message of a child process: {error}") from error
 
 
-def read_answer(data: bytes, request: bytes) -> list[Any]:
-    """The answer to a request: ``["ok", value]`` or ``["error", kind, message, trace]``.
-
-    Raises:
-        ValueError: it answers another request, or is something else.
-    """
-    if data[:ID_BYTES] != request:
-        raise ValueError("it does not belong to the call that was made")
-    match decode(data[ID_BYTES:]):
-        case ["ok", _] | ["error", str(), str(), str()] as answer:
-            return answer
+def read_answer(data: bytes) -> list[Any]:
+    """An answer: ``["ok", value]`` or ``["error", kind, message, trace]``. Raises ValueError for anything else."""
+    answer: Any = decode(data)
+    match answer:
+        case ["ok", _] | ["error", str(), str(), str()]:
+            return list(answer)
     raise ValueError("expected ['ok', value] or ['error', kind, message, trace]")
 
 

@@ -14,6 +14,7 @@ from agentrl_core.api import (
     RolloutError,
     Termination,
     WorkerError,
+    together,
 )
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorDiedError, ActorHandle, ActorOptions, Runtime
@@ -120,7 +121,7 @@ class AgentLoopManager:
             for actor, limit in limits.items()
         ]
         try:
-            return [result for part in await asyncio.gather(*calls) for result in part]
+            return [result for part in await together(calls) for result in part]
         finally:
             for watcher in watchers:
                 watcher.cancel()
@@ -197,7 +198,7 @@ class AgentLoopManager:
             for result, reward in zip(group, revised, strict=True):
                 result.reward = reward
 
-        await asyncio.gather(*(revise(index, group) for index, group in enumerate(groups.values())))
+        await together(revise(index, group) for index, group in enumerate(groups.values()))
 
     def named_metrics(self) -> dict[str, float]:
         """Counters of the named engines since the last call, as ``engines/<name>/<counter>``."""

@@ -16,6 +16,7 @@ from agentrl_core.api import (
     SamplingParams,
     TokenOutput,
     WorkerError,
+    together,
 )
 from agentrl_core.config.schema import ResolvedConfig, ServedSlot
 from agentrl_core.controller.runtime import ActorHandle, ActorOptions, Runtime
@@ -141,7 +142,7 @@ class EngineReplicas:
     @blocking
     async def start(self) -> None:
         """Start every replica. Raises EngineError where one does not."""
-        await asyncio.gather(*(self._boot(member) for member in self._members))
+        await together(self._boot(member) for member in self._members)
 
     async def _boot(self, member: ReplicaState) -> None:
         try:
@@ -151,7 +152,7 @@ class EngineReplicas:
                 rendezvous = str(await self._in_time("rendezvous", member.server.call("rendezvous")))
         except WorkerError as error:
             raise EngineError(f"{member.server.name} died as it started: {error}") from error
-        await asyncio.gather(*(self._boot_server(server, rendezvous) for server in member.servers))
+        await together(self._boot_server(server, rendezvous) for server in member.servers)
 
     async def _boot_server(self, server: ActorHandle, rendezvous: str) -> None:
         limit = self._slot.start_timeout + START_GRACE
@@ -224,7 +225,7 @@ class EngineReplicas:
         limit = self._slot.health_timeout
         try:
             async with deadline(limit, f"no answer within {limit:g} s"):
-                await asyncio.gather(*(server.call("health") for server in member.servers))
+                await together(server.call("health") for server in member.servers)
                 if is_left_out and not self.context.deterministic:
                     # Processes behind the engine may hang although it answers.
                     await self.sample(index, [0], SamplingParams(1), f"check-{index}")
@@ -394,7 +395,7 @@ class EngineReplicas:
     async def probe(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[TokenOutput]:
         """What each replica answers to one request, in their order; no trajectory, tool or reward takes part."""
         calls = (self.sample(replica, prompt_ids, params, "probe") for replica in range(len(self._members)))
-        return list(await asyncio.gather(*calls))
+        return await together(calls)
 
     async def sample(
         self, replica: int, prompt_ids: Sequence[int], params: SamplingParams, request_id: str
@@ -460,7 +461,7 @@ class EngineReplicas:
                 return None
 
         asked = ((member, member.servers if every_host else member.servers[:1]) for member in self._members)
-        return list(await asyncio.gather(*(one(member, server) for member, servers in asked for server in servers)))
+        return await together(one(member, server) for member, servers in asked for server in servers)
 
 
 def _last_words(files: Sequence[str]) -> str:

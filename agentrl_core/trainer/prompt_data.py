@@ -102,9 +102,7 @@ class PromptLoader:
         tools: the configured tools, for their schemas; None: they are built here.
     """
 
-    def __init__(
-        self, config: ResolvedConfig, renderer: Renderer, tools: Sequence[HostedTool] | None = None
-    ) -> None:
+    def __init__(self, config: ResolvedConfig, renderer: Renderer, tools: Sequence[HostedTool] | None = None) -> None:
         self._config = config
         self._renderer = renderer
         seed, clients = config.trainer.seed, absent_clients(config.engines)

@@ -121,9 +121,7 @@ def test_what_is_only_checked_has_no_weights(reward_model: Path, monkeypatch: py
     RewardModel(config, RewardFunctionContext("reward_model", check_only=True))
     assert loaded == []
     with pytest.raises(ConfigError, match="label: found 3"):
-        RewardModel(
-            RewardModelConfig(model=str(reward_model), label=3), RewardFunctionContext("r", check_only=True)
-        )
+        RewardModel(RewardModelConfig(model=str(reward_model), label=3), RewardFunctionContext("r", check_only=True))
     RewardModel(config, RewardFunctionContext("reward_model"))
     assert len(loaded) == 1
 
