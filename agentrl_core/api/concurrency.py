@@ -1,6 +1,4 @@
-"""Calls that run concurrently and end together.
-
-    responses = await together(session.call_tool(call) for call in turn.tool_calls)
+"""Calls that run concurrently and end together: ``await together(session.call_tool(call) for call in calls)``.
 
 Where one fails, ``asyncio.gather`` leaves the others running: they would use tools and engines of a trajectory that has
 been released.
