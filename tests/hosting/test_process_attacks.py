@@ -22,7 +22,7 @@ from agentrl_core.hosting.wire import read_answer
 needs_landlock = pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")
 
 ANSWERS = '''
-import json, os, pickle, socket, struct, sys, time
+import json, os, pickle, select, struct, sys, threading, time
 from agentrl_core.api import Tool, ToolResponse, ToolResult, function_schema
 
 def own_socket():
@@ -53,6 +53,15 @@ def result(text):
     return {"type": "ToolResult", "fields": {"response": {"type": "ToolResponse", "fields": {"text": text}},
             "reward": 1.0, "metrics": {"type": "dict", "fields": {}}}}
 
+def flood(folder):
+    """Once told to, write until nobody reads any more, and say so."""
+    while not os.path.exists(folder + "/go"):
+        time.sleep(0.01)
+    number = own_socket()
+    while select.select([], [number], [], 1.0)[1]:
+        os.write(number, bytes(4096))
+    open(folder + "/full", "w").close()
+
 class Liar(Tool):
     isolation = "process"
     schema = function_schema("liar", "Writes answers itself.", {"x": {"type": "string"}})
@@ -63,6 +72,9 @@ class Liar(Tool):
             return ToolResult(ToolResponse("honest"), 0.0)
         if kind == "big":
             return ToolResult(ToolResponse("x" * int(rest)))
+        if kind == "flood":
+            threading.Thread(target=flood, args=(rest,), daemon=True).start()
+            return ToolResult(ToolResponse("honest"))
         if kind == "ahead":
             # An answer to this call, and one to the next, under the only id that it knows.
             answer = message(request(), json.dumps(["ok", result("forged")]).encode())
@@ -180,6 +192,23 @@ def test_an_answer_that_comes_byte_by_byte_ends_at_the_deadline(tool) -> None:
             await ask(liar, "drip")
         liar.timeout = 30.0
         await is_well(liar)
+
+    tool(ANSWERS, "Liar", scenario)
+
+
+def test_what_nobody_has_read_keeps_no_later_call_waiting(tool, tmp_path) -> None:
+    """With a full buffer nobody reads on, and nobody would see the end of the process."""
+
+    async def scenario(liar: HostedTool) -> None:
+        await ask(liar, f"flood {tmp_path}")
+        (tmp_path / "go").touch()
+        while not (tmp_path / "full").exists():
+            await asyncio.sleep(0.01)
+        with pytest.raises(ToolError, match="its process was killed because of a wrong answer"):
+            await ask(liar, "honest")
+        # Far longer than a start takes: the wait that this test is about had no end.
+        async with asyncio.timeout(120):
+            await is_well(liar)
 
     tool(ANSWERS, "Liar", scenario)
 
