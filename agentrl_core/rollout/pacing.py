@@ -1,4 +1,4 @@
-"""Shares out the event loop among trajectories that wake together, and keeps the garbage collector from the work."""
+"""Shares the event loop among trajectories that wake together, and runs the garbage collector less often."""
 
 import asyncio
 import gc

@@ -95,7 +95,7 @@ _EPOCH = time.time() - time.monotonic()
 
 
 class CallError(ToolError):
-    """The policy called a tool that there is not, or with wrong arguments: the tool itself is well."""
+    """The policy called an unknown tool or passed wrong arguments; the tool works."""
 
 
 class _Timed:

@@ -31,8 +31,7 @@ P = ParamSpec("P")
 CLOSE_TIMEOUT = 30.0
 """Seconds that an actor may take to close before it is killed."""
 START_GRACE = 60.0
-"""Seconds beyond ``start_timeout`` after which a server that cannot even say that it is late is given up: its process
-starts and imports within them, on a machine that may be busy."""
+"""Extra seconds for a server's process to start and import; after ``start_timeout`` and these it counts as failed."""
 
 
 def blocking(
@@ -359,7 +358,7 @@ class EngineReplicas:
         async with self._awake():
             if weights.sender is not None:
                 members = [member for member in self._members if member.is_alive]
-                await asyncio.gather(*(self._wake(member, "weights") for member in members))
+                await together(self._wake(member, "weights") for member in members)
                 await self._in_time("receive weights", self._delivery.broadcast(weights, members))
 
     @blocking

@@ -17,7 +17,7 @@ from agentrl_core.plugins.boundary import within
 
 logger = logging.getLogger(__name__)
 MAX_LOSSES = 3
-"""Replicas that one request may lose, or give it up, before it is taken to be the cause."""
+"""How many replicas may die under one request, or give it up, before it is blamed."""
 
 
 @dataclass
@@ -35,8 +35,8 @@ class Replica:
 class AsyncLLMServerManager:
     """Sends each request to a replica: sticky by request id, the least loaded for a new one, another if one dies.
 
-    A dead replica is left out until :meth:`put_server` brings it back. Where all are dead requests wait for that,
-    unless :meth:`give_up` has said that none will come back; no deadline runs meanwhile, see :meth:`outage`.
+    A dead replica is left out until :meth:`put_server` brings it back. If all are dead, requests wait for one to
+    return, unless :meth:`give_up` has said that none will come back; no deadline runs meanwhile, see :meth:`outage`.
 
     A request whose time is over may be slow, or its replica may be frozen. The owner of the replicas finds out which:
     the request fails if the owner puts the same server back, and is repeated, once, if the server was replaced.

@@ -256,7 +256,7 @@ def resumed_state(config: ResolvedConfig, checkpoint: Path, data_fingerprint: st
     _compare_options(config, checkpoint)
     if state.data_fingerprint != data_fingerprint:
         logger.warning("the training data differs from that of %s, so the remaining prompts differ too", checkpoint)
-        # It speaks of rows by number.
+        # The sampler's state refers to rows of the old data.
         state = replace(state, sampler={})
     return replace(state, data_fingerprint=data_fingerprint)
 
@@ -269,7 +269,7 @@ def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
     }
     now = {dotted(key): value for key, value in leaves(written(config))}
     for path, member in keys(Config):
-        # What the run was made with, if the option is younger than it.
+        # An option added later had its default.
         if (key := dotted(path)) in now and member.default is not None:
             before.setdefault(key, plain(member.default()))
     changed = {

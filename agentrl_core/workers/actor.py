@@ -42,7 +42,7 @@ CORRECTION = "correction_weights"
 """[B, R] column of the batch with what ``algorithm.correction`` multiplies the losses by."""
 FREE_COLUMNS = ("policy_versions", "turn_ids")
 GROUPS, PREPARED = "group number", "prepared "
-"""Of columns that are made here; nothing in a batch has such a name."""
+"""Names of columns that the actor adds to a batch."""
 
 
 class ActorWorker(TrainingWorker):
