@@ -34,6 +34,11 @@ RESHAPING: dict[str, Any] = {
 """Sampling parameters that an engine announces as a capability of the same name, with the values that mean off."""
 
 
+def truncation_is_chained(top_p: float, top_k: int, min_p: float) -> bool:
+    """top_p follows another truncation: a request that needs an engine with the capability ``chained_truncation``."""
+    return top_p < 1 and (top_k > 0 or min_p > 0)
+
+
 @dataclass(frozen=True)
 class SamplingParams:
     """How to sample one request.
@@ -41,8 +46,10 @@ class SamplingParams:
     Args:
         max_tokens: most tokens to sample; always >= 1 when an engine sees it.
         temperature: 0 means greedy.
-        top_p, top_k: nucleus and top-k truncation; 1.0 and 0 switch them off.
+        top_k: only so many of the likeliest tokens; 0 switches it off.
         min_p: only tokens at least this fraction as likely as the likeliest one; 0 switches it off.
+        top_p: the smallest set of likeliest tokens that has at least this share of what top_k and min_p have left; 1.0
+            switches it off.
         presence_penalty: subtracted from the logit of each token that this request has sampled already.
         frequency_penalty: the same, times how often it has been sampled.
         repetition_penalty: divides the positive logits of tokens of prompt and output and multiplies the negative ones
@@ -83,7 +90,9 @@ class SamplingParams:
     @property
     def capabilities(self) -> set[str]:
         """Those that an engine needs for this request."""
-        return {*self.reshaping, *(["json_schema"] if self.json_schema is not None else [])}
+        chained = truncation_is_chained(self.top_p, self.top_k, self.min_p)
+        schema = self.json_schema is not None
+        return {*self.reshaping, *(["json_schema"] * schema), *(["chained_truncation"] * chained)}
 
 
 @dataclass(frozen=True)

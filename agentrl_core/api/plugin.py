@@ -74,6 +74,7 @@ KINDS: dict[str, PluginKind] = {
             "deterministic": "can repeat a rollout exactly (rollout.deterministic)",
             "sessions": "keeps state between the turns of a trajectory: open_session and close_session are called",
             "min_p": "SamplingParams.min_p: truncates sampling relative to the likeliest token",
+            "chained_truncation": "SamplingParams.top_p takes its share of what min_p and top_k have left",
             "presence_penalty": "SamplingParams.presence_penalty: penalizes tokens that the request has sampled",
             "frequency_penalty": "SamplingParams.frequency_penalty: penalizes tokens by how often they were sampled",
             "repetition_penalty": "SamplingParams.repetition_penalty: penalizes tokens of prompt and output",

@@ -9,7 +9,7 @@ from functools import reduce
 from itertools import chain
 from typing import Any
 
-from agentrl_core.api.engine import RESHAPING
+from agentrl_core.api.engine import RESHAPING, truncation_is_chained
 from agentrl_core.api.plugin import KINDS
 from agentrl_core.config.schema import ResolvedConfig, ServedSlot
 from agentrl_core.config.slots import Slot, slots_by_path
@@ -67,6 +67,18 @@ def _sampling(name: str, unused: object) -> Feature:
     return feature
 
 
+def _chained_truncation(config: ResolvedConfig) -> str | None:
+    """Of training or validation."""
+    sections = {"rollout": config.rollout.sampling, "trainer.validation": config.trainer.validation.sampling}
+    chained = (
+        f"{path}.sampling.top_p={own.top_p} with {' and '.join(others)}"
+        for path, own in sections.items()
+        if truncation_is_chained(own.top_p, own.top_k, own.min_p)
+        and (others := [f"{key}={getattr(own, key)}" for key in ("top_k", "min_p") if getattr(own, key)])
+    )
+    return " and ".join(chained) or None
+
+
 def _more_than_one(path: str, slot: ServedSlot, *keys: str) -> str | None:
     return " and ".join(f"{path}.{key}={getattr(slot, key)}" for key in keys if getattr(slot, key) > 1) or None
 
@@ -95,6 +107,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "sleep", _set("engine.sleep", 0), training=True),
     Requirement("rollout.engine", "broadcast", _set("engine.weight_transfer", "auto", "host_memory"), training=True),
     *(Requirement("rollout.engine", name, _sampling(name, unused)) for name, unused in RESHAPING.items()),
+    Requirement("rollout.engine", "chained_truncation", _chained_truncation),
     *_devices("rollout.engine", lambda config: config.rollout.engine),
     Requirement("rollout.agent.loops", "tools", _listed("tools", lambda config: config.tools)),
     Requirement("rollout.agent.loops", "interactions", _listed("interactions", lambda config: config.interactions)),

@@ -11,6 +11,7 @@ from pathlib import Path
 from agentrl_core.config.capabilities import Alternatives, installed_with, missing_capabilities
 from agentrl_core.config.hub import is_hub_name
 from agentrl_core.config.schema import ResolvedConfig, ServedSlot
+from agentrl_core.engine_kit.requests import sampling_problem
 
 _MOST_PARENTS = 3
 _PARALLEL = ("tensor_parallel", "pipeline_parallel", "data_parallel")
@@ -36,6 +37,8 @@ def data(config: ResolvedConfig) -> Problems:
     for key, sampling in (("rollout", config.rollout.sampling), ("trainer.validation", validation.sampling)):
         if "" in sampling.stop:
             yield f"{key}.sampling.stop", "expected texts of at least one character, found an empty one; remove it"
+        if problem := sampling_problem(sampling.params()):
+            yield f"{key}.sampling", problem
     if best is not None and not config.data.validation_files and not config.environments:
         yield "trainer.checkpoint.best_metric", f"'{best}' is never measured without data.validation_files"
     if config.data.validation_files and not validation.greedy and validation.n == 0:

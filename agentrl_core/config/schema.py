@@ -232,7 +232,9 @@ class DataConfig:
 
 @dataclass
 class SamplingConfig:
-    temperature: float = option(SamplingParams.temperature, ge=0, help="sampling temperature; 0: greedy")
+    temperature: float = option(
+        SamplingParams.temperature, ge=0, le=2, help="sampling temperature, at least 0.01; 0: greedy"
+    )
     top_p: float = option(SamplingParams.top_p, gt=0, le=1, help="nucleus sampling threshold; 1: off")
     top_k: int = option(SamplingParams.top_k, ge=0, help="sample from the k most likely tokens; 0: off")
     min_p: float = option(
@@ -255,6 +257,11 @@ class SamplingConfig:
         default_factory=list,
         help="texts that end a turn, in addition to the stop tokens of the chat template; kept in the turn",
     )
+
+    def params(self) -> SamplingParams:
+        """Those of a request, without ``stop``, which the tokenizer decides."""
+        own = {name: value for name, value in vars(self).items() if name not in ("max_tokens", "stop")}
+        return SamplingParams(self.max_tokens or 1, **own)
 
 
 @dataclass

@@ -12,6 +12,7 @@ from agentrl_core.api.engine import RESHAPING
 from agentrl_core.config.nodes import Origin, from_plain
 from agentrl_core.config.schema import SamplingConfig
 from agentrl_core.config.validation import Walker
+from agentrl_core.engine_kit.requests import sampling_problem
 from agentrl_core.plugins.resolution import resolve
 
 KEY = "sampling"
@@ -25,12 +26,15 @@ class _RowSampling(SamplingConfig):
     seed: int | None = option(None, ge=0, help="in place of the run's seed, step and prompt")
 
 
-def check_row_sampling(extra: Mapping[str, Any], where: str, split: Split, capabilities: Collection[str]) -> None:
+def check_row_sampling(
+    extra: Mapping[str, Any], where: str, split: Split, run: SamplingConfig, capabilities: Collection[str]
+) -> None:
     """Check the sampling parameters of a row, if it has any.
 
     Args:
         extra: ``extra_info`` of the row.
         where: names the row.
+        run: what the row's parameters replace.
         capabilities: of the engine.
 
     Raises:
@@ -52,6 +56,15 @@ def check_row_sampling(extra: Mapping[str, Any], where: str, split: Split, capab
         raise DataError("; ".join(walker.problems))
     if "" in given.get("stop", ()):
         raise DataError(f"{key}.stop: expected texts of at least one character, found an empty one; remove it")
+    params = _RowSampling(**{**vars(run), **given}).params()
+    if problem := sampling_problem(params):
+        raise DataError(f"{key}: {problem}")
+    if "chained_truncation" in params.capabilities.difference(capabilities):
+        raise DataError(
+            f"{key}: with the run's parameters the row has top_p={params.top_p}, top_k={params.top_k} and "
+            f"min_p={params.min_p}; this engine takes top_p of the whole distribution (it lacks the capability "
+            "'chained_truncation'), so set top_p to 1, or top_k and min_p to 0"
+        )
 
 
 def with_row_sampling(sampling: Mapping[str, Any], extra: Mapping[str, Any], *, greedy: bool) -> dict[str, Any]:

@@ -13,6 +13,7 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,10 @@ import numpy as np
 
 from agentrl_core.api.engine import PolicySpan, SamplingParams
 from agentrl_core.api.errors import EngineError
+
+
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""vLLM raises lower ones in silence, and takes no higher one."""
 
 
 def check_request(
@@ -30,20 +35,18 @@ def check_request(
     *,
     vocab_size: int,
     max_model_len: int,
-    max_temperature: float = math.inf,
 ) -> None:
     """Refuse what an engine of text could not digest, in the words of whoever configured it.
 
     Args:
         vocab_size: ids at or above it are refused.
         max_model_len: tokens of prompt and response together.
-        max_temperature: the highest that the engine takes.
 
     Raises:
         ValueError: the request cannot be served.
     """
     where = f"request {request_id!r}:"
-    if not prompt_ids:
+    if len(prompt_ids) == 0:
         raise ValueError(f"{where} the prompt is empty; it needs at least 1 token")
     if len(prompt_ids) >= max_model_len:
         raise ValueError(
@@ -53,33 +56,58 @@ def check_request(
     if not _all_known(prompt_ids, vocab_size):
         token = next(token for token in prompt_ids if not 0 <= token < vocab_size)
         raise ValueError(f"{where} token id {token} is outside the vocabulary 0..{vocab_size - 1}")
-    if params.max_tokens < 1:
-        raise ValueError(f"{where} max_tokens is {params.max_tokens}; it must be at least 1")
-    if not (0 <= params.temperature <= max_temperature and 0 < params.top_p <= 1 and params.top_k >= 0):
-        bound = "temperature >= 0" if max_temperature == math.inf else f"0 <= temperature <= {max_temperature:g}"
-        raise ValueError(
-            f"{where} temperature {params.temperature}, top_p {params.top_p}, top_k {params.top_k}; allowed are "
-            f"{bound}, 0 < top_p <= 1, top_k >= 0"
-        )
-    penalties = (params.presence_penalty, params.frequency_penalty)
-    if not (0 <= params.min_p <= 1 and max(map(abs, penalties)) <= 2 and params.repetition_penalty > 0):
-        raise ValueError(
-            f"{where} min_p {params.min_p}, presence_penalty {penalties[0]}, frequency_penalty {penalties[1]}, "
-            f"repetition_penalty {params.repetition_penalty}; allowed are 0 <= min_p <= 1, penalties from -2 to 2, "
-            "repetition_penalty > 0"
-        )
-    for token, bias in params.logit_bias.items():
-        if not 0 <= token < vocab_size or not math.isfinite(bias):
-            raise ValueError(
-                f"{where} logit_bias {{{token}: {bias}}}; allowed are ids in 0..{vocab_size - 1} and finite values"
-            )
-    if params.json_schema is not None and not _is_object(params.json_schema):
-        raise ValueError(
-            f"{where} json_schema {params.json_schema!r:.100} is not the JSON text of an object, for example "
-            '\'{"type": "object"}\''
-        )
+    if problem := sampling_problem(params, vocab_size):
+        raise ValueError(f"{where} {problem}")
     if multi_modal:
         raise ValueError(f"{where} this engine takes text only, found {', '.join(sorted(multi_modal))}")
+
+
+def sampling_problem(params: SamplingParams, vocab_size: int | None = None) -> str:
+    """What no engine is asked for, so that each value means the same with all of them; empty for valid parameters.
+
+    Args:
+        vocab_size: ids at or above it are refused; None where it is not known yet.
+    """
+    temperature, repetition = params.temperature, params.repetition_penalty
+    allowed = {
+        "max_tokens": (_whole(params.max_tokens, 1), "a whole number >= 1"),
+        "temperature": (
+            _within(temperature, 0, MAX_TEMPERATURE) and (temperature == 0 or temperature >= MIN_TEMPERATURE),
+            f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
+        ),
+        "top_p": (_within(params.top_p, 0, 1) and params.top_p > 0, "numbers > 0 and <= 1"),
+        "top_k": (_whole(params.top_k, 0), "a whole number >= 0 (0: off)"),
+        "min_p": (_within(params.min_p, 0, 1), "0 to 1"),
+        "presence_penalty": (_within(params.presence_penalty, -2, 2), "-2 to 2"),
+        "frequency_penalty": (_within(params.frequency_penalty, -2, 2), "-2 to 2"),
+        "repetition_penalty": (_within(repetition, 0, math.inf) and 0 < repetition < math.inf, "finite numbers > 0"),
+        "seed": (params.seed is None or _whole(params.seed, -math.inf), "a whole number or None"),
+    }
+    for name, (is_valid, values) in allowed.items():
+        if not is_valid:
+            return f"{name} is {getattr(params, name)!r}; allowed: {values}"
+    size = math.inf if vocab_size is None else vocab_size
+    ids = f"ids of the vocabulary 0..{size - 1}" if vocab_size is not None else "token ids >= 0"
+    for token in params.stop_token_ids:
+        if not (_whole(token, 0) and token < size):
+            return f"stop_token_ids holds {token!r}; allowed: {ids}"
+    for token, bias in params.logit_bias.items():
+        if not (_whole(token, 0) and token < size and _within(bias, -math.inf, math.inf) and math.isfinite(bias)):
+            return f"logit_bias is {{{token!r}: {bias!r}}}; allowed: {ids}, and finite values"
+    if params.json_schema is not None and not _is_object(params.json_schema):
+        return (
+            f"json_schema {params.json_schema!r:.100} is not the JSON text of an object, for example "
+            '\'{"type": "object"}\''
+        )
+    return ""
+
+
+def _within(value: Any, low: float, high: float) -> bool:
+    return isinstance(value, Real) and bool(low <= value <= high)
+
+
+def _whole(value: Any, low: float) -> bool:
+    return isinstance(value, Integral) and bool(value >= low)
 
 
 def _is_object(text: str) -> bool:

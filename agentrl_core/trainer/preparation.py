@@ -100,6 +100,7 @@ class Preparation:
         check_logit_bias(config, int(text_config.vocab_size))
         renderer = build_renderer(config.rollout.renderer, model, config.rollout.tool_parser.build(ToolParserContext()))
         chat = cast(HFChatRenderer, renderer.chat)
+        check_stop_ids(config, renderer.stop_token_ids, int(text_config.vocab_size))
         tools = rehearse(config, chat, listeners=listeners)
         if training:
             check_teacher(config, chat)
@@ -334,6 +335,19 @@ def check_logit_bias(config: ResolvedConfig, vocab_size: int) -> None:
                 f"{key}.sampling.logit_bias: {', '.join(outside)} is no token id of {config.model.path}; allowed: 0 to "
                 f"{vocab_size - 1}"
             )
+
+
+def check_stop_ids(config: ResolvedConfig, stops: Sequence[int], vocab_size: int) -> None:
+    """Reject a stop token that the model does not have: engines refuse each request that names one.
+
+    Raises:
+        ConfigError: naming the ids.
+    """
+    if outside := [str(token) for token in stops if not 0 <= token < vocab_size]:
+        raise ConfigError(
+            f"model.path: {', '.join(outside)} ends a turn (the tokenizer's eos_token, or eos_token_id in "
+            f"generation_config.json) and is no token id of {config.model.path}; allowed: 0 to {vocab_size - 1}"
+        )
 
 
 def warn_of_other_distribution(config: ResolvedConfig) -> None:

@@ -317,7 +317,8 @@ class PromptLoader:
                 f"listed: {', '.join(self._loops)}"
             )
         extra: Mapping[str, Any] = row.get("extra_info") or {}
-        check_row_sampling(extra, where, split, self._config.rollout.engine.plugin.spec.capabilities)
+        run = self._config.trainer.validation if split == "validation" else self._config.rollout
+        check_row_sampling(extra, where, split, run.sampling, self._config.rollout.engine.plugin.spec.capabilities)
         if "tools" in self._loops[name]:
             if unknown := sorted(set(extra.get("tools_kwargs") or {}) - self._schemas.keys()):
                 raise DataError(

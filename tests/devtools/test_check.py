@@ -126,7 +126,7 @@ def test_unknown_capability(isolated_plugins: IsolatedPlugins) -> None:
         f"{BROKEN}acme_tools.plugin:PLUGIN for inference engine 'shout': unknown capability 'log_probs': did you mean "
         "'logprobs'? allowed are logprobs, seeds, abort, pause, sleep, weight_update, broadcast, ipc, "
         "parallel, multi_node, shared_module, deterministic, sessions, "
-        "min_p, presence_penalty, frequency_penalty, repetition_penalty, logit_bias, json_schema"
+        "min_p, chained_truncation, presence_penalty, frequency_penalty, repetition_penalty, logit_bias, json_schema"
     )
     assert (listed().status, listed().error) == ("broken", message)
     assert checked(kind="engine").problems == (message,)

@@ -79,12 +79,15 @@ def test_rows_with_images_do_not_train_as_text(
         ("train", {"min_p": 0.5}, "has min_p; allowed with this engine: max_tokens"),
         ("train", [1], r"extra_info.sampling is \[1\]; allowed is a mapping with max_tokens"),
         ("validation", {"temperature": -1}, r"sampling.temperature \(data: validation row 0\): expected a number >= 0"),
+        ("validation", {"temperature": 0.001}, "data: validation row 0: extra_info.sampling: temperature is 0.001; allow"),
+        ("train", {"top_k": 5}, "with the run's parameters the row has top_p=0.9, top_k=5 and min_p=0.0; this engine"),
     ],
 )
 def test_sampling_parameters_of_a_row_are_checked(tiny_run: Any, split: str, sampling: Any, message: str) -> None:
     (row,) = tiny_run.rows(1)
     tiny_run.write_rows("own.jsonl", [{**row, "extra_info": {**row["extra_info"], "sampling": sampling}}])
-    config = load_config(tiny_run({"rollout.engine": {"name": "scripted"}, f"data.{split}_files": ["own.jsonl"]}))
+    run = {"rollout.engine": {"name": "scripted"}, "rollout.sampling": {"top_p": 0.9}}
+    config = load_config(tiny_run({**run, f"data.{split}_files": ["own.jsonl"]}))
     with pytest.raises(DataError, match=message):
         PromptLoader(config, ChatTemplateRenderer.of(HFChatRenderer.from_config(config.model))).load()
 

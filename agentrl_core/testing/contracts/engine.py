@@ -132,6 +132,29 @@ class Model:
             log_probs.append(float(torch.log_softmax(row, -1)[token]))
         return likeliest, log_probs
 
+    def allowed(self, prompt: Sequence[int], output: Sequence[int], params: Mapping[str, Any]) -> list[set[int]]:
+        """For each place of the output: the ids that top-k, min-p and top-p leave, as transformers chains them."""
+        import torch
+        from transformers import (
+            LogitsProcessorList,
+            MinPLogitsWarper,
+            TemperatureLogitsWarper,
+            TopKLogitsWarper,
+            TopPLogitsWarper,
+        )
+
+        warpers = LogitsProcessorList([TemperatureLogitsWarper(params["temperature"])])
+        if "top_k" in params:
+            warpers.append(TopKLogitsWarper(params["top_k"]))
+        if "min_p" in params:
+            warpers.append(MinPLogitsWarper(params["min_p"]))
+        # A token at the very edge may fall on either side of it.
+        warpers.append(TopPLogitsWarper(params["top_p"] + 1e-5))
+        with torch.no_grad():
+            logits = self.module(torch.tensor([[*prompt, *output]])).logits[0, len(prompt) - 1 : -1].float()
+        kept = warpers(torch.zeros(len(output), 1, dtype=torch.long), logits).isfinite()
+        return [set(row.nonzero()[:, 0].tolist()) for row in kept]
+
     def greedy(self, prompt: Sequence[int], count: int) -> list[int]:
         """The likeliest continuation; requests without stop ids do not stop."""
         import torch
@@ -346,6 +369,7 @@ class EngineContract(PluginContract):
             {"repetition_penalty": 1.8},
             {"logit_bias": {17: 3.0, 40: -4.0, 41: 2.5}},
             {"frequency_penalty": 0.7, "presence_penalty": 0.5, "logit_bias": {19: 2.0}},
+            {"repetition_penalty": 1.7, "frequency_penalty": 0.6, "logit_bias": {17: 3.0, 40: -4.0, 41: 2.5}},
         ],
         ids=str,
     )
@@ -399,6 +423,35 @@ class EngineContract(PluginContract):
                 )
             if output.log_probs is not None:
                 assert served.gap(PROMPTS[0], output) <= served.plugin.tolerance, "log-probs are those after min_p"
+
+    @pytest.mark.parametrize("params", [{"top_k": 6}, {"min_p": 0.1}, {"top_k": 5, "min_p": 0.05}], ids=str)
+    def test_top_p_takes_its_share_of_what_is_left(self, served: Served, params: dict[str, Any]) -> None:
+        """After top-k and min-p, as transformers chains them."""
+        needs(served.plugin, "chained_truncation")
+        outputs = served.run(served.together(PROMPTS * 6, "c", max_tokens=12, temperature=1.5, top_p=0.6, **params))
+        for prompt, output in zip(PROMPTS * 6, outputs, strict=True):
+            allowed = served.model.allowed(prompt, output.token_ids, {"temperature": 1.5, "top_p": 0.6, **params})
+            for token, ids in zip(output.token_ids, allowed, strict=True):
+                assert token in ids, f"with {params} and top_p=0.6 token {token} was sampled, not one of {sorted(ids)}"
+
+    def test_what_no_engine_serves_is_refused_and_numpy_is_served(self, served: Served) -> None:
+        """Bounds are those of ``engine_kit.requests.sampling_problem``; other requests are not affected."""
+        plain = served.run(served.generate(PROMPTS[1], temperature=0.0)).token_ids
+        for name, value in (
+            ("temperature", 2.5), ("temperature", 0.001), ("temperature", float("nan")), ("temperature", float("inf")),
+            ("stop_token_ids", (256,)), ("top_p", 0.0), ("max_tokens", 0),
+        ):  # fmt: skip
+            with pytest.raises(ValueError, match=name):
+                served.run(served.generate(PROMPTS[1], **{name: value}))
+        numbers = {"temperature": np.float32(0), "max_tokens": np.int64(16), "stop_token_ids": tuple(np.array([255]))}
+
+        async def from_numpy() -> TokenOutput:
+            async with served.session("n"):
+                return await served.engine.generate(np.array(PROMPTS[1]), SamplingParams(**numbers), "n")  # type: ignore[arg-type]
+
+        output = served.run(from_numpy())
+        expected = plain[: plain.index(255) + 1] if 255 in plain else plain
+        assert output.token_ids == expected, "a prompt in an array has another answer than in a list"
 
     def test_a_schema_is_kept_by_its_request_alone(self, served: Served) -> None:
         """The text is JSON that fits, and ends there; an invalid schema fails its request alone."""

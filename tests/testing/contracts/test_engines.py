@@ -69,6 +69,20 @@ class Unshaped(Changed):
         return replace(params, **RESHAPING, json_schema=None)
 
 
+class Unchained(Changed):
+    """Takes top_p of the whole distribution."""
+
+    def params(self, params):
+        return replace(params, top_k=0, min_p=0.0) if params.top_p < 1 else params
+
+
+class Trusting(Changed):
+    """Makes something of every request."""
+
+    def params(self, params):
+        return replace(params, temperature=min(1.0, params.temperature), stop_token_ids=())
+
+
 class Unseeded(Changed):
     def params(self, params):
         return replace(params, seed=None)
@@ -155,6 +169,7 @@ ALL = (
     "broadcast",
     "sessions",
     "json_schema",
+    "chained_truncation",
     *RESHAPING,
 )
 BROKEN: dict[str, type[HFEngine]] = {
@@ -167,6 +182,8 @@ BROKEN: dict[str, type[HFEngine]] = {
     "test_penalties_and_biases_are_those_of_transformers": Unshaped,
     "test_a_large_bias_decides_the_token": Unshaped,
     "test_min_p_leaves_the_likely_tokens": Unshaped,
+    "test_top_p_takes_its_share_of_what_is_left": Unchained,
+    "test_what_no_engine_serves_is_refused_and_numpy_is_served": Trusting,
     "test_a_schema_is_kept_by_its_request_alone": Unshaped,
     "test_a_seed_repeats_an_answer_in_any_company": Unseeded,
     "test_turns_of_a_session_continue": SameSession,

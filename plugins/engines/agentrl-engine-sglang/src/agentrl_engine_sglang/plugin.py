@@ -13,7 +13,8 @@ PLUGIN = PluginSpec(
     requires=("aiohttp>=3.10", "sglang>=0.5.21"),
     # No penalties: SGLang applies them one token late with its overlapping scheduler, and its repetition penalty counts
     # what was sampled, but not the prompt. No json_schema: a server with a tokenizer, which grammars need, ends every
-    # request at the tokenizer's end of sequence.
+    # request at the tokenizer's end of sequence. No chained_truncation: SGLang takes the share of top_p of the whole
+    # distribution.
     capabilities=frozenset(
         {
             "logprobs",

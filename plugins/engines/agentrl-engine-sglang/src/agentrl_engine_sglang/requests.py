@@ -15,17 +15,17 @@ def request_body(
 ) -> dict[str, Any]:
     """The body of ``/generate``. Everything is said, so that no default of the server or the model applies."""
     sampling: dict[str, Any] = {
-        "max_new_tokens": min(params.max_tokens, max_model_len - len(prompt_ids)),
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k or -1,
-        "stop_token_ids": list(params.stop_token_ids),
-        "min_p": params.min_p,
+        "max_new_tokens": int(min(params.max_tokens, max_model_len - len(prompt_ids))),
+        "temperature": float(params.temperature),
+        "top_p": float(params.top_p),
+        "top_k": int(params.top_k) or -1,
+        "stop_token_ids": [int(token) for token in params.stop_token_ids],
+        "min_p": float(params.min_p),
     }
     if params.logit_bias:
-        sampling["logit_bias"] = {str(token): bias for token, bias in params.logit_bias.items()}
+        sampling["logit_bias"] = {str(token): float(bias) for token, bias in params.logit_bias.items()}
     if seeded and params.seed is not None:
-        sampling["sampling_seed"] = params.seed % 2**63
+        sampling["sampling_seed"] = int(params.seed) % 2**63
     return {
         "rid": rid,
         "input_ids": [int(token) for token in prompt_ids],

@@ -17,7 +17,7 @@ from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.counters import Counters
 from agentrl_engine_vllm.follower import VLLMFollower
 from agentrl_engine_vllm.launch import BACKEND, check_installed, engine_arguments, environment
-from agentrl_engine_vllm.requests import MAX_TEMPERATURE, sampling_arguments, token_output
+from agentrl_engine_vllm.requests import sampling_arguments, token_output
 from agentrl_engine_vllm.weights import WorkerWeights
 
 ABORT_INTERVAL = 0.5
@@ -118,9 +118,8 @@ class VLLMEngine(InferenceEngine):
         self._running()
         length = self._context.max_model_len
         check_request(
-            request_id, prompt_ids, sampling_params, multi_modal,
-            vocab_size=self._vocab_size, max_model_len=length, max_temperature=MAX_TEMPERATURE,
-        )  # fmt: skip
+            request_id, prompt_ids, sampling_params, multi_modal, vocab_size=self._vocab_size, max_model_len=length
+        )
         with self._session(request_id) as ended:
             arguments = sampling_arguments(len(prompt_ids), sampling_params, length)
             output = await self._call([int(token) for token in prompt_ids], arguments, request_id)

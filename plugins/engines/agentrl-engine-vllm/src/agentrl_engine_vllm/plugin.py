@@ -16,6 +16,7 @@ PLUGIN = PluginSpec(
             "logprobs",
             "seeds",
             "min_p",
+            "chained_truncation",
             "presence_penalty",
             "frequency_penalty",
             "repetition_penalty",

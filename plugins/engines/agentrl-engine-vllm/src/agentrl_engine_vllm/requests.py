@@ -6,23 +6,17 @@ from agentrl_core.api.engine import FinishReason, PolicySpan, SamplingParams, To
 from agentrl_core.api.errors import EngineError
 from agentrl_core.engine_kit.requests import covering_spans
 
+NUMBERS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
-MAX_TEMPERATURE = 2.0
-"""vLLM takes no higher one."""
 
 
 def sampling_arguments(prompt_length: int, params: SamplingParams, max_model_len: int) -> dict[str, Any]:
     """Arguments of vLLM's ``SamplingParams``, without those that only vLLM can name, and ``json_schema``, if any."""
     arguments: dict[str, Any] = {
-        "max_tokens": min(params.max_tokens, max_model_len - prompt_length),
-        "temperature": params.temperature,
-        "top_p": params.top_p,
-        "top_k": params.top_k,
-        "stop_token_ids": list(params.stop_token_ids),
-        "min_p": params.min_p,
-        "presence_penalty": params.presence_penalty,
-        "frequency_penalty": params.frequency_penalty,
-        "repetition_penalty": params.repetition_penalty,
+        "max_tokens": int(min(params.max_tokens, max_model_len - prompt_length)),
+        "top_k": int(params.top_k),
+        "stop_token_ids": [int(token) for token in params.stop_token_ids],
+        **{name: float(getattr(params, name)) for name in NUMBERS},
         # A request ends at its own stop ids, and nowhere else. After complete JSON vLLM also allows the tokenizer's end
         # of sequence, and constrains nothing that follows it: with a schema the request must end there too.
         "ignore_eos": params.json_schema is None,
@@ -31,11 +25,11 @@ def sampling_arguments(prompt_length: int, params: SamplingParams, max_model_len
         "detokenize": False,
     }
     if params.logit_bias:
-        arguments["logit_bias"] = dict(params.logit_bias)
+        arguments["logit_bias"] = {int(token): float(bias) for token, bias in params.logit_bias.items()}
     if params.json_schema is not None:
         arguments["json_schema"] = params.json_schema
     if params.seed is not None:
-        arguments["seed"] = params.seed % 2**63
+        arguments["seed"] = int(params.seed) % 2**63
     return arguments
 
 
