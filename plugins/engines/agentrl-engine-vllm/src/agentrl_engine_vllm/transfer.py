@@ -1,7 +1,8 @@
 """New weights from safetensors files or from a broadcast, in each of vLLM's worker processes."""
 
 import logging
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,10 +14,18 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
 )
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import (
+    finalize_layerwise_reload,
+    get_layerwise_info,
+    initialize_layerwise_reload,
+)
+from vllm.model_executor.models.gpt_oss import GptOssModel
 
 from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.engine_kit.weight_group import WeightGroup, join_as_engine
+
+STACKED_EXPERTS = re.compile(r"(.*\.mlp\.experts)\.((?:gate_up|down)_proj(?:_bias)?)")
+"""gpt-oss: one tensor for all experts of a layer, which vLLM's model copies past its loaders."""
 
 
 @dataclass
@@ -73,7 +82,25 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
     def start_weight_update(self) -> None:
         # It warns of every layer that gets nothing. Whether all weights came was checked before; the others have none.
         logging.getLogger(initialize_layerwise_reload.__module__).setLevel(logging.ERROR)
+        if self.device.type == "cpu":
+            self._drop_expert_kernels()
         initialize_layerwise_reload(self.model)
+        self._keep_sinks()
+
+    def _drop_expert_kernels(self) -> None:
+        # vLLM packs experts as it makes their kernel. Next to a kernel it would put them unpacked.
+        for layer in self.model.modules():
+            method = getattr(layer, "quant_method", None)
+            if getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+
+    def _keep_sinks(self) -> None:
+        # Models copy attention sinks past their loaders: into the tensor of the kernel, or into none.
+        for layer in self.model.modules():
+            kernel = get_layerwise_info(layer).kernel_tensors
+            if kernel is not None and "sinks" in kernel[0]:
+                del layer.sinks
+                layer.register_parameter("sinks", kernel[0]["sinks"])
 
     def update_weights(self, update_info: dict[str, Any]) -> None:
         # The base class waits for an accelerator, which need not exist.
@@ -82,7 +109,10 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
             torch.accelerator.synchronize()
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
-        self.model.load_weights(self._mapped(update_info.files) if update_info.files else self._received(update_info))
+        weights = self._mapped(update_info.files) if update_info.files else self._received(update_info)
+        if any(isinstance(layer, GptOssModel) for layer in self.model.modules()):
+            weights = _single_experts(weights)
+        self.model.load_weights(weights)
 
     def _received(self, info: UpdateInfo) -> Iterator[tuple[str, torch.Tensor]]:
         if self._group is None:
@@ -98,9 +128,25 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
                     yield name, file.get_tensor(name)
 
     def finish_weight_update(self) -> None:
+        self._check_all_came()
         finalize_layerwise_reload(self.model, self.model_config)
         if self.device.type == "cpu":
             self._pack_tied_output_layers()
+
+    def _check_all_came(self) -> None:
+        # An output layer that shares the embedding's tensor gets none of its own.
+        stale = [
+            name
+            for name, layer in self.model.named_modules()
+            if any(parameter.is_meta for parameter in layer.parameters(recurse=False))
+            and get_layerwise_info(layer).load_numel == 0
+            and not isinstance(layer, ParallelLMHead)
+        ]
+        if stale:
+            raise RuntimeError(
+                f"vLLM's {type(self.model).__name__} has put no new weights into {', '.join(stale[:3])} ({len(stale)} "
+                "layers): it cannot be updated while it runs; use another engine for this model"
+            )
 
     def _pack_tied_output_layers(self) -> None:
         # One that shares the embedding's tensor got no weights of its own, and would keep its old packed copy.
@@ -112,3 +158,13 @@ class TransferEngine(WeightTransferEngine[InitInfo, UpdateInfo]):
         if self._group is not None:
             self._group.close()
             self._group = None
+
+
+def _single_experts(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+    """One tensor per expert, which vLLM's gpt-oss loads with its loaders."""
+    for name, tensor in weights:
+        if stacked := STACKED_EXPERTS.fullmatch(name):
+            for number, expert in enumerate(tensor):
+                yield f"{stacked[1]}.{number}.{stacked[2]}", expert
+        else:
+            yield name, tensor
