@@ -6,6 +6,7 @@ supplies the fixtures ``case`` (a :class:`Case`) and ``run`` (runs a coroutine o
 
 import asyncio
 import multiprocessing
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -29,7 +30,9 @@ from agentrl_core.api import (
     WeightUpdate,
 )
 from agentrl_core.api.weights import Broadcast
+from agentrl_core.engine_kit.memory_files import MEMORY, mapped_memory
 from agentrl_core.engine_kit.ports import free_port, host_address
+from agentrl_core.engine_kit.processes import family
 from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.testing.tiny_model import save_tiny_model
 
@@ -118,8 +121,11 @@ def started(run: Any, make: Make, models: Models, **shape: int) -> Iterator[Case
         process = spawn.Process(target=_follow, args=(make, replace(context, node_rank=rank), there))
         process.start()
         others.append((process, here))
+    memory: set[str] = set()
     try:
+        before = shared_memory()
         run(engine.start())
+        memory = shared_memory() - before
         for _, connection in others:
             assert connection.poll(60) and connection.recv() == "healthy"
         yield Case(Broadcasting(engine, context) if others else engine, models)
@@ -132,6 +138,13 @@ def started(run: Any, make: Make, models: Models, **shape: int) -> Iterator[Case
             connection.close()
             process.join(30)
             process.kill()
+    left = [name for name in memory if (MEMORY / name).exists()]
+    assert not left, f"the engine has ended, and its shared memory is still there: {left}"
+
+
+def shared_memory() -> set[str]:
+    """Names of that which this process and its descendants have mapped."""
+    return {name for pid in family(os.getpid()) for name in mapped_memory(pid)}
 
 
 class Broadcasting:

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,18 @@ import numpy as np
 
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import SAFETENSORS_DTYPES, ArrayBucket
+from agentrl_core.engine_kit.processes import family
 
 MEMORY = Path("/dev/shm")
 ROOM = 1.1
 """What must be free in memory, as a multiple of what is to be written."""
+KINDS = ("agentrl-", "psm_", "sem.mp-", "sgl_shm_", "sglang_loads_")
+"""Beginnings of the names that agentrl, Python's multiprocessing and SGLang give to shared memory."""
 _CODES = {torch_name: code for code, torch_name in SAFETENSORS_DTYPES.items()}
 
 # It outlives this process, however that ends, and removes the folder: end-of-file on its input means our death. Its own
 # session and parent protect it from signals that end a whole group of processes.
-_REAPER = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$1") >/dev/null 2>&1 &'
+_REAPER = 'exec 3<&0; (cat <&3 >/dev/null; rm -rf -- "$@") >/dev/null 2>&1 &'
 
 
 def memory_parent(nbytes: int = 0) -> Path:
@@ -47,17 +51,55 @@ class MemoryFolder:
 
     def __init__(self, name: str, nbytes: int = 0, parent: Path | None = None) -> None:
         self.path = Path(tempfile.mkdtemp(prefix=f"agentrl-{name}-", dir=parent or memory_parent(nbytes)))
-        self._reaper = subprocess.Popen(
-            ["/bin/sh", "-c", _REAPER, "sh", str(self.path)], stdin=subprocess.PIPE, start_new_session=True
-        )
-        # The shell itself ends immediately; what it started in the background waits for the pipe.
-        self._reaper.wait()
+        self._reaper = _start_reaper([self.path])
 
     def close(self) -> None:
         """Remove the folder. A second call does nothing."""
         if self._reaper.stdin is not None:
             self._reaper.stdin.close()
         shutil.rmtree(self.path, ignore_errors=True)
+
+
+def _start_reaper(paths: Iterable[Path]) -> "subprocess.Popen[bytes]":
+    reaper = subprocess.Popen(
+        ["/bin/sh", "-c", _REAPER, "sh", *map(str, paths)], stdin=subprocess.PIPE, start_new_session=True
+    )
+    # The shell itself ends immediately; what it started in the background waits for the pipe.
+    reaper.wait()
+    return reaper
+
+
+def mapped_memory(pid: int, memory: Path = MEMORY) -> set[str]:
+    """Names of the shared memory that a process has mapped, as far as it is of :data:`KINDS`."""
+    with suppress(OSError):
+        paths = (line.partition(f"{memory}/")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
+        names = {path.partition("/")[0] for path in paths if not path.endswith(" (deleted)")}
+        return {name for name in names if name.startswith(KINDS)}
+    return set()
+
+
+class SharedMemoryOf:
+    """Shared memory that an engine's processes have made, and may leave behind.
+
+    It is removed by :meth:`close`, or when this process ends, even if it is killed.
+
+    Args:
+        pids: processes that are the engine's alone. What they and their descendants have mapped is theirs.
+        memory: where it is.
+    """
+
+    def __init__(self, pids: Iterable[int], memory: Path = MEMORY) -> None:
+        names = {name for pid in pids for each in family(pid) for name in mapped_memory(each, memory)}
+        # Folders have an owner that removes them.
+        self._paths = [memory / name for name in sorted(names) if not name.startswith("agentrl-")]
+        self._reaper = _start_reaper(self._paths) if self._paths else None
+
+    def close(self) -> None:
+        """Remove it; the engine's processes have ended. A second call does nothing."""
+        if self._reaper is not None and self._reaper.stdin is not None:
+            self._reaper.stdin.close()
+        for path in self._paths:
+            path.unlink(missing_ok=True)
 
 
 class WeightFile:

@@ -8,19 +8,18 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from agentrl_core.hosting.processes import family
+from agentrl_core.engine_kit.memory_files import KINDS, mapped_memory
+from agentrl_core.engine_kit.processes import family
 
 logger = logging.getLogger(__name__)
 MEMORY = Path("/dev/shm")
 RECORD = "agentrl-memory-of-"
-KINDS = ("agentrl-", "psm_", "sem.mp-", "sgl_shm_")
-"""Beginnings of the names that agentrl, Python's multiprocessing and SGLang give to shared memory."""
 
 
 @contextmanager
 def shared_memory_recorded() -> Iterator[None]:
     """Keep a record of the shared memory of this process and its descendants, for as long as the block runs."""
-    names = sorted({name for pid in family(os.getpid()) for name in _mapped(pid)})
+    names = sorted({name for pid in family(os.getpid()) for name in mapped_memory(pid, MEMORY)})
     if not names:
         yield
         return
@@ -51,14 +50,6 @@ def remove_orphans() -> None:
             with suppress(OSError):
                 shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
         logger.info("removed the shared memory of a run that was killed (process %s): %s", owner["pid"], names)
-
-
-def _mapped(pid: int) -> set[str]:
-    with suppress(OSError):
-        paths = (line.partition(f"{MEMORY}/")[2] for line in Path(f"/proc/{pid}/maps").read_text().splitlines())
-        names = {path.partition("/")[0] for path in paths if not path.endswith(" (deleted)")}
-        return {name for name in names if name.startswith(KINDS)}
-    return set()
 
 
 def _started(pid: int) -> str | None:

@@ -12,7 +12,7 @@ import pytest
 
 from agentrl_core.api import ArrayBucket, EngineError, map_safetensors
 from agentrl_core.engine_kit import memory_files
-from agentrl_core.engine_kit.memory_files import MemoryFolder, WeightFile
+from agentrl_core.engine_kit.memory_files import MemoryFolder, SharedMemoryOf, WeightFile
 
 LAYOUT = [
     ArrayBucket(("a", "b"), ((2,), (3, 1)), ("float32", "bfloat16"), np.empty(0, np.uint8)),
@@ -78,3 +78,53 @@ def test_a_killed_process_leaves_no_files_behind(tmp_path: Path) -> None:
     while directory.exists():
         assert time.monotonic() < deadline, f"{directory} is still there"
         time.sleep(0.01)
+
+
+MAPS = """
+import mmap, sys
+from pathlib import Path
+
+memory = Path(sys.argv[1])
+maps = []
+for name in ("psm_1", "sem.mp-1", "sglang_loads_1.shm", "foreign"):
+    (memory / name).write_bytes(b"0" * 4096)
+    with open(memory / name, "r+b") as file:
+        maps.append(mmap.mmap(file.fileno(), 0))
+print("mapped", flush=True)
+sys.stdin.read()
+"""
+OWNS = """
+import sys
+from pathlib import Path
+from agentrl_core.engine_kit.memory_files import SharedMemoryOf
+
+owned = SharedMemoryOf([int(sys.argv[2])], Path(sys.argv[1]))
+print("owned", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("end", ["close", "kill"])
+def test_memory_of_an_engines_processes_goes_with_the_engine(tmp_path: Path, end: str) -> None:
+    (tmp_path / "psm_of_another").touch()
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    with subprocess.Popen([sys.executable, "-c", MAPS, str(tmp_path)], **pipes) as server:
+        assert server.stdout is not None and server.stdout.readline() == "mapped\n"
+        if end == "close":
+            owned = SharedMemoryOf([server.pid], tmp_path)
+        else:
+            owner = subprocess.Popen([sys.executable, "-c", OWNS, str(tmp_path), str(server.pid)], **pipes)
+            assert owner.stdout is not None and owner.stdout.readline() == "owned\n"
+        server.kill()
+        server.wait()
+    assert len(list(tmp_path.iterdir())) == 5, "nobody has removed anything yet"
+    if end == "close":
+        owned.close()
+        owned.close()
+    else:
+        with owner:
+            owner.kill()
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.iterdir())) > 2 and time.monotonic() < deadline:
+            time.sleep(0.02)
+    assert {path.name for path in tmp_path.iterdir()} == {"psm_of_another", "foreign"}

@@ -471,6 +471,11 @@ class EngineContract(PluginContract):
             assert _json_of(text) in values, f"the text {text!r} does not fit a schema that allows {values}"
             check_spans(output, served.version)
         assert plain.token_ids == served.model.greedy(PROMPTS[5], 16), "a request without a schema is constrained too"
+        likely = {token: 50.0 for token in served.model.tokenizer.convert_tokens_to_ids(["\u0120", "\u010a", "\u0109"])}
+        crowded = served.run(
+            served.generate(PROMPTS[0], json_schema=json.dumps({"enum": values[1:]}), logit_bias=likely, **params)
+        )
+        assert crowded.finish_reason == "stop", "whitespace without end fits the schema"
         for schema in ("{", '{"type": "nonsense"}'):
             with pytest.raises(Exception, match="(?i)schema"):
                 served.run(served.generate(PROMPTS[0], json_schema=schema, **params))

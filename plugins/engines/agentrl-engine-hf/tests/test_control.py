@@ -187,8 +187,8 @@ def test_sleep_and_wake_up_keep_the_request(qwen3, tmp_path, serve, prompts) -> 
         ([1, 200], SamplingParams(4), r"token id 200 is outside the vocabulary 0\.\.199"),
         ([-1, 5], SamplingParams(4), "token id -1"),
         ([1], SamplingParams(0), "max_tokens is 0"),
-        ([1], SamplingParams(4, temperature=-1.0), "temperature -1.0"),
-        ([1], SamplingParams(4, top_p=0.0), "top_p 0.0"),
+        ([1], SamplingParams(4, temperature=-1.0), "temperature is -1.0"),
+        ([1], SamplingParams(4, top_p=0.0), "top_p is 0.0"),
     ],
 )
 def test_a_bad_request_is_refused_and_harms_nobody(model, serve, prompt, params, message) -> None:

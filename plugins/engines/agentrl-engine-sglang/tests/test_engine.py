@@ -53,8 +53,8 @@ def test_bad_requests_never_reach_the_server(serve, run) -> None:
         ([1, VOCAB], SamplingParams(1), r"token id 200 is outside the vocabulary 0\.\.199"),
         ([-3, 1], SamplingParams(1), "token id -3 is outside"),
         ([1], SamplingParams(0), "max_tokens is 0"),
-        ([1], SamplingParams(1, temperature=-1), "temperature -1"),
-        ([1], SamplingParams(1, top_p=0), "0 < top_p <= 1"),
+        ([1], SamplingParams(1, temperature=-1), "temperature is -1"),
+        ([1], SamplingParams(1, top_p=0), "top_p is 0; allowed: numbers > 0 and <= 1"),
     ]
 
     async def main() -> TokenOutput:

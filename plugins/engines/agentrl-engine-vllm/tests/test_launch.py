@@ -32,7 +32,8 @@ def test_vllm_gets_what_the_context_and_the_options_say(serve, run, stand_in) ->
         "dtype": "float32", "max_model_len": 100, "seed": 4, "tensor_parallel_size": 2, "pipeline_parallel_size": 1,
         "data_parallel_size": 1, "distributed_executor_backend": "mp", "gpu_memory_utilization": 0.5, "block_size": 16,
         "max_num_seqs": 64, "enforce_eager": True, "logprobs_mode": "processed_logprobs", "skip_tokenizer_init": False,
-        "generation_config": "vllm", "structured_outputs_config": {"backend": "xgrammar"},
+        "generation_config": "vllm",
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
     }  # fmt: skip
     assert {name: arguments[name] for name in expected} == expected
     assert arguments["weight_transfer_config"].backend == "agentrl"

@@ -146,6 +146,7 @@ class SGLangEngine(InferenceEngine):
             )
             if await self._until_ready(process, self._client, folder, deadline):
                 (Path(folder) / KEY_FILE).unlink(missing_ok=True)
+                process.is_ready()
                 logger.info("SGLang server on port %d, log in %s", arguments["port"], process.log_path)
                 return
             if attempt == PORT_ATTEMPTS or not _port_was_taken(process.last_lines()):

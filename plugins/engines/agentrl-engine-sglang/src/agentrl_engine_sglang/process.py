@@ -10,6 +10,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from agentrl_core.engine_kit.memory_files import SharedMemoryOf
 from agentrl_engine_sglang import guard
 
 LAST_LINES = 30
@@ -33,6 +34,7 @@ class ServerProcess:
         self.log_path = Path(log_file or tempfile.mkstemp(prefix="agentrl-sglang-", suffix=".log")[1])
         self._server: subprocess.Popen[bytes] | None = None
         self._guard: subprocess.Popen[bytes] | None = None
+        self._memory: SharedMemoryOf | None = None
 
     def start(self) -> None:
         """Raises OSError where the command cannot be run."""
@@ -55,6 +57,11 @@ class ServerProcess:
                 stderr=subprocess.DEVNULL,
                 process_group=self._server.pid,
             )
+
+    def is_ready(self) -> None:
+        """All its processes run: what they share is removed with them."""
+        if self._server is not None:
+            self._memory = SharedMemoryOf([self._server.pid])
 
     @property
     def pid(self) -> int | None:
@@ -98,5 +105,7 @@ class ServerProcess:
             watcher.stdin.close()
             await asyncio.to_thread(watcher.wait)
         self._guard = None
+        if self._memory is not None:
+            self._memory.close()
         if self._temporary:
             self.log_path.unlink(missing_ok=True)

@@ -11,6 +11,7 @@ from typing import Any
 from agentrl_core.api.engine import EngineContext, InferenceEngine, PauseMode, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import WeightUpdate
+from agentrl_core.engine_kit.memory_files import SharedMemoryOf
 from agentrl_core.engine_kit.model_tensors import ModelTensors
 from agentrl_core.engine_kit.requests import check_request, read_model_config
 from agentrl_engine_vllm.config import VLLMConfig
@@ -50,6 +51,7 @@ class VLLMEngine(InferenceEngine):
         self._vocab_size = 0
         self._weights = WorkerWeights(context.nodes)
         self._closing = threading.Event()
+        self._memory: SharedMemoryOf | None = None
         self._llm: Any = None
 
     # Life ---------------------------------------------------------------------------------------------------------
@@ -69,6 +71,8 @@ class VLLMEngine(InferenceEngine):
             self._llm = await asyncio.to_thread(_make, arguments, self._closing)
             await self._llm.collective_rpc("agentrl_score_whole_distribution")
             await self._llm.update_weight_version(str(self._version))
+            started = set(multiprocessing.active_children()) - others
+            self._memory = SharedMemoryOf([child.pid for child in started if child.pid is not None])
         except BaseException:
             await self.close()
             # One that is still starting has no other handle.
@@ -85,6 +89,8 @@ class VLLMEngine(InferenceEngine):
             waiting.cancel()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+        if self._memory is not None:
+            self._memory.close()
 
     async def health(self) -> None:
         """Raises EngineError where vLLM has ended or must not be used any more."""

@@ -1,12 +1,14 @@
 """A host of a replica that computes for another one, which is where requests go."""
 
 import asyncio
+import multiprocessing
 import os
 from collections.abc import Sequence
 from typing import Any
 
 from agentrl_core.api.engine import EngineContext, InferenceEngine, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
+from agentrl_core.engine_kit.memory_files import SharedMemoryOf
 from agentrl_core.engine_kit.requests import read_model_config
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.launch import BACKEND, check_installed, engine_arguments, environment
@@ -19,6 +21,7 @@ class VLLMFollower(InferenceEngine):
         self._config = config
         self._context = context
         self._executor: Any = None
+        self._memory: SharedMemoryOf | None = None
 
     async def start(self) -> None:
         """Raises whatever vLLM raises where its workers do not come up, or do not find host 0."""
@@ -26,7 +29,10 @@ class VLLMFollower(InferenceEngine):
         os.environ.update(environment(self._config, self._context))
         model = read_model_config(self._context.model_path)
         arguments = engine_arguments(self._config, self._context, model)
+        others = set(multiprocessing.active_children())
         self._executor = await asyncio.to_thread(_make, arguments)
+        workers = set(multiprocessing.active_children()) - others
+        self._memory = SharedMemoryOf([worker.pid for worker in workers if worker.pid is not None])
 
     async def health(self) -> None:
         """Raises EngineError where a worker has ended."""
@@ -47,6 +53,8 @@ class VLLMFollower(InferenceEngine):
         executor, self._executor = self._executor, None
         if executor is not None:
             await asyncio.to_thread(executor.shutdown)
+        if self._memory is not None:
+            self._memory.close()
 
 
 def _make(arguments: dict[str, Any]) -> Any:

@@ -54,8 +54,8 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
         # Only grammars of json_schema need it.
         "skip_tokenizer_init": not has_tokenizer(context.model_path),
         # Of several backends vLLM would take the one that the first request needs. This one refuses a schema that it
-        # cannot enforce.
-        "structured_outputs_config": {"backend": "xgrammar"},
+        # cannot enforce. With any whitespace a small model writes nothing else, up to max_tokens.
+        "structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True},
         # The model's own sampling defaults and end of sequence are the caller's business.
         "generation_config": "vllm",
         "logprobs_mode": "processed_logprobs",
