@@ -21,7 +21,7 @@ SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
 .PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu release clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
-	test-engines test-engine-sglang test-engine-vllm test-engines-learn
+	test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-learn
 
 help:
 	@echo "make demo    install, make a tiny model and its data, train it, show the curve and sample trajectories"
@@ -90,7 +90,11 @@ fuzz: $(VENV)/.installed
 # Environments of engines, in .engines: their interpreters are for rollout.engine.python.
 engines-cpu: engines-cpu-sglang engines-cpu-vllm
 
-test-engines: test-engine-sglang test-engine-vllm
+test-engines: test-engine-sglang test-engine-vllm test-engines-benchmark
+
+# What compares the engines with others runs in the trainer's environment.
+test-engines-benchmark: engines-cpu $(VENV)/.installed
+	$(BIN)/python -m pytest tests_real/test_benchmarks.py
 
 # An environment in which SGLang runs on a CPU, for tests. Its own requirements ask for CUDA packages: hence --no-deps.
 engines-cpu-sglang: .engines/sglang/.installed
@@ -124,7 +128,7 @@ test-engine-vllm: .engines/vllm/.installed
 
 # Slow: the calculator example is trained with each of them.
 test-engines-learn: engines-cpu $(VENV)/.installed
-	$(BIN)/python -m pytest tests_real
+	$(BIN)/python -m pytest tests_real/test_calculator.py tests_real/test_judge.py
 
 check: $(VENV)/.installed
 	$(BIN)/ruff check .

@@ -4,7 +4,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
@@ -34,6 +34,25 @@ class Figure:
             return ""
         reached = self.value >= self.goal if self.at_least else self.value <= self.goal
         return "pass" if reached else "miss"
+
+
+def report(title: str, figures: Iterable[Figure], path: Path | None = None) -> list[Figure]:
+    """Take figures as they are measured; print them when the last one has come, or a part has failed.
+
+    Args:
+        figures: a generator that measures.
+        path: a file that has those so far as JSON, from the first one on.
+    """
+    taken: list[Figure] = []
+    try:
+        for figure in figures:
+            taken.append(figure)
+            if path is not None:
+                write_json(path, taken)
+    finally:
+        if taken:
+            print_figures(title, taken)
+    return taken
 
 
 def print_figures(title: str, figures: Sequence[Figure]) -> None:

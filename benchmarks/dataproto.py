@@ -23,7 +23,7 @@ import numpy as np
 import ray
 import torch
 from _memory import PeakMemory
-from _report import Figure, print_figures, write_json, write_markdown
+from _report import Figure, report, write_markdown
 
 MIB = 2**20
 TENSORS = 5
@@ -43,21 +43,17 @@ def main() -> None:
     ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", runtime_env={"env_vars": _environment()})
     try:
         bench = Bench(modules, args.rows, args.mib, args.repetitions, args.calls)
-        figures = [
-            *bench.memory(),
-            *bench.warm_store(),
-            *bench.put_and_get(),
-            *bench.echo(),
-            *bench.calls_per_second(),
-            *bench.row_operations(),
-        ]
+        title = f"DataProto: {args.rows} rows, {TENSORS} int64 tensors of together {args.mib:g} MiB, 2 workers"
+        if args.output:
+            args.output.mkdir(parents=True, exist_ok=True)
+        parts = (
+            bench.memory, bench.warm_store, bench.put_and_get, bench.echo, bench.calls_per_second, bench.row_operations,
+        )  # fmt: skip
+        measured = (figure for part in parts for figure in part())
+        figures = report(title, measured, args.output / "dataproto.json" if args.output else None)
     finally:
         ray.shutdown()
-    title = f"DataProto: {args.rows} rows, {TENSORS} int64 tensors of together {args.mib:g} MiB, 2 workers"
-    print_figures(title, figures)
     if args.output:
-        args.output.mkdir(parents=True, exist_ok=True)
-        write_json(args.output / "dataproto.json", figures)
         write_markdown(args.output / "dataproto.md", title, "python benchmarks/dataproto.py", figures)
 
 

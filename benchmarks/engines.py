@@ -29,7 +29,7 @@ from typing import Any
 
 import torch
 from _conversations import LARGE, TINY, Requests, make_model, ragged, random_prompts, save
-from _report import Figure, print_figures, write_json
+from _report import Figure, report
 from transformers import GenerationConfig
 from transformers.generation import ContinuousBatchingConfig
 
@@ -45,7 +45,6 @@ VOCABULARY = 2048
 MAX_MODEL_LEN = 512
 GENERATE_GOAL, VLLM_GOAL, TURNS_GOAL = 2.5, 1.0, 2.0
 ROUTER_GOAL, ROUTER_GOAL_LARGE = 0.8, 0.9
-CONCURRENT = 32
 TURNS, FIRST_PROMPT, ANSWER, OBSERVATION = 4, 400, 16, 32
 
 Measure = Callable[[], float]
@@ -182,7 +181,11 @@ def routed(name: str, python: Path, model: Path, requests: Requests) -> Iterator
         replicas = EngineReplicas(runtime, config, place)
         replicas.start()
         router = AsyncLLMServerManager(
-            replicas.servers, turn_timeout=300.0, max_model_len=MAX_MODEL_LEN, vocab_size=VOCABULARY, sessions=False
+            replicas.servers,
+            turn_timeout=300.0,
+            max_model_len=MAX_MODEL_LEN,
+            vocab_size=VOCABULARY,
+            capabilities=config.rollout.engine.plugin.spec.capabilities,
         )
         rounds = iter(range(1_000_000))
 
@@ -202,10 +205,9 @@ def routed(name: str, python: Path, model: Path, requests: Requests) -> Iterator
         yield lambda: runtime.run(sample())
 
 
-def concurrent_requests(tokens: int) -> Requests:
+def concurrent_requests(count: int, tokens: int) -> Requests:
     """Of part 4, with answers of so many tokens."""
-    prompts = random_prompts(random.Random(1), CONCURRENT, VOCABULARY, 32)
-    return Requests(prompts, [tokens] * CONCURRENT)
+    return Requests(random_prompts(random.Random(1), count, VOCABULARY, 32), [tokens] * count)
 
 
 def check_tokens(tokens: int, requests: Requests) -> None:
@@ -276,19 +278,19 @@ def compare(case: str, tokens: int, ours: tuple[str, Measure], others: dict[str,
     return figures
 
 
-def embedded_figures(module: Any, model: Path, options: argparse.Namespace) -> list[Figure]:
+def embedded_figures(module: Any, model: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """Parts 1 to 3."""
-    requests = ragged(64, VOCABULARY, prompt=32, mean=32, cap=128)
-    conversations = random_prompts(random.Random(2), 16, VOCABULARY, FIRST_PROMPT)
+    requests = ragged(options.requests, VOCABULARY, prompt=32, mean=32, cap=128)
+    conversations = random_prompts(random.Random(2), max(options.requests // 4, 1), VOCABULARY, FIRST_PROMPT)
     with asyncio.Runner() as runner:
         embedded = Embedded(runner, module)
         ours = ("embedded", lambda: embedded.seconds(requests))
         others: dict[str, tuple[Measure, float | None]] = {
             "model.generate": (lambda: generate(module, requests), GENERATE_GOAL)
         }
-        figures = compare("64 ragged requests", requests.tokens, ours, others, options.repetitions)
-        figures += compare(
-            f"16 conversations of {TURNS} turns",
+        yield from compare(f"{options.requests} ragged requests", requests.tokens, ours, others, options.repetitions)
+        yield from compare(
+            f"{len(conversations)} conversations of {TURNS} turns",
             len(conversations) * TURNS * ANSWER,
             ("cache kept", lambda: embedded.conversations(conversations, True)),
             {"no cache": (lambda: embedded.conversations(conversations, False), TURNS_GOAL)},
@@ -299,21 +301,22 @@ def embedded_figures(module: Any, model: Path, options: argparse.Namespace) -> l
                 vllm_case: dict[str, tuple[Measure, float | None]] = {
                     "vLLM": (lambda: vllm.seconds(requests), VLLM_GOAL)
                 }
-                figures += compare("64 ragged requests, vLLM", requests.tokens, ours, vllm_case, options.repetitions)
+                yield from compare(
+                    f"{options.requests} ragged requests, vLLM", requests.tokens, ours, vllm_case, options.repetitions
+                )
         embedded.close()
-    return figures
 
 
 def continuous_batching_figures(options: argparse.Namespace) -> list[Figure]:
     """Two copies of one model: transformers changes the attention of the one that it serves."""
-    requests = ragged(64, VOCABULARY, prompt=32, mean=32, cap=128)
+    requests = ragged(options.requests, VOCABULARY, prompt=32, mean=32, cap=128)
     with (
         asyncio.Runner() as runner,
         continuous_batching(make_model(TINY, VOCABULARY)) as theirs,
     ):
         embedded = Embedded(runner, make_model(TINY, VOCABULARY))
         figures = compare(
-            "64 ragged requests, transformers",
+            f"{options.requests} ragged requests, transformers",
             requests.tokens,
             ("embedded", lambda: embedded.seconds(requests)),
             {"continuous batching": (lambda: theirs(requests), None)},
@@ -337,51 +340,54 @@ def main() -> None:
     parser.add_argument("--parts", nargs="+", choices=("embedded", "transformers", "router"), metavar="PART",
                         default=["embedded", "transformers", "router"],
                         help="of embedded, transformers, router")  # fmt: skip
+    parser.add_argument(
+        "--requests", type=int, default=64, help="of parts 1 and 3; a quarter in part 2, half in part 4"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of this process")
     parser.add_argument("--repetitions", type=int, default=5, help="pairs; medians are reported")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    figures: list[Figure] = []
+    report("Engines", measure(options), options.json)
+    for name in ("vllm", "sglang"):
+        if getattr(options, f"{name}_python") is None:
+            sys.stdout.write(f"Not measured: {name}, which needs --{name}-python PATH.\n")
+
+
+def measure(options: argparse.Namespace) -> Iterator[Figure]:
+    """The parts that are asked for."""
     with tempfile.TemporaryDirectory() as directory:
         model = Path(directory) / "model"
         module = make_model(TINY, VOCABULARY)
         save(module, model)
         if "embedded" in options.parts:
-            figures += embedded_figures(module, model, options)
+            yield from embedded_figures(module, model, options)
         if "transformers" in options.parts:
-            figures += continuous_batching_figures(options)
+            yield from continuous_batching_figures(options)
         if "router" in options.parts:
-            figures += router_figures(model, options)
-    print_figures("Engines", figures)
-    for name in ("vllm", "sglang"):
-        if getattr(options, f"{name}_python") is None:
-            sys.stdout.write(f"Not measured: {name}, which needs --{name}-python PATH.\n")
-    if options.json is not None:
-        write_json(options.json, figures)
+            yield from router_figures(model, options)
 
 
-def router_figures(model: Path, options: argparse.Namespace) -> list[Figure]:
+def router_figures(model: Path, options: argparse.Namespace) -> Iterator[Figure]:
     """Part 4."""
     if options.large:
         save(make_model(LARGE, VOCABULARY), model)
     size, goal = ("0.1 B", ROUTER_GOAL_LARGE) if options.large else ("tiny", ROUTER_GOAL)
-    requests = concurrent_requests(options.tokens)
-    figures = []
+    concurrent = max(options.requests // 2, 1)
+    requests = concurrent_requests(concurrent, options.tokens)
     for name in ("vllm", "sglang"):
         python = getattr(options, f"{name}_python")
         if python is None:
             continue
         with child(name, python, model) as own, routed(name, python, model, requests) as through:
-            figures += compare(
-                f"{CONCURRENT} at once, {name}, {size}",
+            yield from compare(
+                f"{concurrent} at once, {name}, {size}",
                 requests.tokens,
                 ("through router and Ray", through),
                 {"in its own process": ((lambda own=own: own.seconds(requests)), goal)},
                 options.repetitions,
             )
-    return figures
 
 
 if __name__ == "__main__":

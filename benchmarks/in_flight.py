@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from _report import Figure, print_figures, write_json
+from _report import Figure, report
 from orchestration import Benchmark, Case
 
 from agentrl_core.api import TokenOutput
@@ -35,13 +35,14 @@ def main() -> None:
     parser.add_argument("--vocabulary", type=int, default=16384, help="tokens")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
-    figures: list[Figure] = []
-    for size in options.sizes:
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
-            figures += pool.apply(measure, (size, options.vocabulary))
-    print_figures("Trajectories in flight", figures)
-    if options.json is not None:
-        write_json(options.json, figures)
+    figures = (figure for size in options.sizes for figure in in_own_process(size, options.vocabulary))
+    report("Trajectories in flight", figures, options.json)
+
+
+def in_own_process(size: int, vocabulary: int) -> list[Figure]:
+    """:func:`measure` in a new process."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(measure, (size, vocabulary))
 
 
 def measure(size: int, vocabulary: int) -> list[Figure]:

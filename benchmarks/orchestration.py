@@ -20,13 +20,13 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from _lean_loop import LeanLoop
-from _report import Figure, print_figures, write_json
+from _report import Figure, report
 from _verbose_calculator import VerboseCalculator
 from _workload import CHAT_TEMPLATE, ENGINE, STOP, TOOL_CALLS, make_workload, script, train_tokenizer
 from transformers import PreTrainedTokenizerFast
@@ -236,17 +236,17 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as directory:
         benchmark = Benchmark(Path(directory), options.vocabulary)
-        figures = [
-            Figure("setting", "Python loop of 1e6 additions", python_loop_ms(), "ms"),
-            Figure("setting", "tool schema", benchmark.schema_tokens, "tokens"),
-        ]
-        for case in cases:
-            figures += measure_cpu(benchmark, case, options.repetitions)
-        for case in cases:
-            figures += measure_lag(benchmark, case, options.concurrent, options.delay / 1000)
-    print_figures("Rollout loop, model taken out", figures)
-    if options.json is not None:
-        write_json(options.json, figures)
+        report("Rollout loop, model taken out", measure(benchmark, cases, options), options.json)
+
+
+def measure(benchmark: Benchmark, cases: Sequence[Case], options: argparse.Namespace) -> Iterator[Figure]:
+    """All figures."""
+    yield Figure("setting", "Python loop of 1e6 additions", python_loop_ms(), "ms")
+    yield Figure("setting", "tool schema", benchmark.schema_tokens, "tokens")
+    for case in cases:
+        yield from measure_cpu(benchmark, case, options.repetitions)
+    for case in cases:
+        yield from measure_lag(benchmark, case, options.concurrent, options.delay / 1000)
 
 
 if __name__ == "__main__":

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 from _conversations import TINY, make_model
-from _report import Figure, print_figures, write_json
+from _report import Figure, report
 
 from agentrl_core.workers.log_probs import response_log_probs, response_logits
 from agentrl_core.workers.micro_batching import Columns, MicroBatch, micro_batches
 from agentrl_core.workers.packed_attention import Packing
 
 VOCABULARY = 2048
-PROMPTS, SAMPLES = 4, 8
+PROMPTS = 4
 CASES = {
     "prompts of 16, responses of 64": (16, (64, 64)),
     "prompts of 48, responses of 64": (48, (64, 64)),
@@ -32,13 +32,13 @@ CASES = {
 }
 
 
-def make_columns(prompt: int, responses: tuple[int, int]) -> Columns:
+def make_columns(samples: int, prompt: int, responses: tuple[int, int]) -> Columns:
     """Groups of rows with random ids; lengths of responses are uniform between the two."""
     rng = random.Random(0)
-    lengths = torch.tensor([[rng.randint(*responses)] for _ in range(PROMPTS * SAMPLES)])
+    lengths = torch.tensor([[rng.randint(*responses)] for _ in range(PROMPTS * samples)])
     generator = torch.Generator().manual_seed(0)
-    prompts = torch.randint(1, VOCABULARY, (PROMPTS, prompt), generator=generator).repeat_interleave(SAMPLES, 0)
-    answers = torch.randint(1, VOCABULARY, (PROMPTS * SAMPLES, int(lengths.max())), generator=generator)
+    prompts = torch.randint(1, VOCABULARY, (PROMPTS, prompt), generator=generator).repeat_interleave(samples, 0)
+    answers = torch.randint(1, VOCABULARY, (PROMPTS * samples, int(lengths.max())), generator=generator)
     sampled = torch.arange(answers.shape[1]) < lengths
     attention = torch.cat([torch.ones_like(prompts), sampled.long()], 1)
     return {
@@ -50,11 +50,11 @@ def make_columns(prompt: int, responses: tuple[int, int]) -> Columns:
     }
 
 
-def measure(case: str, repetitions: int) -> list[Figure]:
+def measure(case: str, repetitions: int, samples: int) -> list[Figure]:
     """Padded and packed in turns on one model."""
     model = make_model(TINY, VOCABULARY).requires_grad_(True)
     packing = Packing(model, lambda micro: response_logits(model, micro), True, torch.device("cpu"))
-    micros = micro_batches(make_columns(*CASES[case]), 8192, by_prompt=True)
+    micros = micro_batches(make_columns(samples, *CASES[case]), 8192, by_prompt=True)
 
     def update(micro: MicroBatch) -> None:
         log_probs_br, _ = response_log_probs(model, micro, 1.0, "value")
@@ -79,12 +79,11 @@ def measure(case: str, repetitions: int) -> list[Figure]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=9, help="pairs, after a warm-up")
+    parser.add_argument("--samples", type=int, default=8, help="of a prompt")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args(sys.argv[1:])
-    figures = [figure for case in CASES for figure in measure(case, options.repetitions)]
-    print_figures("Update of a group", figures)
-    if options.json is not None:
-        write_json(options.json, figures)
+    figures = (figure for case in CASES for figure in measure(case, options.repetitions, options.samples))
+    report("Update of a group", figures, options.json)
 
 
 if __name__ == "__main__":

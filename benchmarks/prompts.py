@@ -12,9 +12,10 @@ import shutil
 import statistics
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
-from _report import Figure, print_figures, write_json
+from _report import Figure, report
 from _verbose_calculator import VerboseCalculator
 from _workload import make_workload, train_tokenizer
 
@@ -56,7 +57,7 @@ def make_config(directory: Path, rows: int, vocabulary: int, streaming: bool) ->
     return load_config(path, check_files=False)
 
 
-def measure(config: Config, rows: int, repetitions: int) -> list[Figure]:
+def measure(config: Config, rows: int, repetitions: int) -> Iterator[Figure]:
     """Seconds, CPU seconds and memory of first starts and of second ones, which know the lengths of the prompts.
 
     The very first load also fills the cache of ``datasets`` and is a figure of its own.
@@ -66,10 +67,9 @@ def measure(config: Config, rows: int, repetitions: int) -> list[Figure]:
     assert len(data.train) == rows, f"{len(data.train)} of {rows} rows were kept"
     mode = "streamed" if config.data.streaming else "read at once"
     case = f"{rows} prompts in {size / 2**20:.0f} MiB, {mode}"
-    figures = [Figure(f"{case}, nothing cached", "time to the first batch", seconds, "s")]
+    yield Figure(f"{case}, nothing cached", "time to the first batch", seconds, "s")
     for start in ("first", "second"):
-        figures += _measure(config, repetitions, case, start)
-    return figures
+        yield from _measure(config, repetitions, case, start)
 
 
 def _load(config: Config) -> tuple[float, float, PromptData]:
@@ -119,10 +119,7 @@ def main() -> None:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         config = make_config(Path(folder), options.rows, options.vocabulary, options.streaming)
-        figures = measure(config, options.rows, options.repetitions)
-    print_figures("Loading prompts", figures)
-    if options.json is not None:
-        write_json(options.json, figures)
+        report("Loading prompts", measure(config, options.rows, options.repetitions), options.json)
 
 
 if __name__ == "__main__":

@@ -21,10 +21,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from _report import Figure, print_figures, write_json
+from _report import Figure, report
 
 from agentrl_core.api import ToolContext
 from agentrl_tools_sandbox.config import PythonConfig
@@ -81,9 +82,8 @@ def serve(boundary: str, kept: bool) -> None:
     asyncio.run(answer())
 
 
-def compare(other: Path, boundary: str, count: int) -> list[Figure]:
+def compare(other: Path, boundary: str, count: int) -> Iterator[Figure]:
     """This checkout's calls and those of another one in turns."""
-    figures = []
     for kept in (False, True):
         arguments = [__file__, "--boundary", boundary, "--serve", "kept" if kept else "fresh"]
         with (
@@ -103,12 +103,30 @@ def compare(other: Path, boundary: str, count: int) -> list[Figure]:
         now, before = zip(*pairs[2:], strict=True)
         ratio = statistics.median(a / b for a, b in pairs[2:])
         what = "in a sandbox of the trajectory" if kept else "a sandbox per call"
-        figures += [
-            Figure(what, "a call here, median", 1000 * statistics.median(now), "ms"),
-            Figure(what, "a call there, median", 1000 * statistics.median(before), "ms"),
-            Figure(what, "ratio, median of pairs", ratio, "", goal=1.1),
-        ]
-    return figures
+        yield Figure(what, "a call here, median", 1000 * statistics.median(now), "ms")
+        yield Figure(what, "a call there, median", 1000 * statistics.median(before), "ms")
+        yield Figure(what, "ratio, median of pairs", ratio, "", goal=1.1)
+
+
+def measure(arguments: argparse.Namespace) -> Iterator[Figure]:
+    """Both parts."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-benchmark-") as name:
+        tempfile.tempdir = name
+        for kept in (False, True):
+            config = PythonConfig(boundary=arguments.boundary, keep_state=kept, start_timeout=600.0)
+            tool = PythonTool(config, ToolContext("python"))
+            asyncio.run(calls(tool, 2, 1))
+            mounts, files = Path("/proc/self/mountinfo").read_text(), len(os.listdir("/proc/self/fd"))
+            start = time.perf_counter()
+            seconds = asyncio.run(calls(tool, arguments.calls, arguments.at_once))
+            total = time.perf_counter() - start
+            left = left_behind(Path(name), mounts, files)
+            kind = "a sandbox per trajectory" if kept else "a sandbox per call"
+            what = f"{kind}, {tool._sandboxes.launch.boundary}"
+            yield Figure(what, "calls per second", len(seconds) / total, "1/s")
+            yield Figure(what, "a call, median", 1000 * seconds[len(seconds) // 2], "ms")
+            yield Figure(what, "a call, longest", 1000 * seconds[-1], "ms")
+            yield from (Figure(what, f"{key} left behind", value, "", goal=0) for key, value in left.items())
 
 
 def main() -> int:
@@ -124,37 +142,12 @@ def main() -> int:
         serve(arguments.boundary, arguments.serve == "kept")
         return 0
     if arguments.against:
-        figures = compare(arguments.against.absolute(), arguments.boundary, arguments.calls)
-        print_figures(f"{arguments.calls} pairs of calls, {arguments.boundary}", figures)
-        return report(figures, arguments.json)
-    figures = []
-    with tempfile.TemporaryDirectory(prefix="agentrl-benchmark-") as name:
-        tempfile.tempdir = name
-        for kept in (False, True):
-            config = PythonConfig(boundary=arguments.boundary, keep_state=kept, start_timeout=600.0)
-            tool = PythonTool(config, ToolContext("python"))
-            asyncio.run(calls(tool, 2, 1))
-            mounts, files = Path("/proc/self/mountinfo").read_text(), len(os.listdir("/proc/self/fd"))
-            start = time.perf_counter()
-            seconds = asyncio.run(calls(tool, arguments.calls, arguments.at_once))
-            total = time.perf_counter() - start
-            what = "a sandbox per trajectory" if kept else "a sandbox per call"
-            figures += [
-                Figure(what, "calls per second", len(seconds) / total, "1/s"),
-                Figure(what, "a call, median", 1000 * seconds[len(seconds) // 2], "ms"),
-                Figure(what, "a call, longest", 1000 * seconds[-1], "ms"),
-            ]
-            left = left_behind(Path(name), mounts, files)
-            figures += [Figure(what, f"{key} left behind", value, "", goal=0) for key, value in left.items()]
-    title = f"{arguments.calls} calls, {arguments.at_once} at once, {tool._sandboxes.launch.boundary}"
-    print_figures(title, figures)
-    return report(figures, arguments.json)
-
-
-def report(figures: list[Figure], path: Path | None) -> int:
-    """Write them if asked; the exit code."""
-    if path:
-        write_json(path, figures)
+        title = f"{arguments.calls} pairs of calls, {arguments.boundary}"
+        found = compare(arguments.against.absolute(), arguments.boundary, arguments.calls)
+    else:
+        title = f"{arguments.calls} calls, {arguments.at_once} at once, boundary {arguments.boundary}"
+        found = measure(arguments)
+    figures = report(title, found, arguments.json)
     return int(any(figure.verdict == "miss" for figure in figures))
 
 

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _report import Figure, print_figures, write_json
+from _report import Figure, report
 
 AGENTRL = str(Path(sys.executable).parent / "agentrl")
 TORCH = "import torch"
@@ -94,9 +94,7 @@ def main() -> None:
         make_distributions(Path(folder), options.distributions)
         path = os.pathsep.join(filter(None, (folder, os.environ.get("PYTHONPATH", ""))))
         figures = figures_of(measure({**os.environ, "PYTHONPATH": path}, options.repetitions))
-    print_figures(f"Start-up beside {options.distributions} other distributions", figures)
-    if options.json is not None:
-        write_json(options.json, figures)
+    report(f"Start-up beside {options.distributions} other distributions", figures, options.json)
 
 
 if __name__ == "__main__":

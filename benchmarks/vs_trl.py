@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection, Listener
 from pathlib import Path
 
 from _conversations import TINY, make_model
-from _report import Figure, print_figures, write_json
+from _report import Figure, report
 from _turns import ADDRESS
 
 from agentrl_core.testing.tiny_model import tiny_tokenizer
@@ -166,12 +166,10 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
         model, data = prepare(directory)
-        figures = [
+        figures = (
             figure for threads in options.threads for figure in measure(directory, options, model, data, threads)
-        ]
-    print_figures("A GRPO step", figures)
-    if options.json is not None:
-        write_json(options.json, figures)
+        )
+        report("A GRPO step", figures, options.json)
 
 
 if __name__ == "__main__":

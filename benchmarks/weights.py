@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from _report import Figure, print_figures, write_json
+from _report import Figure, report
 
 from agentrl_core.api import WeightUpdate
 from agentrl_core.workers.weights import ModelWeights
@@ -92,10 +92,8 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15, help="pairs of each size")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    figures = [figure for mib in options.mib for figure in measure(mib, options.repetitions)]
-    print_figures("New weights for an engine in another process of this host", figures)
-    if options.json is not None:
-        write_json(options.json, figures)
+    figures = (figure for mib in options.mib for figure in measure(mib, options.repetitions))
+    report("New weights for an engine in another process of this host", figures, options.json)
 
 
 if __name__ == "__main__":

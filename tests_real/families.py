@@ -1,7 +1,7 @@
 """Random models of other families than the suites' Qwen3: mixtures of experts, and one with linear attention.
 
-Whatever a family has of its own — biases, attention sinks, an output layer that shares the embedding — has random values
-too: what an engine leaves out or reads in another layout shows in the log-probs.
+What a family has in addition (biases, attention sinks, an output layer tied to the embedding) has random values too:
+what an engine leaves out or reads in another layout shows in the log-probs.
 """
 
 from collections.abc import Callable

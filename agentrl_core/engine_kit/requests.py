@@ -22,7 +22,6 @@ import numpy as np
 from agentrl_core.api.engine import PolicySpan, SamplingParams
 from agentrl_core.api.errors import EngineError
 
-
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """vLLM raises lower ones in silence, and takes no higher one."""
 

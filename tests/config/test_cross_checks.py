@@ -59,15 +59,15 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
             "(agentrl plugins list --kind engine)",
         ),
         (
-            ["rollout.sampling={top_p: 0.9, top_k: 20}", "trainer.validation.sampling.top_p=0.9", "rollout.engine=fussy"],
+            ["rollout.sampling={top_p: 0.9, top_k: 20}", "rollout.engine=fussy"],
             "rollout.engine.name (override 'rollout.engine=fussy'): inference engine 'fussy' lacks the capability "
-            "'chained_truncation', which rollout.sampling.top_p=0.9 with top_k=20 needs; none installed has it (agentrl "
-            "plugins list --kind engine)",
+            "'chained_truncation', which rollout.sampling.top_p=0.9 with top_k=20 needs; none installed has it "
+            "(agentrl plugins list --kind engine)",
         ),
         (
             ["rollout.sampling.temperature=0.001"],
-            "rollout.sampling (override 'rollout.sampling.temperature=0.001'): temperature is 0.001; allowed: 0 (greedy), "
-            "or 0.01 to 2",
+            "rollout.sampling (override 'rollout.sampling.temperature=0.001'): temperature is 0.001; allowed: 0 "
+            "(greedy), or 0.01 to 2",
         ),
         (
             ["rollout.sampling.temperature=2.5"],

@@ -79,7 +79,7 @@ def test_rows_with_images_do_not_train_as_text(
         ("train", {"min_p": 0.5}, "has min_p; allowed with this engine: max_tokens"),
         ("train", [1], r"extra_info.sampling is \[1\]; allowed is a mapping with max_tokens"),
         ("validation", {"temperature": -1}, r"sampling.temperature \(data: validation row 0\): expected a number >= 0"),
-        ("validation", {"temperature": 0.001}, "data: validation row 0: extra_info.sampling: temperature is 0.001; allow"),
+        ("validation", {"temperature": 0.001}, "validation row 0: extra_info.sampling: temperature is 0.001; allowed"),
         ("train", {"top_k": 5}, "with the run's parameters the row has top_p=0.9, top_k=5 and min_p=0.0; this engine"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -100,6 +101,10 @@ def test_what_clients_send_by_default_is_answered(field: dict[str, Any]) -> None
         {"top_logprobs": 2},
         {"frequency_penalty": 0.5},
         {"logit_bias": {"1": 2}},
+        {"temperature": 2.5},
+        {"temperature": math.nan},
+        {"temperature": math.inf},
+        {"top_p": math.nan},
         {"modalities": ["audio"]},
         *UNENFORCED,
     ],

@@ -47,8 +47,8 @@ class ChatRequest(BaseModel):
     tool_choice: Literal["auto", "none", "required"] | dict[str, Any] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     # Sampling belongs to the run, so that log-probs can be trained; these are accepted and without effect.
-    temperature: float | None = None
-    top_p: float | None = None
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False)
     seed: int | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None

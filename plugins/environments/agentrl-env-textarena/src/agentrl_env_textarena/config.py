@@ -29,7 +29,7 @@ class TextArenaConfig:
         help="engine of `engines` that plays the other side of games for two, sides swapped from task to task; null: "
         "the policy plays both, with the loop multi_agent",
     )
-    opponent_temperature: float = option(1.0, ge=0, help="sampling temperature of the opponent; 0: greedy")
+    opponent_temperature: float = option(1.0, ge=0, le=2, help="sampling temperature of the opponent; 0: greedy")
     opponent_max_tokens: int = option(256, ge=1, unit="tokens", help="longest turn of the opponent")
     max_turns: int | None = option(
         None, ge=1, help="end a game after this many turns of the policy; null: only the game's own limits"

@@ -21,7 +21,7 @@ class JudgeConfig:
         None, help="lowest and highest verdict, which score 0 and 1; a number outside is no verdict; null: unscaled"
     )
     retries: int = option(2, ge=0, help="further answers that the judge may give after one without a verdict")
-    temperature: float = option(0.0, ge=0, help="of the judge's first answer; further ones are sampled at 1")
+    temperature: float = option(0.0, ge=0, le=2, help="of the judge's first answer; further ones are sampled at 1")
     max_tokens: int = option(512, ge=1, unit="tokens", help="maximum length of the judge's answer")
 
 

@@ -27,5 +27,5 @@ class SimulatedUserConfig:
     done: str = option("[DONE]", help="what the user writes to end the conversation; the instructions should say so")
     max_replies: int = option(5, ge=0, unit="messages", help="most replies of the user; then the conversation ends")
     retries: int = option(2, ge=0, help="further answers that the engine may give after an empty one")
-    temperature: float = option(1.0, ge=0, help="of the user's replies; 0: greedy")
+    temperature: float = option(1.0, ge=0, le=2, help="of the user's replies; 0: greedy")
     max_tokens: int = option(256, ge=1, unit="tokens", help="maximum length of a reply")
