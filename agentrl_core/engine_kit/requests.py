@@ -13,7 +13,6 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Sequence
-from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -102,11 +101,11 @@ def sampling_problem(params: SamplingParams, vocab_size: int | None = None) -> s
 
 
 def _within(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, Real) and bool(low <= value <= high)
+    return isinstance(value, int | float | np.integer | np.floating) and bool(low <= value <= high)
 
 
 def _whole(value: Any, low: float) -> bool:
-    return isinstance(value, Integral) and bool(value >= low)
+    return isinstance(value, int | np.integer) and bool(value >= low)
 
 
 def _is_object(text: str) -> bool:

@@ -437,13 +437,14 @@ class EngineContract(PluginContract):
     def test_what_no_engine_serves_is_refused_and_numpy_is_served(self, served: Served) -> None:
         """Bounds are those of ``engine_kit.requests.sampling_problem``; other requests are not affected."""
         plain = served.run(served.generate(PROMPTS[1], temperature=0.0)).token_ids
-        for name, value in (
-            ("temperature", 2.5), ("temperature", 0.001), ("temperature", float("nan")), ("temperature", float("inf")),
-            ("stop_token_ids", (256,)), ("top_p", 0.0), ("max_tokens", 0),
-        ):  # fmt: skip
-            with pytest.raises(ValueError, match=name):
-                served.run(served.generate(PROMPTS[1], **{name: value}))
-        numbers = {"temperature": np.float32(0), "max_tokens": np.int64(16), "stop_token_ids": tuple(np.array([255]))}
+        bad: list[dict[str, Any]] = [
+            *({"temperature": value} for value in (2.5, 0.001, float("nan"), float("inf"))),
+            {"stop_token_ids": (256,)}, {"top_p": 0.0}, {"max_tokens": 0},
+        ]  # fmt: skip
+        for params in bad:
+            with pytest.raises(ValueError, match=next(iter(params))):
+                served.run(served.generate(PROMPTS[1], **params))
+        numbers: dict[str, Any] = {"temperature": np.float32(0), "max_tokens": np.int64(16), "stop_token_ids": tuple(np.array([255]))}
 
         async def from_numpy() -> TokenOutput:
             async with served.session("n"):
