@@ -444,7 +444,11 @@ class EngineContract(PluginContract):
         for params in bad:
             with pytest.raises(ValueError, match=next(iter(params))):
                 served.run(served.generate(PROMPTS[1], **params))
-        numbers: dict[str, Any] = {"temperature": np.float32(0), "max_tokens": np.int64(16), "stop_token_ids": tuple(np.array([255]))}
+        numbers: dict[str, Any] = {
+            "temperature": np.float32(0),
+            "max_tokens": np.int64(16),
+            "stop_token_ids": tuple(np.array([255])),
+        }
 
         async def from_numpy() -> TokenOutput:
             async with served.session("n"):
