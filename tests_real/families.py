@@ -25,14 +25,10 @@ FAMILIES: dict[str, Callable[[], Any]] = {
         **COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=32, rope_scaling=None,
         layer_types=["sliding_attention", "full_attention"],
     ),
-    "deepseek_v3": lambda: transformers.DeepseekV3Config(
-        **DENSE_FIRST, n_group=2, topk_group=1, q_lora_rank=64, kv_lora_rank=64, qk_rope_head_dim=32,
-        qk_nope_head_dim=32, v_head_dim=32, topk_method="noaux_tc",
-    ),
     "glm4_moe": lambda: transformers.Glm4MoeConfig(**DENSE_FIRST),
-    "qwen3_next, hybrid": lambda: transformers.Qwen3NextConfig(
-        **EXPERTS, num_experts=4, shared_expert_intermediate_size=64, linear_num_key_heads=4, linear_num_value_heads=4,
-        linear_key_head_dim=32, linear_value_head_dim=32, layer_types=["linear_attention", "full_attention"],
+    "granite, hybrid": lambda: transformers.GraniteMoeHybridConfig(
+        **COMMON, layer_types=["mamba", "attention"], num_local_experts=4, num_experts_per_tok=2,
+        shared_intermediate_size=64, mamba_n_heads=8, mamba_d_head=32, mamba_d_state=32, mamba_n_groups=1,
     ),
 }  # fmt: skip
 
