@@ -1,6 +1,8 @@
 """The recorded decode step: what it repeats, and when it is not used."""
 
 import asyncio
+import gc
+import weakref
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from transformers import Olmo2Config, Olmo2ForCausalLM, Qwen2Config, Qwen2ForCau
 
 from agentrl_core.api import EngineContext, SamplingParams
 from agentrl_engine_hf.config import HFEngineConfig
+from agentrl_engine_hf.decoder import _example
 from agentrl_engine_hf.model import Model
 
 SHAPE = {
@@ -93,3 +96,35 @@ def test_a_hook_that_is_set_later_is_called(qwen3, serve, generate_all) -> None:
         return len(calls)
 
     assert asyncio.run(main()) >= 8
+
+
+def _kept_by_torch() -> tuple[int, int]:
+    """Classes of modules, and compiled functions, which torch keeps until the process ends."""
+    gc.collect()
+    return len(torch.nn.Module.__subclasses__()), len(torch.jit._state._python_cu.get_functions())
+
+
+def test_a_model_that_is_gone_leaves_nothing_of_its_record(qwen3) -> None:
+    def record() -> weakref.ref:
+        module = qwen3()
+        assert _recorded(module)
+        return weakref.ref(module)
+
+    record()
+    before = _kept_by_torch()
+    modules = [record() for _ in range(3)]
+    assert _kept_by_torch() == before
+    assert all(module() is None for module in modules)
+
+
+def test_weights_that_change_in_place_change_what_is_replayed(qwen3) -> None:
+    model = Model(EngineContext("", shared_module=qwen3()), "sdpa")
+    model.new_cache()
+    inputs = _example(3, 24, model._layers, torch.float32, torch.device("cpu"))
+    with torch.inference_mode():
+        before = model._decoder.replay(inputs)
+        for weight in model.module.parameters():
+            weight.copy_(weight * 1.1)
+        found, expected = model._decoder.replay(inputs), model._decoder.forward(*inputs)
+    assert not torch.allclose(found, before)
+    torch.testing.assert_close(found, expected)

@@ -60,6 +60,7 @@ class Decoder(torch.nn.Module):
         super().__init__()
         self.module = module
         self._record: Any = None
+        self._weights: list[torch.Tensor] = []
         self._hooks: list[Any] = []
         self._recorded: list[Any] = []
 
@@ -88,7 +89,7 @@ class Decoder(torch.nn.Module):
             return self.forward(*inputs)
         # Unoptimised, the same operations run in the same order; the optimiser would compile anew for each shape.
         with torch.jit.optimized_execution(False):
-            logits_BV: torch.Tensor = self._record(*inputs)
+            logits_BV: torch.Tensor = self._record(*inputs, self._weights)
             return logits_BV
 
     def record(self, layers: SequenceOf[LayerShape], dtype: torch.dtype, device: torch.device) -> None:
@@ -96,6 +97,7 @@ class Decoder(torch.nn.Module):
         self._record = None
         parts = list(self.module.modules())
         self._recorded = [*parts, *self.module.parameters()]
+        self._weights = [*self.module.parameters(), *self.module.buffers()]
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
         if any(self._hooks) or not all(type(part).__module__.startswith(_OURS) for part in parts):
             return
@@ -117,15 +119,18 @@ class Decoder(torch.nn.Module):
                 config._attn_implementation = _GROUPED
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
-                record = torch.jit.trace(self, inputs, check_trace=False)
+                # torch.jit.trace would register a class for every module, which torch keeps until the process ends.
+                graph, _ = torch._C._create_graph_by_tracing(
+                    lambda *inputs: self.forward(*inputs[:-1]), (*inputs, self._weights), lambda _: "", True, False
+                )
         finally:
             config._attn_implementation = attention
         # What depends on data or on a shape in Python is frozen in the record; torch's own functions only check shapes.
         for warning in caught:
             if issubclass(warning.category, torch.jit.TracerWarning) and not warning.filename.startswith(_TORCH):
                 raise ValueError(str(warning.message))
-        _simplify(record.graph)
-        return record
+        _simplify(graph)
+        return torch._C._create_function_from_graph("forward", graph)
 
     def _compare(self, record: Any, rows: int, length: int, layers: SequenceOf[LayerShape],
                  dtype: torch.dtype, device: torch.device) -> None:  # fmt: skip
@@ -133,7 +138,7 @@ class Decoder(torch.nn.Module):
         inputs = _example(rows, length, layers, dtype, device)
         expected = [self.forward(*expected_inputs), *_stores(expected_inputs)]
         with torch.jit.optimized_execution(False):
-            found = [record(*inputs), *_stores(inputs)]
+            found = [record(*inputs, self._weights), *_stores(inputs)]
         for left, right in zip(expected, found, strict=True):
             gap = (left - right).abs().max()
             if not gap <= left.abs().max() * torch.finfo(dtype).eps ** 0.5:
