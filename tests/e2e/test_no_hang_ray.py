@@ -8,9 +8,11 @@ that take the same road on the local runtime.
 import asyncio
 import itertools
 import logging
+import os
 import re
+import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -131,7 +133,8 @@ class SleepyLoss(PolicyLoss):
         return PolicyLossOutput(-batch.log_probs * batch.advantages)
 """
 SOON = 2.0
-"""Seconds that pass before a sleeper is given up; what does not sleep answers within them on a busy machine too."""
+"""Seconds that pass before a sleeper is given up. What does not sleep may take longer on a busy machine: no test may
+fail because of that."""
 LONG = 1000.0
 
 
@@ -232,18 +235,27 @@ def run(started: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     logging.getLogger().removeHandler(started.log)
 
 
-def test_what_waits_in_a_trajectory_costs_that_trajectory_and_is_in_its_record(run: Run) -> None:
+def test_what_waits_in_a_trajectory_costs_that_trajectory_and_is_in_its_record(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A replica that is slow to say that it is healthy counts as frozen, and its requests are repeated without an error.
+    monkeypatch.setattr(run.engines, "_slot", replace(run.engines._slot, health_timeout=LONG))
     sleepers = {
         "loop waits": "rollout.trajectory_timeout of 4 s passed while",
         "engine.open_session waits": "open_session of train-.*: no answer within 2 s",
         "engine.generate waits": "request train-.*: no answer within 2 s",
         "reward waits": "reward function 'SleepyScore': no answer within 2 s",
     }
-    for sleeper in sleepers:
-        (run.folder / sleeper).touch()
-    errors = [result.error or "" for result in run.rollout(len(sleepers))]
-    for sleeper, who in sleepers.items():
-        assert not (run.folder / sleeper).exists() and any(re.search(who, error) for error in errors), errors
+    errors: list[str] = []
+    for _ in range(20):
+        # Again, because on a busy machine another deadline of the trajectory may pass first.
+        left = [name for name, who in sleepers.items() if not any(re.search(who, error) for error in errors)]
+        if not left:
+            break
+        for sleeper in left:
+            (run.folder / sleeper).touch()
+        errors += [result.error or "" for result in run.rollout(len(left))]
+    assert not left, (left, errors)
     run.goes_on()
 
 
@@ -294,13 +306,15 @@ def test_a_reward_worker_that_freezes_with_a_group_costs_the_group(run: Run) -> 
 
 
 def test_an_engine_that_freezes_as_it_starts_and_as_it_closes_is_named(
-    make: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    folder, _, engines = make(restarts=0, start_timeout=SOON)
-    monkeypatch.setattr(replicas, "START_GRACE", 2 * SOON)
+    _, _, engines = make(restarts=0, start_timeout=SOON)
+    monkeypatch.setattr(replicas, "START_GRACE", 0.0)
     monkeypatch.setattr(replicas, "CLOSE_TIMEOUT", SOON)
-    (folder / "engine.start freezes").touch()
-    with pytest.raises(EngineError, match="engine-0 has not answered for 6 s"):
+    # Frozen once it is there: a process that only takes long to appear may answer to close().
+    pid, _ = runtime.run(engines.servers[0].call("process"))
+    os.kill(pid, signal.SIGSTOP)
+    with pytest.raises(EngineError, match="engine-0 has not answered for 2 s"):
         engines.start()
     engines.close()
     assert "closing engine-0 failed" in caplog.text
