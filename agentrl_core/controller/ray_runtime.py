@@ -49,6 +49,13 @@ class RayActorHandle:
         # As bytes: Ray warns of handles that are arguments of actors with restarts, as if they could be lost.
         return _handle, (self.name, pickle.dumps(self._actor), self.num_cpus, self.num_gpus)
 
+    def __eq__(self, other: object) -> bool:
+        # A handle that has been passed to another process and back is another object.
+        return isinstance(other, RayActorHandle) and bool(self._actor == other._actor)
+
+    def __hash__(self) -> int:
+        return hash(self._actor)
+
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method from any event loop; cancelling the call cancels an async method over there."""
         if self._was_killed:

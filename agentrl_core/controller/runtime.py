@@ -19,7 +19,7 @@ class ActorDiedError(WorkerError):
 
 @runtime_checkable
 class ActorHandle(Protocol):
-    """A plain object that lives somewhere else, or here."""
+    """A plain object that lives somewhere else, or here. Handles of one actor are equal, in every process."""
 
     @property
     def name(self) -> str: ...

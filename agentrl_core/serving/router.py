@@ -121,17 +121,17 @@ class AsyncLLMServerManager:
     async def _is_replaced(self, index: int, server: ActorHandle) -> bool:
         """Wait until the owner has examined the replica behind this server; whether it was dead."""
         replica = self._replicas[index]
-        if replica.server is server and replica.is_alive:
+        if replica.server == server and replica.is_alive:
             self._set_alive(index, False)
-        while not self._hopeless and replica.server is server and not replica.is_alive and not replica.is_dropped:
+        while not self._hopeless and replica.server == server and not replica.is_alive and not replica.is_dropped:
             await self._changed.wait()
-        return replica.server is not server or replica.is_dropped
+        return replica.server != server or replica.is_dropped
 
     def _lose(self, index: int, server: ActorHandle, request_id: str, error: WorkerError) -> None:
         self._forget(request_id)
         replica = self._replicas[index]
         # A late failure of the process before says nothing about the one that took its place.
-        if replica.server is server and replica.is_alive:
+        if replica.server == server and replica.is_alive:
             self._set_alive(index, False)
             logger.error("lost engine replica %d, moving its requests to the others: %s", index, error)
         if self._hopeless and not any(each.is_alive for each in self._replicas):

@@ -451,6 +451,7 @@ def test_actors_are_called_from_any_loop_and_can_be_passed_on(runtime: RayRuntim
     assert runtime.run(first.call("echo", "a")) == "a"
     assert asyncio.run(first.call("echo", text="b")) == "b"
     assert runtime.run(first.call("through", second, "c")) == "through c"
+    assert runtime.run(first.call("echo", second)) == second != first
 
     async def many() -> list[str]:
         return await asyncio.gather(*(first.call("echo", str(number)) for number in range(50)))
