@@ -1,6 +1,7 @@
 """Scripts of the shapes that verl publishes, with the files that they name: nothing of a task is lost in silence."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -324,3 +325,75 @@ def test_the_table_of_scripts(checkout: Path) -> None:
         "| `examples/turns/b.sh` | converted | `remote_search` |",
         "| `examples/turns/c.sh` | no counterpart | images |",
     ]
+
+
+ENTRY = "python3 -m verl.trainer.main_ppo "
+ALIASES = "a0: &a0 {x: 1}\n" + "".join(f"a{n}: &a{n} {{p: *a{n - 1}, q: *a{n - 1}}}\n" for n in range(1, 40))
+
+
+@pytest.mark.parametrize(
+    ("files", "said"),
+    [
+        ({"c.yaml": "defaults: [d]", "d.yaml": "defaults: [c]"}, "lead back to it: c.yaml -> d.yaml -> c.yaml"),
+        ({"c.yaml": "defaults: [1]"}, "expected NAME or GROUP: NAME, found 1"),
+        ({"c.yaml": "defaults: 5"}, "defaults: expected a list, found int"),
+        ({"c.yaml": "hydra: [a]"}, "hydra: expected a mapping"),
+        ({"c.yaml": "hydra: {searchpath: 4}"}, "hydra: expected a mapping"),
+        ({"c.yaml": ALIASES}, "more than 100000 values"),
+        ({"c.yaml": "trainer: &a {b: *a}"}, "nested more than 50 deep"),
+        ({"c.yaml": "trainer: {logger: &a [*a]}"}, "nested more than 50 deep"),
+        ({"c.yaml": "trainer: {logger: !!set {a}}"}, "it holds a set"),
+        ({"c.yaml": "{a: " * 2000 + "1" + "}" * 2000}, "RecursionError"),
+        ({"c.yaml": "a: 2020-99-99"}, "month must be in 1..12"),
+        ({"c.yaml": "a: !!int b"}, "invalid literal"),
+        ({"c.yaml": "a: !!timestamp b"}, "not valid YAML"),
+        ({"c.yaml": f"a: {'9' * 6000}"}, "4300 digits"),
+        ({"c.yaml": "#" * 300_000}, "larger than 262144 bytes"),
+        ({"run.sh": "#" * 300_000}, "larger than 262144 bytes"),
+        ({"run.sh": "A=aaaaaaaaaa\n" + "A=$A$A$A$A\n" * 30}, "the variable A has more than 100000 characters"),
+        ({"run.sh": f"{ENTRY} trainer.a={'${A:-' * 3000}x{'}' * 3000}"}, "nested too deeply"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_an_error_and_ends(tmp_path: Path, files: dict[str, str], said: str) -> None:
+    for name, text in {"run.sh": f"{ENTRY} --config-path=. --config-name=c data.seed=1", **files}.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        read([str(tmp_path / "run.sh")])
+
+
+SERVICE = "verl.tools.sandbox_fusion_tools.SandboxFusionTool"
+
+
+@pytest.mark.parametrize(
+    "tool",
+    [
+        {"class_name": SERVICE, "config": [1]},
+        {"class_name": SERVICE, "config": {"default_timeout": "soon"}},
+        {"class_name": SERVICE, "tool_schema": [2]},
+        {"class_name": SERVICE, "config": {1: 2, "b": 3}, "tool_schema": {"function": "x"}},
+        {"class_name": "my.Tool", "config": "x"},
+        {1: 2},
+        {"class_name": "verl.tools.mcp_base_tool.MCPBaseTool", "mcp": [1]},
+    ],
+)
+def test_a_tool_of_another_form_is_reported_as_missing(tmp_path: Path, tool: dict[Any, Any]) -> None:
+    (tmp_path / "t.yaml").write_text(yaml.safe_dump({"tools": [tool]}))
+    (tmp_path / "run.sh").write_text(f"{ENTRY} {TURNS}.enable=True {TURNS}.tool_config_path=t.yaml")
+    result = convert(read([str(tmp_path / "run.sh")]))
+    assert [key for key in result.incomplete if key.endswith("t.yaml: tools.0")]
+
+
+@pytest.mark.parametrize("code", [b"def f(:", b"x = 1\0", b"x = \xff", b"x = " + b"-" * 100_000 + b"1"])
+def test_function_tools_that_are_no_python_are_reported_as_missing(tmp_path: Path, code: bytes) -> None:
+    (tmp_path / "t.py").write_bytes(code)
+    (tmp_path / "run.sh").write_text(f"{ENTRY} {TURNS}.enable=True {TURNS}.function_tool_path=t.py")
+    result = convert(read([str(tmp_path / "run.sh")]))
+    assert "no Python that can be read" in result.incomplete[f"{TURNS}.function_tool_path"]
+
+
+def test_words_that_are_not_understood_are_noted_and_what_is_only_printed_is_no_override(tmp_path: Path) -> None:
+    script = f"{ENTRY} trainer.{{total_epochs,save_freq}}=3 data.seed=4 'trainer.logger={'[' * 3000}'\n"
+    (tmp_path / "run.sh").write_text(f"{script}N=$((9**9**9))\necho data.seed=$N data.seed=9\n")
+    found = read([str(tmp_path / "run.sh")])
+    assert found.values["data.seed"] == 4
+    assert "not read" in found.notes["trainer.{total_epochs,save_freq}=3"]

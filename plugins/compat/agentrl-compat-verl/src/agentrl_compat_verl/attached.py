@@ -2,7 +2,7 @@
 
 import ast
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,18 +25,29 @@ def attach(result: Conversion) -> None:
     tools: list[Any] = []
     if file := _file(result, TOOLS, "tools"):
         for index, entry in enumerate(_listed(result, TOOLS, file, "tools")):
-            tools += _tool(result, f"{TOOLS}: {file.name}: tools.{index}", entry, file)
+            where = f"{TOOLS}: {file.name}: tools.{index}"
+            tools += _shaped(result, where, _tool, entry, file) or []
     if file := _file(result, FUNCTIONS, "tools"):
         tools += _functions(result, file)
     if tools:
         result.values["tools"] = tools
     if file := _file(result, INTERACTIONS, "interactions"):
         found = _listed(result, INTERACTIONS, file, "interaction")
-        result.values["interactions"] = [
-            _interaction(result, f"{INTERACTIONS}: {file.name}: interaction.{index}", entry)
-            for index, entry in enumerate(found)
-        ]
+        result.values["interactions"] = []
+        for index, entry in enumerate(found):
+            where = f"{INTERACTIONS}: {file.name}: interaction.{index}"
+            made = _shaped(result, where, _interaction, entry)
+            result.values["interactions"] += [made] if made else []
     _loops(result, tools_or_turns=any(key in result.given for key in (TOOLS, FUNCTIONS, INTERACTIONS, LOOPS)))
+
+
+def _shaped(result: Conversion, where: str, made: Callable[..., Any], *given: Any) -> Any:
+    """What ``made`` returns; None for an entry that does not have the shape that verl reads, which is then missing."""
+    try:
+        return made(result, where, *given)
+    except (TypeError, ValueError, AttributeError, LookupError, RecursionError) as error:
+        result.incomplete[where] = f"it is not converted, because its form is not verl's ({error!r:.120})"
+        return None
 
 
 def _file(result: Conversion, key: str, here: str) -> Path | None:
@@ -115,7 +126,7 @@ def _mcp(result: Conversion, where: str, entry: Mapping[str, Any], config: Mappi
     try:
         listed = json.loads(found[0].read_text(encoding="utf-8"))["mcpServers"]
         servers = {name: _server(result, where, name, server) for name, server in listed.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         result.incomplete[where] = f"{found[0]}: expected {{'mcpServers': {{NAME: {{…}}}}}} ({error!r})"
         return []
     chosen = options.get("tool_selected_list") or []
@@ -154,7 +165,12 @@ def _server(result: Conversion, where: str, name: str, server: Mapping[str, Any]
 
 def _functions(result: Conversion, file: Path) -> list[Any]:
     """Functions with the decorator ``function_tool``."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    try:
+        # Bytes: the file may declare an encoding.
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        result.incomplete[FUNCTIONS] = f"{file}: no Python that can be read ({error!r:.120})"
+        return []
     names = [
         node.name
         for node in tree.body

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from agentrl_compat_verl import hydra
 from agentrl_compat_verl.shell import Script, Word
 from agentrl_core.api import ConfigError
@@ -58,8 +56,8 @@ def read(arguments: Sequence[str], environment: Mapping[str, str] = os.environ) 
             continue
         path = Path(argument)
         try:
-            text = path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
+            text = hydra.read_text(path)
+        except (OSError, ValueError) as error:
             raise ConfigError(
                 f"{argument}: expected verl's key=value, a shell script or a YAML file, found none ({error})"
             ) from error
@@ -93,9 +91,14 @@ def _compose(reading: Reading, name: str, folders: Sequence[Path]) -> None:
 
 
 def _read_script(reading: Reading, text: str, path: Path, environment: Mapping[str, str]) -> None:
-    script = Script(text, environment, path.absolute().parent)
+    try:
+        script = Script(text, environment, path.absolute().parent)
+    except RecursionError as error:
+        raise ConfigError(f"{path}: its quotations or ${{…}} are nested too deeply to be read") from error
     first: dict[str, Any] = {}
     for words in script.commands:
+        if words and words[0].text in ("echo", "printf"):
+            continue
         entry = next((at for at, word in enumerate(words) if _ENTRY.match(word.text)), None)
         before = dict(reading.values)
         if entry is not None and _OTHER.search(words[entry].text):
@@ -158,12 +161,14 @@ def _take_rest(reading: Reading, text: str) -> None:
         reading.notes[group[1]] = f"{group[2]}: a group of verl's configuration, or a key of no section; not read"
     elif text.startswith("$"):
         reading.notes[text] = "arguments that only the running script knows"
+    elif "=" in text and not text.startswith("-"):
+        reading.notes[text] = "not read: no key=value of verl. Write each key out"
 
 
 def _value(text: str) -> Any:
     try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError:
+        value = hydra.parse_yaml(text)
+    except ValueError:
         return text
     return _number(value) if isinstance(value, str) else value
 

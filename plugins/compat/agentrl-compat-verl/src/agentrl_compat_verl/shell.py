@@ -13,6 +13,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentrl_core.api import ConfigError
+
 _ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)(\+?)=(.*)$", re.DOTALL)
 _DECLARES = ("export", "local", "readonly", "declare", "typeset")
 _OPERATORS: dict[type, Callable[[int, int], int]] = {
@@ -27,6 +29,10 @@ _OPERATORS: dict[type, Callable[[int, int], int]] = {
 _PARAMETER = re.compile(r"^(\w+)(?::?([-=+])(.*))?$", re.DOTALL)
 _PATTERN = re.compile(r"[^\n;&()]*\)")
 _ALL = re.compile(r"^\w+\[[@*]\]$")
+_BITS = 64
+"""Of a number in a shell; larger ones wrap around there."""
+_LONGEST = 100_000
+"""Characters of a word; the kernel takes no longer one than 128 KiB."""
 _HERE = re.compile(r"^<<-?\s*(['\"]?)(\w+)\1")
 
 
@@ -85,7 +91,7 @@ class Script:
                 self._at += 1
             elif char == "#":
                 self._at = self._end_of_line()
-            elif found := _HERE.match(self.text[self._at :]):
+            elif char == "<" and (found := _HERE.match(self.text[self._at : self._at + _LONGEST])):
                 here, self._at = found[2], self._at + found.end()
             elif array is not None and char == ")":
                 self._at += 1
@@ -208,6 +214,8 @@ class Script:
         before = self._variables.get(name)
         if adds:
             value = Word((before.text if before else "") + value.text, value.alternatives)
+        if len(value.text) > _LONGEST:
+            raise ConfigError(f"the variable {name} has more than {_LONGEST} characters")
         if before is not None and self._unsure:
             if before.text != value.text:
                 self._variables[name] = Word(before.text, (*before.alternatives, value.text))
@@ -325,7 +333,10 @@ class Script:
     def _computed(self, text: str) -> str | None:
         def number(node: ast.expr) -> int:
             if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-                return _OPERATORS[type(node.op)](number(node.left), number(node.right))
+                left, right = number(node.left), number(node.right)
+                if isinstance(node.op, ast.Pow) and not 0 <= right * left.bit_length() <= _BITS:
+                    raise OverflowError
+                return _OPERATORS[type(node.op)](left, right)
             if isinstance(node, ast.Name):
                 return number(ast.parse(self._value(f"${node.id}").text, mode="eval").body)
             return int(ast.literal_eval(node))
