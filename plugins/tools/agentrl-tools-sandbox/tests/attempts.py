@@ -1,7 +1,7 @@
 """What hostile code attempts, and which boundary does not hold it. ``docs/tools.md`` shows this as a table.
 
 Each code runs with the names of :data:`PRELUDE` and of a world that the test makes: ``SECRET``, a file out of sight;
-``VISIBLE``, a file that may be read; ``PID``, another process; ``PARENT``, the process of the tool; ``PORT``,
+``VISIBLE``, a file that may be read, ``FIFO`` beside it; ``PID``, another process; ``PARENT``, the process of the tool; ``PORT``,
 ``SOCKET`` and ``ABSTRACT``, where somebody listens. It did what it wanted if it ends; it was refused if it raises.
 Without a sandbox each one does it, which a test shows: so none is refused because of a mistake in it.
 
@@ -228,6 +228,7 @@ FILES = {
     "visible-attribute-by-descriptor": 'os.setxattr(os.open(VISIBLE, os.O_RDONLY), "user.mine", b"x")',
     "visible-no-attribute": 'os.removexattr(VISIBLE, "user.given")',
     "visible-flags": FLAGS,
+    "visible-fifo-write": "os.write(os.open(FIFO, os.O_RDWR | os.O_NONBLOCK), b'x')",
     "visible-lease": "fcntl.fcntl(os.open(VISIBLE, os.O_RDONLY), 1024, fcntl.F_RDLCK)",
     "visible-watch": "call(254 if X86 else 27, call(294 if X86 else 26, 0), VISIBLE.encode(), 2)",
     "visible-notify": "fcntl.fcntl(os.open(os.path.dirname(VISIBLE), os.O_RDONLY), 1026, 2)",
@@ -317,6 +318,8 @@ KERNEL = {
     "list-mounts": "reach(458, 458, None, None, 0, 0)",
     "quotas": "reach(179, 60, -1, None, 0, None)",
     "clock-details": "call(159 if X86 else 171, BLANK)",
+    "file-attribute": "open('own', 'x').close(); os.setxattr('own', 'user.mine', b'x')",
+    "socket-buffers": "socket.socketpair()[0].setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)",
     "segments": "reach(154, None, 0, None, 0)",
     "page-order": "reach(216, 234, 0, 0, 0, 0, 0)",
     "sync-all-disks": "call(162 if X86 else 81)",
@@ -367,11 +370,40 @@ for number in range(12):
 {WAIT}
 """
 MAP = "page = mmap.mmap(-1, 700 << 20)\nfor n in range(0, 700 << 20, 4096): page[n] = 1"
+STACK = """
+unlimited = resource.getrlimit(resource.RLIMIT_STACK)[1]
+resource.setrlimit(resource.RLIMIT_STACK, (unlimited, unlimited))
+LIBC.mmap.restype, LIBC.mmap.argtypes = ctypes.c_void_p, [ctypes.c_void_p, *[ctypes.c_size_t] * 5]
+top = 0x300000000000
+assert LIBC.mmap(top, 4096, 3, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | 0x110, 2**64 - 1, 0) == top
+child = os.fork()
+if child == 0:
+    for offset in range(0, 700 << 20, 4096):
+        ctypes.memset(top - offset, 1, 1)
+    os._exit(0)
+assert os.waitpid(child, 0)[1] == 0
+"""
+COPIES = """
+page, children = bytearray(80 << 20), []
+for number in range(6):
+    children.append(os.fork())
+    if children[-1] == 0:
+        page[::4096] = bytes(80 << 8)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        os._exit(0)
+stopped = [os.waitpid(child, os.WUNTRACED)[1] for child in children]
+for child in children:
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+assert all(os.WIFSTOPPED(status) for status in stopped)
+"""
 RESOURCES = {
     "processes": (FORK_BOMB, {"max_processes": 8}),
     "memory": ("x = bytearray(700 << 20)", {"max_memory": 256}),
     "memory-by-map": (MAP, {"max_memory": 256}),
     "memory-in-pieces": ("x = [bytes(1 << 20) for n in range(700)]", {"max_memory": 256}),
+    "stack-that-grows": (STACK, {"max_memory": 256}),
+    "copies-after-fork": (COPIES, {"max_memory": 256}),
     "large-file": ("open('large', 'wb').write(bytes(12 << 20))", {"max_disk": 4}),
     "file-with-a-hole": ("os.truncate(os.open('hole', os.O_CREAT | os.O_RDWR), 1 << 33)", {"max_disk": 4}),
     "many-files": (MANY_FILES, {"max_disk": 4}),
@@ -406,7 +438,7 @@ def _all() -> Iterator[Attempt]:
         ("kernel", KERNEL, False),
     ):
         for name, code in codes.items():
-            open_to = BOUNDARIES if name == "visible-lock" else ()
+            open_to = {"visible-lock": BOUNDARIES, "visible-fifo-write": ("bubblewrap",)}.get(name, ())
             yield Attempt(f"{topic}-{name}", code, topic, root or name in NEED_ROOT, not_held=open_to)
     for name, code in MACHINE.items():
         open_to = ("bubblewrap",) if name in ("kernel-command", "processors") else BOUNDARIES
@@ -415,7 +447,7 @@ def _all() -> Iterator[Attempt]:
         yield Attempt(f"process-exists-{name}", code, "process-exists", not_held=NO_NAMESPACE)
     yield Attempt("file-exists-stat", "os.stat(SECRET)", "file-exists", not_held=NO_NAMESPACE)
     yield Attempt("file-exists-access", "assert os.access(SECRET, os.F_OK)", "file-exists", not_held=NO_NAMESPACE)
-    not_held = {"deleted-files": NO_NAMESPACE, "empty-files": ("bubblewrap",)}
+    not_held = {"deleted-files": NO_NAMESPACE, "empty-files": ("bubblewrap",), "copies-after-fork": BOUNDARIES}
     for name, (code, options) in RESOURCES.items():
         yield Attempt(f"limits-{name}", code, "limits", not_held=not_held.get(name, ()), options=options)
 

@@ -38,6 +38,9 @@ class World:
             path.parent.mkdir()
             path.write_text(SECRET)
         os.setxattr(self.visible, "user.given", b"x")
+        self.fifo = folder / "visible" / "fifo"
+        os.mkfifo(self.fifo)
+        self.fifo.chmod(0o666)
         # As careless programs do.
         self.open_file = os.open(self.secret, os.O_RDWR)
         os.set_inheritable(self.open_file, True)
@@ -84,7 +87,7 @@ class World:
         names = {
             "SECRET": str(self.secret), "VISIBLE": str(self.visible), "SOCKET": self.unix.getsockname(),
             "ABSTRACT": self.abstract.getsockname(), "PORT": self.tcp.getsockname()[1], "PID": self.victim.pid,
-            "PARENT": os.getpid(),
+            "PARENT": os.getpid(), "FIFO": str(self.fifo),
         }  # fmt: skip
         assigned = "".join(f"{name} = {value!r}\n" for name, value in names.items())
         assigned += f"INODE = os.stat_result(({inode.st_mode}, {inode.st_ino}, {inode.st_dev}, *[0] * 7))\n"

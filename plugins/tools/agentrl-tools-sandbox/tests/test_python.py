@@ -213,3 +213,20 @@ def processes_of(folder: Path) -> list[Path]:
             if bytes(folder) in (path / "cmdline").read_bytes() + (path / "environ").read_bytes():
                 found.append(path)
     return found
+
+
+FORGE = """
+import gc, os
+replies = [each for each in gc.get_objects() if type(each).__name__ == "BufferedWriter" and each.fileno() > 2][0]
+os.write(replies.fileno(), b'{"text": "' + b"x" * 60_000 + b'", "code": "' + b"y" * 1000 + b'"}\\n')
+"""
+
+
+def test_a_reply_that_code_forges_is_not_longer_than_any_other(any_boundary, run_code) -> None:
+    (text,) = run_code(FORGE, max_output=1000, **any_boundary)
+    assert set(text) == {"x"} and len(text) < 10_000
+
+
+def test_an_error_whose_text_is_no_unicode_has_its_traceback(any_boundary, run_code) -> None:
+    first, second = run_code(r"raise ValueError('\ud800')", "print(1)", **any_boundary)
+    assert first.endswith(r"ValueError: \ud800") and second == "1"

@@ -20,6 +20,8 @@ ANSWERS: dict[str, Any] = {
     "1/0": ("Failed", "Error", "", "ZeroDivisionError\n"),
     "loop": ("Failed", "TimeLimitExceeded", "begun\n", ""),
     "long": ("Success", "Finished", "x" * 1000, ""),
+    "numbers": ("Success", "Finished", 1, 2),
+    "lists": ("Success", "Finished", ["1"], ["2"]),
     "sick": ("SandboxError", "Error", "", ""),
 }
 
@@ -85,7 +87,13 @@ def test_what_the_model_sees(url, code, text, failed) -> None:
 
 @pytest.mark.parametrize(
     ("code", "message"),
-    [("sick", "SandboxError: no space"), ("other", "500"), ("hang", "no whole answer within answer_timeout=0.2 s")],
+    [
+        ("sick", "SandboxError: no space"),
+        ("numbers", "TypeError"),
+        ("lists", "TypeError"),
+        ("other", "500"),
+        ("hang", "no whole answer within answer_timeout=0.2 s"),
+    ],
 )
 def test_a_service_that_fails_is_not_the_models_fault(url, code, message) -> None:
     with pytest.raises(ToolUnavailableError, match=message):

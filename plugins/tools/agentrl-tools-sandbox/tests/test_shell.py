@@ -104,3 +104,31 @@ def test_long_files_and_lists_are_cut(talk) -> None:
     )
     assert texts[0].endswith(" more bytes]") and len(texts[0]) < 6000
     assert texts[2].endswith(" more]") and len(texts[2]) < 1100
+
+
+def test_a_file_operation_never_waits_and_never_loses_a_file(talk) -> None:
+    texts = talk(
+        ("write_file", {"path": "a", "content": "1\n"}),
+        ("read_file", {"path": "a", "first_line": 1 << 31}),
+        ("read_file", {"path": "a", "first_line": 10**5000}),
+        ("read_file", {"path": "a", "lines": -1}),
+        ("write_file", {"path": "a", "content": "\ud800"}),
+        ("replace_in_file", {"path": "a", "old": "1", "new": "\ud800"}),
+        ("shell", {"command": "mkfifo pipe"}),
+        ("read_file", {"path": "pipe"}),
+        ("write_file", {"path": "pipe", "content": "1"}),
+        ("replace_in_file", {"path": "/dev/zero", "old": "1", "new": "2"}),
+        ("read_file", {"path": "a"}),
+    )
+    assert texts[0] == "wrote 2 bytes to a" and texts[1] == "[no output]" and texts[6] == "[no output]"
+    assert all(text.startswith("Error: ") for text in (*texts[2:6], *texts[7:10])), texts
+    assert texts[-1] == "1"
+
+
+def test_replacing_keeps_the_ends_of_lines(talk) -> None:
+    texts = talk(
+        ("shell", {"command": "printf 'a\\r\\nb\\r\\n' > a"}),
+        ("replace_in_file", {"path": "a", "old": "a\r\nb", "new": "a\r\nc"}),
+        ("shell", {"command": "od -An -c a | tr -d ' '"}),
+    )
+    assert texts[-1] == r"a\r\nc\r\n"

@@ -16,6 +16,7 @@ from typing import Any
 from agentrl_core.api import PluginRequirementError
 from agentrl_tools_sandbox import system_calls
 from agentrl_tools_sandbox.config import MIB, SandboxConfig
+from agentrl_tools_sandbox.guest import OPEN_FILES
 
 PACKAGE = Path(__file__).parent
 SYSTEM = ("/usr", "/bin", "/lib", "/lib32", "/lib64", "/etc/alternatives", "/etc/ld.so.cache", "/etc/localtime")
@@ -128,7 +129,8 @@ def _sandlock(config: SandboxConfig, paths: Sequence[str], namespaces: bool = Tr
         raise PluginRequirementError("the package is not installed")
     site = str(Path(found.origin).parent.parent)
     allowed = system_calls.program(metadata=namespaces)
-    command = guest_command(config, paths[0], -1, -1, allowed=allowed)
+    # sandlock counts what is mapped, not stacks that grow: those end at the limit of each process.
+    command = guest_command(config, paths[0], config.max_memory * MIB, -1, allowed=allowed)
     readable = _readable(config, paths)
 
     def specification(folder: str, lifeline: int) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def _sandlock(config: SandboxConfig, paths: Sequence[str], namespaces: bool = Tr
             "env": environment(folder),
             "max_memory": config.max_memory * MIB,
             "max_processes": config.max_processes,
-            "max_open_files": 1024,
+            "max_open_files": OPEN_FILES,
             "no_coredump": True,
             "cwd": folder,
         }

@@ -7,11 +7,13 @@ change this program, but that only changes what the model itself reads.
 
 import ast
 import ctypes
+import errno
 import json
 import linecache
 import os
 import resource
 import signal
+import stat
 import struct
 import subprocess
 import sys
@@ -19,12 +21,13 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import Any, BinaryIO
 
 READ_LINES = 2000
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
-OPEN_FILES = 1024
+OPEN_FILES = 256
+"""Of each process: pipes and sockets have buffers that no limit of memory counts."""
 
 
 class Deadline(BaseException):
@@ -75,7 +78,7 @@ class Guest:
         standard = os.dup(1), os.dup(2)
         os.dup2(output.file, 1)
         os.dup2(output.file, 2)
-        sys.stdout, sys.stderr = open(1, "w", closefd=False), open(2, "w", closefd=False)
+        sys.stdout, sys.stderr = (open(number, "w", errors="backslashreplace", closefd=False) for number in (1, 2))
         signal.signal(signal.SIGALRM, _raise_deadline)
         try:
             # Again and again, for code that catches everything.
@@ -140,10 +143,11 @@ class Guest:
 
     def read(self, path: str, first_line: int, lines: int) -> dict[str, Any]:
         """Lines of a text file."""
-        size = os.path.getsize(path)
-        with open(path, "rb") as file:
+        with _file(path, os.O_RDONLY) as file:
+            size = os.fstat(file.fileno()).st_size
             for _ in range(first_line - 1):
-                file.readline(self.max_output)
+                if not file.readline(self.max_output):
+                    break
             data, count = b"", 0
             while count < min(lines, READ_LINES) and len(data) < self.max_output and (line := file.readline(4096)):
                 data, count = data + line, count + line.endswith(b"\n")
@@ -155,9 +159,11 @@ class Guest:
         """Create or replace a text file, with its directories."""
         if folder := os.path.dirname(path):
             os.makedirs(folder, exist_ok=True)
-        with open(path, "w") as file:
-            file.write(content)
-        return {"text": f"wrote {len(content.encode())} bytes to {path}"}
+        data = content.encode()
+        with _file(path, os.O_WRONLY | os.O_CREAT) as file:
+            file.truncate()
+            file.write(data)
+        return {"text": f"wrote {len(data)} bytes to {path}"}
 
     def list(self, path: str) -> dict[str, Any]:
         """Names in a directory, directories with a slash."""
@@ -171,12 +177,15 @@ class Guest:
 
     def replace(self, path: str, old: str, new: str) -> dict[str, Any]:
         """Replace a text that occurs once."""
-        with open(path) as file:
+        with _file(path, os.O_RDWR) as file:
+            # Bytes: line ends stay what they are.
             text = file.read()
-        if (count := text.count(old) if old else 0) != 1:
-            raise ValueError(f"the old text occurs {count} times in {path}; it must occur exactly once")
-        with open(path, "w") as file:
-            file.write(text.replace(old, new))
+            if (count := text.count(old.encode()) if old else 0) != 1:
+                raise ValueError(f"the old text occurs {count} times in {path}; it must occur exactly once")
+            changed = text.replace(old.encode(), new.encode())
+            file.seek(0)
+            file.truncate()
+            file.write(changed)
         return {"text": f"replaced 1 occurrence in {path}"}
 
     def _reply(self, **fields: Any) -> dict[str, Any]:
@@ -189,6 +198,22 @@ class Guest:
             return operation(**request)
         except (OSError, ValueError, MemoryError, RecursionError) as error:
             return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _file(path: str, flags: int) -> BinaryIO:
+    """Open a regular file; what else may lie there could keep the guest waiting, or never end.
+
+    Raises:
+        OSError, ValueError: there is none, or it is something else.
+    """
+    descriptor = os.open(path, flags | os.O_NONBLOCK, 0o666)
+    kind = stat.S_IFMT(os.fstat(descriptor).st_mode)
+    if kind != stat.S_IFREG:
+        os.close(descriptor)
+        if kind == stat.S_IFDIR:
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        raise ValueError(f"{path} is no regular file")
+    return os.fdopen(descriptor, "rb" if flags == os.O_RDONLY else "r+b" if flags & os.O_RDWR else "wb")
 
 
 def _raise_deadline(*_: Any) -> None:

@@ -53,7 +53,7 @@ def result(reply: dict[str, Any], timeout: float) -> ToolResult:
     notes = [reply["text"].rstrip("\n")] if reply["text"] else []
     if late:
         notes.append(f"[stopped after {timeout:g} s]")
-    elif reply.get("code"):
+    elif isinstance(reply.get("code"), int) and reply["code"]:
         notes.append(f"[exit code {reply['code']}]")
     text = "\n".join(notes) or "[no output]"
     return ToolResult(ToolResponse(text), metrics={"failed": float(failed), "timed_out": float(late)})

@@ -51,10 +51,10 @@ class RemotePythonTool(Tool):
                 slots=self._slots,
             )
             if reply["status"] not in ("Success", "Failed"):
-                raise ToolUnavailableError(f"{self._url}: {reply['status']}: {reply.get('message', '')}")
+                raise ToolUnavailableError(f"{self._url}: {reply['status']}: {reply.get('message', '')}"[:1000])
             run = reply["run_result"]
             late = run["status"] == "TimeLimitExceeded"
-            text = (run.get("stdout") or "") + (run.get("stderr") or "")
+            text = "".join(run.get(name) or "" for name in ("stdout", "stderr"))
         except BodyTooLargeError as error:
             # A program that prints without end is the model's fault: a retry would do the same.
             raise ToolError(f"the output of the code is too long: {error}") from error

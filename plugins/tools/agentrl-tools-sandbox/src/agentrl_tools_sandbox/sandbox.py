@@ -36,6 +36,7 @@ class Sandbox:
 
     def __init__(self, launch: Launch, max_output: int) -> None:
         self._launch = launch
+        self._max_output = max_output
         # JSON writes a byte of text as six characters at most.
         self._limit = 6 * max_output + 65536
         self._folder = ""
@@ -86,7 +87,9 @@ class Sandbox:
                 reply = None
         if not isinstance(reply, dict) or not isinstance(reply.get("text", reply.get("error")), str):
             raise SandboxDied("its process ended: it exited, crashed, or exceeded a limit of memory or disk space")
-        return reply
+        # The guest cuts longer ones, at the end of a line or a block, unless code has taken its place.
+        most = self._max_output + 8192
+        return {key: value[:most] if isinstance(value, str) else value for key, value in reply.items()}
 
     async def close(self) -> None:
         """Stop it with everything that it started, and delete its files."""

@@ -9,6 +9,8 @@ from agentrl_tools_sandbox.python_tool import result
 from agentrl_tools_sandbox.sandbox import SandboxDied, Sandboxes
 
 _PATH = {"path": {"type": "string", "description": "relative to the working directory"}}
+MOST = 1 << 31
+"""Of a line's number."""
 _LINE = {"type": "integer", "minimum": 1}
 
 
@@ -82,6 +84,8 @@ def _request(function: str, parameters: dict[str, Any], timeout: float) -> dict[
         if not isinstance(value, kind) or isinstance(value, bool):
             allowed = "a string" if kind is str else "an integer"
             raise ToolError(f"{function}: {name} is {value!r:.100}; it must be {allowed}")
+        if kind is int and not 1 <= value <= MOST:
+            raise ToolError(f"{function}: {name} must be 1 to {MOST}")
         return value
 
     match function:
