@@ -38,7 +38,7 @@ class World:
             path.parent.mkdir()
             path.write_text(SECRET)
         os.setxattr(self.visible, "user.given", b"x")
-        self.fifo = folder / "visible" / "fifo"
+        self.fifo = folder / "visible" / "channel"
         os.mkfifo(self.fifo)
         self.fifo.chmod(0o666)
         # As careless programs do.
