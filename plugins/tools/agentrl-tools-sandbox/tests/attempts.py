@@ -1,9 +1,9 @@
 """What hostile code attempts, and which boundary does not hold it. ``docs/tools.md`` shows this as a table.
 
 Each code runs with the names of :data:`PRELUDE` and of a world that the test makes: ``SECRET``, a file out of sight;
-``VISIBLE``, a file that may be read, ``FIFO`` beside it; ``PID``, another process; ``PARENT``, the process of the tool; ``PORT``,
-``SOCKET`` and ``ABSTRACT``, where somebody listens. It did what it wanted if it ends; it was refused if it raises.
-Without a sandbox each one does it, which a test shows: so none is refused because of a mistake in it.
+``VISIBLE``, a file that may be read, ``FIFO`` beside it; ``PID``, another process; ``PARENT``, the process of the tool;
+``PORT``, ``SOCKET`` and ``ABSTRACT``, where somebody listens. It did what it wanted if it ends; it was refused if it
+raises. Without a sandbox each one does it, which a test shows: so none is refused because of a mistake in it.
 
     python attempts.py    writes the table to docs/tools.md
 """
