@@ -50,7 +50,9 @@ async def sleeps(where):
         elif how == "blocks":
             time.sleep(1e6)
         else:
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # Again and again: the kernel may stop the main thread first, and this one would go on and answer.
+            while True:
+                os.kill(os.getpid(), signal.SIGSTOP)
 
 
 class SleepyEngine(InferenceEngine):
@@ -167,8 +169,8 @@ class Run:
         prompts = PromptBatch.sampled([row] * count, next(self.steps), "train", 1, {"temperature": 1.0})
         return self.manager.generate_sequences(prompts)
 
-    def goes_on(self) -> None:
-        """Soon a rollout has no failure any more: what died is back."""
+    def goes_on(self) -> list[TrajectoryResult]:
+        """Soon a rollout has no failure any more: what died is back. Returns that rollout."""
 
         async def all_back() -> None:
             while self.engines._restarting:
@@ -176,8 +178,9 @@ class Run:
 
         for _ in range(20):
             self.manager._runtime.run(self.engines.watched(all_back()))
-            if not any(result.failed for result in self.rollout()):
-                return
+            results = self.rollout()
+            if not any(result.failed for result in results):
+                return results
         raise AssertionError(f"every rollout has a failure:\n{self.log.text}")
 
 
@@ -297,7 +300,7 @@ def test_an_engine_that_freezes_between_rollouts_is_restarted_with_the_new_weigh
 
 
 def test_a_reward_worker_that_freezes_with_a_group_costs_the_group(run: Run) -> None:
-    results = run.rollout()
+    results = run.goes_on()
     (run.folder / "group freezes").touch()
     run.manager.score_groups(results)
     said = [result.error or "" for result in results]

@@ -39,7 +39,9 @@ def once(what):
         Path(MARKS, what).unlink()
     except FileNotFoundError:
         return
-    os.kill(os.getpid(), signal.SIGSTOP if "freeze" in what else signal.SIGKILL)
+    # Again and again: the kernel may stop the main thread first, and until then this one would go on and answer.
+    while True:
+        os.kill(os.getpid(), signal.SIGSTOP if "freeze" in what else signal.SIGKILL)
 
 class Once(AgentLoopBase):
     async def run(self, sampling_params, *, session, raw_prompt, **row):
