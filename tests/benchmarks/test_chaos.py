@@ -3,19 +3,18 @@
 import json
 import os
 import socket
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def test_every_fault_is_survived_as_promised(tmp_path: Path) -> None:
+def test_every_fault_is_survived_as_promised(run_script: Callable[..., Any], tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
-    arguments = ["--parts", "local", "--faults", "9", "--steps", "12", "--results", str(results)]
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    done = run_script("chaos.py", "--parts", "local", "--faults", 9, "--steps", 12, "--results", results)
     seen = [json.loads(line) for line in results.read_text().splitlines()]
     assert done.returncode == 0 and not any(each["problems"] for each in seen), done.stderr
     assert len({each["fault"] for each in seen}) == len(seen) == 9
@@ -25,7 +24,7 @@ def test_every_fault_is_survived_as_promised(tmp_path: Path) -> None:
 def test_a_socket_that_somebody_listens_at_is_found(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, family: socket.AddressFamily
 ) -> None:
-    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     from _chaos_run import listening, still_open
 
     before = listening({os.getpid()})
@@ -41,7 +40,7 @@ def test_a_socket_that_somebody_listens_at_is_found(
 
 
 def test_what_was_seen_is_kept_when_the_script_is_stopped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(SCRIPT.parent)
+    monkeypatch.syspath_prepend(BENCHMARKS)
     import chaos
 
     class Run:

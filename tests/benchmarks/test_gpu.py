@@ -1,24 +1,19 @@
 """`make gpu` without a GPU: what it says of parts that cannot run, and of those that fail."""
 
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
-
-
-def run(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, SCRIPT, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        timeout=240,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
+import pytest
 
 
-def test_parts_that_cannot_run_say_why_and_the_page_names_the_device(tmp_path: Path) -> None:
+@pytest.fixture
+def run(run_script: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *arguments: run_script("gpu.py", *arguments, CUDA_VISIBLE_DEVICES="")
+
+
+def test_parts_that_cannot_run_say_why_and_the_page_names_the_device(run: Callable[..., Any], tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
     here = ("--vllm-python", sys.executable, "--sglang-python", "nowhere", "--output", page)
     done = run("--parts", "sglang-sleep", "vllm-nccl", "vllm-ipc", *here)
@@ -29,7 +24,7 @@ def test_parts_that_cannot_run_say_why_and_the_page_names_the_device(tmp_path: P
         assert f"Not run: {reason}" in text
 
 
-def test_a_part_that_is_cut_is_on_the_page_and_the_next_one_runs(tmp_path: Path) -> None:
+def test_a_part_that_is_cut_is_on_the_page_and_the_next_one_runs(run: Callable[..., Any], tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
     done = run("--parts", "local", "vllm-ipc", "--limit", "0.1", "--output", page)
     assert done.returncode == 0, done.stderr
@@ -37,6 +32,6 @@ def test_a_part_that_is_cut_is_on_the_page_and_the_next_one_runs(tmp_path: Path)
     assert "**Failed** (exit status none within 0.1 s)" in text and "Not run: " in text
 
 
-def test_an_unknown_part_is_named() -> None:
+def test_an_unknown_part_is_named(run: Callable[..., Any]) -> None:
     done = run("--parts", "lokal")
     assert done.returncode == 2 and "--parts: lokal; allowed: tests, local, ray" in done.stderr

@@ -1,27 +1,25 @@
 """The benchmark of a step on a GPU: that it runs to its end, here on the CPU, and that it says why it does not."""
 
 import importlib.util
-import os
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
 
 
-def run(*arguments: str | Path) -> str:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture
+def run(run_script: Callable[..., Any]) -> Callable[..., str]:
+    def run(*arguments: str | Path) -> str:
+        done = run_script("gpu_step.py", *arguments, CUDA_VISIBLE_DEVICES="")
+        assert done.returncode == 0, done.stderr
+        return str(done.stdout)
+
+    return run
 
 
 @pytest.fixture(scope="module")
@@ -35,11 +33,11 @@ def gpu_step() -> ModuleType:
     return module
 
 
-def test_without_a_gpu_it_says_so() -> None:
+def test_without_a_gpu_it_says_so(run: Callable[..., str]) -> None:
     assert "skipped: torch sees no CUDA device here" in run()
 
 
-def test_a_tiny_run_on_the_cpu_fills_table_and_page(tmp_path: Path) -> None:
+def test_a_tiny_run_on_the_cpu_fills_table_and_page(run: Callable[..., str], tmp_path: Path) -> None:
     page = tmp_path / "gpu.md"
     output = run("--device", "cpu", "--tiny", "--steps", "1", "--runtimes", "local", "--output", page)
     for name in ("time: rollout", "time: update_actor", "log-prob gap, mean", "update: model FLOP/s"):
