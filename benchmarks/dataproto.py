@@ -25,6 +25,8 @@ import torch
 from _memory import PeakMemory
 from _report import Figure, report, write_markdown
 
+from agentrl_core.controller import make_runtime
+
 MIB = 2**20
 TENSORS = 5
 PUT_GOAL = 1.4
@@ -40,9 +42,9 @@ def main() -> None:
     """Runs all cases."""
     args = _arguments()
     modules = {"agentrl": _own_dataproto, **({args.peer: importlib.import_module(args.peer)} if args.peer else {})}
-    ray.init(num_cpus=8, include_dashboard=False, logging_level="ERROR", runtime_env={"env_vars": _environment()})
-    try:
+    with make_runtime("ray", num_cpus=8):
         bench = Bench(modules, args.rows, args.mib, args.repetitions, args.calls)
+<<<<<<< HEAD
         title = f"DataProto: {args.rows} rows, {TENSORS} int64 tensors of together {args.mib:g} MiB, 2 workers"
         if args.output:
             args.output.mkdir(parents=True, exist_ok=True)
@@ -53,6 +55,18 @@ def main() -> None:
         figures = report(title, measured, args.output / "dataproto.json" if args.output else None)
     finally:
         ray.shutdown()
+=======
+        figures = [
+            *bench.memory(),
+            *bench.warm_store(),
+            *bench.put_and_get(),
+            *bench.echo(),
+            *bench.calls_per_second(),
+            *bench.row_operations(),
+        ]
+    title = f"DataProto: {args.rows} rows, {TENSORS} int64 tensors of together {args.mib:g} MiB, 2 workers"
+    print_figures(title, figures)
+>>>>>>> 36e8767 (The page on Ray, the test of fused workers and the benchmark of the protocol start Ray with patience)
     if args.output:
         write_markdown(args.output / "dataproto.md", title, "python benchmarks/dataproto.py", figures)
 
@@ -260,10 +274,6 @@ def _interleaved(actions: dict[str, Action], repetitions: int, calls: int) -> di
 
 def _object_array(values: Sequence[Any]) -> np.ndarray[Any, Any]:
     return np.fromiter(values, dtype=object, count=len(values))
-
-
-def _environment() -> dict[str, str]:
-    return {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
 
 
 def _arguments() -> argparse.Namespace:

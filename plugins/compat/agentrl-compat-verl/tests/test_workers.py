@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 
 import pytest
-import ray
 import torch
 import torch.distributed as dist
 
@@ -20,6 +19,7 @@ from agentrl_core.controller import (
     RayWorkerGroup,
     Worker,
     make_nd_compute_dataproto_dispatch_fn,
+    make_runtime,
     register,
 )
 
@@ -96,9 +96,9 @@ def test_roles_share_named_pools() -> None:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    ray.init(num_cpus=4, include_dashboard=False, runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}})
-    yield
-    ray.shutdown()
+    # Unlike ray.init() it has patience with a busy machine.
+    with make_runtime("ray", num_cpus=4, cpu_threads=1):
+        yield
 
 
 @pytest.mark.ray
