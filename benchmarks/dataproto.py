@@ -44,7 +44,6 @@ def main() -> None:
     modules = {"agentrl": _own_dataproto, **({args.peer: importlib.import_module(args.peer)} if args.peer else {})}
     with make_runtime("ray", num_cpus=8):
         bench = Bench(modules, args.rows, args.mib, args.repetitions, args.calls)
-<<<<<<< HEAD
         title = f"DataProto: {args.rows} rows, {TENSORS} int64 tensors of together {args.mib:g} MiB, 2 workers"
         if args.output:
             args.output.mkdir(parents=True, exist_ok=True)
@@ -53,20 +52,6 @@ def main() -> None:
         )  # fmt: skip
         measured = (figure for part in parts for figure in part())
         figures = report(title, measured, args.output / "dataproto.json" if args.output else None)
-    finally:
-        ray.shutdown()
-=======
-        figures = [
-            *bench.memory(),
-            *bench.warm_store(),
-            *bench.put_and_get(),
-            *bench.echo(),
-            *bench.calls_per_second(),
-            *bench.row_operations(),
-        ]
-    title = f"DataProto: {args.rows} rows, {TENSORS} int64 tensors of together {args.mib:g} MiB, 2 workers"
-    print_figures(title, figures)
->>>>>>> 36e8767 (The page on Ray, the test of fused workers and the benchmark of the protocol start Ray with patience)
     if args.output:
         write_markdown(args.output / "dataproto.md", title, "python benchmarks/dataproto.py", figures)
 
