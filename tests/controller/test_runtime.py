@@ -105,5 +105,5 @@ def test_a_ray_that_does_not_come_up_in_time_is_one_clear_error(monkeypatch: pyt
 
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
     monkeypatch.setattr(ray, "init", late)
-    with pytest.raises(WorkerError, match="Ray cannot be started: The current node timed out.*less busy"):
-        make_runtime("ray", num_cpus=2)
+    with pytest.raises(WorkerError, match=r"within 7 s \(rollout.engine.start_timeout\): The current.*less busy"):
+        make_runtime("ray", num_cpus=2, start_timeout=7.0)
