@@ -112,10 +112,12 @@ def test_commands_of_the_docs_run(workplace: Path, site: Path) -> None:
             subprocess.run(["bash", "-ec", words], check=True, timeout=200, env={**os.environ, "PATH": path})
         if line == "agentrl plugins new tool word-count":
             install(workplace / "word-count", site)
-            (snippet,) = [text for page, text in blocks("yaml") if page.name == "write-a-tool.md"]
-            (workplace / "with-tool.yaml").write_text("extends: examples/calculator/config.yaml\n" + snippet)
-            result = CliRunner().invoke(app, ["train", "with-tool.yaml", "--dry-run"])
-            assert result.exit_code == 0, result.output
+            snippets = [text for page, text in blocks("yaml") if page.name == "write-a-tool.md"]
+            for number in range(len(snippets)):
+                text = "\n".join(["extends: examples/calculator/config.yaml", *snippets[: number + 1]])
+                (workplace / "with-tool.yaml").write_text(text)
+                result = CliRunner().invoke(app, ["train", "with-tool.yaml", "--dry-run"])
+                assert result.exit_code == 0, result.output
     held = (workplace / "calculator.html").read_bytes()
     assert b'"timelines"' in held
     assert yaml.safe_load((workplace / "config.yaml").read_text())["rollout"]["n"] == 5

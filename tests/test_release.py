@@ -15,8 +15,8 @@ import yaml
 ROOT = Path(__file__).parents[1]
 WORKFLOWS = ROOT / ".github/workflows"
 TOOL = "plugins/tools/agentrl-tools-basic"
-PARTS = [".ci/release.py", "agentrl_core/__init__.py", "pyproject.toml", "README.md", "LICENSE", f"{TOOL}/README.md"]
-PARTS += [f"{TOOL}/pyproject.toml", f"{TOOL}/src/agentrl_tools_basic/__init__.py"]
+PARTS = [".ci/release.py", ".gitignore", "agentrl_core/__init__.py", "pyproject.toml", "README.md", "LICENSE"]
+PARTS += [f"{TOOL}/README.md", f"{TOOL}/pyproject.toml", f"{TOOL}/src/agentrl_tools_basic/__init__.py"]
 
 
 def commit(tree: Path) -> None:

@@ -175,7 +175,7 @@ class PlainRun:
         if critic is None:
             metrics |= self.grpo(rows)
         else:
-            self.gae(rows)
+            metrics |= self.gae(rows)
         metrics |= spreads(rows, ("advantages", "returns", *(["values"] if critic else [])))
         if critic is not None:
             metrics |= self.update_critic(critic, rows)
@@ -235,7 +235,7 @@ class PlainRun:
             row.returns_n = torch.full_like(row.old_n, row.record["reward"])
         return {"advantage/groups_without_signal": silent / len(groups)}
 
-    def gae(self, rows: Sequence[Row]) -> None:
+    def gae(self, rows: Sequence[Row]) -> dict[str, float]:
         """arXiv 1506.02438, equation 16 as it is written: a discounted sum of the residuals of all later tokens."""
         settings = self.config["algorithm"]["advantage"]["config"]
         gamma, lam = settings["gamma"], settings["lam"]
@@ -253,6 +253,9 @@ class PlainRun:
         for row in rows:
             whitened = (row.advantages_n - everything_N.mean()) / everything_N.std(correction=0)
             row.advantages_n = (whitened if settings["whiten"] else row.advantages_n).float()
+        prompts = {row.record["uid"] for row in rows}
+        heard = {row.record["uid"] for row in rows if (row.advantages_n.abs() > 1e-6).any()}
+        return {"advantage/groups_without_signal": len(prompts - heard) / len(prompts)}
 
     # Updates ----------------------------------------------------------------------------------------------------
 
@@ -372,6 +375,10 @@ class PlainRun:
         limit = self.config["rollout"]["max_response_length"]
         above = self.config["trainer"]["validation"]["correct_above"]
         calls = [rows[-1]["tool_calls"] for rows in trajectories.values()]
+        samples: dict[str, list[list[list[int]]]] = defaultdict(list)
+        for rows in trained:
+            samples[rows[0]["uid"]].append([row["response_ids"] for row in rows])
+        identical = [all(one == of_prompt[0] for one in of_prompt) for of_prompt in samples.values() if of_prompt[1:]]
         metrics = spread("reward", rewards) | {"reward/std": float(np.std(rewards))}
         metrics |= spread("response_length", lengths)
         metrics |= spread("prompt_length", [len(rows[0]["prompt_ids"]) for rows in trained])
@@ -387,6 +394,7 @@ class PlainRun:
         return metrics | {
             "response_length/clip_ratio": float(np.mean([length >= limit for length in lengths])),
             "rollout/failed_fraction": (count - len(trained)) / count,
+            "rollout/identical_groups_share": float(np.mean(identical)),
             "rollout/tool_calls_mean": sum(map(len, calls)) / count,
             "rollout/tool_call_share": sum(map(bool, calls)) / count,
             "rollout/tool_failures": sum(call["failed"] for each in calls for call in each) / count,

@@ -20,6 +20,7 @@ NOT_RECOMPUTED = {
     "perf/tokens_per_second": "the clock",
     "perf/engine/*": "the engine's clock",
     "rollout/engine/*": "how the engine batched its requests, which no record says",
+    "rollout/parse_errors": "a record has the calls that could be read",
     "rollout/retries": "a record has the last attempt only",
     "rollout/template_*": "what the renderer found while the rows were built",
 }

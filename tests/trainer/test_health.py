@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from agentrl_core.cli.main import app
@@ -117,7 +119,7 @@ ILL: dict[str, tuple[str, Mapping[str, Any]]] = {
         },
     ),
     "a loss that masks everything": ("zero_gradient", {"algorithm.loss": "./health_code.py:AllMasked"}),
-    "no entropy": ("no_entropy", {"rollout.sampling.temperature": 1e-4}),
+    "no entropy": ("no_entropy", {"model.path": "sharp"}),
     "responses at the limit": ("length_limit", {"rollout.max_response_length": 5}),
     "calls that nobody can read": ("parse_errors", {**TOOLS, **scripted("broken_call")}),
     "tools that nobody calls": ("no_tool_calls", TOOLS),
@@ -127,6 +129,9 @@ ILL: dict[str, tuple[str, Mapping[str, Any]]] = {
 @pytest.fixture(autouse=True)
 def code(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     (tiny_run.folder / "health_code.py").write_text(CODE)
+    sharp = shutil.copytree(tiny_run.model, tiny_run.folder / "sharp") / "model.safetensors"
+    weights = load_file(sharp)
+    save_file({**weights, "model.norm.weight": 1e5 * weights["model.norm.weight"]}, sharp, {"format": "pt"})
     monkeypatch.syspath_prepend(str(tiny_run.folder))
 
 
