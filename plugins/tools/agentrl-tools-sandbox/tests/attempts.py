@@ -140,6 +140,7 @@ PROCESSES = {
     "write-memory": "reach(311, 271, PID, None, 0, None, 0, 0)",
     "advise-memory": "reach(440, 440, -1, None, 0, 0, 0)",
     "release-memory": "reach(448, 448, -1, 0)",
+    "migrate-pages": "reach(256, 238, PID, 0, None, None)",
     "compare": "reach(312, 272, PID, PID, 0, 0, 0)",
     "move-pages": "reach(279, 239, PID, 0, None, None, None, 0)",
     "processors": "os.sched_setaffinity(PID, {0})",
@@ -269,6 +270,9 @@ RIGHTS = {
     "core-dumps": "resource.setrlimit(resource.RLIMIT_CORE, (1, 1))",
     "environment": 'assert "AGENTRL_TEST_SECRET" in os.environ',
     "terminal-input": "import pty, tty; tty.setraw(pty.openpty()[1]); fcntl.ioctl(pty.openpty()[1], 0x5412, b'x')",
+    # Filters compare 32 or 64 bits of the command, of which the kernel reads 32.
+    "terminal-input-of-64-bits": "reach(16, 29, os.pipe()[0], 1 << 32 | 0x5412, b'x')",
+    "terminal-paste": "reach(16, 29, os.pipe()[0], 0x541C, b'\\3')",
     "own-filter": "reach(317, 277, 1, 0, None)",
 }
 ROOT_RIGHTS = {
@@ -313,6 +317,7 @@ KERNEL = {
     "memory-policy": "call(238 if X86 else 237, 0, None, 0)",
     "pages-from-user": "reach(278, 75, os.pipe()[1], None, 0, 0)",
     "new-mount-interface": "reach(430, 430, None, 0)",
+    "mount-configuration": "reach(431, 431, -1, 0, None, None, 0)",
     "mount-tree": "reach(428, 428, -1, None, 0)",
     "mount-attributes": "reach(442, 442, -1, None, 0, None, 0)",
     "list-mounts": "reach(458, 458, None, None, 0, 0)",
@@ -453,6 +458,20 @@ def _all() -> Iterator[Attempt]:
 
 
 ATTEMPTS = tuple(_all())
+CVES = {
+    "CVE-2016-8659": ("processes-first-process",),
+    "CVE-2017-5226": ("rights-terminal-input",),
+    "CVE-2018-16359": ("files-rename", "files-visible-rename"),
+    "CVE-2018-19333": ("kernel-shared-memory",),
+    "CVE-2019-10063": ("rights-terminal-input-of-64-bits",),
+    "CVE-2020-5291": ("processes-ptrace", "rights-user-namespace"),
+    "CVE-2021-41133": ("kernel-new-mount-interface", "kernel-mount-tree", "rights-namespace-by-clone3"),
+    "CVE-2022-0185": ("kernel-mount-configuration",),
+    "CVE-2022-0492": ("files-control-groups", "rights-mount"),
+    "CVE-2023-28100": ("rights-terminal-paste",),
+    "CVE-2024-21626": ("files-open-file-of-the-host",),
+}
+"""Attempts that other sandboxes once did not hold: bubblewrap, Flatpak, gVisor, runc and the kernel's own."""
 
 
 def table() -> str:

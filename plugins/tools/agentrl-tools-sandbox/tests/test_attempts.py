@@ -215,6 +215,11 @@ def test_without_a_sandbox_it_does_what_it_wants(
         shutil.rmtree(folder, ignore_errors=True)
 
 
+def test_what_other_sandboxes_did_not_hold_is_attempted_and_refused_by_each_boundary() -> None:
+    refused = {attempt.id for attempt in attempts.ATTEMPTS if not attempt.not_held}
+    assert {name for names in attempts.CVES.values() for name in names} <= refused
+
+
 def test_the_docs_show_the_table() -> None:
     shown = attempts.DOCS.read_text().partition(attempts.BEGIN)[2].partition(attempts.END)[0]
     assert shown == attempts.table(), "run: python plugins/tools/agentrl-tools-sandbox/tests/attempts.py"
