@@ -35,7 +35,7 @@ _BROUGHT = {
         "tool_parser": "deepseek_v3 deepseek_v32 gemma4 glm4 granite harmony hermes internlm2 kimi_k2 lfm2 llama3_json "
         "llama4_pythonic minimax_m2 mistral nemotron olmo3 phi4_mini qwen3_coder seed_oss xlam",
     },
-    "agentrl-tool-search": {"tool": "remote_search search"},
+    "agentrl-tool-search": {"command": "search-index", "tool": "remote_search search"},
     "agentrl-tools-basic": {"tool": "calculator"},
     "agentrl-tools-sandbox": {"reward_function": "code_tests", "tool": "python remote_python shell"},
     "agentrl-tracker-mlflow": {"tracker": "mlflow"},

@@ -237,6 +237,9 @@ def test_worker_without_the_plugin(isolated_plugins: IsolatedPlugins) -> None:
 def test_official_table_agrees_with_what_is_installed() -> None:
     """Not isolated: whichever of our plugins are installed here are the ones that the table says."""
     from agentrl_core.plugins.discovery import discover
+    from agentrl_core.plugins.registration import cli_registrations
 
-    installed = {(row.kind, row.name): row.dist for row in discover() if row.dist in OFFICIAL.values()}
+    found = [((row.kind, row.name), row.dist) for row in discover()]
+    found += [(("command", command.name), command.dist) for command in cli_registrations()]
+    installed = {key: dist for key, dist in found if dist in OFFICIAL.values()}
     assert installed == {key: dist for key, dist in OFFICIAL.items() if key in installed}
