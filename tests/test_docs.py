@@ -30,6 +30,7 @@ from agentrl_core.trainer import Trainer
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/plugins").glob("*.md"))]
+GENERATED = ("api.md", "cli.md", "config.md", "formats.md")
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 ROW = '{"prompt": "1 + 1?", "data_source": "calculator", "reward_model": {"ground_truth": "2"}}\n'
 
@@ -395,3 +396,28 @@ def test_an_install_command_of_our_packages_works_today() -> None:
         if re.search(said, line)
     ]
     assert wrong == []
+
+
+def sentences(page: Path) -> Iterator[str]:
+    """Of the paragraphs and list items of a page, without code and the targets of links."""
+    text = re.sub(r"^```.*?^```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    text = re.sub(r"`[^`]*`", "`", text)
+    text = re.sub(r"\]\([^)]*\)", "]", text)
+    for paragraph in re.split(r"\n\s*\n|\n(?=\s*(?:[-*#|<]|\d+\.) ?)", text):
+        if not paragraph.lstrip().startswith(("|", "#", "<")):
+            yield from re.split(r"(?<=[.!?])\s+(?=[A-Z`\[*]|agentrl)", " ".join(paragraph.split()))
+
+
+def test_no_sentence_is_longer_than_32_words() -> None:
+    written = (page for page in PAGES if page.name not in GENERATED)
+    long = [each for page in written for each in sentences(page) if len(re.findall(r"[\w'-]+", each)) > 32]
+    assert long == []
+
+
+def test_the_readme_says_what_others_have_and_what_a_newcomer_types() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert "Training is synchronous" in text
+    rows = [line for line in text.splitlines() if line.startswith(("| [verl]", "| [prime-rl]"))]
+    assert len(rows) == 2 and all("asynchronous training" in row.split("|")[3] for row in rows)
+    commands = text.partition("The commands you need most:")[2].split("```")[1].strip().splitlines()
+    assert len(commands) <= 8

@@ -29,8 +29,8 @@ class Check:
 
     Args:
         name: in records and documentation.
-        metrics: what ``is_ill`` reads; a step without one of them neither continues nor ends a streak.
-        is_ill: whether a step has the sign.
+        metrics: what ``applies`` reads; a step without one of them neither continues nor ends a streak.
+        applies: whether a step has the sign.
         finding: what was the case, for ``in steps 1 to 10 …``.
         causes: the usual ones.
         command: shows the sign, with ``{run}``, ``{step}`` and ``{model}``.
@@ -41,7 +41,7 @@ class Check:
 
     name: str
     metrics: tuple[str, ...]
-    is_ill: Callable[[Metrics], bool]
+    applies: Callable[[Metrics], bool]
     finding: str
     causes: tuple[str, ...]
     command: str
@@ -233,7 +233,7 @@ class Health:
             if not metrics.keys() >= set(check.metrics) or ("sampled tokens" in check.needs and not samples):
                 continue
             streak = open_ones.get(check.name)
-            if check.is_ill(metrics):
+            if check.applies(metrics):
                 if streak is None:
                     streak = open_ones[check.name] = Streak(check.name, step, step)
                     self.streaks.append(streak)

@@ -94,14 +94,15 @@ def make_manager(tiny_run: Any, runtime: Runtime) -> Iterator[Any]:
         config = load_config(tiny_run(settings))
         context = EngineContext(config.model.path, max_model_len=1000, vocab_size=261)
         named = start_named_engines(config, runtime)
-        made.append(AgentLoopManager(config, runtime, EngineReplicas(runtime, config, context), named))
-        made[-1]._engines.start()
-        return made[-1]
+        engines = EngineReplicas(runtime, config, context)
+        made.append((AgentLoopManager(config, runtime, engines, named), engines))
+        engines.start()
+        return made[-1][0]
 
     yield make
-    for manager in made:
+    for manager, engines in made:
         manager.close()
-        manager._engines.close()
+        engines.close()
 
 
 def prompts(count: int, step: int = 1) -> PromptBatch:

@@ -133,9 +133,9 @@ def token(value: int) -> list[ArrayBucket]:
 
 @pytest.fixture
 def make_manager(tiny_run: Any, runtime: Runtime, interpreter: str) -> Iterator[Any]:
-    made: list[AgentLoopManager] = []
+    made: list[tuple[AgentLoopManager, EngineReplicas]] = []
 
-    def make(**engine: Any) -> AgentLoopManager:
+    def make(**engine: Any) -> tuple[AgentLoopManager, EngineReplicas]:
         header = f"BLOCKED, MARKS = {BLOCKED!r}, {str(tiny_run.folder)!r}\n"
         (tiny_run.folder / "engine.py").write_text(header + ENGINE)
         (tiny_run.folder / "loop.py").write_text(LOOP)
@@ -148,13 +148,14 @@ def make_manager(tiny_run: Any, runtime: Runtime, interpreter: str) -> Iterator[
         }
         config = load_config(tiny_run(changes))
         context = EngineContext(config.model.path, max_model_len=1000, vocab_size=261)
-        made.append(AgentLoopManager(config, runtime, EngineReplicas(runtime, config, context)))
+        engines = EngineReplicas(runtime, config, context)
+        made.append((AgentLoopManager(config, runtime, engines), engines))
         return made[-1]
 
     yield make
-    for manager in made:
+    for manager, engines in made:
         manager.close()
-        manager._engines.close()
+        engines.close()
 
 
 def prompts(count: int, step: int) -> Any:
@@ -164,12 +165,12 @@ def prompts(count: int, step: int) -> Any:
 
 
 def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
-    make_manager: Any, weights: TokenFile, tiny_run: Any
+    make_manager: Any, weights: TokenFile, tiny_run: Any, runtime: Runtime
 ) -> None:
-    manager = make_manager(replicas=2)
-    manager._engines.start()
+    manager, engines = make_manager(replicas=2)
+    engines.start()
     (tiny_run.folder / "kill").touch()
-    manager._engines.update_weights(Weights(7, WeightUpdate(files=weights.write(token(65)))))
+    engines.update_weights(Weights(7, WeightUpdate(files=weights.write(token(65)))))
     results = manager.generate_sequences(prompts(64, step=1))
 
     assert not (tiny_run.folder / "kill").exists(), "the replica was killed"
@@ -179,35 +180,33 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
     assert len(batch) == 64 and batch.batch["response_mask"].sum() == 64 * TURNS * 2
     assert all(set(output.policy_versions) == {7, -1} for result in results for output in result.outputs)
 
-    fleet = manager._engines
-
     async def all_back() -> None:
-        while fleet._restarting:
-            await asyncio.wait(fleet._restarting.values())
+        while engines._restarting:
+            await asyncio.wait(engines._restarting.values())
 
-    manager._runtime.run(fleet.watched(all_back()))
-    assert manager._engines.metrics()["restarts"] == 1
-    answers = manager._engines.probe([1, 2], SamplingParams(2))
+    runtime.run(engines.watched(all_back()))
+    assert engines.metrics()["restarts"] == 1
+    answers = engines.probe([1, 2], SamplingParams(2))
     assert [(answer.token_ids[0], answer.spans[0].version) for answer in answers] == [(65, 7), (65, 7)]
 
     # Overwritten in place, and both replicas serve trajectories again.
-    manager._engines.update_weights(Weights(8, WeightUpdate(files=weights.write(token(66)))))
+    engines.update_weights(Weights(8, WeightUpdate(files=weights.write(token(66)))))
     results = manager.generate_sequences(prompts(32, step=2))
     assert all(output.response_ids[0] == 66 for result in results for output in result.outputs)
-    served = [manager._runtime.run(server.call("metrics"))["requests"] for server in fleet.servers]
+    served = [runtime.run(server.call("metrics"))["requests"] for server in engines.servers]
     assert all(requests > 0 for requests in served)
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(make_manager: Any, weights: TokenFile) -> None:
-    manager = make_manager()
-    manager._engines.start()
+    _, engines = make_manager()
+    engines.start()
     other = [ArrayBucket(("other",), ((1,),), ("uint8",), np.zeros(1, np.uint8))]
     with pytest.raises(EngineError, match="the model has token"):
-        manager._engines.update_weights(Weights(1, WeightUpdate(files=weights.write(other))))
+        engines.update_weights(Weights(1, WeightUpdate(files=weights.write(other))))
 
 
 def test_a_server_that_never_becomes_healthy_ends_with_its_last_log_lines(make_manager: Any, tiny_run: Any) -> None:
     (tiny_run.folder / "slow").touch()
-    manager = make_manager(start_timeout=0.2)
+    _, engines = make_manager(start_timeout=0.2)
     with pytest.raises(EngineError, match=r"(?s)not healthy after 0.2 s.*loading the model"):
-        manager._engines.start()
+        engines.start()

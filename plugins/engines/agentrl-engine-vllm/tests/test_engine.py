@@ -203,7 +203,7 @@ def test_an_update_that_fails_half_way_ends_the_engine(serve, run, weights) -> N
     async def main() -> None:
         async with serve() as engine:
             last().bad_update = True
-            with pytest.raises(EngineError, match="weights 1: size mismatch in a worker; .* started anew"):
+            with pytest.raises(EngineError, match="weights 1: size mismatch in a worker; restart the vllm engine"):
                 await engine.update_weights(weights, 1)
             assert last().calls[-1] == ("shutdown",)
             for call in (engine.health(), engine.generate([1], SamplingParams(1), "r")):

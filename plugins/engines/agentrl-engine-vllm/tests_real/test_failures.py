@@ -101,7 +101,7 @@ def test_after_an_update_that_failed_half_way_the_engine_is_ill(models, run, mon
         engine = VLLMEngine(VLLMConfig(), EngineContext(models.folder(), max_model_len=64))
         await engine.start()
         monkeypatch.setattr(ModelTensors, "normalised", lambda self, update: WeightUpdate(files=(*update.files, gone)))
-        with pytest.raises(EngineError, match="weights 1: (.|\n)*gone.safetensors(.|\n)* must be started anew"):
+        with pytest.raises(EngineError, match="weights 1: (.|\n)*gone.safetensors(.|\n)* restart the vllm engine"):
             await engine.update_weights(models.files(1), 1)
         for call in (engine.health(), engine.generate([1], SamplingParams(1), "r")):
             with pytest.raises(EngineError, match="ended after an update to weights 1 that failed"):

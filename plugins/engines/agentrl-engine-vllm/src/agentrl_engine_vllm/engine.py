@@ -31,7 +31,7 @@ class VLLMEngine(InferenceEngine):
 
     Where vLLM and the contract differ, the engine makes up for it: requests end at their own stop ids only,
     log-probabilities are those before top-p and top-k, an update of the weights takes every cache with it, and an
-    engine whose update failed half-way says that it is ill, because nobody knows what it holds.
+    engine whose update failed half-way says that it is unhealthy, because nobody knows what it holds.
     """
 
     def __init__(self, config: VLLMConfig, context: EngineContext) -> None:
@@ -258,7 +258,7 @@ class VLLMEngine(InferenceEngine):
             except BaseException as error:
                 self._ended_because = f"it was ended after an update to weights {version} that failed ({error!r})"
                 await self.close()
-                raise EngineError(f"weights {version}: {error}; the vllm engine must be started anew") from error
+                raise EngineError(f"weights {version}: {error}; restart the vllm engine") from error
 
     def _checked(self, update: WeightUpdate) -> WeightUpdate:
         if update.shared:
