@@ -1,8 +1,10 @@
 """The local runtime: actors, and coroutines run from synchronous code."""
 
 import asyncio
+import gc
 import sys
 import threading
+import weakref
 
 import pytest
 
@@ -107,3 +109,28 @@ def test_a_ray_that_does_not_come_up_in_time_is_one_clear_error(monkeypatch: pyt
     monkeypatch.setattr(ray, "init", late)
     with pytest.raises(WorkerError, match=r"within 7 s \(rollout.engine.start_timeout\): The current.*less busy"):
         make_runtime("ray", num_cpus=2, start_timeout=7.0)
+
+
+def test_what_only_the_collector_frees_is_gone_before_ray_shuts_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A reference to an object of Ray that is freed while Ray shuts down ends the process without a word."""
+    ray = pytest.importorskip("ray")
+
+    class Reference:
+        """In a cycle, as in the traceback of an exception that is kept."""
+
+        def __init__(self) -> None:
+            self.itself = self
+
+    alive: list[bool] = []
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: None)
+    runtime = make_runtime("ray", num_cpus=2)
+    monkeypatch.setattr(ray, "is_initialized", lambda: True)
+    monkeypatch.setattr(ray, "shutdown", lambda: alive.append(reference() is not None))
+    gc.disable()
+    try:
+        reference = weakref.ref(Reference())
+        runtime.shutdown()
+    finally:
+        gc.enable()
+    assert alive == [False]
