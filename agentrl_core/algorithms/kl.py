@@ -15,7 +15,7 @@ differ from the values:
     k3   grad KL(pi_ref || pi), the reverse direction; close to k2 where the policies are close (used by GRPO)
     abs  grad sum |pi - pi_ref|, twice the total variation
 
-``k1+`` and ``k3+`` are straight-through forms: they have the unbiased value of k1 and k3, and the gradient of k2.
+``k1+``, ``k3+`` and ``abs+`` are straight-through forms: they have the value of k1, k3 or abs, and the gradient of k2.
 
 After the first optimizer step of a batch the tokens are no longer the policy's own; no importance weight is applied.
 """
@@ -49,8 +49,9 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, estimator: KLEstimator
         return difference.square() / 2
     if estimator == "abs":
         return difference.abs()
-    if estimator in ("k1+", "k3+"):
-        value = kl_estimate(log_probs, ref_log_probs, "k1" if estimator == "k1+" else "k3").detach()
+    if estimator in ("k1+", "k3+", "abs+"):
+        plain: KLEstimator = "k1" if estimator == "k1+" else "k3" if estimator == "k3+" else "abs"
+        value = kl_estimate(log_probs, ref_log_probs, plain).detach()
         k2 = difference.square() / 2
         return value + (k2 - k2.detach())
     if estimator == "k3":

@@ -36,6 +36,7 @@ def advantage_input(batch: DataProto) -> AdvantageInput:
         ref_log_probs=column("ref_log_prob"),
         entropies=column("entropys"),
         teacher_log_probs=column("teacher_log_probs"),
+        correction_weights=column("correction_weights"),
         baselines=column("baselines"),
     )
 

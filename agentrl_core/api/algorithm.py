@@ -55,6 +55,7 @@ class AdvantageInput:
             ``rollout_log_probs``, ``ref_log_probs``.
         entropies: [B, R] float32 in nats, of the distributions behind ``old_log_probs``. Capability ``entropies``.
         teacher_log_probs: [B, R] float32 of the teacher. Capability ``teacher_log_probs``.
+        correction_weights: [B, R] float32; factors of the tokens' losses. None without ``algorithm.correction``.
         baselines: [B] float32; the score of a greedy answer to the row's prompt. Capability ``greedy_baseline``.
     """
 
@@ -73,6 +74,7 @@ class AdvantageInput:
     ref_log_probs: "torch.Tensor | None" = field(default=None, kw_only=True)
     entropies: "torch.Tensor | None" = field(default=None, kw_only=True)
     teacher_log_probs: "torch.Tensor | None" = field(default=None, kw_only=True)
+    correction_weights: "torch.Tensor | None" = field(default=None, kw_only=True)
     baselines: "torch.Tensor | None" = field(default=None, kw_only=True)
     data_sources: "np.ndarray[Any, Any] | None" = field(default=None, kw_only=True)
 

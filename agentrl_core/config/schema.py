@@ -13,7 +13,7 @@ from agentrl_core.api.tool import Isolation
 from agentrl_core.config.slots import Slot
 
 DeviceName = Literal["auto", "cpu", "cuda"]
-KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+"]
+KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 Retry = Literal["continue", "restart"]
 TemplateBreak = Literal["fork", "mask", "error"]
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -324,7 +324,7 @@ class AlgorithmConfig:
     correction: CorrectionSlot | None = option(None, help="weights for tokens that another policy sampled; null: none")
     aggregation: Aggregation = option("token-mean", help="how per-token losses are averaged")
     kl_coef: float = option(0.0, ge=0, help="weight of the KL penalty in the loss; 0: no reference model is loaded")
-    kl_estimator: KLEstimator = option("k3", help="KL estimator (Schulman 2020); k1+ and k3+: with the gradient of k2")
+    kl_estimator: KLEstimator = option("k3", help="KL estimator (Schulman 2020); those with +: with the gradient of k2")
     kl_placement: Literal["loss", "reward"] = option(
         "loss",
         help="where the KL penalty goes: into the loss, or into the rewards: kl_coef * (old - reference) of each token",

@@ -34,10 +34,16 @@ LOG_TAIL_BYTES = 64 << 10
 
 
 def _delegated(method: str, late: str = "") -> Callable[..., Coroutine[Any, Any, None]]:
-    """The server's method that calls the engine's; with ``late`` WorkerError after ``start_timeout`` seconds."""
+    """The server's method that calls the engine's; with ``late`` WorkerError after ``start_timeout`` seconds, and where
+    the engine fails and is not healthy any more."""
 
     async def call(self: "EngineServer", *args: Any) -> None:
-        await self._ask(method, *args, late=late)
+        try:
+            await self._ask(method, *args, late=late)
+        except EngineError as error:
+            if late:
+                await self._examine(error)
+            raise
 
     return call
 
@@ -127,10 +133,7 @@ class EngineServer:
             try:
                 output: TokenOutput = await self._ask("generate", prompt_ids, params, request_id)
             except EngineError as error:
-                late = f"no answer within {self._health_timeout:g} s"
-                with boundary(WorkerError, f"{self._name} is not healthy any more; {error}\nIts health check:"):
-                    async with deadline(self._health_timeout, late):
-                        await self._engine.health()
+                await self._examine(error)
                 raise
             self._requests.tokens += len(output.token_ids)
             output.queued += queued
@@ -146,14 +149,7 @@ class EngineServer:
         """Whether all these files are readable from here."""
         return all(os.access(path, os.R_OK) for path in paths)
 
-    async def update_weights(self, update: WeightUpdate, version: int) -> None:
-        """See :meth:`InferenceEngine.update_weights`.
-
-        Raises:
-            EngineError: the engine refuses them.
-            WorkerError: it has not taken them in time.
-        """
-        await self._ask("update_weights", update, version, late="has not taken new weights")
+    update_weights = _delegated("update_weights", "has not taken new weights")
 
     def metrics(self) -> dict[str, float]:
         """Counters of engine and server since the last call."""
@@ -167,6 +163,13 @@ class EngineServer:
                 await self._ask("close")
         finally:
             self._log.close()
+
+    async def _examine(self, error: EngineError) -> None:
+        """Raise WorkerError if the engine, which has failed with this error, is not healthy any more."""
+        late = f"no answer within {self._health_timeout:g} s"
+        with boundary(WorkerError, f"{self._name} is not healthy any more; {error}\nIts health check:"):
+            async with deadline(self._health_timeout, late):
+                await self._engine.health()
 
     async def _ask(self, method: str, *args: Any, late: str = "") -> Any:
         """Call the engine's method; with ``late`` it has ``start_timeout`` seconds."""

@@ -36,9 +36,10 @@ def test_numeric_values():
     torch.testing.assert_close(kl_estimate(policy, reference, "abs"), torch.tensor([0.5, 1.0]))
     torch.testing.assert_close(kl_estimate(policy, reference, "k1+"), torch.tensor([0.5, -1.0]))
     torch.testing.assert_close(kl_estimate(policy, reference, "k3+"), torch.tensor([0.1065307, 0.7182818]))
+    torch.testing.assert_close(kl_estimate(policy, reference, "abs+"), torch.tensor([0.5, 1.0]))
 
 
-@pytest.mark.parametrize("estimator", ["k2", "k3", "abs", "k3+"])
+@pytest.mark.parametrize("estimator", ["k2", "k3", "abs", "k3+", "abs+"])
 def test_never_negative(estimator):
     difference = torch.linspace(-200, 200, 401)
     values = kl_estimate(difference, torch.zeros(401), estimator)
@@ -54,6 +55,7 @@ def test_never_negative(estimator):
         ("abs", lambda logits: (logits.softmax(-1) - REFERENCE).abs().sum()),
         ("k1+", lambda logits: true_kl(logits.softmax(-1), REFERENCE)),
         ("k3+", lambda logits: true_kl(logits.softmax(-1), REFERENCE)),
+        ("abs+", lambda logits: true_kl(logits.softmax(-1), REFERENCE)),
     ],
 )
 def test_expected_gradient_is_the_one_that_the_docstring_claims(estimator, meaning):

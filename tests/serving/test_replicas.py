@@ -59,6 +59,11 @@ class Frail(InferenceEngine):
         return TokenOutput([65], [-1.0], "length", [PolicySpan(self.version, 0, 1)])
 
     async def update_weights(self, update, version):
+        if self.fault == "dies" and version > 5:
+            self.fault, self.requests = "ill", 1
+            raise RuntimeError("a worker has ended")
+        if self.fault == "refuses" and version > 5:
+            raise RuntimeError("no such tensor")
         if self.fault == "frozen" and version > 5:
             await asyncio.Event().wait()
         self.version = version
@@ -307,3 +312,16 @@ def test_a_replica_that_is_frozen_before_a_weight_update_does_not_hang_the_run(
     monkeypatch.setattr(replicas_module, "START_GRACE", -59.8)
     fleet.replicas.update_weights(Weights(6))
     assert fleet.versions() == [6] and fleet.replicas.metrics()["restarts"] == 1
+
+
+def test_a_replica_whose_process_dies_in_a_weight_update_is_replaced(make_rollout: Any) -> None:
+    fleet = Fleet(make_rollout, {0: "dies"}, restarts=1)
+    fleet.replicas.update_weights(Weights(6))
+    assert fleet.versions() == [6] and fleet.replicas.metrics()["restarts"] == 1
+
+
+def test_a_healthy_replica_that_refuses_weights_ends_the_run(make_rollout: Any) -> None:
+    fleet = Fleet(make_rollout, {0: "refuses"}, replicas=2, restarts=1)
+    with pytest.raises(EngineError, match="update_weights failed: RuntimeError: no such tensor"):
+        fleet.replicas.update_weights(Weights(6))
+    assert "restarts" not in fleet.replicas.metrics()

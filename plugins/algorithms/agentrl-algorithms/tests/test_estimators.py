@@ -4,7 +4,7 @@ import itertools
 import math
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,8 @@ class Token:
     value: float
     extra: float = 0.0
     """Reward of this token alone."""
+    weight: float = 1.0
+    """Of its loss."""
 
 
 @dataclass
@@ -79,7 +81,7 @@ def batch_of(samples: Samples) -> tuple[AdvantageInput, dict[tuple[int, int], tu
     count = max(len(sample.turns) for sample in samples)
     shape = (len(rows), width)
     mask, turn_ids = torch.zeros(shape, dtype=torch.bool), torch.full(shape, -1)
-    columns = {name: torch.full(shape, FILLER) for name in ("rewards", "old", "teacher", "entropy", "value")}
+    columns = {name: torch.full(shape, FILLER) for name in ("rewards", "old", "teacher", "entropy", "value", "weight")}
     places = {}
     for row, (number, turns) in enumerate(rows):
         position = 0
@@ -89,7 +91,7 @@ def batch_of(samples: Samples) -> tuple[AdvantageInput, dict[tuple[int, int], tu
             for t, token in enumerate(turn.tokens):
                 mask[row, position], turn_ids[row, position] = True, k
                 places[row, position] = number, k, t
-                for name in ("old", "teacher", "entropy", "value"):
+                for name in ("old", "teacher", "entropy", "value", "weight"):
                     columns[name][row, position] = getattr(token, name)
                 columns["rewards"][row, position] = token.extra + turn.reward * (t == len(turn.tokens) - 1)
                 position += 1
@@ -108,7 +110,7 @@ def batch_of(samples: Samples) -> tuple[AdvantageInput, dict[tuple[int, int], tu
         turn_ids=turn_ids, turn_rewards=torch.tensor(turn_rewards).reshape(len(rows), count),
         components={n: torch.tensor([s.components.get(n, math.nan) for s in of_rows]) for n in names},
         old_log_probs=columns["old"], entropies=columns["entropy"], teacher_log_probs=columns["teacher"],
-        baselines=torch.tensor([sample.baseline for sample in of_rows]),
+        baselines=torch.tensor([sample.baseline for sample in of_rows]), correction_weights=columns["weight"],
     ), places  # fmt: skip
 
 
@@ -125,7 +127,7 @@ def draw(seed: int, sizes: list[int], max_turns: int = 1, rows: int = 1, signed:
     def token() -> Token:
         old, teacher = -2 * rng.random(2)
         extra = rng.choice([0.0, 0.0, 0.25]) if signed else 0.0
-        return Token(old, teacher, 0.3 + 2 * rng.random(), rng.normal(), extra)
+        return Token(old, teacher, 0.3 + 2 * rng.random(), rng.normal(), extra, rng.choice([0.0, 0.5, 2.0]))
 
     samples = []
     for group, size in enumerate(sizes):
@@ -221,6 +223,16 @@ def reinforce_plus_plus_baseline(samples: Samples, sample: Sample) -> float:
     return (dr_grpo(samples, sample) - mean(centred)) / (deviation(centred) + 1e-6)
 
 
+def discounted_reinforce(samples: Samples) -> Advantages:
+    """Returns are GAE's without values; all tokens have a vote."""
+
+    def without_values(turn: Turn) -> Turn:
+        return replace(turn, tokens=[replace(token, value=0.0) for token in turn.tokens])
+
+    plain = [replace(sample, turns=[without_values(turn) for turn in sample.turns]) for sample in samples]
+    return whitened(turn_gae(0.9, 1.0, 0.9, 1.0)(plain))
+
+
 def opo(samples: Samples, sample: Sample) -> float:
     members = group(samples, sample)
     total = sum(len(other.tokens) for other in members)
@@ -289,8 +301,7 @@ def turn_gae(gamma: float, lam: float, turn_gamma: float, turn_lam: float) -> Ca
     return reference
 
 
-def whitened(samples: Samples) -> Advantages:
-    plain = turn_gae(0.95, 0.7, 0.95, 0.7)(samples)
+def whitened(plain: Advantages) -> Advantages:
     values = [value for turns in plain for tokens in turns for value in tokens]
     if len(values) < 2:
         return plain
@@ -314,10 +325,11 @@ def turn_rloo(samples: Samples) -> Advantages:
 
 
 def energy(token: Token) -> float:
+    """Of the gradient that the token's loss has."""
     p = math.exp(token.old)
     rest = 1 - p
     entropy_of_rest = max((token.entropy + p * math.log(p) + rest * math.log(rest)) / rest, 0.0)
-    return rest**2 * (1 + math.exp(-entropy_of_rest))
+    return token.weight**2 * rest**2 * (1 + math.exp(-entropy_of_rest))
 
 
 def optimal_baseline(by_turn: bool) -> Callable[[Samples], Advantages]:
@@ -326,7 +338,8 @@ def optimal_baseline(by_turn: bool) -> Callable[[Samples], Advantages]:
         return [[(turn, token) for token in turn.tokens] for turn in sample.turns] if by_turn else by_token
 
     def weight(sample: Sample, number: int) -> float:
-        return sum(energy(token) for step in steps(sample)[: number + 1] for _, token in step)
+        # Steps that are all rejected count alike.
+        return sum(energy(token) for step in steps(sample)[: number + 1] for _, token in step) + 1e-12
 
     def from_step(sample: Sample, number: int) -> float:
         gone = 0.0
@@ -372,6 +385,7 @@ TABLE: list[tuple[str, dict[str, Any], Callable[[Samples], Advantages]]] = [
     ("rloo", {}, flat(rloo)),
     ("turn_rloo", {}, turn_rloo),
     ("reinforce_plus_plus", {}, flat(reinforce_plus_plus)),
+    ("reinforce_plus_plus", {"gamma": 0.9}, discounted_reinforce),
     ("reinforce_plus_plus_baseline", {}, flat(reinforce_plus_plus_baseline)),
     ("remax", {}, flat(lambda samples, sample: sample.score - sample.baseline)),
     ("opo", {}, flat(opo)),
@@ -383,7 +397,7 @@ TABLE: list[tuple[str, dict[str, Any], Callable[[Samples], Advantages]]] = [
     ("optimal_turn_baseline", {}, optimal_baseline(by_turn=True)),
     ("on_policy_distillation", {"reward_coef": 0.5}, distillation),
     ("gae", {"gamma": 0.95, "lam": 0.7, "whiten": False}, turn_gae(0.95, 0.7, 0.95, 0.7)),
-    ("gae", {"gamma": 0.95, "lam": 0.7}, whitened),
+    ("gae", {"gamma": 0.95, "lam": 0.7}, lambda samples: whitened(turn_gae(0.95, 0.7, 0.95, 0.7)(samples))),
     (
         "turn_gae",
         {"gamma": 0.99, "lam": 0.9, "turn_gamma": 0.8, "turn_lam": 0.6, "whiten": False},

@@ -81,11 +81,52 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], set[str]]] = {
     "truncated weights": (
         (
             "algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_threshold=3.0",
-            "algorithm.rollout_correction.rollout_rs=token_k1",
+            "algorithm.rollout_correction.rollout_rs='token_k1,seq_max_k3'",
+            "algorithm.rollout_correction.rollout_rs_threshold='2.0,0.1'",
+        ),
+        {
+            "algorithm.correction.name": "divergence_rejection",
+            "algorithm.correction.config": {
+                "limits": {"token_k1": [0.5, 2.0], "seq_max_k3": [0.1]}, "weights": "token", "max_weight": 3.0,
+            },
+        },
+        set(),
+    ),
+    "truncated weights and rows far from the policy": (
+        (
+            "algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_rs=seq_mean_k1",
+            "algorithm.rollout_correction.rollout_rs_threshold=0.99_1.01",
+        ),
+        {
+            "algorithm.correction.name": "geometric_rejection",
+            "algorithm.correction.config": {"low": 0.99, "high": 1.01, "max_weight": 2.0},
+        },
+        set(),
+    ),
+    "weights of rows within two bounds, and a rejection": (
+        (
+            "algorithm.rollout_correction.rollout_is=sequence",
+            "algorithm.rollout_correction.rollout_is_threshold=0.5_5.0",
+            "algorithm.rollout_correction.rollout_rs=token_k2", "algorithm.rollout_correction.rollout_rs_threshold=0.1",
+        ),
+        {"algorithm.correction.name": "sequence_icepop", "algorithm.correction.config": {"low": 0.5, "high": 5.0}},
+        {"algorithm.rollout_correction.rollout_rs"},
+    ),
+    "a rejection that verl does not have": (
+        (
+            "algorithm.rollout_correction.rollout_rs=seq_max_k1",
             "algorithm.rollout_correction.rollout_rs_threshold=0.5_2.0",
         ),
-        {"algorithm.correction.name": "token_tis", "algorithm.correction.config": {"max_weight": 3.0}},
+        {"algorithm.correction.name": None},
         {"algorithm.rollout_correction.rollout_rs"},
+    ),
+    "reinforce++ with a discount and another estimator of the KL": (
+        (
+            "algorithm.adv_estimator=reinforce_plus_plus", "algorithm.gamma=0.99", f"{A}.use_kl_loss=True",
+            f"{A}.kl_loss_type=abs+",
+        ),
+        {"algorithm.advantage.config.gamma": 0.99, "algorithm.kl_estimator": "abs+"},
+        set(),
     ),
     "cispo": (
         (f"{A}.policy_loss.loss_mode=cispo", f"{A}.clip_ratio_low=10", f"{A}.clip_ratio_high=0.2"),

@@ -20,6 +20,11 @@ class GAEConfig:
 
 
 @dataclass
+class ReinforcePlusPlusConfig:
+    gamma: float = option(1.0, ge=0, le=1, help="discount per sampled token; below 1 tokens are normalised")
+
+
+@dataclass
 class TurnGAEConfig(GAEConfig):
     turn_gamma: float = option(1.0, ge=0, le=1, help="discount from a turn's last token to the next turn")
     turn_lam: float = option(1.0, ge=0, le=1, help="lambda from a turn's last token to the next turn")

@@ -15,7 +15,10 @@ class OptimalTokenBaseline(AdvantageEstimator):
     r"""The optimal token baseline, arXiv 2602.07078.
 
         A_it = G_it - B_t,       B_t = (sum of W_jt G_jt) / (sum of W_jt)        over the trajectories j with a token t
-        W_it = w_i1 + … + w_it,  w = |grad of log pi(a) by the logits|^2 = 1 - 2 pi(a) + sum over v of pi(v)^2
+        W_it = w_i1 c_i1^2 + … + w_it c_it^2
+        w    = |grad of log pi(a) by the logits|^2 = 1 - 2 pi(a) + sum over v of pi(v)^2
+
+    ``c`` is the factor of the token's loss that ``algorithm.correction`` has set, 1 without one: gradients have it too.
 
     ``G_it`` is what trajectory i earns from token t on. ``t`` counts the sampled tokens of a trajectory over all its
     turns and rows; tool results are skipped, so this is also the form for tool-integrated reasoning.
@@ -30,8 +33,7 @@ class OptimalTokenBaseline(AdvantageEstimator):
     Where only one trajectory is left, the baseline is that of the last t that two had. Groups of one usable
     trajectory, and groups with equal scores and no other rewards, get exactly 0.
 
-    Left out: importance weights in W for samples of an older policy; a baseline of 0 for the last trajectory left,
-    which would reward length where all scores are positive.
+    Left out: a baseline of 0 for the last trajectory left, which would reward length where all scores are positive.
 
     ``returns`` are G. Raises ValueError where the batch has no old log-probs or entropies.
     """
@@ -50,6 +52,8 @@ class OptimalTokenBaseline(AdvantageEstimator):
         trajectory_S = trajectories.trajectory_B[tokens[0][first_S]]
 
         energy_N = score_norms(batch.old_log_probs[tokens].double(), batch.entropies[tokens].double())
+        if batch.correction_weights is not None:
+            energy_N = energy_N * batch.correction_weights[tokens].double().square()
         energy_S = sums(energy_N, step_N, len(first_S))
         earlier_N = _earlier(_rewards_without_outcomes(batch)[tokens], trajectories.trajectory_B[tokens[0]])
         returns_S = trajectories.scores_M[trajectory_S] - earlier_N[first_S]

@@ -20,6 +20,7 @@ from agentrl_algorithms.config import (
     OnPolicyDistillationConfig,
     PercentileConfig,
     PPOConfig,
+    ReinforcePlusPlusConfig,
     SAPOConfig,
     SFTConfig,
     TISReinforceConfig,
@@ -78,6 +79,7 @@ REINFORCE_PLUS_PLUS = _estimator(
     "reinforce_plus_plus",
     "reinforce_plus_plus:ReinforcePlusPlus",
     "score normalised over the whole batch; one sample per prompt is enough",
+    config=ReinforcePlusPlusConfig,
 )
 REINFORCE_PLUS_PLUS_BASELINE = _estimator(
     "reinforce_plus_plus_baseline",

@@ -205,21 +205,50 @@ def _correction(result: Conversion) -> None:
         normalize = {"normalize": True} if result.get(f"{_CORRECTION}.rollout_is_batch_normalize", False) else {}
         low, separator, high = str(threshold).partition("_")
         if separator:
-            result.set(key, "algorithm.correction.name", "icepop")
+            result.set(key, "algorithm.correction.name", keys.ICEPOPS.get(level, level))
             result.values["algorithm.correction.config"] = {"low": float(low), "high": float(high), **normalize}
         else:
             result.set(key, "algorithm.correction.name", keys.CORRECTIONS.get(level, level))
             result.values["algorithm.correction.config"] = {"max_weight": float(threshold), **normalize}
         result.done(*parts)
-    low, separator, high = str(result.get(bounds)).partition("_")
-    if result.get(rejection) == "seq_mean_k1" and separator and level is None:
-        result.set(rejection, "algorithm.correction.name", "geometric_rejection")
-        result.values["algorithm.correction.config"] = {"low": float(low), "high": float(high)}
-        result.done(bounds)
-    elif result.get(rejection) is not None:
-        result.decisions[rejection] = "algorithm.correction: there is one correction; geometric_rejection rejects rows"
+    if result.get(rejection) is not None:
+        limits = _limits(str(result.get(rejection)), str(result.get(bounds)))
+        plain = level in (None, *keys.CORRECTIONS) and "_" not in str(threshold) and not bypass
+        weights = {} if level is None else {"weights": level, "max_weight": float(threshold)} if plain else {}
+        if not limits or not plain or result.get(f"{_CORRECTION}.rollout_is_batch_normalize", False):
+            result.decisions[rejection] = (
+                "algorithm.correction: there is one correction; divergence_rejection rejects tokens and rows by limits"
+            )
+        elif limits.keys() == {"seq_mean_k1"} and level != "sequence":
+            low, high = limits["seq_mean_k1"]
+            result.set(rejection, "algorithm.correction.name", "geometric_rejection")
+            weights.pop("weights", None)
+            result.values["algorithm.correction.config"] = {"low": low, "high": high, **weights}
+        else:
+            result.set(rejection, "algorithm.correction.name", "divergence_rejection")
+            result.values["algorithm.correction.config"] = {"limits": limits, **weights}
         result.done(bounds)
     result.done(rejection, bounds, *parts, f"{_CORRECTION}.bypass_mode", f"{_CORRECTION}.rollout_is")
+
+
+def _limits(names: str, bounds: str) -> dict[str, list[float]]:
+    """``divergence_rejection.limits`` of the criteria in ``rollout_rs`` and its thresholds; empty where they differ."""
+    criteria, thresholds = names.split(","), bounds.split(",")
+    if len(criteria) != len(thresholds):
+        return {}
+    limits = {}
+    for name, threshold in zip(map(str.strip, criteria), thresholds, strict=True):
+        try:
+            numbers = [float(number) for number in threshold.split("_")]
+        except ValueError:
+            return {}
+        if name.endswith("k1") and len(numbers) == 1 and numbers[0]:
+            # verl's lower limit is the reciprocal then.
+            numbers = sorted([1 / numbers[0], numbers[0]])
+        if name not in keys.REJECTIONS or len(numbers) != 1 + name.endswith("k1"):
+            return {}
+        limits[name] = numbers
+    return limits
 
 
 def _micro_batch_tokens(result: Conversion, section: str, size: str, limit: str) -> int | None:

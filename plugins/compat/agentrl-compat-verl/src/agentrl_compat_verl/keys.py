@@ -126,7 +126,10 @@ CRITIC = (
 )
 """Where the estimator has a critic."""
 
-_KL = {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+_KL = {
+    "kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3", "abs": "abs", "kl+": "k1+",
+    "k1+": "k1+", "mse+": "k2", "k2+": "k2", "low_var_kl+": "k3+", "k3+": "k3+", "abs+": "abs+",
+}  # fmt: skip
 REFERENCE = (
     Key(f"{_ACTOR}.kl_loss_coef", 0.001, "algorithm.kl_coef", 0.0),
     Key(f"{_ACTOR}.kl_loss_type", "low_var_kl", "algorithm.kl_estimator", "k3", one_of(_KL)),
@@ -145,6 +148,12 @@ TRACKERS: dict[str, tuple[str, tuple[tuple[str, str], ...]]] = {
 DEFAULT_TRACKERS = ("console", "jsonl", "tensorboard", "curve")
 SAME_TRACKERS = {"file": "jsonl"}
 CORRECTIONS = {"token": "token_tis", "sequence": "sequence_tis"}
+ICEPOPS = {"token": "icepop", "sequence": "sequence_icepop"}
+REJECTIONS = {
+    *("token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
+    *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3", "seq_max_k2", "seq_max_k3"),
+}
+"""Criteria of ``rollout_rs``, which are called the same here."""
 
 GREEDY = 0
 VALIDATION_SAMPLING = (
@@ -241,6 +250,7 @@ ESTIMATOR_OPTIONS = {
         Key("algorithm.gamma", 1.0, f"{_ADVANTAGE}.gamma", 1.0),
         Key("algorithm.lam", 1.0, f"{_ADVANTAGE}.lam", 1.0),
     ),
+    "reinforce_plus_plus": (Key("algorithm.gamma", 1.0, f"{_ADVANTAGE}.gamma", 1.0),),
     "grpo": (Key("algorithm.norm_adv_by_std_in_grpo", True, f"{_ADVANTAGE}.norm_by_std", True),),
 }
 
