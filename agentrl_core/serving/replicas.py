@@ -217,7 +217,7 @@ class EngineReplicas:
         if self._hopeless:
             # Again, because a worker that was restarted, or was slow to answer, does not know it.
             await self._tell("give_up", self._hopeless)
-        await asyncio.gather(*(self._examine(index, index in lost) for index in alive if everywhere or index in lost))
+        await together(self._examine(index, index in lost) for index in alive if everywhere or index in lost)
 
     async def _examine(self, index: int, is_left_out: bool) -> None:
         member = self._members[index]
@@ -254,7 +254,8 @@ class EngineReplicas:
                 for server in member.servers:
                     server.kill()
                 self._make(index)
-                # Requests that wait to hear whether this replica still works move to the others now.
+                # Requests that wait to hear whether this replica still works move to the others now, whether or not
+                # it boots: hence no together().
                 await asyncio.gather(self._boot(member), self._tell("drop_server", index))
                 await self._may_load.wait()
                 self._loading.add(index)

@@ -21,7 +21,6 @@ from agentrl_core.api import (
     MeasuredEngine,
     SamplingParams,
     TokenOutput,
-    WeightUpdate,
     WorkerError,
 )
 from agentrl_core.config.schema import ServedSlot

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+from agentrl_core.api.concurrency import together
 from agentrl_core.api.engine import (
     EngineContext,
     InferenceEngine,
@@ -297,7 +298,7 @@ class SGLangEngine(InferenceEngine):
         client = self._server()
         self._gate.close("pause")
         if mode == "abort":
-            await asyncio.gather(*(self.abort(request_id) for request_id in list(self._entered)))
+            await together(self.abort(request_id) for request_id in list(self._entered))
         elif mode == "drain" and not self._frozen:
             await self._idle()
         elif not self._frozen:

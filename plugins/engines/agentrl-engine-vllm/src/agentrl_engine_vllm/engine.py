@@ -8,6 +8,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from agentrl_core.api.concurrency import together
 from agentrl_core.api.engine import EngineContext, InferenceEngine, PauseMode, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import WeightUpdate
@@ -221,7 +222,7 @@ class VLLMEngine(InferenceEngine):
         async with self._control:
             if mode == "abort":
                 running = [name for name in self._requests if name not in self._waiting]
-                await asyncio.gather(*map(self.abort, running))
+                await together(map(self.abort, running))
             await llm.pause_generation(mode=PAUSE_MODES[mode], clear_cache=False)
             self._is_frozen = mode == "keep"
 
