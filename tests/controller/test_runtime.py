@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import os
 import sys
 import threading
 import weakref
@@ -134,3 +135,26 @@ def test_what_only_the_collector_frees_is_gone_before_ray_shuts_down(monkeypatch
     finally:
         gc.enable()
     assert alive == [False]
+
+
+def test_ray_may_take_longer_to_start_than_ray_allows_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    from ray._private import services
+
+    late = iter([True, True, False])
+
+    def get_node(*_: object) -> str:
+        if next(late):
+            raise RuntimeError("The current node timed out during startup.")
+        return f"up within {os.environ['RAY_gcs_server_port_wait_time_s']} s"
+
+    def init(**_: object) -> None:
+        raise ValueError(services.get_node("address", "id"))
+
+    monkeypatch.delenv("RAY_gcs_server_port_wait_time_s", raising=False)
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match="up within 300 s"):
+        make_runtime("ray", num_cpus=2, start_timeout=300.0)
+    assert services.get_node is get_node and "RAY_gcs_server_port_wait_time_s" not in os.environ
