@@ -80,6 +80,12 @@ def local_runtime(config: ResolvedConfig) -> Problems:
     for key, value, local, reason in found:
         if value != local:
             yield key, f"found {value}, but {reason}; set cluster.runtime=ray or {key}={local}"
+    if engine.dtype is not None and engine.has("shared_module"):
+        yield (
+            "rollout.engine.dtype",
+            f"found {engine.dtype}, but engine '{engine.name}' generates with the actor's own weights in the local "
+            "runtime; set model.compute_dtype, or cluster.runtime=ray",
+        )
     if config.actor.offload_parameters and engine.has("shared_module"):
         yield (
             "actor.offload_parameters",

@@ -60,6 +60,11 @@ class EngineSlot(ServedSlot):
         "colocated",
         help="GPUs of the engines: colocated shares those of the training processes, standalone has its own",
     )
+    dtype: Literal["float32", "bfloat16", "float16"] | None = option(
+        None,
+        help="data type of the engine's weights and of the weights that it is sent; null: the trainer's compute type, "
+        "which is bfloat16 on CUDA. float32 on CUDA costs twice the memory and the fast attention kernels",
+    )
     sleep: int = option(
         0,
         ge=0,

@@ -144,6 +144,18 @@ class WeightFile:
         self._folder.close()
 
 
+def writable_views(path: str) -> dict[str, "np.ndarray[Any, np.dtype[np.uint8]]"] | None:
+    """The :attr:`WeightFile.views` of a file that another process of this host has made; None where it is not there."""
+    try:
+        with open(path, "r+b") as file:
+            mapped = np.frombuffer(mmap.mmap(file.fileno(), 0), dtype=np.uint8)
+    except FileNotFoundError:
+        return None
+    length = int.from_bytes(mapped[:8].tobytes(), "little")
+    data, entries = mapped[8 + length :], json.loads(mapped[8 : 8 + length].tobytes())
+    return {name: data[slice(*entry["data_offsets"])] for name, entry in entries.items()}
+
+
 def write_safetensors(path: str | os.PathLike[str], bucket: ArrayBucket) -> None:
     """Write a bucket to a safetensors file, whose bytes are the bucket's: the inverse of ``map_safetensors``.
 

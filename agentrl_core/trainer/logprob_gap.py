@@ -24,6 +24,7 @@ from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.workers.log_probs import temperature_of
+from agentrl_core.workers.models import compute_dtype
 from agentrl_core.workers.protocols import Actor
 
 logger = logging.getLogger(__name__)
@@ -38,7 +39,7 @@ CAUSES = (
     "an update did not reach all of it, such as tied embeddings or experts",
     "it kept a prefix cache of the old weights",
     "its log-probs are before temperature, or after top-p and top-k",
-    "another dtype or attention (model.dtype, the engine's options)",
+    "another dtype or attention (rollout.engine.dtype, the engine's options)",
     "another model (model.path, config.json, chat template)",
 )
 
@@ -104,8 +105,7 @@ class GapWatch:
 
     def __init__(self, config: ResolvedConfig, context: EngineContext) -> None:
         model = config.model
-        computed = model.compute_dtype or ("bfloat16" if context.device.startswith("cuda") else model.dtype)
-        dtypes = {model.dtype, computed, context.dtype}
+        dtypes = {model.dtype, compute_dtype(model, torch.device(context.device)), context.dtype}
         self._explained, self._dtype = max((EXPLAINED_GAP.get(dtype, 0.1), dtype) for dtype in dtypes)
         self._limit = config.rollout.max_logprob_gap
         self._in_streak = False

@@ -26,7 +26,7 @@ from agentrl_core.trainer.plan import max_model_len
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.critic import CriticWorker
-from agentrl_core.workers.models import resolve_device
+from agentrl_core.workers.models import engine_dtype, resolve_device
 from agentrl_core.workers.protocols import Actor, Critic, Reference
 from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
 
@@ -145,7 +145,7 @@ def start_engines(
     slot = config.rollout.engine
     workers = getattr(actor, "workers", None)
     context = replace(
-        _context(config, slot, config.model.path, config.model.dtype),
+        _context(config, slot, config.model.path, engine_dtype(config, resolve_device(config.cluster.device))),
         max_model_len=max_model_len(config),
         deterministic=config.rollout.deterministic,
         vocab_size=preparation.vocab_size,

@@ -34,6 +34,7 @@ from agentrl_core.workers.micro_batching import (
     take,
 )
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
+from agentrl_core.workers.models import compute_dtype, engine_dtype
 from agentrl_core.workers.offload import Offload
 from agentrl_core.workers.update import MicroLoss, seed_of
 from agentrl_core.workers.weights import ModelWeights
@@ -79,7 +80,7 @@ class ActorWorker(TrainingWorker):
                 and not algorithm.entropy_coef
                 and vanishes_without_advantage(self._policy_loss)
             )
-        self._weights = ModelWeights(self._model)
+        self._weights = ModelWeights(self._model, getattr(torch, engine_dtype(self.config, self._device)))
         return super()._ready()
 
     @register(dispatch_mode=BALANCED)
@@ -118,8 +119,7 @@ class ActorWorker(TrainingWorker):
 
     def _utilisation(self, columns: Columns, moving_B: Tensor, seconds: float) -> dict[str, float]:
         """``perf/mfu/actor`` on a GPU whose peak is known."""
-        half = self.config.model.compute_dtype in (None, "bfloat16")
-        if self._device.type != "cuda" or not half:
+        if self._device.type != "cuda" or compute_dtype(self.config.model, self._device) != "bfloat16":
             return {}
         tokens_B = columns["attention_mask"].sum(-1) * columns["response_mask"].any(-1) * self.config.actor.epochs
         trained = int(tokens_B[moving_B].sum())

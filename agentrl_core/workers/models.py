@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.config.schema import DeviceName, ModelConfig
+from agentrl_core.config.schema import Config, DeviceName, ModelConfig
 from agentrl_core.plugins.boundary import boundary
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,17 @@ def resolve_device(device: DeviceName) -> torch.device:
             "`agentrl doctor` for what is installed"
         )
     return torch.device("cuda" if available and device != "cpu" else "cpu")
+
+
+def compute_dtype(config: ModelConfig, device: torch.device) -> str:
+    """Data type of forward and backward passes on a device: bfloat16 on CUDA, else that of the stored weights, unless
+    ``model.compute_dtype`` says another."""
+    return config.compute_dtype or ("bfloat16" if device.type == "cuda" else config.dtype)
+
+
+def engine_dtype(config: Config, device: torch.device) -> str:
+    """Data type of the policy's engine and of the weights that it is sent: ``rollout.engine.dtype``."""
+    return config.rollout.engine.dtype or compute_dtype(config.model, device)
 
 
 def load_causal_lm(path: str, config: ModelConfig, key: str) -> Any:

@@ -1,13 +1,14 @@
 """A model's weights on their way out: to engines, and to the files of `model_files`.
 
 They leave in the form that checkpoints have, whose names and shapes differ from the model's own where transformers
-fuses tensors as it loads them (the experts of a mixture-of-experts model, for one). Where the model is sharded, a
-bucket is gathered when it is asked for: all ranks must step through together, rank 0 keeps what is gathered, and no
-rank holds more than one bucket beside its shards.
+fuses tensors as it loads them (the experts of a mixture-of-experts model, for one). They are cast to the data type of
+the engines before anything is gathered or copied. Where the model is sharded, a bucket is gathered when it is asked
+for: all ranks must step through together, rank 0 keeps what is gathered, and no rank holds more than one bucket beside
+its shards. Into a file on one host each rank writes its own shards instead.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -15,13 +16,13 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import ArrayBucket
-from agentrl_core.engine_kit.memory_files import WeightFile
+from agentrl_core.engine_kit.memory_files import WeightFile, writable_views
 from agentrl_core.engine_kit.weight_group import WeightGroup
 
 Tensors = dict[str, Tensor]
@@ -36,13 +37,21 @@ class ModelWeights:
 
     Args:
         model: its parameters keep their names, shapes and dtypes; new ones in their places are noticed.
+        dtype: of the weights that leave, except for those that transformers keeps in float32 in a model of that dtype;
+            None: as they are stored.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
         self._model = model
+        self._dtype = dtype
+        # As transformers matches them when it loads a model in that dtype.
+        kept = model._get_dtype_plan(dtype) if dtype is not None and isinstance(model, PreTrainedModel) else {}
+        self._kept = re.compile("|".join(name.replace("*", r".*") for name in kept)) if kept else None
         # Where the weights are for engines on this host: a file that every update overwrites.
         self._file: WeightFile | None = None
         self._targets: Tensors = {}
+        # Whether all ranks see that file; None before the first update.
+        self._is_shared: bool | None = None
         own = _without_data(dict(self._own()))
         form = _in_checkpoint_form(model, own)
         self._differs = {name: t.shape for name, t in form.items()} != {name: t.shape for name, t in own.items()}
@@ -55,13 +64,22 @@ class ModelWeights:
                 seen.add(id(tensor))
                 yield name, tensor.detach()
 
+    def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """In which this tensor leaves."""
+        if self._dtype is None or not tensor.is_floating_point():
+            return tensor.dtype
+        return torch.float32 if self._kept is not None and self._kept.search(name) else self._dtype
+
+    def _cast(self, tensors: Tensors) -> Tensors:
+        return {name: tensor.to(self._dtype_of(name, tensor)) for name, tensor in tensors.items()}
+
     def _plan(self, bucket_bytes: int) -> list[Tensors]:
-        """The model's own tensors or shards, cut by the size of the whole tensors."""
+        """The model's own tensors or shards, cut by the size of the whole tensors as they leave."""
         buckets: list[Tensors] = []
         size = 0
         for _, unit in groupby(self._own(), lambda item: self._unit_of(item[0])):
             tensors = dict(unit)
-            nbytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+            nbytes = sum(tensor.numel() * self._dtype_of(name, tensor).itemsize for name, tensor in tensors.items())
             if not buckets or size + nbytes > bucket_bytes:
                 buckets.append({})
                 size = 0
@@ -78,7 +96,8 @@ class ModelWeights:
 
     def layout(self, bucket_bytes: int) -> list[ArrayBucket]:
         """What :meth:`array_buckets` yields, without the data; nothing is gathered."""
-        return [_described(self._converted(_without_data(bucket))) for bucket in self._plan(bucket_bytes)]
+        buckets = self._plan(bucket_bytes)
+        return [_described(self._converted(self._cast(_without_data(bucket)))) for bucket in buckets]
 
     def buckets(self, bucket_bytes: int, on_host: bool = True, everywhere: bool = False) -> Iterator[Tensors]:
         """The tensors, gathered bucket by bucket; where the model is sharded all ranks must exhaust the iterator.
@@ -88,7 +107,8 @@ class ModelWeights:
             everywhere: every rank gets them; otherwise buckets of the other ranks are empty where the model is sharded.
         """
         for bucket in self._plan(bucket_bytes):
-            whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in bucket.items()}
+            cast = self._cast(bucket)
+            whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in cast.items()}
             keeps = everywhere or not _is_sharded(bucket) or dist.get_rank() == 0
             yield self._converted({name: t.cpu() if on_host else t for name, t in whole.items()}) if keeps else {}
 
@@ -106,34 +126,69 @@ class ModelWeights:
     def write_file(self) -> tuple[str, ...]:
         """Write all tensors to one safetensors file in this host's memory, the same one each time; its path.
 
-        Where the model is sharded all ranks must call this; rank 0 writes.
+        Where the model is sharded all ranks must call this. Each writes its own shards, straight into the file, if all
+        are on this host and the tensors have the form of the checkpoint; else rank 0 writes what it gathers.
         """
         own = dict(self._own())
-        if _is_sharded(own) and dist.get_rank() > 0:
-            for _ in self.buckets(0):
-                pass
-            return ()
+        if not _is_sharded(own):
+            self._open_file()
+            if self._differs:
+                self._write_gathered()
+            else:
+                self._write_own(own)
+        elif self._shares_file(own):
+            self._write_own(own)
+            # Rank 0 speaks for all of them.
+            dist.all_reduce(torch.zeros(()))
+        else:
+            self._write_gathered()
+        return (self._file.path,) if self._file is not None else ()
+
+    def _open_file(self) -> None:
+        """Make the file, once."""
         if self._file is None:
             layout = self.layout(0)
             self._file = WeightFile(layout)
-            self._targets = {
-                name: torch.from_numpy(self._file.views[name]).view(getattr(torch, dtype)).reshape(shape)
-                for bucket in layout
-                for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True)
-            }
-        if self._differs or _is_sharded(own):
-            # Tensor by tensor, so that nothing is gathered into a bucket only to be copied again.
-            for tensors in self.buckets(0):
-                for name, tensor in tensors.items():
-                    self._targets[name].copy_(tensor)
-            return (self._file.path,)
+            self._targets = _targets(layout, self._file.views)
+
+    def _shares_file(self, own: Tensors) -> bool:
+        """Whether every rank can write into rank 0's file; opens it on the first call."""
+        if self._is_shared is None:
+            if dist.get_rank() == 0:
+                self._open_file()
+            told = [self._file.path if self._file is not None else None]
+            dist.broadcast_object_list(told, src=0)
+            views = self._file.views if self._file is not None else writable_views(str(told[0]))
+            can = not self._differs and views is not None and all(map(_is_split_by_rows, own.values()))
+            failed = torch.tensor(not can, dtype=torch.int64)
+            dist.all_reduce(failed, dist.ReduceOp.MAX)
+            self._is_shared = not failed
+            if self._is_shared and views is not None:
+                self._targets = _targets(self.layout(0), views)
+        return self._is_shared
+
+    def _write_gathered(self) -> None:
+        """Tensor by tensor, so that nothing is gathered into a bucket only to be copied again."""
+        for tensors in self.buckets(0):
+            for name, tensor in tensors.items():
+                self._targets[name].copy_(tensor)
+
+    def _write_own(self, own: Tensors) -> None:
+        targets, sources = [], []
         for name, tensor in own.items():
             target = self._targets.get(name)
-            if target is None or (tensor.shape, tensor.dtype) != (target.shape, target.dtype):
+            if target is None or (tensor.shape, self._dtype_of(name, tensor)) != (target.shape, target.dtype):
                 raise EngineError(f"weights: {name} {list(tensor.shape)} {tensor.dtype} is not the first update's")
+            if isinstance(tensor, DTensor):
+                rows = -(-tensor.shape[0] // tensor.device_mesh.size())
+                start = rows * tensor.device_mesh.get_local_rank()
+                sources.append(tensor.to_local())
+                targets.append(target[start : start + rows])
+            elif not dist.is_initialized() or dist.get_rank() == 0:
+                sources.append(tensor)
+                targets.append(target)
         # One fused copy: for a small model, naming each tensor costs many times its bytes.
-        torch._foreach_copy_([self._targets[name] for name in own], list(own.values()))
-        return (self._file.path,)
+        torch._foreach_copy_(targets, sources)
 
     def close(self) -> None:
         """Remove the file. A second call does nothing."""
@@ -144,6 +199,19 @@ class ModelWeights:
 
 def _is_sharded(tensors: Tensors) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors.values())
+
+
+def _is_split_by_rows(tensor: Tensor) -> bool:
+    """As ``torch.chunk`` cuts the first dimension, which is what FSDP2 does; or not at all."""
+    return not isinstance(tensor, DTensor) or (tensor.device_mesh.ndim == 1 and tensor.placements == (Shard(0),))
+
+
+def _targets(layout: list[ArrayBucket], views: Mapping[str, Any]) -> Tensors:
+    return {
+        name: torch.from_numpy(views[name]).view(getattr(torch, dtype)).reshape(shape)
+        for bucket in layout
+        for name, shape, dtype in zip(bucket.names, bucket.shapes, bucket.dtypes, strict=True)
+    }
 
 
 def _in_checkpoint_form(model: Any, tensors: Tensors) -> Tensors:

@@ -29,9 +29,12 @@ LOSS_OPTIONS = {"clip_cov": {"share": 0.3, "cov_low": 0.0}, "kl_cov": {"share": 
 
 def roles(config: Any) -> dict[str, ClassWithInitArgs]:
     """Actor, critic and reference with a few more methods; made in a function, so that they travel by value."""
+    from torch.distributed.tensor import DTensor
+
     from agentrl_core.controller import Dispatch, register
     from agentrl_core.workers.actor import ActorWorker
     from agentrl_core.workers.critic import CriticWorker
+    from agentrl_core.workers.data_parallel import COLLECTIVE
     from agentrl_core.workers.model_files import save_model
     from agentrl_core.workers.reference import ReferenceWorker
     from agentrl_core.workers.weights import ModelWeights
@@ -82,6 +85,19 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
             weights = ModelWeights(self.module)
             layout, gathered = weights.layout(bucket_bytes), weights.array_buckets(bucket_bytes)
             return [(each.names, bucket.nbytes) for each, bucket in zip(layout, gathered, strict=True)]
+
+        @register(dispatch_mode=COLLECTIVE)
+        def file_without_gathering(self) -> str:
+            """Path of the weights' file, on ranks that cannot gather."""
+
+            def fail(tensor: DTensor) -> None:
+                raise AssertionError("a tensor was gathered")
+
+            gather, DTensor.full_tensor = DTensor.full_tensor, fail  # type: ignore[method-assign]
+            try:
+                return self._weights.write_file()[0] if self.rank == 0 else str(self._weights.write_file())
+            finally:
+                DTensor.full_tensor = gather  # type: ignore[method-assign]
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def export_in_parts(self, path: str, file_bytes: int) -> None:
@@ -290,7 +306,7 @@ def test_training_goes_on_with_weights_that_have_moved(groups_of: Any, batches: 
         assert step(groups, batch, seed) == pytest.approx(expected[seed], abs=1e-6, rel=1e-6)
 
 
-def test_bfloat16_is_for_computing_only(groups_of: Any, batches: list[Any]) -> None:
+def test_bfloat16_is_for_computing_and_for_engines_only(groups_of: Any, batches: list[Any], tmp_path: Path) -> None:
     groups = groups_of(2)
     exact = groups["actor"].compute_log_prob(batches[0]).batch["old_log_probs"]
     groups["actor"].set_model_key("compute_dtype", "bfloat16")
@@ -298,8 +314,33 @@ def test_bfloat16_is_for_computing_only(groups_of: Any, batches: list[Any]) -> N
     rough = groups["actor"].compute_log_prob(batches[0]).batch["old_log_probs"]
     assert 0 < float((exact - rough).abs().max()) < 0.1
     assert math.isfinite(step(groups, batches[0], 0)["actor/grad_norm"])
-    assert {kind for bucket in groups["actor"].weight_buckets(2**30) for kind in bucket.dtypes} == {"float32"}
+    groups["actor"].export_in_parts(str(tmp_path), 2**30)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    sent = load_file(groups["actor"].weight_files()[0])
+    assert sent.keys() == stored.keys()
+    assert all(torch.equal(sent[name], tensor.bfloat16()) for name, tensor in stored.items())
+    assert {kind for bucket in groups["actor"].weight_buckets(2**30) for kind in bucket.dtypes} == {"bfloat16"}
     groups["actor"].set_model_key("compute_dtype", None)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_rank_writes_its_shards_into_one_file(groups_of: Any, batches: list[Any], ranks: int) -> None:
+    """On one host nothing is gathered, and the file holds the same bytes as the gathered buckets."""
+    groups = groups_of(ranks)
+    for number in range(2):
+        path = groups["actor"].file_without_gathering()
+        assert_same_file(path, weights(groups))
+        step(groups, batches[number], number)
+    assert groups["actor"].weight_files() == (path,)
+    assert_same_file(path, weights(groups))
+
+
+def assert_same_file(path: str, expected: dict[str, np.ndarray]) -> None:
+    found = load_file(path)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        np.testing.assert_array_equal(found[name].numpy(), tensor, err_msg=name)
 
 
 def test_buckets_are_gathered_one_by_one_and_kept_by_rank_zero(groups_of: Any) -> None:

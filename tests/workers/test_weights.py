@@ -87,3 +87,35 @@ def test_a_mixture_of_experts_leaves_as_its_checkpoint_has_it(
         experts.state_dict()["model.layers.0.mlp.experts.gate_up_proj"],
     )
     weights.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_weights_leave_in_the_data_type_of_the_engines(experts: Qwen3MoeForCausalLM, dtype: torch.dtype) -> None:
+    """What an engine of that data type would hold: the trainer's weights, cast, but for what stays in float32."""
+    type(experts)._keep_in_fp32_modules_strict, before = ["input_layernorm"], type(experts)._keep_in_fp32_modules_strict
+    try:
+        experts._keep_in_fp32_modules_strict = {"input_layernorm"}
+        stored = restored(list(ModelWeights(experts).array_buckets(2**20)))
+        weights = ModelWeights(experts, dtype)
+    finally:
+        type(experts)._keep_in_fp32_modules_strict = before
+    expected = {
+        name: tensor if "input_layernorm" in name else tensor.to(dtype) for name, tensor in stored.items()
+    }
+    assert {tensor.dtype for tensor in expected.values()} == {torch.float32, dtype}
+    for found in (restored(list(weights.array_buckets(2000))), load_file(weights.write_file()[0])):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
+                   for name, tensor in expected.items())  # fmt: skip
+    sizes = [bucket.nbytes for bucket in weights.layout(2**20)]
+    assert sizes == [bucket.nbytes for bucket in weights.array_buckets(2**20)]
+    weights.close()
+
+
+def test_the_file_of_a_plain_model_is_cast_too() -> None:
+    model = Tied()
+    file = ModelWeights(model, torch.bfloat16)
+    tensors = load_file(file.write_file()[0])
+    file.close()
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == dict.fromkeys(tensors, torch.bfloat16)
+    assert torch.equal(tensors["embed.weight"], model.embed.weight.to(torch.bfloat16))
