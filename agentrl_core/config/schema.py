@@ -377,7 +377,11 @@ class UpdateConfig:
         3, ge=1, help="stop the run after this many updates in a row without an optimizer step: no gradient was finite"
     )
     offload_parameters: bool = option(False, help="keep weights in host memory between phases (CUDA only)")
-    offload_optimizer: bool = option(False, help="keep AdamW's moments in host memory between updates (CUDA only)")
+    offload_optimizer: bool = option(
+        False,
+        help="keep AdamW's moments in host memory; a step brings those of a few parameters at a time to the device and "
+        "takes them back (CUDA only)",
+    )
 
 
 @dataclass

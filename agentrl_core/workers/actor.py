@@ -109,7 +109,7 @@ class ActorWorker(TrainingWorker):
         def prepare(part: Columns, rows: Tensor) -> tuple[Columns, Mapping[str, float]]:
             return self._prepare(part, rows, temperature)
 
-        with self._computing(optimizer=True):
+        with self._computing():
             if batch.meta_info.get("measure_only", False):
                 return {**self._update.measure(columns, loss, prepare), "actor/trained_rows_share": 0.0}
             start = time.perf_counter()

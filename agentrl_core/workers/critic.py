@@ -86,7 +86,7 @@ class CriticWorker(TrainingWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update(self, batch: DataProto) -> dict[str, float]:
         columns = columns_of(batch, ("values", "returns"), "update")
-        with self._computing(optimizer=True):
+        with self._computing():
             metrics = self._update.run(columns, seed_of(batch), self._loss)
         metrics["critic/explained_variance"] = explained_variance(
             columns["values"], columns["returns"], columns["response_mask"]

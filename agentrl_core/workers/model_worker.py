@@ -35,7 +35,7 @@ from agentrl_core.workers.models import (
     load_causal_lm,
     resolve_device,
 )
-from agentrl_core.workers.offload import Offload
+from agentrl_core.workers.offload import HOST, Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.packed_attention import Packing, check_padding
 from agentrl_core.workers.profiling import start_profile, stop_profile
@@ -81,6 +81,8 @@ class ModelWorker(Worker):
 
     def __init__(self, config: ResolvedConfig) -> None:
         super().__init__()
+        # It makes NaN gradients with some masks (pytorch issue 196678), and takes about a second for each new shape.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = config
         self._settings: Any = getattr(config, self.role)
         self._device = resolve_device(config.cluster.device)
@@ -142,9 +144,9 @@ class ModelWorker(Worker):
         """Complete a model that has just been loaded; says what waits in host memory between phases."""
 
     @contextmanager
-    def _computing(self, optimizer: bool = False) -> Iterator[None]:
-        """A phase of forward passes, and with ``optimizer`` of updates: the model is on the device, and packs."""
-        with self._offload.on_device(optimizer), self._packing.on():
+    def _computing(self) -> Iterator[None]:
+        """A phase of forward passes: the model is on the device, and packs."""
+        with self._offload.on_device(), self._packing.on():
             yield
 
     def _map(
@@ -191,8 +193,9 @@ class TrainingWorker(ModelWorker):
             enable_gradient_checkpointing(self._language_model)
         settings = self._settings
         self._optimizer = ScheduledAdamW(
-            self._model.named_parameters(), settings.optimizer, settings.grad_clip, self._total_optimizer_steps
-        )
+            self._model.named_parameters(), settings.optimizer, settings.grad_clip, self._total_optimizer_steps,
+            on_host=settings.offload_optimizer and self._device != HOST,
+        )  # fmt: skip
         self._update = Update(
             self.role,
             self._model,
@@ -204,13 +207,11 @@ class TrainingWorker(ModelWorker):
             self._parallel,
             by_prompt=self._packing.is_possible,
         )
-        return Offload(
-            self._model, self._optimizer, settings.offload_parameters, settings.offload_optimizer, self._device
-        )
+        return Offload(self._model, settings.offload_parameters, self._device)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:
-        with self._offload.on_device(optimizer=True):
+        with self._offload.on_device():
             self._save(path)
             save_training_state(path, self._model, self._optimizer, self._parallel)
 
@@ -220,5 +221,5 @@ class TrainingWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        with self._offload.on_device(optimizer=True):
+        with self._offload.on_device():
             load_training_state(path, self._model, self._optimizer, self._parallel)

@@ -1,7 +1,8 @@
 """AdamW with a learning-rate schedule of known length and gradient clipping."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from agentrl_core.config.schema import OptimizerConfig
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+STREAMED_BYTES = 512 << 20
+"""Parameters whose moments are on the device at a time, where moments wait on the host; one may be larger."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +36,10 @@ class ScheduledAdamW:
 
     A step whose gradient is not finite changes neither weights nor moments, but counts in the schedule, whose length
     was fixed beforehand.
+
+    Args:
+        on_host: the moments wait in host memory. A step brings those of a few parameters at a time to the device and
+            takes them back: the results have the same bits.
     """
 
     def __init__(
@@ -39,6 +48,7 @@ class ScheduledAdamW:
         config: OptimizerConfig,
         grad_clip: float,
         total_steps: int,
+        on_host: bool = False,
     ) -> None:
         self._named = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
         self._parameters = list(self._named.values())
@@ -48,9 +58,14 @@ class ScheduledAdamW:
         self.steps = 0
         """Steps so far, by which the schedule goes."""
         first, second = config.betas
+        # One kernel for all: by itself torch makes temporaries of the whole model, or loops over sharded parameters.
+        self._is_fused = all(parameter.device.type == "cuda" for parameter in self._parameters)
         self._adamw = torch.optim.AdamW(
-            self._parameters, lr=config.lr, betas=(first, second), weight_decay=config.weight_decay
-        )
+            self._parameters, lr=config.lr, betas=(first, second), weight_decay=config.weight_decay,
+            fused=self._is_fused or None,
+        )  # fmt: skip
+        self._on_host = on_host
+        self._buckets = list(_buckets(self._parameters)) if on_host else [self._parameters]
 
     @property
     def lr(self) -> float:
@@ -66,9 +81,12 @@ class ScheduledAdamW:
         grad_norm = _clip(self._parameters, self._grad_clip)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
-            for group in self._adamw.param_groups:
-                group["lr"] = lr
-            self._adamw.step()
+            group = self._adamw.param_groups[0]
+            group["lr"] = lr
+            for group["params"] in self._buckets:
+                with self._moments_on_device(group["params"]):
+                    self._adamw.step()
+            group["params"] = self._parameters
         self.zero_grad()
         self.steps += 1
         return StepReport(grad_norm, lr, skipped)
@@ -82,21 +100,68 @@ class ScheduledAdamW:
         state = self._adamw.state
         for parameter in self._parameters:
             if not state[parameter]:
-                state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                    "exp_avg_sq": torch.zeros_like(parameter, memory_format=torch.preserve_format),
-                }
+                made = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in MOMENTS}
+                if self._on_host:
+                    made = {key: _on_host(moment) for key, moment in made.items()}
+                step = torch.tensor(0.0, device=parameter.device if self._is_fused else None)
+                state[parameter] = {"step": step, **made}
         return {
             f"{name}.{key}": value for name, parameter in self._named.items() for key, value in state[parameter].items()
         }
 
-    def move_moments(self, device: torch.device) -> None:
-        """Bring the moments to a device."""
-        for state in self._adamw.state.values():
-            for key in ("exp_avg", "exp_avg_sq"):
-                if key in state:
-                    state[key] = state[key].to(device, non_blocking=True)
+    @property
+    def bytes_to_come(self) -> int:
+        """Memory of the device that moments will take and do not yet."""
+        if self._on_host or self._adamw.state:
+            return 0
+        return sum(len(MOMENTS) * _local(parameter).nbytes for parameter in self._parameters)
+
+    @contextmanager
+    def _moments_on_device(self, parameters: list[nn.Parameter]) -> Iterator[None]:
+        if not self._on_host:
+            yield
+            return
+        state, waiting = self._adamw.state, {}
+        for parameter in parameters:
+            for key in MOMENTS:
+                if key in state[parameter]:
+                    waiting[parameter, key] = host = state[parameter][key]
+                    state[parameter][key] = host.to(parameter.device, non_blocking=True, copy=True)
+        yield
+        for parameter in parameters:
+            for key in MOMENTS:
+                if key in state[parameter]:
+                    moment, host = state[parameter][key], waiting.get((parameter, key))
+                    state[parameter][key] = _on_host(moment) if host is None else host.copy_(moment, non_blocking=True)
+        if parameters[0].device.type == "cuda":
+            # The host's copies are read by whoever saves them.
+            torch.cuda.current_stream(parameters[0].device).synchronize()
+
+
+def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
+    bucket: list[nn.Parameter] = []
+    for parameter in parameters:
+        if bucket and sum(_local(each).nbytes for each in (*bucket, parameter)) > STREAMED_BYTES:
+            yield bucket
+            bucket = []
+        bucket.append(parameter)
+    yield bucket
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _on_host(tensor: Tensor) -> Tensor:
+    """A copy in host memory, which a GPU copies to and from without a detour."""
+    own = _local(tensor.detach())
+    host = torch.empty_like(own, device="cpu", pin_memory=own.device.type == "cuda").copy_(own)
+    if not isinstance(tensor, DTensor):
+        return host
+    return DTensor.from_local(
+        host, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def _clip(parameters: list[nn.Parameter], limit: float) -> float:

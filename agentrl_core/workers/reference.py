@@ -14,7 +14,7 @@ class ReferenceWorker(ModelWorker):
 
     def _ready(self) -> Offload:
         self._model.requires_grad_(False)
-        return Offload(self._model, None, self._settings.offload_parameters, False, self._device)
+        return Offload(self._model, self._settings.offload_parameters, self._device)
 
     @register(dispatch_mode=BALANCED)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:

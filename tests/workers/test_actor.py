@@ -364,3 +364,10 @@ def test_a_full_disk_in_torchs_checkpoint_code_is_a_checkpoint_error(make_actor,
     monkeypatch.setattr("agentrl_core.workers.checkpoints.save", full)
     with pytest.raises(CheckpointError, match="training: .*No space left on device"):
         make_actor().save_checkpoint(str(tmp_path / "actor"))
+
+
+def test_attention_of_cudnn_is_off_where_a_worker_computes(make_config):
+    """A setting of the process: on CUDA torch would try cuDNN first, with NaN gradients and a second a shape."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    ActorWorker(make_config(), 1)
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -4,75 +4,60 @@ import pytest
 import torch
 from torch import nn
 
-from agentrl_core.config.schema import OptimizerConfig
 from agentrl_core.workers.offload import Offload
-from agentrl_core.workers.optimizer import ScheduledAdamW
 
 AWAY = torch.device("meta")
 
 
+def where(model: nn.Module) -> str:
+    (device,) = {parameter.device.type for parameter in model.parameters()}
+    return device
+
+
 @pytest.fixture
-def trained() -> tuple[nn.Module, ScheduledAdamW]:
+def homeward(monkeypatch) -> list[bool]:
+    """Meta tensors cannot come back, so the way home is only watched."""
+    home: list[bool] = []
+    monkeypatch.setattr(Offload, "offload", lambda self: home.append(True))
+    return home
+
+
+@pytest.mark.parametrize("parameters", [True, False])
+def test_each_phase_brings_the_weights_and_takes_them_back(homeward, parameters):
     model = nn.Linear(2, 2)
-    optimizer = ScheduledAdamW(model.named_parameters(), OptimizerConfig(), 1.0, 10)
-    model(torch.ones(2)).sum().backward()
-    optimizer.step()
-    return model, optimizer
-
-
-def where(model: nn.Module, optimizer: ScheduledAdamW) -> tuple[str, str]:
-    (weights,) = {parameter.device.type for parameter in model.parameters()}
-    (moments,) = {tensor.device.type for name, tensor in optimizer.moments().items() if "exp_avg" in name}
-    return weights, moments
-
-
-@pytest.mark.parametrize(("parameters", "optimizer_state"), [(True, True), (True, False), (False, True)])
-def test_each_phase_brings_what_it_needs_and_takes_it_back(trained, monkeypatch, parameters, optimizer_state):
-    model, optimizer = trained
-    # Meta tensors cannot come back, so the way home is only watched.
-    home = []
-    monkeypatch.setattr(Offload, "offload", lambda self: home.append(True))
-    offload = Offload(model, optimizer, parameters, optimizer_state, AWAY)
-    assert where(model, optimizer) == ("cpu", "cpu") and len(home) == 1
-    weights = "meta" if parameters else "cpu"
+    offload = Offload(model, parameters, AWAY)
+    assert (where(model), len(homeward)) == ("cpu", 1)
     with offload.on_device():
-        assert where(model, optimizer) == (weights, "cpu")
-    assert len(home) == 2
-    with offload.on_device(optimizer=True):
-        assert where(model, optimizer) == (weights, "meta" if optimizer_state else "cpu")
-    assert len(home) == 3
+        assert where(model) == ("meta" if parameters else "cpu")
+    assert len(homeward) == 2
 
 
-def test_a_phase_that_fails_gives_the_device_back(trained, monkeypatch):
-    home = []
-    monkeypatch.setattr(Offload, "offload", lambda self: home.append(True))
-    with pytest.raises(ValueError), Offload(*trained, True, True, AWAY).on_device():
+def test_a_phase_that_fails_gives_the_device_back(homeward):
+    with pytest.raises(ValueError), Offload(nn.Linear(2, 2), True, AWAY).on_device():
         raise ValueError
-    assert len(home) == 2
+    assert len(homeward) == 2
 
 
-def test_the_way_home_goes_to_the_host(trained, monkeypatch):
-    model, optimizer = trained
-    moved = []
+def test_the_way_home_goes_to_the_host(monkeypatch):
+    model, moved = nn.Linear(2, 2), []
     monkeypatch.setattr(model, "to", moved.append)
-    monkeypatch.setattr(optimizer, "move_moments", moved.append)
-    Offload(model, optimizer, True, True, AWAY).offload()
-    assert moved == [torch.device("cpu")] * 4
+    Offload(model, True, AWAY).offload()
+    assert moved == [torch.device("cpu")] * 2
 
 
-def test_on_the_host_nothing_moves(trained, monkeypatch):
-    model, optimizer = trained
+def test_on_the_host_nothing_moves(monkeypatch):
+    model = nn.Linear(2, 2)
     monkeypatch.setattr(model, "to", pytest.fail)
-    monkeypatch.setattr(optimizer, "move_moments", pytest.fail)
-    offload = Offload(model, optimizer, True, True, torch.device("cpu"))
-    with offload.on_device(optimizer=True):
+    with Offload(model, True, torch.device("cpu")).on_device():
         pass
 
 
-def test_training_goes_on_after_the_moments_have_moved(trained):
-    model, optimizer = trained
-    before = {name: tensor.clone() for name, tensor in optimizer.moments().items()}
-    optimizer.move_moments(torch.device("cpu"))
-    assert all(torch.equal(tensor, before[name]) for name, tensor in optimizer.moments().items())
-    model(torch.ones(2)).sum().backward()
-    assert not optimizer.step().skipped
+def test_cached_memory_of_a_gpu_is_given_back_when_a_model_is_ready_and_after_every_phase(monkeypatch):
+    """Whether weights wait on the host or not: engines that wake on this GPU need what activations have left."""
+    emptied: list[bool] = []
+    monkeypatch.setattr("torch.cuda.empty_cache", lambda: emptied.append(True))
+    offload = Offload(nn.Linear(2, 2), False, torch.device("cuda"))
+    assert len(emptied) == 1
+    with offload.on_device():
+        assert len(emptied) == 1
+    assert len(emptied) == 2

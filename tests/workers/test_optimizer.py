@@ -1,6 +1,10 @@
+import copy
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from agentrl_core.config.schema import OptimizerConfig
 from agentrl_core.workers.optimizer import ScheduledAdamW, learning_rate
@@ -59,3 +63,87 @@ def test_frozen_parameters_are_left_alone():
     trained.grad = torch.ones(1)
     optimizer.step()
     assert frozen.item() == 1.0 and trained.item() < 1.0
+
+
+def trained(model: nn.Module, steps: int, on_host: bool) -> ScheduledAdamW:
+    config = OptimizerConfig(lr=0.01, weight_decay=0.1)
+    optimizer = ScheduledAdamW(model.named_parameters(), config, 1.0, 10, on_host=on_host)
+    for step in range(steps):
+        inputs = torch.randn(4, 6, generator=torch.Generator().manual_seed(step))
+        model(inputs).square().sum().backward()
+        optimizer.step()
+    return optimizer
+
+
+def models(count: int) -> list[nn.Module]:
+    first = nn.Sequential(nn.Linear(6, 33), nn.Tanh(), nn.Linear(33, 7), nn.Linear(7, 2))
+    return [first, *(copy.deepcopy(first) for _ in range(count - 1))]
+
+
+@pytest.mark.parametrize("limit", [0, 900, 2**30])
+def test_moments_that_wait_on_the_host_give_the_same_bits(monkeypatch, limit):
+    monkeypatch.setattr("agentrl_core.workers.optimizer.STREAMED_BYTES", limit)
+    plain, streamed = models(2)
+    expected, found = trained(plain, 4, on_host=False), trained(streamed, 4, on_host=True)
+    assert all(map(torch.equal, plain.parameters(), streamed.parameters()))
+    for name, moment in expected.moments().items():
+        assert torch.equal(found.moments()[name], moment), name
+
+
+def test_moments_taken_from_a_checkpoint_go_on_with_the_same_bits(monkeypatch):
+    monkeypatch.setattr("agentrl_core.workers.optimizer.STREAMED_BYTES", 500)
+    plain, streamed = models(2)
+    expected = trained(plain, 2, on_host=False)
+    streamed.load_state_dict(plain.state_dict())
+    found = ScheduledAdamW(streamed.named_parameters(), OptimizerConfig(lr=0.01, weight_decay=0.1), 1.0, 10, True)
+    for name, moment in found.moments().items():
+        moment.copy_(expected.moments()[name])
+    found.steps = expected.steps
+    for model, optimizer in ((plain, expected), (streamed, found)):
+        model(torch.ones(4, 6)).square().sum().backward()
+        optimizer.step()
+    assert all(map(torch.equal, plain.parameters(), streamed.parameters()))
+
+
+def test_on_a_gpu_a_step_is_fused_and_has_few_moments_there_at_a_time(monkeypatch):
+    """Fake tensors of a GPU: shapes and devices are real, values are not."""
+    monkeypatch.setattr("agentrl_core.workers.optimizer.STREAMED_BYTES", 1000)
+    # Values that fake tensors do not have.
+    monkeypatch.setattr("agentrl_core.workers.optimizer._clip", lambda parameters, limit: 1.0)
+    monkeypatch.setattr("torch.cuda.current_stream", lambda device: SimpleNamespace(synchronize=lambda: None))
+    monkeypatch.setattr("agentrl_core.workers.optimizer._on_host", lambda tensor: tensor.to("cpu"))
+    with FakeTensorMode():
+        shapes = {"a": (33, 6), "b": (33,), "c": (7, 33), "d": (2, 7)}
+        named = {name: nn.Parameter(torch.empty(shape, device="cuda")) for name, shape in shapes.items()}
+        optimizer = ScheduledAdamW(named.items(), OptimizerConfig(), 1.0, 10, on_host=True)
+        state, most = optimizer._adamw.state, []
+        step = type(optimizer._adamw).step
+
+        def watched(adamw, *args):
+            (group,) = adamw.param_groups
+            assert group["fused"]
+            step(adamw, *args)
+            most.append(sum(
+                each[key].nbytes for each in state.values() for key in ("exp_avg", "exp_avg_sq")
+                if each[key].device.type == "cuda"
+            ))  # fmt: skip
+
+        monkeypatch.setattr(type(optimizer._adamw), "step", watched)
+        for _ in range(2):
+            for parameter in named.values():
+                parameter.grad = torch.empty_like(parameter)
+            optimizer.step()
+        moments = optimizer.moments()
+        assert {tensor.device.type for name, tensor in moments.items() if "exp_avg" in name} == {"cpu"}
+        assert {tensor.device.type for name, tensor in moments.items() if name.endswith("step")} == {"cuda"}
+    assert max(most) <= 2 * 1000 and len(most) == 4
+
+
+def test_what_moments_will_take_is_known_before_the_first_step():
+    first, second = models(2)
+    size = sum(parameter.nbytes for parameter in first.parameters())
+    optimizer = ScheduledAdamW(first.named_parameters(), OptimizerConfig(), 1.0, 10)
+    assert optimizer.bytes_to_come == 2 * size
+    optimizer.moments()
+    assert optimizer.bytes_to_come == 0
+    assert ScheduledAdamW(second.named_parameters(), OptimizerConfig(), 1.0, 10, on_host=True).bytes_to_come == 0

@@ -1,6 +1,7 @@
 import asyncio
 
 import pytest
+import torch
 from transformers import MistralConfig, MistralForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl_core.api.engine import SamplingParams
@@ -74,3 +75,9 @@ def test_a_missing_model_path_is_named(serve, tmp_path) -> None:
 def test_the_plugin_declares_what_its_kind_knows() -> None:
     assert set(KINDS["engine"].capabilities) >= PLUGIN.capabilities
     assert PLUGIN.factory == "agentrl_engine_hf.engine:HFEngine"
+
+def test_attention_of_cudnn_is_off_where_the_engine_computes(serve) -> None:
+    """A setting of the process: on CUDA torch would try cuDNN first, which takes a second for each new shape."""
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    asyncio.run(start(serve, Qwen3ForCausalLM(Qwen3Config(**SMALL)).eval()))
+    assert not torch.backends.cuda.cudnn_sdp_enabled()

@@ -28,6 +28,8 @@ class Model:
     """
 
     def __init__(self, context: EngineContext, attn_implementation: str, record_decode: bool = True) -> None:
+        # It takes about a second for each new shape, and decoding has one every few tokens.
+        torch.backends.cuda.enable_cudnn_sdp(False)
         self.owned = context.shared_module is None
         self.device = torch.device(context.device)
         self.module: Any = _load(context, attn_implementation) if self.owned else context.shared_module
