@@ -149,6 +149,9 @@ class EngineContext:
             for it, and are only started, asked for their health, and closed. All are started at the same time.
         rendezvous: ``address:port`` on host 0 where they find each other; empty with one host.
         shared_module: the actor's module, for an engine with the capability ``shared_module`` in its process.
+        memory_share: share of the memory of each of its GPUs that this engine may hold while it is awake; 0: the GPUs
+            are its own, and the engine decides.
+        memory_free: share that is free on each as the run starts, where ``memory_share`` is set.
     """
 
     model_path: str
@@ -166,6 +169,8 @@ class EngineContext:
     node_rank: int = 0
     rendezvous: str = ""
     shared_module: Any = None
+    memory_share: float = 0.0
+    memory_free: float = 1.0
 
 
 class InferenceEngine(ABC):

@@ -104,7 +104,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "weight_update", lambda config: "training", training=True),
     Requirement("rollout.engine", "deterministic", _set("deterministic", False)),
     Requirement("rollout.engine", "logprobs", _log_probs),
-    Requirement("rollout.engine", "sleep", _set("engine.sleep", 0), training=True),
+    Requirement("rollout.engine", "sleep", _set("engine.sleep", 0, None), training=True),
     Requirement("rollout.engine", "broadcast", _set("engine.weight_transfer", "auto", "host_memory"), training=True),
     *(Requirement("rollout.engine", name, _sampling(name, unused)) for name, unused in RESHAPING.items()),
     Requirement("rollout.engine", "chained_truncation", _chained_truncation),

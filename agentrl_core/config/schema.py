@@ -65,11 +65,12 @@ class EngineSlot(ServedSlot):
         help="data type of the engine's weights and of the weights that it is sent; null: the trainer's compute type, "
         "which is bfloat16 on CUDA. float32 on CUDA costs twice the memory and the fast attention kernels",
     )
-    sleep: int = option(
-        0,
+    sleep: int | None = option(
+        None,
         ge=0,
         le=2,
-        help="memory that engines release while the trainer computes: 0 nothing, 1 the KV cache, 2 also the weights",
+        help="memory that engines release while the trainer computes: 0 nothing, 1 the KV cache, 2 also the weights; "
+        "null: 2 on GPUs of the training processes (1 for the actor's own module), else 0",
     )
     weight_transfer: Literal["auto", "host_memory", "broadcast"] = option(
         "auto",

@@ -107,9 +107,9 @@ def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> E
         stop_token_ids=tuple(renderer.stop_token_ids),
     )  # fmt: skip
     with start_runtime(config) as runtime:
-        actor = start_workers(config, runtime, preparation.steps, actor_only=True)["actor"]
+        training = start_workers(config, runtime, preparation.steps, actor_only=True)
         start = time.perf_counter()
-        engines = start_engines(config, runtime, preparation, actor)
+        engines = start_engines(config, runtime, preparation, training)
         start_seconds = time.perf_counter() - start
         try:
             runtime.run(_answers(engines, prompts[:WARM_UP], params, concurrency))
@@ -119,7 +119,7 @@ def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> E
             memory = engines.memory()
         finally:
             engines.close()
-        gap = gap_of_answers(list(zip(prompts, outputs, strict=True)), sampling.temperature, actor)
+        gap = gap_of_answers(list(zip(prompts, outputs, strict=True)), sampling.temperature, training["actor"])
     tokens = sum(len(output.token_ids) for output in outputs)
     return EngineFigures(start_seconds, tokens, seconds, gap.get(f"{GAP}_mean"), gap.get(f"{GAP}_max"), memory)
 

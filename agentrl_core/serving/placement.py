@@ -7,6 +7,12 @@ from dataclasses import dataclass
 from agentrl_core.api import ConfigError
 from agentrl_core.config.schema import EngineSlot, ResolvedConfig, ServedSlot
 from agentrl_core.controller.worker_group import Place
+from agentrl_core.workers.protocols import DeviceMemory
+
+HEADROOM = 2 << 30
+"""Bytes of a GPU that nobody plans: CUDA contexts, NCCL, and the bucket of a weight update."""
+MOST_MEMORY = 0.9
+"""The largest share of a GPU that an engine is given."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,61 @@ class GpuAssignment:
 
 GpuAssignments = Sequence[Sequence[GpuAssignment]]
 """The assignments of each replica's servers. The first server takes requests."""
+
+
+def sleep_level(config: ResolvedConfig, on_gpus: bool) -> int:
+    """``rollout.engine.sleep``, or what null stands for."""
+    engine = config.rollout.engine
+    if engine.sleep is not None:
+        return engine.sleep
+    if not on_gpus or engine.placement == "standalone" or not engine.has("sleep"):
+        return 0
+    return 1 if _uses_actors_module(config) else 2
+
+
+def check_sleep(config: ResolvedConfig, on_gpus: bool) -> None:
+    """Reject engines that stay awake on the GPUs of the training processes.
+
+    Raises:
+        ConfigError: with the reason.
+    """
+    engine = config.rollout.engine
+    stays_awake = engine.sleep == 0 and engine.has("sleep") and not _uses_actors_module(config)
+    if on_gpus and engine.placement == "colocated" and stays_awake:
+        raise ConfigError(
+            "rollout.engine.sleep: found 0, but the engine shares its GPUs with the training processes: while it is "
+            "awake it holds the memory that the update needs. Leave rollout.engine.sleep out, or give the engine GPUs "
+            "of its own with rollout.engine.placement=standalone"
+        )
+
+
+def _uses_actors_module(config: ResolvedConfig) -> bool:
+    return config.cluster.runtime == "local" and config.rollout.engine.has("shared_module")
+
+
+def engine_memory_share(devices: Sequence[DeviceMemory], replicas: int = 1) -> float:
+    """Share of a GPU's memory for one engine that is awake only while the trainer rests.
+
+        share = (free - coming - HEADROOM) / total / replicas,    of the fullest GPU, at most MOST_MEMORY
+
+    Args:
+        devices: of the training processes, measured or planned.
+        replicas: that share one GPU.
+
+    Raises:
+        ConfigError: nothing is left.
+    """
+    share = min((each.free - each.coming - HEADROOM) / each.total for each in devices)
+    if share <= 0:
+        fullest = min(devices, key=lambda each: each.free - each.coming)
+        held, coming, total = (x / 2**30 for x in (fullest.total - fullest.free, fullest.coming, fullest.total))
+        raise ConfigError(
+            f"rollout.engine: no GPU memory is left for the engine: training processes hold {held:.1f} of {total:.1f} "
+            f"GiB, AdamW's moments will take {coming:.1f} GiB more, and {HEADROOM / 2**30:.0f} GiB are kept free. Set "
+            "actor.offload_optimizer=true or actor.offload_parameters=true, use more processes or a smaller model, or "
+            "set rollout.engine.placement=standalone"
+        )
+    return math.floor(1000 * min(share, MOST_MEMORY) / replicas) / 1000
 
 
 def assign_anywhere(slot: ServedSlot, replicas: int) -> GpuAssignments:

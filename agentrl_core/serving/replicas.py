@@ -21,7 +21,7 @@ from agentrl_core.api import (
 from agentrl_core.config.schema import ResolvedConfig, ServedSlot
 from agentrl_core.controller.runtime import ActorHandle, ActorOptions, Runtime
 from agentrl_core.plugins.boundary import deadline, wait_reported
-from agentrl_core.serving.placement import GpuAssignments, assign_anywhere
+from agentrl_core.serving.placement import GpuAssignments, assign_anywhere, sleep_level
 from agentrl_core.serving.server import EngineServer, tail_of
 from agentrl_core.serving.weight_transport import ReplicaState, WeightDelivery, Weights
 
@@ -87,7 +87,8 @@ class EngineReplicas:
     ) -> None:
         slot: ServedSlot = config.engines[name] if name else config.rollout.engine
         self._slot = slot
-        self._sleep = 0 if name else config.rollout.engine.sleep
+        self.sleep_level = 0 if name else sleep_level(config, context.device != "cpu")
+        """What replicas release in :meth:`sleep`; 0: nothing."""
         self._name = name
         self._label = f"engine {name!r}" if name else "engine"
         self.runtime = runtime
@@ -297,7 +298,7 @@ class EngineReplicas:
             WorkerError: it died, or does not answer.
         """
         if self._is_asleep:
-            if self._sleep < 2:
+            if self.sleep_level < 2:
                 # A sleeper of level 1 keeps its weights, and must have the newest ones when it wakes.
                 await self._in_time("load weights", self._delivery.load(member))
             else:
@@ -306,7 +307,7 @@ class EngineReplicas:
                 # Before the call: a sleeper that does not answer may sleep nevertheless.
                 member.sleeping = ("weights", "kv_cache")
                 try:
-                    await self._in_time("sleep", member.server.call("sleep", self._sleep))
+                    await self._in_time("sleep", member.server.call("sleep", self.sleep_level))
                 except WorkerError as error:
                     logger.warning("engine %s does not answer to 'sleep': %s", member.server.name, error)
             return
@@ -332,11 +333,11 @@ class EngineReplicas:
 
     @blocking
     async def sleep(self) -> None:
-        """Let every replica release what ``rollout.engine.sleep`` says, until it gets new weights.
+        """Let every replica release what its level of sleep says, until it gets new weights.
 
         Waits for replicas that are being restarted: they take the memory that the others release for the trainer.
         """
-        if not self._sleep:
+        if not self.sleep_level:
             return
         self._is_asleep = True
         self._may_load.set()

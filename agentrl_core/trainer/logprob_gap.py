@@ -167,6 +167,8 @@ def compare_with_engines(
 ) -> dict[str, float]:
     """Sample one answer on every replica, compute it with the actor, log the gap, and show it to ``watch``.
 
+    Engines that sleep while the trainer computes are asleep afterwards.
+
     Raises:
         EngineError: it is above ``rollout.max_logprob_gap``.
     """
@@ -182,6 +184,7 @@ def compare_with_engines(
         # The rollouts retry, and their errors say more.
         logger.warning("the engine did not answer the request before the first step: %s", error)
         return {}
+    engines.sleep()
     gap = gap_of_answers([(prompt, output) for output in outputs], sampling.temperature, actor)
     if not gap:
         return {}

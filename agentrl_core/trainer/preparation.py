@@ -44,6 +44,7 @@ from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.rollout.session import interaction_context
 from agentrl_core.serving.clients import absent_clients
 from agentrl_core.serving.interpreter import check_interpreter
+from agentrl_core.serving.placement import check_sleep
 from agentrl_core.trainer.checkpoint import CheckpointStore
 from agentrl_core.trainer.plan import arithmetic, check_context, describe, total_steps
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
@@ -171,7 +172,7 @@ def rehearse(config: ResolvedConfig, renderer: HFChatRenderer, *, listeners: boo
 def _checks(
     config: ResolvedConfig, renderer: HFChatRenderer, folder: Path, listeners: bool, tools: list[HostedTool]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    yield "cluster.device", lambda: resolve_device(config.cluster.device)
+    yield "cluster.device", lambda: check_sleep(config, resolve_device(config.cluster.device).type == "cuda")
     if config.rollout.engine.python is None:
         yield "rollout.engine", config.rollout.engine.plugin.load
     clients = absent_clients(config.engines)

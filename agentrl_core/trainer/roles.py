@@ -1,7 +1,8 @@
 """Starts the training workers, engines and agent-loop workers of a run."""
 
 import logging
-from collections.abc import Mapping
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
@@ -14,11 +15,14 @@ from agentrl_core.controller.worker_group import WorkerGroup
 from agentrl_core.plugins.boundary import wait_reported
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.serving.placement import (
+    MOST_MEMORY,
     GpuAssignments,
     assign_anywhere,
     assign_own_gpus,
     assign_shared_gpus,
     assign_without_training,
+    check_sleep,
+    engine_memory_share,
 )
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.serving.weight_transport import ActorWeights, choose_transport
@@ -27,7 +31,7 @@ from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.models import engine_dtype, resolve_device
-from agentrl_core.workers.protocols import Actor, Critic, Reference
+from agentrl_core.workers.protocols import Actor, Critic, DeviceMemory, Reference
 from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
 
 logger = logging.getLogger(__name__)
@@ -116,15 +120,26 @@ def start_workers(
     return groups
 
 
-def build_roles(config: ResolvedConfig, runtime: Runtime, preparation: Preparation) -> Roles:
-    """Start the training workers and the engines of a run. ``runtime.started`` closes them."""
+def build_roles(
+    config: ResolvedConfig,
+    runtime: Runtime,
+    preparation: Preparation,
+    load: Callable[[Actor, Critic | None], None] = lambda actor, critic: None,
+) -> Roles:
+    """Start the training workers and the engines of a run. ``runtime.started`` closes them.
+
+    Args:
+        load: brings a checkpoint into the models, before engines take memory of their GPUs.
+    """
+    check_sleep(config, _on_gpus(config))
     groups = start_workers(config, runtime, preparation.steps)
-    actor = cast(Actor, groups["actor"])
+    actor, critic = cast(Actor, groups["actor"]), cast("Critic | None", groups.get("critic"))
+    load(actor, critic)
     logger.info("the model is loaded for training; starting %s", config.rollout.engine.name)
-    engines = start_engines(config, runtime, preparation, actor)
+    engines = start_engines(config, runtime, preparation, groups)
     return Roles(
         actor=actor,
-        critic=cast("Critic | None", groups.get("critic")),
+        critic=critic,
         reference=cast("Reference | None", groups.get("reference")),
         teacher=cast("Reference | None", groups.get("teacher")),
         engines=engines,
@@ -134,15 +149,16 @@ def build_roles(config: ResolvedConfig, runtime: Runtime, preparation: Preparati
 
 
 def start_engines(
-    config: ResolvedConfig, runtime: Runtime, preparation: Preparation, actor: Any = None
+    config: ResolvedConfig, runtime: Runtime, preparation: Preparation, training: Mapping[str, Any] | None = None
 ) -> EngineReplicas:
     """Start the engine replicas. ``runtime.started`` closes them.
 
     Args:
-        actor: the training workers, whose GPUs colocated engines share. An engine in the actor's process that can
-            generate with the actor's own module does so: no copy, no transport. None: nothing is trained.
+        training: the training workers by role, whose GPUs colocated engines share. An engine in the actor's process
+            that can generate with the actor's own module does so: no copy, no transport. None: nothing is trained.
     """
     slot = config.rollout.engine
+    actor = training["actor"] if training else None
     workers = getattr(actor, "workers", None)
     context = replace(
         _context(config, slot, config.model.path, engine_dtype(config, resolve_device(config.cluster.device))),
@@ -150,10 +166,30 @@ def start_engines(
         deterministic=config.rollout.deterministic,
         vocab_size=preparation.vocab_size,
         shared_module=workers[0].module if workers and slot.has("shared_module") else None,
+        **(_gpu_memory(config, training or {}) if _on_gpus(config) else {}),
     )
     engines = EngineReplicas(runtime, config, context, assign_engines(config, actor))
     engines.start()
     return engines
+
+
+def _gpu_memory(config: ResolvedConfig, training: Mapping[str, Any]) -> dict[str, Any]:
+    """What engines on the GPUs of training processes, or several on one GPU, may take: fields of their context."""
+    engine, processes = config.rollout.engine, config.cluster.processes
+    per_gpu = math.ceil(config.engine_replicas * engine.devices / processes)
+    if engine.placement == "standalone":
+        return {}
+    if not training:
+        return {"memory_share": math.floor(1000 * MOST_MEMORY / per_gpu) / 1000} if per_gpu > 1 else {}
+    # Roles share the processes, so each of them sees the same GPUs, but only its own moments.
+    by_role = [group.device_memory() for group in training.values()]
+    devices = [
+        DeviceMemory(ranks[0].total, min(each.free for each in ranks), sum(each.coming for each in ranks))
+        for ranks in zip(*by_role, strict=True)
+    ]
+    share, free = engine_memory_share(devices, per_gpu), min(each.free / each.total for each in devices)
+    logger.info("each engine may take %.0f%% of its GPU's memory while it is awake", 100 * share)
+    return {"memory_share": share, "memory_free": free}
 
 
 def start_named_engines(config: ResolvedConfig, runtime: Runtime) -> dict[str, EngineReplicas]:

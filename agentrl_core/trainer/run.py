@@ -172,11 +172,8 @@ class Run:
         contexts = [(hook, HookContext(hook.registered_name, self.path)) for hook in config.hooks]
         self.hooks = HookCaller([(context.name, hook.build(context)) for hook, context in contexts])
 
-    def begin(self, actor: Actor, critic: Critic | None) -> int:
-        """Load the checkpoint and take over the directory, once everything has started.
-
-        Returns the last finished step.
-        """
+    def load(self, actor: Actor, critic: Critic | None) -> None:
+        """Load the checkpoint that the run resumes from, if there is one. Nothing on disk changes."""
         checkpoint = self._checkpoint
         if checkpoint is not None:
             logger.info("resuming from %s, after step %d of %d", checkpoint, self._state.step, self._steps)
@@ -188,6 +185,9 @@ class Run:
                 if not (checkpoint / "critic").is_dir():
                     raise CheckpointError(f"{checkpoint} has no critic, but the run's estimator needs one")
                 critic.load_checkpoint(str(checkpoint / "critic"))
+
+    def begin(self) -> int:
+        """Take over the directory, once everything has started; returns the last finished step."""
         self._directory.remove_leftovers()
         if self._resumes_in_place:
             for problem in self._directory.lost_records():

@@ -135,10 +135,12 @@ class Trainer:
         logger.info("starting workers and engines")
         # Closed here and not by the runtime's end: while signals are still handled.
         with runtime.started:
-            self._roles = build_roles(self.config, runtime, self.preparation)
+            self._roles = build_roles(self.config, runtime, self.preparation, self.run.load)
             self.gap_watch = GapWatch(self.config, self.roles.engines.context)
-            self.step = self.run.begin(self.roles.actor, self.roles.critic)
+            self.step = self.run.begin()
             self.roles.rollout.on_progress = partial(self.run.trackers.progress, "")
+            # Weights that wait on the host need the GPU to be sent.
+            self.rest_engines()
             self.sync_weights(self.step)
             self._compare_with_engines()
             self.run.hooks.on_run_start(config=to_dict(self.config), run_dir=self.run.path)
@@ -174,6 +176,8 @@ class Trainer:
         if self.config.rollout.engine.has("logprobs"):
             prompt = self.renderer.render(self.preparation.data.first_prompt, generation_prompt=True).ids
             compare_with_engines(self.config, self.roles.engines, self.roles.actor, prompt, self.gap_watch)
+            if self.roles.engines.sleep_level:
+                self.sync_weights(self.step)
             # Drop what the engines counted: it belongs to no step.
             self.roles.engines.metrics()
 
@@ -241,8 +245,8 @@ class Trainer:
         return batch
 
     def rest_engines(self) -> None:
-        """Put the engines to sleep until they get the next weights, if ``rollout.engine.sleep`` is set."""
-        if self.config.rollout.engine.sleep:
+        """Put the engines to sleep until they get the next weights, if they sleep at all."""
+        if self.roles.engines.sleep_level:
             with self.timer.phase("sleep"):
                 self.roles.engines.sleep()
 
@@ -337,7 +341,7 @@ class Trainer:
     def sync_weights(self, step: int) -> None:
         """Give the engines the actor's weights, as version ``step``, if they have changed; wake sleeping engines."""
         with self.timer.phase("sync_weights"):
-            if self._updates != self._sent_updates or self.config.rollout.engine.sleep == 2:
+            if self._updates != self._sent_updates or self.roles.engines.sleep_level == 2:
                 self.roles.engines.update_weights(self.roles.weights.newest(step))
                 self._sent_updates = self._updates
             else:

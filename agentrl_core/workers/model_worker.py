@@ -39,6 +39,7 @@ from agentrl_core.workers.offload import HOST, Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.packed_attention import Packing, check_padding
 from agentrl_core.workers.profiling import start_profile, stop_profile
+from agentrl_core.workers.protocols import DeviceMemory
 from agentrl_core.workers.sharding import place, rest
 from agentrl_core.workers.update import Update
 
@@ -111,6 +112,20 @@ class ModelWorker(Worker):
         self._packing = Packing(self._language_model, self._predict, model.packing, self._device)
         rest(self._model)
         self._offload = self._ready()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def device_memory(self) -> DeviceMemory | None:
+        """Memory of this process's GPU, without what the allocator caches; None on the CPU."""
+        if self._device.type != "cuda":
+            return None
+        torch.cuda.empty_cache()
+        free, total = torch.cuda.mem_get_info(self._device)
+        return DeviceMemory(total, free, self._bytes_to_come)
+
+    @property
+    def _bytes_to_come(self) -> int:
+        """Device memory that this model will hold between phases, and does not yet."""
+        return 0
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def start_profile(self) -> None:
@@ -208,6 +223,10 @@ class TrainingWorker(ModelWorker):
             by_prompt=self._packing.is_possible,
         )
         return Offload(self._model, settings.offload_parameters, self._device)
+
+    @property
+    def _bytes_to_come(self) -> int:
+        return self._optimizer.bytes_to_come
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, path: str) -> None:

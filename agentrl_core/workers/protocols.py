@@ -5,10 +5,26 @@
 are directories.
 """
 
+from dataclasses import dataclass
 from typing import Protocol
 
 from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.protocol import DataProto
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """Memory of a training process's GPU while the process rests, in bytes.
+
+    Args:
+        total: of the GPU.
+        free: what nothing holds now.
+        coming: what the process will hold at rest and does not yet: AdamW's moments before the first step.
+    """
+
+    total: int
+    free: int
+    coming: int = 0
 
 
 class Reference(Protocol):
@@ -16,6 +32,9 @@ class Reference(Protocol):
 
     def init_model(self) -> object:
         """Load the model. Called once, before anything else."""
+
+    def device_memory(self) -> list[DeviceMemory | None]:
+        """Memory of each rank's GPU; None where it computes on the CPU. ``coming`` is this model's own."""
 
     def start_profile(self) -> object:
         """Start the profiler of each rank's process."""
@@ -32,6 +51,9 @@ class Actor(Protocol):
 
     def init_model(self) -> object:
         """Load the model, make the optimizer and the policy loss. Called once, before anything else."""
+
+    def device_memory(self) -> list[DeviceMemory | None]:
+        """Memory of each rank's GPU; None where it computes on the CPU. ``coming`` is this model's own."""
 
     def start_profile(self) -> object:
         """Start the profiler of each rank's process."""
@@ -84,6 +106,9 @@ class Critic(Protocol):
 
     def init_model(self) -> object:
         """Load the backbone, make the value head and the optimizer. Called once, before anything else."""
+
+    def device_memory(self) -> list[DeviceMemory | None]:
+        """Memory of each rank's GPU; None where it computes on the CPU. ``coming`` is this model's own."""
 
     def start_profile(self) -> object:
         """Start the profiler of each rank's process."""

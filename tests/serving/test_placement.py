@@ -17,7 +17,12 @@ from agentrl_core.serving.placement import (
     assign_own_gpus,
     assign_shared_gpus,
     assign_without_training,
+    check_sleep,
+    engine_memory_share,
+    sleep_level,
 )
+from agentrl_core.trainer import roles
+from agentrl_core.workers.protocols import DeviceMemory
 
 ENGINE = """
 from agentrl_core.api import InferenceEngine
@@ -43,6 +48,71 @@ def make_config(tiny_run: Any) -> Any:
         )  # fmt: skip
 
     return make
+
+
+@pytest.fixture
+def sleeper(tiny_run: Any) -> Any:
+    """A configuration whose engine can sleep, is colocated, and may use the actor's module in the local runtime."""
+
+    def make(runtime: str = "ray", **engine: Any) -> Config:
+        return load_config(tiny_run({"cluster.runtime": runtime, "rollout.engine": {"name": "hf", **engine}}))
+
+    return make
+
+
+def test_engines_on_the_gpus_of_training_processes_sleep_by_themselves(sleeper: Any, make_config: Any) -> None:
+    assert sleep_level(sleeper(), on_gpus=True) == 2
+    assert sleep_level(sleeper(sleep=1), on_gpus=True) == 1
+    assert sleep_level(sleeper("local"), on_gpus=True) == 1, "the weights are the actor's own"
+    assert sleep_level(sleeper(placement="standalone"), on_gpus=True) == 0
+    assert sleep_level(sleeper(), on_gpus=False) == 0
+    assert sleep_level(make_config(), on_gpus=True) == 0, "it cannot"
+
+
+def test_an_engine_that_stays_awake_beside_a_trainer_on_its_gpu_is_refused(sleeper: Any, make_config: Any) -> None:
+    with pytest.raises(ConfigError, match="sleep: found 0.*shares its GPUs.*memory that the update needs.*standalone"):
+        check_sleep(sleeper(sleep=0), on_gpus=True)
+    for config in (sleeper(), sleeper("local", sleep=0), sleeper(sleep=0, placement="standalone"), make_config()):
+        check_sleep(config, on_gpus=True)
+    check_sleep(sleeper(sleep=0), on_gpus=False)
+
+
+GIB = 2**30
+
+
+def test_an_engine_takes_what_the_trainer_leaves_at_rest() -> None:
+    """free - moments that are still to come - 2 GiB, of the fullest GPU, for all replicas on it."""
+    fullest = DeviceMemory(80 * GIB, 70 * GIB, 28 * GIB)
+    assert engine_memory_share([DeviceMemory(80 * GIB, 60 * GIB), fullest]) == 0.5
+    assert engine_memory_share([fullest], replicas=4) == 0.125
+    assert engine_memory_share([DeviceMemory(80 * GIB, 80 * GIB)]) == 0.9
+
+
+def test_a_trainer_that_leaves_nothing_is_named_with_what_it_holds() -> None:
+    with pytest.raises(ConfigError, match="hold 11.0 of 24.0 GiB, AdamW's moments will take 12.0 GiB.*offload_optim"):
+        engine_memory_share([DeviceMemory(24 * GIB, 13 * GIB, 12 * GIB)])
+
+
+class Group:
+    def __init__(self, *ranks: DeviceMemory) -> None:
+        self.ranks = list(ranks)
+
+    def device_memory(self) -> list[DeviceMemory]:
+        return self.ranks
+
+
+def test_moments_of_all_roles_on_a_gpu_count(make_config: Any) -> None:
+    """Actor and critic are in one process: both see the same GPU."""
+    training = {
+        "actor": Group(DeviceMemory(80 * GIB, 50 * GIB, 10 * GIB), DeviceMemory(80 * GIB, 60 * GIB, 10 * GIB)),
+        "critic": Group(DeviceMemory(80 * GIB, 46 * GIB, 10 * GIB), DeviceMemory(80 * GIB, 60 * GIB, 10 * GIB)),
+    }
+    config = make_config((1, 2))
+    assert roles._gpu_memory(config, training) == {"memory_share": 0.3, "memory_free": 46 / 80}
+    assert roles._gpu_memory(make_config((1, 2), replicas=4), training)["memory_share"] == 0.15
+    assert roles._gpu_memory(make_config((1, 2), placement="standalone"), training) == {}
+    assert roles._gpu_memory(make_config((1, 2), replicas=4), {}) == {"memory_share": 0.45}
+    assert roles._gpu_memory(config, {}) == {}
 
 
 def places(nodes: int, each: int) -> list[Place]:

@@ -1,6 +1,7 @@
 """What a run does, seen from its records, metrics and hooks."""
 
 import asyncio
+import functools
 import json
 import math
 import threading
@@ -28,7 +29,10 @@ from agentrl_core.config import (
 )
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.serving.weight_transport import ActorWeights
 from agentrl_core.trainer import Trainer, trackers
+from agentrl_core.workers.actor import ActorWorker
+from agentrl_engine_hf.engine import HFEngine
 
 Fit = Callable[..., RunDir]
 SCRIPTED = {"rollout.engine": {"name": "scripted"}}
@@ -93,6 +97,45 @@ def test_engines_that_sleep_while_the_trainer_computes_change_nothing(fit: Fit, 
     assert "timing/sleep" in asleep and "timing/sleep" not in awake
     measured = [name for name in awake if name.startswith(("actor/", "reward/", "response_length/"))]
     assert {name: asleep[name] for name in measured} == {name: awake[name] for name in measured}
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_the_trainer_computes_and_sends_only_while_engines_sleep(
+    fit: Fit, monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    """On one GPU there is no room for both: not at the start, not in the first comparison, not as a run resumes."""
+    seen: list[tuple[str, bool]] = []
+    state = {"awake": False}
+
+    def watch(owner: type, name: str) -> None:
+        method = getattr(owner, name)
+
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            seen.append((name, state["awake"]))
+            return method(*args, **kwargs)
+
+        # What the method is registered with.
+        monkeypatch.setattr(owner, name, functools.wraps(method)(watched))
+
+    def follow(name: str, awake: bool) -> None:
+        method = getattr(HFEngine, name)
+
+        async def followed(engine: HFEngine, *args: Any) -> None:
+            await method(engine, *args)
+            state["awake"] = awake if name != "wake_up" else state["awake"] or "kv_cache" in args[0]
+
+        monkeypatch.setattr(HFEngine, name, followed)
+
+    for name in ("compute_log_prob", "update", "load_checkpoint", "save_checkpoint"):
+        watch(ActorWorker, name)
+    watch(ActorWeights, "newest")
+    for name, awake in (("start", True), ("sleep", False), ("wake_up", True), ("close", False)):
+        follow(name, awake)
+    changes = {"trainer.steps": 1, "rollout.engine.sleep": level, "trainer.checkpoint.interval": 1}
+    fit(changes)
+    fit({**changes, "trainer.steps": 2, "trainer.resume": "auto"})
+    assert [name for name, awake in seen if awake and name != "save_checkpoint"] == []
+    assert {"load_checkpoint", "update", "newest", "compute_log_prob"} <= {name for name, _ in seen}
 
 
 def test_bfloat16_compute_in_one_process_trains_and_the_engine_that_shares_the_module_agrees(fit: Fit) -> None:

@@ -77,6 +77,16 @@ def test_somebody_else_on_the_machine_cannot_use_the_server(serve, run) -> None:
     run(main())
 
 
+def test_on_a_gpu_that_it_shares_sglang_takes_what_the_trainer_leaves() -> None:
+    """SGLang's fraction is of the memory that is free as it starts, and leaves activations and CUDA graphs out."""
+    context = EngineContext("m", device="cuda", memory_share=0.4, memory_free=0.5)
+    assert server_arguments(SGLangConfig(), context, "m", 1)["mem_fraction_static"] == 0.68
+    assert server_arguments(SGLangConfig(mem_fraction=0.2), context, "m", 1)["mem_fraction_static"] == 0.2
+    own = server_arguments(SGLangConfig(), EngineContext("m", device="cuda"), "m", 1)
+    assert "mem_fraction_static" not in own and own["max_running_requests"] == 256
+    assert server_arguments(SGLangConfig(), EngineContext("m"), "m", 1)["max_running_requests"] == 64
+
+
 def test_hosts_of_a_replica_meet_where_the_core_says() -> None:
     place = {"tensor_parallel": 4, "nodes": 2, "rendezvous": "10.0.0.1:777"}
     head = server_arguments(SGLangConfig(), EngineContext("m", **place), "m", 1)

@@ -68,6 +68,20 @@ def test_on_a_gpu_the_memory_is_vllms_choice() -> None:
     assert "TORCH_COMPILE_DISABLE" not in environment(VLLMConfig(), EngineContext("m", device="cuda"))
 
 
+def test_on_a_gpu_that_it_shares_vllm_takes_what_the_trainer_leaves() -> None:
+    context = EngineContext("m", device="cuda", memory_share=0.4, memory_free=0.5)
+    assert engine_arguments(VLLMConfig(), context, MODEL)["gpu_memory_utilization"] == 0.4
+    assert engine_arguments(VLLMConfig(mem_fraction=0.2), context, MODEL)["gpu_memory_utilization"] == 0.2
+    assert "gpu_memory_utilization" not in engine_arguments(VLLMConfig(), EngineContext("m", device="cuda"), MODEL)
+
+
+def test_the_running_batch_is_larger_on_a_gpu() -> None:
+    sizes = {device: engine_arguments(VLLMConfig(), EngineContext("m", device=device), MODEL)["max_num_seqs"]
+             for device in ("cpu", "cuda")}  # fmt: skip
+    assert sizes == {"cpu": 64, "cuda": 256}
+    assert engine_arguments(VLLMConfig(max_num_seqs=5), EngineContext("m", device="cuda"), MODEL)["max_num_seqs"] == 5
+
+
 def test_on_a_cpu_the_cache_holds_full_contexts_of_all_requests() -> None:
     context = EngineContext("m", max_model_len=100)
     per_token = 2 * 2 * 2 * 32 * 4

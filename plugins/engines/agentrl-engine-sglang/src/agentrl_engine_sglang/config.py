@@ -11,9 +11,15 @@ class SGLangConfig:
     """``rollout.engine.config`` where ``rollout.engine.name`` is ``sglang``."""
 
     mem_fraction: float = option(
-        0.0, help="share of the GPU's memory for weights and KV cache; 0 leaves it to SGLang", ge=0.0, lt=1.0
+        0.0,
+        help="share of the GPU's free memory for weights and KV cache; 0: what training processes on the same GPU "
+        "leave, and SGLang's default on its own GPU",
+        ge=0.0,
+        lt=1.0,
     )
-    max_running_requests: int = option(64, help="most requests in the running batch", unit="requests", ge=1)
+    max_running_requests: int = option(
+        0, help="most requests in the running batch; 0: 256 on a GPU, 64 on a CPU", unit="requests", ge=0
+    )
     max_total_tokens: int = option(
         0,
         help="tokens in the KV cache; 0 leaves it to SGLang on a GPU, on a CPU: max_running_requests full contexts",

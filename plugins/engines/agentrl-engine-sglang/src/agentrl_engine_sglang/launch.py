@@ -1,6 +1,7 @@
 """How a server is launched: its arguments, its environment, its port, and the folder that it serves."""
 
 import json
+import math
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,9 @@ from agentrl_engine_sglang.config import SGLangConfig
 CONTEXT_MARGIN = 16
 """SGLang keeps a few tokens of its context to itself; without a margin it shortens the longest answers in silence."""
 
+STATIC_SHARE = 0.85
+"""Weights and KV cache among what a server holds, about as SGLang's own defaults have it."""
+
 KEY_FILE = "agentrl-server.yaml"
 """Read by the server as it starts."""
 
@@ -24,6 +28,7 @@ NOT_SERVED = {"config.json", "generation_config.json"}
 def server_arguments(config: SGLangConfig, context: EngineContext, model: str, port: int) -> dict[str, Any]:
     """Arguments of ``sglang.launch_server`` by name; ``config.server_args`` has the last word."""
     length = context.max_model_len + CONTEXT_MARGIN
+    requests = config.max_running_requests or (64 if on_cpu(context) else 256)
     arguments: dict[str, Any] = {
         "model_path": model,
         "host": "127.0.0.1",
@@ -33,7 +38,7 @@ def server_arguments(config: SGLangConfig, context: EngineContext, model: str, p
         "tp_size": context.tensor_parallel,
         "pp_size": context.pipeline_parallel,
         "dp_size": context.data_parallel,
-        "max_running_requests": config.max_running_requests,
+        "max_running_requests": requests,
         "random_seed": context.seed + context.replica,
         "weight_version": "0",
         "skip_tokenizer_init": True,
@@ -45,8 +50,10 @@ def server_arguments(config: SGLangConfig, context: EngineContext, model: str, p
             "node_rank": context.node_rank,
             "dist_init_addr": context.rendezvous,
         }
-    if config.mem_fraction:
-        arguments["mem_fraction_static"] = config.mem_fraction
+    # Of the memory that is free, and without activations and CUDA graphs.
+    share = STATIC_SHARE * context.memory_share / context.memory_free
+    if fraction := config.mem_fraction or math.floor(1000 * share) / 1000:
+        arguments["mem_fraction_static"] = fraction
     if config.max_total_tokens:
         arguments["max_total_tokens"] = config.max_total_tokens
     if on_cpu(context):
@@ -54,7 +61,7 @@ def server_arguments(config: SGLangConfig, context: EngineContext, model: str, p
         # Its idle loop would hold a core that the trainer computes with.
         arguments["sleep_on_idle"] = True
         # SGLang would take most of the machine's memory, which other processes need.
-        arguments.setdefault("max_total_tokens", config.max_running_requests * length)
+        arguments.setdefault("max_total_tokens", requests * length)
     else:
         arguments["enable_memory_saver"] = True
         arguments["enable_weights_cpu_backup"] = config.keep_weights_asleep

@@ -11,9 +11,15 @@ class VLLMConfig:
     """``rollout.engine.config`` where ``rollout.engine.name`` is ``vllm``."""
 
     mem_fraction: float = option(
-        0.0, help="share of the GPU's memory for weights and KV cache; 0 leaves it to vLLM", ge=0.0, lt=1.0
+        0.0,
+        help="share of the GPU's memory for weights and KV cache; 0: what training processes on the same GPU leave, "
+        "and vLLM's default on its own GPU",
+        ge=0.0,
+        lt=1.0,
     )
-    max_num_seqs: int = option(64, help="most requests in the running batch", unit="requests", ge=1)
+    max_num_seqs: int = option(
+        0, help="most requests in the running batch; 0: 256 on a GPU, 64 on a CPU", unit="requests", ge=0
+    )
     kv_cache_gib: float = option(
         0.0,
         help="size of the KV cache; 0 leaves it to vLLM on a GPU, on a CPU: max_num_seqs full contexts",

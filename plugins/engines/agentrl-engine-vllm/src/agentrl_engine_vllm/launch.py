@@ -48,7 +48,7 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
         "tensor_parallel_size": context.tensor_parallel,
         "pipeline_parallel_size": context.pipeline_parallel,
         "data_parallel_size": context.data_parallel,
-        "max_num_seqs": config.max_num_seqs,
+        "max_num_seqs": max_num_seqs(config, context),
         "enable_prefix_caching": config.prefix_caching,
         "enforce_eager": config.enforce_eager or on_cpu(context),
         # Only grammars of json_schema need it.
@@ -73,8 +73,8 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
             "master_addr": address,
             "master_port": int(port),
         }
-    if config.mem_fraction:
-        arguments["gpu_memory_utilization"] = config.mem_fraction
+    if fraction := config.mem_fraction or context.memory_share:
+        arguments["gpu_memory_utilization"] = fraction
     if config.kv_cache_gib:
         arguments["kv_cache_memory_bytes"] = int(config.kv_cache_gib * (1 << 30))
     if on_cpu(context):
@@ -84,6 +84,11 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
     else:
         arguments["enable_sleep_mode"] = True
     return arguments | config.engine_args
+
+
+def max_num_seqs(config: VLLMConfig, context: EngineContext) -> int:
+    """Most requests in the running batch."""
+    return config.max_num_seqs or (64 if on_cpu(context) else 256)
 
 
 def has_tokenizer(model_path: str) -> bool:
@@ -101,7 +106,7 @@ def kv_cache_bytes(config: VLLMConfig, context: EngineContext, model: dict[str, 
     except KeyError:
         return FALLBACK_KV_BYTES
     blocks = -(-context.max_model_len // CPU_BLOCK_SIZE) + 1
-    return per_token * CPU_BLOCK_SIZE * blocks * (config.max_num_seqs + 1)
+    return per_token * CPU_BLOCK_SIZE * blocks * (max_num_seqs(config, context) + 1)
 
 
 def environment(config: VLLMConfig, context: EngineContext) -> dict[str, str]:
