@@ -74,12 +74,13 @@ def print_figures(title: str, figures: Sequence[Figure]) -> None:
 
 def value_of(figure: Figure) -> str:
     """The value with its unit."""
-    return f"{figure.value:.2f} {figure.unit}".strip()
+    is_small = 0 < abs(figure.value) < 0.01
+    return f"{figure.value:{'.1e' if is_small else '.2f'}} {figure.unit}".strip()
 
 
 def goal_of(figure: Figure) -> str:
     """``≤ 5``; empty without a goal."""
-    return "" if figure.goal is None else f"{'≥' if figure.at_least else '≤'} {figure.goal:g}"
+    return "" if figure.goal is None else f"{'≥' if figure.at_least else '≤'} {figure.goal:.3g}"
 
 
 def write_json(path: Path, figures: Sequence[Figure]) -> None:

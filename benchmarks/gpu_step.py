@@ -1,10 +1,10 @@
-"""Trains a random Qwen3 of half a billion parameters on one GPU and says where time and memory go.
+"""Trains a random Qwen3-0.6B, vocabulary of 152k, on one GPU and says where time and memory go.
 
     python benchmarks/gpu_step.py [--runtimes local ray] [--output FILE] [--set KEY=VALUE ...]
 
-Rows have about 2,048 tokens; weights are bfloat16, and the engine is the embedded one unless --set says otherwise.
-Without a CUDA device the script says so and exits with 0; ``--device cpu --tiny`` shows that it runs, on a model whose
-figures mean nothing.
+Rows have about 2,048 tokens. Everything else is as it is by default, unless --set says otherwise: float32 weights that
+compute in bfloat16, and the embedded engine. Without a CUDA device the script says so and exits with 0;
+``--device cpu --tiny`` shows that it runs, on a model whose figures mean nothing.
 """
 
 import argparse
@@ -13,53 +13,22 @@ import json
 import platform
 import sys
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
 import transformers
-import yaml
+from _gpu_bench import FULL, TINY, Shape, write_run
 from rich.console import Console
 from rich.table import Table
 
 from agentrl_core.config import load_config
-from agentrl_core.testing.tiny_model import save_tiny_model
 from agentrl_core.trainer import Trainer
 
-PROMPT_TOKENS = 64
 PHASES = ("rollout", "log_probs", "update_actor", "sync_weights", "step")
 PEAK_TFLOPS = {"H200": 989, "H100": 989, "A100": 312, "L40S": 362, "L4": 121, "4090": 165, "3090": 71}
 """Dense bfloat16 with float32 sums, from the vendor's data sheets, by a part of the device's name."""
-REWARD = """
-import random
-
-
-def score(trajectory):
-    return random.random()
-"""
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Model and batch of a run."""
-
-    model: dict[str, int]
-    tokens: int
-    prompts: int
-    samples: int
-    micro_batch_tokens: int
-
-
-FULL = Shape(
-    {
-        "vocab_size": 65536, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28,
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
-    },
-    tokens=2048, prompts=4, samples=4, micro_batch_tokens=8192,
-)  # fmt: skip
-TINY = Shape({}, tokens=96, prompts=2, samples=2, micro_batch_tokens=512)
 
 
 def update_flops(model: dict[str, Any], rows: float, prompt: float, response: float) -> float:
@@ -78,31 +47,14 @@ def update_flops(model: dict[str, Any], rows: float, prompt: float, response: fl
 
 
 def train(
-    runtime: str, shape: Shape, device: str, steps: int, folder: Path, overrides: list[str]
+    runtime: str, shape: Shape, device: str, steps: int, folder: Path, runs: Path, overrides: list[str]
 ) -> list[dict[str, float]]:
-    """Metrics of all steps but the first, which warms up."""
-    (folder / "rewards.py").write_text(REWARD, encoding="utf-8")
-    row = {"prompt": [{"role": "user", "content": "?" * (PROMPT_TOKENS // 2)}], "reward_model": {"ground_truth": ""}}
-    (folder / "train.jsonl").write_text((json.dumps(row) + "\n") * shape.prompts, encoding="utf-8")
-    config = {
-        "model": {"path": "model", "dtype": "bfloat16"},
-        "data": {"train_files": ["train.jsonl"], "batch_size": shape.prompts, "max_prompt_length": PROMPT_TOKENS},
-        "rollout": {
-            "engine": "hf",
-            "agent": {"loops": ["single_turn"]},
-            "n": shape.samples,
-            "max_response_length": shape.tokens - PROMPT_TOKENS,
-        },
-        "reward": {"functions": [{"name": "./rewards.py:score", "isolation": "inline"}]},
-        "actor": {"micro_batch_tokens": shape.micro_batch_tokens},
-        "trainer": {
-            "name": runtime, "output_dir": str(folder / "runs"), "steps": steps + 1, "trackers": ["jsonl"],
-            "checkpoint": {"interval": 0},
-        },
-        "cluster": {"runtime": runtime, "device": device},
-    }  # fmt: skip
-    (folder / "config.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
-    run = Trainer(load_config(folder / "config.yaml", overrides)).fit()
+    """Metrics of all steps but the first, which warms up; ``runs/<runtime>/metrics.jsonl`` has those of each step."""
+    changes = {
+        "trainer": {"name": runtime, "output_dir": str(runs), "steps": steps + 1},
+        "cluster": {"runtime": runtime},
+    }
+    run = Trainer(load_config(write_run(folder, shape, device, changes), overrides)).fit()
     lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines if json.loads(line)["step"] > 1]
 
@@ -159,7 +111,7 @@ def markdown(results: dict[str, list[tuple[str, str]]], parameters: int, device:
         "",
         f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}, {device_name(device)}, torch {torch.__version__}, "
         f"transformers {transformers.__version__}, Python {platform.python_version()}. A random Qwen3 of "
-        f"{parameters:,} parameters in bfloat16, medians over the steps after the first."
+        f"{parameters:,} parameters, medians over the steps after the first."
         + "".join(f" `{override}`" for override in overrides),
         "",
         "Made by `python benchmarks/gpu_step.py`.",
@@ -180,6 +132,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="a model of kilobytes")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of the configuration")
     parser.add_argument("--output", type=Path, help="a page of Markdown")
+    parser.add_argument("--runs", type=Path, help="folder for the runs' own files, which are deleted without it")
     arguments = parser.parse_args()
     console = Console(width=110)
     if arguments.device == "cuda" and not torch.cuda.is_available():
@@ -189,11 +142,12 @@ def main() -> None:
     results: dict[str, list[tuple[str, str]]] = {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        save_tiny_model(folder / "model", max_position_embeddings=4096, **shape.model)
+        write_run(folder, shape, arguments.device)
         model = json.loads((folder / "model" / "config.json").read_text(encoding="utf-8"))
         parameters = sum(file.stat().st_size for file in (folder / "model").glob("*.safetensors")) // 4
+        runs = (arguments.runs or folder / "runs").absolute()
         for runtime in arguments.runtimes:
-            metrics = train(runtime, shape, arguments.device, arguments.steps, folder, arguments.set)
+            metrics = train(runtime, shape, arguments.device, arguments.steps, folder, runs, arguments.set)
             results[runtime] = figures(metrics, model, arguments.device)
     table = Table(title=f"One step on {device_name(arguments.device)}", title_justify="left")
     table.add_column("figure")
