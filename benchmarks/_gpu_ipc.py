@@ -23,7 +23,7 @@ FACTORS = (1.0, 2.0, -0.5)
 def ipc(bench: Bench) -> Iterator[Figure]:
     """Three updates through CUDA IPC; the receiver compares every bit with the files of the model."""
     case = f"weights by IPC on {bench.device.type}"
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
     with bench.actor() as actor:
         broadcast = actor.open_broadcast("127.0.0.1", "ipc", 1, BUCKET_BYTES)
         size = sum(bucket.nbytes for bucket in broadcast.buckets) / 2**30

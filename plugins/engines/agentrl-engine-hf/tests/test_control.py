@@ -1,5 +1,6 @@
 import asyncio
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from agentrl_core.api.engine import EngineContext, PolicySpan, SamplingParams
 from agentrl_core.api.errors import EngineError
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.engine import HFEngine
+from agentrl_engine_hf.model import Model
 
 LONG = SamplingParams(max_tokens=200, seed=5)
 
@@ -177,6 +179,29 @@ def test_sleep_and_wake_up_keep_the_request(qwen3, tmp_path, serve, prompts) -> 
     assert asleep
     assert after.token_ids == before.token_ids
     assert metrics["cached_tokens"] == 0
+
+
+@pytest.mark.parametrize(("level", "steps"), [(1, ["give back"]), (2, ["move to cpu", "give back"])])
+def test_sleep_gives_back_what_has_become_free(qwen3, tmp_path, serve, monkeypatch, level, steps) -> None:
+    qwen3().save_pretrained(tmp_path)
+    found = []
+    monkeypatch.setattr(Model, "move", lambda self, device: found.append(f"move to {device}"))
+    monkeypatch.setattr(Model, "give_memory_back", lambda self: found.append("give back"))
+
+    async def main():
+        async with serve(model_path=str(tmp_path)) as engine:
+            await engine.sleep(level)
+
+    asyncio.run(main())
+    assert found == steps
+
+
+@pytest.mark.parametrize(("device", "calls"), [("cuda", 1), ("cpu", 0)])
+def test_memory_is_given_back_on_cuda(monkeypatch, device, calls) -> None:
+    called = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: called.append(True))
+    Model.give_memory_back(SimpleNamespace(device=torch.device(device)))
+    assert len(called) == calls
 
 
 @pytest.mark.parametrize(

@@ -317,6 +317,7 @@ class Executor:
         if level >= 2 and self.model.owned:
             self._asleep.add("weights")
             self.model.move("cpu")
+        self.model.give_memory_back()
 
     def wake_up(self, tags: set[str]) -> None:
         if "weights" in self._asleep & tags:

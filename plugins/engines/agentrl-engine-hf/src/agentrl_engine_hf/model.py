@@ -60,6 +60,11 @@ class Model:
     def move(self, device: torch.device | str) -> None:
         self.module.to(device)
 
+    def give_memory_back(self) -> None:
+        """Let other processes have what nothing here refers to any more; torch would keep it."""
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+
     @torch.inference_mode()
     def new_cache(self) -> KVCache:
         """An empty cache of the right shape, learned from the forward of one token."""
