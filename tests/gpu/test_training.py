@@ -70,8 +70,8 @@ def test_what_waits_on_the_host_changes_no_result(tiny_run: Callable[..., Path])
 
     Both compute the same float32 operations, and attention is the eager one, because the backward pass of the others
     adds in any order. AdamW may run over other groups of tensors: ten roundings of 2**-24 in each of three steps,
-    relative to a step, and a few times that in the gradients of the next one. What is lost on the way is far more: with
-    moments that begin again at zero the distance is a tenth.
+    relative to a step, and up to a hundred times that in the gradients of the next one. What is lost on the way is
+    more: with moments that begin again at zero the distance is a fifth of all that has moved.
     """
     exact = {"model.dtype": "float32", "model.compute_dtype": "float32", "model.attn_implementation": "eager"}
     # Of the runtime in which workers may offload.
@@ -91,7 +91,7 @@ def test_what_waits_on_the_host_changes_no_result(tiny_run: Callable[..., Path])
             worker.close()
     for stays, moves in zip(moved[:2], moved[2:], strict=True):
         assert stays.norm() > 0
-        assert (stays - moves).norm() <= 3 * 10 * 10 * 2**-24 * stays.norm()
+        assert (stays - moves).norm() <= 3 * 10 * 100 * 2**-24 * stays.norm()
 
 
 def _weights(worker: Any) -> torch.Tensor:
