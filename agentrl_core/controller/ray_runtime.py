@@ -9,14 +9,14 @@ import pickle
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import ray
 from ray._private import ray_constants, services
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray._private.worker import print_to_stdstream
-from ray.exceptions import RayActorError
+from ray.exceptions import AuthenticationError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
@@ -26,6 +26,7 @@ from agentrl_core.controller.ray_hosts import has_async_methods
 from agentrl_core.controller.ray_pool import RayResourcePool
 from agentrl_core.controller.runtime import ActorDiedError, ActorOptions, Runtime
 from agentrl_core.controller.worker_group import ClassWithInitArgs
+from agentrl_core.engine_kit.ports import use_ray_interface
 from agentrl_core.plugins.boundary import wait_reported
 
 # Logical CPUs only count actors, most of which wait: a laptop's two cores must hold all actors of a small run.
@@ -33,6 +34,10 @@ MIN_LOGICAL_CPUS = 32
 LOOPBACK = "127.0.0.1"
 ENGINE_SERVER = "EngineServer"
 _OF_RAY = ("raylet", "gcs_server")
+_HIDES_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
+"""With 1 a process that was given no GPU sees none; by itself Ray shows it all."""
+_OF_NETWORKS = ("GLOO_", "NCCL_", "TORCH_NCCL_")
+"""Beginnings of the variables that choose interfaces and tune collectives."""
 
 
 class RayActorHandle:
@@ -126,11 +131,12 @@ class RayRuntime(Runtime):
                 # systems than Linux; there it has no public switch, and turns 127.0.0.1 into the host's address.
                 ray_constants.ENABLE_RAY_CLUSTER = False
             try:
-                with _patient_start(start_timeout), wait_reported("Ray to start"):
+                # A cluster that is there answers soon, and the patience would apply to one that refuses too.
+                with nullcontext() if address else _patient_start(start_timeout), wait_reported("Ray to start"):
                     ray.init(**start, runtime_env=_environment(cpu_threads), logging_level=logging.ERROR)
-            except (ConnectionError, RuntimeError, ValueError) as error:
+            except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
                 aim = f"reached at {address}" if address else "started"
-                raise ConfigError(f"cluster: Ray cannot be {aim}: {error}") from error
+                raise ConfigError(f"cluster: Ray cannot be {aim}: {error}{_missing_token(error)}") from error
             except Exception as error:  # noqa: BLE001 - Ray raises this class where its node is not up in time
                 raise WorkerError(
                     f"Ray cannot be started within {start_timeout:g} s (rollout.engine.start_timeout): {error} Try "
@@ -231,6 +237,18 @@ class RayRuntime(Runtime):
                 ray.shutdown()
 
 
+def _missing_token(error: BaseException | None) -> str:
+    """What to do where Ray refuses a connection without the cluster's token; empty for other errors."""
+    while error is not None:
+        if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error):
+            return (
+                ". The cluster takes only those who know its token: set RAY_AUTH_MODE=token for agentrl and for each "
+                "`ray start`, and give all nodes the same ~/.ray/auth_token (`ray get-auth-token --generate` makes one)"
+            )
+        error = error.__cause__
+    return ""
+
+
 @contextmanager
 def _patient_start(limit: float) -> Iterator[None]:
     """Let Ray's processes take up to ``limit`` seconds to start. Ray gives each 30 s; for the raylet it has no
@@ -269,8 +287,11 @@ def _show_output(data: dict[str, Any]) -> None:
 
 
 def _environment(cpu_threads: int | None) -> dict[str, Any]:
-    """One OpenMP thread per process, as many share a node, and no progress bars or notes of libraries on the screen,
-    unless the user's environment says otherwise."""
+    """One OpenMP thread per process, as many share a node, no progress bars or notes of libraries on the screen, and no
+    GPUs that are others', unless the user's environment says otherwise. What it says of networks counts on every node.
+    """
     threads = os.environ.get("OMP_NUM_THREADS", "1") if cpu_threads is None else str(cpu_threads)
-    quiet = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error"}
-    return {"env_vars": {"OMP_NUM_THREADS": threads, **{name: os.environ.get(name, quiet[name]) for name in quiet}}}
+    defaults = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", _HIDES_GPUS: "1"}
+    given = {name: value for name, value in os.environ.items() if name in defaults or name.startswith(_OF_NETWORKS)}
+    setup = f"{use_ray_interface.__module__}.{use_ray_interface.__name__}"
+    return {"env_vars": {"OMP_NUM_THREADS": threads, **defaults, **given}, "worker_process_setup_hook": setup}

@@ -1,13 +1,19 @@
 """Addresses of this host and free TCP ports, for engines that serve over HTTP or start a process group."""
 
+import os
 import socket
 
+INTERFACE = "GLOO_SOCKET_IFNAME"
+"""Names this host's network interface, by which gloo connects and under whose address others find it."""
 OUTSIDE = ("192.0.2.1", 9)
 """An address that is nobody's, for documentation: https://www.rfc-editor.org/rfc/rfc5737."""
 
 
 def host_address() -> str:
-    """The address under which other hosts find this one; the loopback's where there is no network."""
+    """The address under which other hosts find this one: of the interface that ``GLOO_SOCKET_IFNAME`` names, else the
+    one that packets leave by; the loopback's where there is no network."""
+    if addresses := _addresses(named_interface()):
+        return addresses[0]
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             # Nothing is sent: it only makes the system choose an interface.
@@ -15,6 +21,40 @@ def host_address() -> str:
         except OSError:
             return "127.0.0.1"
         return str(probe.getsockname()[0])
+
+
+def named_interface() -> str:
+    """The first interface that ``GLOO_SOCKET_IFNAME`` names; empty where it is not set."""
+    return os.environ.get(INTERFACE, "").partition(",")[0]
+
+
+def use_ray_interface() -> None:
+    """Let gloo and :func:`host_address` use the interface of Ray's address of this node.
+
+    Called in each of Ray's processes as it starts. What the user names stays, where this node has it.
+    """
+    import psutil
+    import ray
+
+    if not _addresses(named_interface()):
+        address = ray.util.get_node_ip_address()
+        for name in psutil.net_if_addrs():
+            if address in _addresses(name):
+                os.environ[INTERFACE] = name
+                return
+
+
+def _addresses(interface: str) -> list[str]:
+    """Of an interface of this host, IPv4 first; those that are valid only on its link are left out."""
+    if not interface:
+        return []
+    import psutil
+
+    families = (socket.AF_INET, socket.AF_INET6)
+    found = [each for each in psutil.net_if_addrs().get(interface, []) if each.family in families]
+    return [
+        each.address for each in sorted(found, key=lambda each: families.index(each.family)) if "%" not in each.address
+    ]
 
 
 def free_port(preferred: int = 0, host: str = "127.0.0.1") -> int:

@@ -15,7 +15,6 @@ read and write it. On one machine it listens on the loopback address only.
 
 import ast
 import ipaddress
-import os
 import socket
 from collections.abc import Iterator
 from datetime import timedelta
@@ -24,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Self
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import DTYPE_BYTES, ArrayBucket, Broadcast
 from agentrl_core.engine_kit.memory_files import MemoryFolder
-from agentrl_core.engine_kit.ports import host_address
+from agentrl_core.engine_kit.ports import host_address, named_interface
 
 if TYPE_CHECKING:
     import torch
@@ -206,9 +205,10 @@ def _process_group(backend: str, address: str, rank: int, size: int, limit: time
     options._timeout = limit
     if backend != "nccl":
         # By itself it takes the address of the host's name, which is often the loopback's.
-        here = host if ipaddress.ip_address(host).is_loopback else host_address()
-        named = os.environ.get("GLOO_SOCKET_IFNAME")
-        options._devices = [group.create_default_device() if named else group.create_device(hostname=here)]
+        # And this function, unlike torch.distributed, does not read GLOO_SOCKET_IFNAME.
+        here = {"hostname": host if ipaddress.ip_address(host).is_loopback else host_address()}
+        named = named_interface()
+        options._devices = [group.create_device(**({"interface": named} if named else here))]
     return group(store, rank, size, options)
 
 

@@ -16,8 +16,9 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
+from ray.exceptions import AuthenticationError
 
-from agentrl_core.api.errors import EngineError, WorkerError
+from agentrl_core.api.errors import ConfigError, EngineError, WorkerError
 from agentrl_core.controller import (
     ActorHandle,
     ActorOptions,
@@ -33,7 +34,7 @@ from agentrl_core.controller import (
     ray_failures,
     register,
 )
-from agentrl_core.controller.ray_runtime import RayRuntime
+from agentrl_core.controller.ray_runtime import RayRuntime, _environment
 from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.protocol import DataProto
 
@@ -192,6 +193,54 @@ def group(colocated: RayWorkerGroup) -> RayWorkerGroup:
     return colocated.spawn(["counting"])["counting"]
 
 
+FREE = ActorOptions(num_cpus=0)
+
+
+class Environment:
+    """Says what its process sees, and may choose GPUs itself, as engines on the trainer's GPUs do."""
+
+    def __init__(self, devices: str | None = None) -> None:
+        if devices is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = devices
+
+    def variable(self, name: str) -> str | None:
+        return os.environ.get(name)
+
+
+def test_an_actor_without_a_gpu_sees_none_but_those_that_it_chooses(runtime: RayRuntime) -> None:
+    async def seen(actor: ActorHandle) -> list[str]:
+        return [await actor.call("variable", "CUDA_VISIBLE_DEVICES") for _ in range(2)]
+
+    assert runtime.run(seen(runtime.actor(Environment, name="blind", options=FREE))) == ["", ""]
+    assert runtime.run(seen(runtime.actor(Environment, "1,2", name="chooses", options=FREE))) == ["1,2", "1,2"]
+
+
+def test_gloo_connects_by_the_interface_of_the_node_address(runtime: RayRuntime) -> None:
+    actor = runtime.actor(Environment, name="connects", options=FREE)
+    assert runtime.run(actor.call("variable", "GLOO_SOCKET_IFNAME")) == "lo"
+
+
+def test_variables_of_networks_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth0", "PRIVATE": "x"}.items():
+        monkeypatch.setenv(name, value)
+    variables = _environment(None)["env_vars"]
+    assert (variables["NCCL_SOCKET_IFNAME"], variables["GLOO_SOCKET_IFNAME"]) == ("eth1", "eth0")
+    assert "PRIVATE" not in variables
+
+
+@pytest.mark.parametrize("cause", [AuthenticationError("no"), RuntimeError("ray.exceptions.AuthenticationError: no")])
+def test_a_cluster_that_asks_for_a_token_says_how_to_give_it(monkeypatch: pytest.MonkeyPatch, cause: Exception) -> None:
+    def refuse(**options: Any) -> None:
+        # What Ray waits for is not prolonged: a cluster that refuses would be asked for as long.
+        assert "RAY_gcs_server_port_wait_time_s" not in os.environ
+        raise ConnectionError("Failed to connect to Ray cluster at 10.9.9.9:6379") from cause
+
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", refuse)
+    with pytest.raises(ConfigError, match=r"reached at 10\.9\.9\.9:6379: .* token: set RAY_AUTH_MODE=token"):
+        RayRuntime(address="10.9.9.9:6379")
+
+
 @pytest.mark.parametrize("rows", [0, 1, 2, 5])
 def test_fewer_rows_than_workers_and_uneven_rows_keep_length_and_order(group: RayWorkerGroup, rows: int) -> None:
     out = group.add(batch_of(rows), amount=3)
@@ -337,7 +386,7 @@ def test_colocated_classes_share_processes_and_async_methods_work(colocated: Ray
 
 SECOND_DRIVER = """
 import sys, torch
-from agentrl_core.controller.ray_runtime import RayRuntime
+from agentrl_core.controller.ray_runtime import RayRuntime, _environment
 from agentrl_core.controller import Dispatch, RayWorkerGroup, Worker, register
 from agentrl_core.protocol import DataProto
 

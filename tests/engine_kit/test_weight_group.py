@@ -135,6 +135,14 @@ def test_a_rank_that_does_not_come_is_not_waited_for_for_ever() -> None:
         WeightGroup(place, 0, 2, timeout=1)
 
 
+def test_gloo_uses_the_interface_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    WeightGroup(f"127.0.0.1:{free_port()}", 0, 1).close()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    with pytest.raises(EngineError, match="nothing0"):
+        WeightGroup(f"127.0.0.1:{free_port()}", 0, 1)
+
+
 def test_a_store_on_one_machine_cannot_be_reached_from_others() -> None:
     """It has no authentication: a stranger could write its keys."""
     port = free_port()

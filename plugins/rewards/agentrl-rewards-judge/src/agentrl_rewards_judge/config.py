@@ -40,4 +40,8 @@ class RewardModelConfig:
     batch_size: int = option(16, ge=1, unit="conversations", help="most that are computed at a time")
     max_length: int = option(4096, ge=1, unit="tokens", help="longest conversation; a longer one is a reward_error")
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", help="data type of the weights")
-    device: str = option("auto", help="auto (a GPU if the reward worker sees one), cpu, cuda, or cuda:1")
+    device: str = option(
+        "auto",
+        help="auto (a GPU if the reward worker sees one, on Ray with RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO=0), cpu, cuda, "
+        "or cuda:1",
+    )
