@@ -163,6 +163,12 @@ def train(name: str, seed: int, work: Path) -> Path:
     return folder
 
 
+def warned_of(folder: Path) -> list[str]:
+    """The signs that learning had stopped of which a run has warned."""
+    state = RunDir(folder).read_state() if folder.is_dir() else None
+    return [] if state is None else [str(warning["check"]) for warning in state.warnings]
+
+
 Measured = dict[str, dict[int, Curve]]
 """Curves by example and seed."""
 
@@ -245,8 +251,16 @@ def draw(measured: Measured, picture: Path) -> Path | None:
     return picture
 
 
-def page(measured: Measured, command: str, picture: Path | None) -> str:
-    """The page."""
+def page(measured: Measured, command: str, picture: Path | None, warned: dict[str, list[str]]) -> str:
+    """The page.
+
+    Args:
+        measured: what is shown.
+        command: that made it.
+        picture: of the curves; None: there is none.
+        warned: by run, the signs that learning had stopped.
+    """
+    found = [f"{run} of {', '.join(f'`{sign}`' for sign in signs)}" for run, signs in warned.items() if signs]
     lines = [
         "# Proof of learning", "",
         f"`{command}`, {date.today()}.", "",
@@ -256,6 +270,7 @@ def page(measured: Measured, command: str, picture: Path | None) -> str:
     ]  # fmt: skip
     if absent := [name for name in PROOFS if name not in measured]:
         lines += ["", f"Not run here: {', '.join(absent)}."]
+    lines += ["", f"Runs that warned that learning had stopped: {'; '.join(found) or 'none'}."]
     lines += ["", *NOTES, "", "## On the way", "", "The mean of the seeds, and the lowest and the highest.", ""]
     lines += on_the_way(measured)
     if picture is not None:
@@ -276,13 +291,16 @@ def main() -> None:
         parser.error(f"there is no {', '.join(unknown)}; choose from {', '.join(PROOFS)}")
     chosen = arguments.examples or list(PROOFS)
     measured: Measured = {}
+    warned: dict[str, list[str]] = {}
     named = " ".join([*arguments.examples, f"--seeds {arguments.seeds}"])
     for name in (each for each in PROOFS if each in chosen):
         for seed in range(arguments.seeds):
             folder = train(name, seed, arguments.work)
             measured.setdefault(name, {})[seed] = PROOFS[name].curve(folder)
+            warned[f"{name}-{seed}"] = warned_of(folder)
         picture = draw(measured, arguments.output.with_suffix(".png"))
-        arguments.output.write_text(page(measured, f"python benchmarks/proof.py {named}", picture), encoding="utf-8")
+        text = page(measured, f"python benchmarks/proof.py {named}", picture, warned)
+        arguments.output.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":

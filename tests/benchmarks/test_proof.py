@@ -13,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import proof
 
+from agentrl_core.runs.run_dir import RunDir
+
 
 def write_metrics(folder: Path, lines: Sequence[dict[str, Any]]) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,3 +87,17 @@ def test_an_unknown_example_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: 
     with pytest.raises(SystemExit):
         proof.main()
     assert "there is no chess; choose from calculator, guess_number, kuhn_poker" in capsys.readouterr().err
+
+
+def test_the_page_says_which_runs_warned_that_learning_had_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    ends = {"kuhn_poker-0": 0.05, "kuhn_poker-1": 0.09}
+    assert "Runs that warned that learning had stopped: none." in written(ends, tmp_path, monkeypatch)
+    run = RunDir(tmp_path / "kuhn_poker-1")
+    run.path.mkdir()
+    about = {"first": 1, "last": 10, "steps": 10, "warned": True, "over": False, "message": "why"}
+    run.write_state("completed", 10, [{"check": check, **about} for check in ("no_signal", "no_entropy")])
+    expected = "Runs that warned that learning had stopped: kuhn_poker-1 of `no_signal`, `no_entropy`."
+    assert expected in written(ends, tmp_path, monkeypatch)

@@ -13,7 +13,6 @@ from agentrl_tools_sandbox.config import PythonConfig
 from agentrl_tools_sandbox.python_tool import PythonTool
 from agentrl_tools_sandbox.sandbox import trial
 
-
 REQUIRED = os.environ.get("AGENTRL_TEST_BOUNDARIES", "").split()
 """Boundaries that must work, as in CI: their tests fail instead of being skipped."""
 
