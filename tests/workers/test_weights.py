@@ -99,9 +99,7 @@ def test_weights_leave_in_the_data_type_of_the_engines(experts: Qwen3MoeForCausa
         weights = ModelWeights(experts, dtype)
     finally:
         type(experts)._keep_in_fp32_modules_strict = before
-    expected = {
-        name: tensor if "input_layernorm" in name else tensor.to(dtype) for name, tensor in stored.items()
-    }
+    expected = {name: tensor if "input_layernorm" in name else tensor.to(dtype) for name, tensor in stored.items()}
     assert {tensor.dtype for tensor in expected.values()} == {torch.float32, dtype}
     for found in (restored(list(weights.array_buckets(2000))), load_file(weights.write_file()[0])):
         assert found.keys() == expected.keys()

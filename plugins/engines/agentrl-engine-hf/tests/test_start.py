@@ -76,6 +76,7 @@ def test_the_plugin_declares_what_its_kind_knows() -> None:
     assert set(KINDS["engine"].capabilities) >= PLUGIN.capabilities
     assert PLUGIN.factory == "agentrl_engine_hf.engine:HFEngine"
 
+
 def test_attention_of_cudnn_is_off_where_the_engine_computes(serve) -> None:
     """A setting of the process: on CUDA torch would try cuDNN first, which takes a second for each new shape."""
     torch.backends.cuda.enable_cudnn_sdp(True)
