@@ -92,9 +92,9 @@ engines-cpu: engines-cpu-sglang engines-cpu-vllm
 
 test-engines: test-engine-sglang test-engine-vllm test-engines-benchmark
 
-# What compares the engines with others runs in the trainer's environment.
+# What compares the engines with others, and replicas of a run, in the trainer's environment.
 test-engines-benchmark: engines-cpu $(VENV)/.installed
-	$(BIN)/python -m pytest tests_real/test_benchmarks.py
+	$(BIN)/python -m pytest tests_real/test_benchmarks.py tests_real/test_fleet.py
 
 # An environment in which SGLang runs on a CPU, for tests. Its own requirements ask for CUDA packages: hence --no-deps.
 engines-cpu-sglang: .engines/sglang/.installed

@@ -6,10 +6,10 @@ Run in the trainer's environment by ``make test-engines``, which builds the othe
 import asyncio
 import json
 import logging
-import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from agentrl_core.api import EngineContext, SamplingParams
 from agentrl_core.config import load_config
 from agentrl_core.controller import Runtime, make_runtime
 from agentrl_core.data.rows import PromptBatch
-from agentrl_core.engine_kit.memory_files import KINDS, MEMORY
+from agentrl_core.engine_kit.memory_files import MEMORY, mapped_memory
 from agentrl_core.engine_kit.processes import family
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import TrajectoryResult
@@ -39,6 +39,7 @@ BLOCK = 32
 """Tokens of a block of the engines' KV caches, at most."""
 AGENTS = f"""
 import asyncio
+from pathlib import Path
 from agentrl_core.api import AgentLoopBase, Termination
 
 
@@ -47,6 +48,7 @@ class Turns(AgentLoopBase):
         t = session.trajectory(raw_prompt)
         for turn in range({TURNS}):
             await t.generate({{**sampling_params, "max_tokens": {TOKENS}}})
+            Path(__file__).with_name("busy").touch()
             if turn < {TURNS - 1}:
                 # What a tool takes: all others ask meanwhile.
                 await asyncio.sleep(0.05)
@@ -87,7 +89,9 @@ class Fleet:
     """Two replicas of an engine behind the workers of a run; the weights are those of a seed."""
 
     def __init__(self, engine: str, folder: Path, runtime: Runtime) -> None:
-        self.name = engine
+        self.name, self.memory = engine, set[str]()
+        self.busy = folder / "busy"
+        """Exists from the first turn of a rollout on."""
         self.models, self.runtime, self.step = Models(folder / "models", tied=True), runtime, 0
         write_inputs(folder)
         slot = {"name": engine, "python": python_of(engine), "replicas": 2, "restarts": 20, "health_interval": 1.0}
@@ -116,6 +120,7 @@ class Fleet:
 
     def rollout(self, count: int, loop: str = "Turns") -> list[TrajectoryResult]:
         self.step += 1
+        self.busy.unlink(missing_ok=True)
         row = {"data_source": "tests", "reward_model": {}, "agent_name": loop}
         rows = [
             {**row, "raw_prompt": [{"role": "user", "content": chr(65 + index % 26) * (8 + index)}],
@@ -125,9 +130,11 @@ class Fleet:
         return self.manager.generate_sequences(PromptBatch(rows, self.step, "train", {"temperature": 1.0}))
 
     def processes(self, replica: int) -> list[psutil.Process]:
-        """The actor's process, and all that it has started."""
+        """The actor's process, and all that it has started; notes what memory they share."""
         pid, _ = self.runtime.run(self.replicas.servers[replica].call("process"))
-        return [psutil.Process(each) for each in sorted(family(pid))]
+        pids = sorted(family(pid))
+        self.memory.update(*map(mapped_memory, pids))
+        return [psutil.Process(each) for each in pids]
 
     def restarts(self) -> int:
         """How many there have been, once none is under way."""
@@ -166,7 +173,6 @@ def runtime() -> Iterator[Runtime]:
 
 @pytest.fixture(scope="module", params=["vllm", "sglang"])
 def fleet(request: Any, runtime: Runtime, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    before = shared_memory()
     made = Fleet(request.param, tmp_path_factory.mktemp(request.param), runtime)
     yield made
     gone = [each for replica in (0, 1) for each in made.processes(replica)]
@@ -174,11 +180,8 @@ def fleet(request: Any, runtime: Runtime, tmp_path_factory: pytest.TempPathFacto
     made.replicas.close()
     _, alive = psutil.wait_procs(gone, timeout=60)
     assert not alive, f"the engines are closed, and these processes live on: {alive}"
-    assert shared_memory() <= before
-
-
-def shared_memory() -> set[str]:
-    return {name for name in os.listdir(MEMORY) if name.startswith(KINDS)}
+    left = [name for name in made.memory if (MEMORY / name).exists()]
+    assert made.memory and not left, f"the engines are closed, and their shared memory is still there: {left}"
 
 
 def test_turns_stay_with_the_replica_that_has_their_cache(fleet: Fleet) -> None:
@@ -210,7 +213,8 @@ def test_each_process_of_a_replica_may_be_killed_during_a_rollout(fleet: Fleet) 
         before, restarts = fleet.processes(0), fleet.restarts()
         victim = before[min(number, len(before) - 1)]
         what = f"{victim.pid} of {[(each.pid, each.name()) for each in before]}"
-        killer = threading.Timer(0.3, victim.kill)
+        fleet.busy.unlink(missing_ok=True)
+        killer = threading.Thread(target=kill_when, args=(victim, fleet.busy))
         killer.start()
         results = fleet.rollout(64)
         killer.join()
@@ -222,6 +226,12 @@ def test_each_process_of_a_replica_may_be_killed_during_a_rollout(fleet: Fleet) 
         if after > restarts:
             _, alive = psutil.wait_procs(before, timeout=60)
             assert not alive, f"the replica was replaced after the death of {what}, and these live on: {alive}"
+
+
+def kill_when(victim: psutil.Process, mark: Path) -> None:
+    while not mark.exists():
+        time.sleep(0.01)
+    victim.kill()
 
 
 @pytest.mark.parametrize("who", ["actor", "child"])
@@ -268,7 +278,6 @@ def test_two_training_processes_feed_the_engines(tmp_path: Path, engine: str, sh
         "cluster": {"device": "cpu", "runtime": "ray", "processes_per_node": 2},
     }
     (tmp_path / "config.yaml").write_text(json.dumps(config))
-    before = shared_memory()
     command = [Path(sys.executable).parent / "agentrl", "train", "config.yaml"]
     done = subprocess.run(command, cwd=tmp_path, timeout=1700, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -276,4 +285,3 @@ def test_two_training_processes_feed_the_engines(tmp_path: Path, engine: str, sh
     logger.info("%s, %s: gaps %s", engine, shape, [each["rollout/logprob_gap_max"] for each in steps])
     assert len(steps) == 3 and all(each["actor/grad_norm"] > 0 for each in steps)
     assert max(each["rollout/logprob_gap_max"] for each in steps) <= 1e-3
-    assert shared_memory() <= before
