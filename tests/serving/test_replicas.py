@@ -6,6 +6,7 @@ import logging
 import re
 import sys
 import textwrap
+import time
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from agentrl_core.api import InferenceEngine, PolicySpan, TokenOutput
 
 MADE = []
 OPEN = threading.Event()
+SKIP = []  # called by an engine that takes long to start
 PLAN = {}  # what the nth engine made does wrong
 
 class Frail(InferenceEngine):
@@ -37,6 +39,8 @@ class Frail(InferenceEngine):
     async def start(self):
         if self.fault == "start":
             raise RuntimeError("no such device")
+        if self.fault == "takes long":
+            SKIP[0]()
         if self.fault == "slow":
             # Until the rollout is over.
             while not OPEN.is_set():
@@ -104,8 +108,13 @@ class Fleet:
         # A file with the same text is the same module, with its list.
         source += f"# {next(_numbers)}\n"
         slot = {"name": "./frail.py:Frail", "health_interval": 0.01, "health_timeout": 0.05, **engine}
-        cluster = {"cluster.runtime": slot.pop("cluster.runtime", "local")}
-        changes = {**cluster, "rollout.engine": slot, "rollout.agent": {"loops": [{"name": "./once.py:Once"}]}}
+        others = {key: slot.pop(key) for key in list(slot) if "." in key}
+        changes = {
+            "cluster.runtime": "local",
+            **others,
+            "rollout.engine": slot,
+            "rollout.agent": {"loops": [{"name": "./once.py:Once"}]},
+        }
         self.rollout = make_rollout(changes, {"frail.py": source, "once.py": LOOP})
         self.replicas = self.rollout.replicas
         self.replicas.update_weights(Weights(5))
@@ -162,6 +171,19 @@ def test_the_hosts_of_a_replica_are_started_and_replaced_together(make_rollout: 
 def plugin_of(fleet: Fleet) -> Any:
     """The module of the fleet's engines."""
     return sys.modules[type(fleet.rollout.engines[0]).__module__]
+
+
+def test_time_in_which_a_replica_restarts_counts_against_no_trajectory(
+    make_rollout: Any, make_row: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"rollout.trajectory_timeout": 60.0, "rollout.turn_timeout": 60.0}
+    fleet = Fleet(make_rollout, {0: "ill", 1: "takes long"}, restarts=1, **limits)
+    clock, skipped = time.monotonic, [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock() + sum(skipped))
+    plugin_of(fleet).SKIP.append(lambda: skipped.append(300.0))
+    (result,) = fleet.rollout([make_row()])
+    assert sum(skipped) == 300.0
+    assert result.error is None and result.attempts == 1
 
 
 @pytest.mark.parametrize("level", [1, 2])
