@@ -21,7 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +137,7 @@ def parts(device: str, interpreters: Mapping[str, Path], limit: float = LIMIT) -
             # SGLang lacks the capability `ipc`.
             needs = "" if gpus else "needs a CUDA device"
             found[f"{engine}-ipc"] = Part(f"{engine}, weights by CUDA IPC", tuple(broadcast), missing=absent or needs)
-    return {name: part if limit >= part.limit else _with_limit(part, limit) for name, part in found.items()}
-
-
-def _with_limit(part: Part, limit: float) -> Part:
-    return Part(part.title, part.command, part.unseen, part.missing, limit)
+    return {name: replace(part, limit=min(part.limit, limit)) for name, part in found.items()}
 
 
 @dataclass(frozen=True)
@@ -161,7 +157,7 @@ class Results:
         file = self.file(name, "outcome.json")
         if not file.is_file():
             return None
-        return Outcome(**{**json.loads(file.read_text(encoding="utf-8"))})
+        return Outcome(**json.loads(file.read_text(encoding="utf-8")))
 
     def figures(self, name: str) -> list[Figure]:
         """Those that the part has measured so far."""
@@ -221,8 +217,9 @@ def run(name: str, part: Part, results: Results, seconds: float, is_rehearsal: b
     if part.missing:
         return ended(f"Not run: {part.missing}")
     ended("**Has not ended**")
-    places = {"json": results.file(name, "json"), "page": results.file(name, "page.md"), "runs": results.folder / name}
-    command = [sys.executable, *(word.format(**places) for word in part.command)]
+    page = results.file(name, "page.md")
+    places = {"{json}": results.file(name, "json"), "{page}": page, "{runs}": results.folder / name}
+    command = [sys.executable, *(str(places.get(word, word)) for word in part.command)]
     environment = {**os.environ, **({"AGENTRL_GPU_REHEARSAL": "1"} if is_rehearsal else {})}
     start = time.monotonic()
     log = results.file(name, "log")
@@ -233,10 +230,10 @@ def run(name: str, part: Part, results: Results, seconds: float, is_rehearsal: b
     verdict = (
         f"**Cut** after {seconds:.3g} s" if code is None
         else f"**Failed** (exit status {code})" if code
-        else f"**{misses} figures miss their goals**" if misses
+        else f"**Goals missed: {misses}**" if misses
         else "Passed"
     )  # fmt: skip
-    is_told = not code and (results.figures(name) or places["page"].is_file())
+    is_told = not code and (results.figures(name) or page.is_file())
     values = {"seconds": round(time.monotonic() - start, 1), "code": code}
     return ended(verdict, **values, tail=() if is_told and code is not None else tail)
 

@@ -148,6 +148,7 @@ class Trained:
         moved: [parameters] by the updates.
         norms: of the gradients before clipping, one for each update.
         clipped: the first one after clipping, in parts of the limit.
+        on_host: moments of AdamW that are in host memory, in parts of all.
         wrong: tensors that were gathered and are not the shards.
         growth: memory of gathering; None without CUDA.
     """
@@ -156,6 +157,7 @@ class Trained:
     moved: Tensor
     norms: Tensor
     clipped: float
+    on_host: float
     wrong: int
     growth: float | None
 
@@ -178,6 +180,7 @@ def fsdp(bench: Bench) -> Iterator[Figure]:
     yield from _compared("bfloat16, one process", rounded, (None, None, None))
     yield from _compared("bfloat16, sharded", _distances(sharded["bfloat16"], exact), _twice(rounded))
     yield from _compared("bfloat16, offloaded against not", _distances(moving, sharded["bfloat16"]), rounded)
+    yield Figure("offloaded", "moments that wait on the host, in parts of all", moving.on_host, "", 1, True)
     for case, trained in (("sharded", sharded["bfloat16"]), ("sharded and offloaded", moving)):
         yield Figure(case, "norm of the gradient in parts of the limit", float(trained.norms.min()) / CLIP, "", 1, True)
         yield Figure(case, "the same after clipping, distance from 1", abs(trained.clipped - 1), "", 1e-3)
@@ -209,8 +212,9 @@ def _trained(bench: Bench, batch: DataProto, *overrides: str) -> Trained:
         batch.union(actor.compute_log_prob(batch))
         norms = [actor.update(batch)["actor/grad_norm"]]
         # AdamW's first moment is a tenth of the first gradient.
-        moments = [_whole(each) for name, each in actor._optimizer.moments().items() if name.endswith(".exp_avg")]
-        clipped = float(torch.cat([each.flatten() for each in moments]).norm()) / (0.1 * CLIP)
+        moments = [_local(each) for name, each in actor._optimizer.moments().items() if name.endswith(".exp_avg")]
+        clipped = float(torch.cat([each.cpu().flatten() for each in moments]).norm()) / (0.1 * CLIP)
+        on_host = sum(each.device.type == "cpu" for each in moments) / len(moments)
         norms.append(actor.update(batch)["actor/grad_norm"])
         after = _weights_of(actor)
         memory = bench.memory
@@ -227,7 +231,7 @@ def _trained(bench: Bench, batch: DataProto, *overrides: str) -> Trained:
         assert gathered and gathered.keys() <= after.keys()
     moved = torch.cat([(after[name] - tensor).flatten() for name, tensor in before.items()])
     mask = batch.batch["response_mask"]
-    return Trained(batch.batch["old_log_probs"][mask], moved, torch.tensor(norms), clipped, wrong, growth)
+    return Trained(batch.batch["old_log_probs"][mask], moved, torch.tensor(norms), clipped, on_host, wrong, growth)
 
 
 def _embedding_gib(bench: Bench) -> float:
@@ -237,12 +241,12 @@ def _embedding_gib(bench: Bench) -> float:
 
 def _weights_of(actor: ActorWorker) -> dict[str, Tensor]:
     """On the host; on a mesh of one rank a shard is the whole tensor."""
-    return {name: _whole(tensor) for name, tensor in actor.module.state_dict().items()}
+    return {name: _local(each).detach().to("cpu", copy=True) for name, each in actor.module.state_dict().items()}
 
 
-def _whole(tensor: Tensor) -> Tensor:
-    """A copy on the host."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach().to("cpu", copy=True)
+def _local(tensor: Tensor) -> Tensor:
+    """What this rank has of it."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 Distances = tuple[float, float, float]
