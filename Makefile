@@ -35,7 +35,7 @@ help:
 	@echo "make fuzz    hostile input for FUZZ_MINUTES=15; a minute of it is in make test"
 	@echo "make changelog   gather the fragments of changelog.d in CHANGELOG.md; VERSION=0.2.0 for a release"
 	@echo "make release VERSION=0.2.0   build, check, install and try every distribution; uploads nothing"
-	@echo "make gpu     what only a GPU can show, to docs/results/gpu.md; without one a rehearsal on the CPU"
+	@echo "make gpu     what only a GPU can show, to runs/gpu/gpu.md; without one a rehearsal on the CPU"
 	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
 	@echo "make test-engines-learn   train the calculator example with both, for ten minutes"
@@ -142,7 +142,7 @@ format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-# Everything that only a GPU can show; without one on a tiny model on the CPU. GPU_ARGS="--parts local --output FILE"
+# Everything that only a GPU can show; without one on a tiny model on the CPU. GPU_ARGS="--parts local --output FOLDER"
 gpu: $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
 
