@@ -13,8 +13,8 @@ from torch import Tensor
 from agentrl_core.api.engine import EngineContext, SamplingParams, TokenOutput
 from agentrl_core.workers.actor import ActorWorker
 
-WORKSPACES = 0.125
-"""[GiB] that libraries keep for themselves as long as a process lives, cuBLAS for one."""
+WORKSPACES = 0.25
+"""[GiB] that libraries keep for as long as a process lives, cuBLAS for one, and blocks that are partly in use."""
 ROUNDING = 2.0**-8
 """Half of bfloat16's eps: what rounds once more, or in another order, may differ by so much of itself."""
 
@@ -113,7 +113,7 @@ def offload(bench: Bench) -> Iterator[Figure]:
         actor.save_checkpoint(str(bench.folder / "checkpoint"))
         yield Figure("checkpoint", "writing", time.perf_counter() - start, "s")
         if memory.growth is not None:
-            yield Figure("checkpoint", "memory of writing it", memory.growth, "GiB", 0.5)
+            yield Figure("checkpoint", "memory of writing it", memory.growth, "GiB", _passing(actor))
         saved, schedule = _state(actor), actor._optimizer.steps
         expected = _updated(actor, second)
     with bench.actor(*waiting) as actor:
@@ -122,7 +122,7 @@ def offload(bench: Bench) -> Iterator[Figure]:
         actor.load_checkpoint(str(bench.folder / "checkpoint"))
         yield Figure("checkpoint", "reading", time.perf_counter() - start, "s")
         if memory.growth is not None:
-            yield Figure("checkpoint", "memory of reading it", memory.growth, "GiB", 0.5)
+            yield Figure("checkpoint", "memory of reading it", memory.growth, "GiB", _passing(actor))
         loaded = _state(actor)
         wrong = sum(not torch.equal(loaded[name], tensor) for name, tensor in saved.items())
         yield Figure("checkpoint", "tensors of weights and moments", len(saved), "", 1, at_least=True)
@@ -132,6 +132,11 @@ def offload(bench: Bench) -> Iterator[Figure]:
         yield Figure(
             "checkpoint", "next norm of the gradient, relative difference", _relative(found, expected), "", ROUNDING
         )
+
+
+def _passing(actor: ActorWorker) -> float:
+    """[GiB] of the weights and half of them again. The moments, twice as much, have no business on the device."""
+    return 1.5 * sum(parameter.nbytes for parameter in actor.module.parameters()) / 2**30
 
 
 def _updated(actor: ActorWorker, batch: Any) -> float:

@@ -106,7 +106,7 @@ def parts(device: str, interpreters: Mapping[str, Path], limit: float = LIMIT) -
         "tests": Part("Tests", tests, "bfloat16 on CUDA, moves between device and host"),
         "ray": Part("A step, Ray", (*step, "1", "--runtimes", "ray"), speed, ray),
         "hf-sleep": Part(
-            "A step, Ray, hf that sleeps",
+            "A step, Ray, hf that sleeps and keeps its weights",
             (*step, "1", "--runtimes", "ray", "--set", "rollout.engine.sleep=1"),
             f"{speed}, of a device that two processes share",
             ray,
