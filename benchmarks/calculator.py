@@ -11,11 +11,11 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from _report import Figure, print_figures
+from _report import Figure, report
 
 from agentrl_trackers_basic.curve import draw_curves
 
@@ -70,41 +70,37 @@ def train(variant: str, seed: int, directory: Path, overrides: Sequence[str]) ->
     return Outcome(metrics_file, first[SAMPLED], last[SAMPLED], last[GREEDY], seconds)
 
 
-def main() -> None:
+def measured(options: argparse.Namespace) -> Iterator[Figure]:
+    """The figures of each run as it ends, and a picture of each variant's runs."""
+    work = options.work.resolve()
+    prepared = {seed: prepare(seed, work / f"seed-{seed}") for seed in options.seeds}
+    for variant in options.variants:
+        files: dict[str, Path] = {}
+        for seed in options.seeds:
+            outcome = train(variant, seed, work / f"seed-{seed}", options.overrides)
+            files[f"seed {seed}"] = outcome.metrics_file
+            case, goal = f"{variant}, seed {seed}", 0.80 if variant == "ppo" else 0.90
+            yield Figure(case, "sampled accuracy before", outcome.before, "", goal=0.30)
+            yield Figure(case, "sampled accuracy after", outcome.after, "", goal=goal, at_least=True)
+            yield Figure(case, "greedy accuracy after", outcome.greedy, "")
+            yield Figure(case, "making model and data", prepared[seed], "s")
+            yield Figure(case, "training, start-up included", outcome.seconds, "s")
+        if options.output is not None:
+            picture = "calculator.png" if variant == "grpo" else f"calculator-{variant}.png"
+            draw_curves(files, options.output / picture, f"calculator, {variant}")
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=["grpo", "ray", "ppo"])
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-calculator"), help="for models and runs")
     parser.add_argument("--output", type=Path, help="directory for the pictures")
+    parser.add_argument("--json", type=Path, help="file for the figures, written as they come")
     parser.add_argument("overrides", nargs="*", help="key=value for every run")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    work = options.work.resolve()
-    prepared = {seed: prepare(seed, work / f"seed-{seed}") for seed in options.seeds}
-    figures: list[Figure] = []
-    for variant in options.variants:
-        outcomes = {seed: train(variant, seed, work / f"seed-{seed}", options.overrides) for seed in options.seeds}
-        for seed, outcome in outcomes.items():
-            case = f"{variant}, seed {seed}"
-            figures += [
-                Figure(case, "sampled accuracy before", outcome.before, "", goal=0.30),
-                Figure(
-                    case,
-                    "sampled accuracy after",
-                    outcome.after,
-                    "",
-                    goal=0.80 if variant == "ppo" else 0.90,
-                    at_least=True,
-                ),
-                Figure(case, "greedy accuracy after", outcome.greedy, ""),
-                Figure(case, "making model and data", prepared[seed], "s"),
-                Figure(case, "training, start-up included", outcome.seconds, "s"),
-            ]
-        if options.output is not None:
-            files = {f"seed {seed}": outcome.metrics_file for seed, outcome in outcomes.items()}
-            picture = "calculator.png" if variant == "grpo" else f"calculator-{variant}.png"
-            draw_curves(files, options.output / picture, f"calculator, {variant}")
-    print_figures("The calculator example, from nothing", figures)
+    report("The calculator example, from nothing", measured(options), options.json)
 
 
 if __name__ == "__main__":

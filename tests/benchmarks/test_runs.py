@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import _runs
 import algorithms
+import calculator
 import staleness
 
 
@@ -54,3 +55,45 @@ def test_stale_runs_differ_by_delay_and_correction(ran: list[_runs.Job], tmp_pat
     page = (tmp_path / "staleness.md").read_text()
     assert page.count("**0.90** (0.90)") == 16 and page.endswith("## What it shows\n\nKept.\n")
     assert (tmp_path / "staleness.png").exists()
+
+
+PREPARE = """
+import json, shutil, sys
+
+folder = sys.argv[sys.argv.index("--output") + 1]
+shutil.copytree({model!r}, f"{{folder}}/model")
+rows = [{{"data_source": "calculator", "prompt": [{{"role": "user", "content": "1 + 1?"}}],
+          "reward_model": {{"ground_truth": "2"}}}}] * 4
+for name in ("train", "validation"):
+    with open(f"{{folder}}/{{name}}.jsonl", "w") as file:
+        file.writelines(json.dumps(row) + "\\n" for row in rows)
+"""
+REWARD = "def acc(trajectory):\n    return float('2' in trajectory.model_text)\n"
+
+
+def test_small_runs_are_trained_for_real(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a tiny model and a step or two, in the place of the example's minutes."""
+    example = tmp_path / "example"
+    example.mkdir()
+    (example / "prepare.py").write_text(PREPARE.format(model=str(tiny_model)))
+    (tmp_path / "reward.py").write_text(REWARD)
+    config = {
+        "model": {"path": "model"},
+        "data": {"train_files": ["train.jsonl"], "validation_files": ["validation.jsonl"], "batch_size": 2},
+        "rollout": {"agent": {"loops": ["single_turn"]}, "n": 2, "max_response_length": 4},
+        "reward": {"functions": [{"name": f"{tmp_path}/reward.py:acc", "isolation": "inline"}]},
+        "trainer": {"output_dir": "runs", "steps": 1, "trackers": ["jsonl"], "validation": {"n": 2}},
+        "cluster": {"device": "cpu"},
+    }
+    (example / "config.yaml").write_text(json.dumps(config))
+    monkeypatch.setattr(calculator, "EXAMPLE", example)
+    monkeypatch.chdir(tmp_path)
+    figures = tmp_path / "figures.json"
+    calculator.main([
+        "--seeds", "0", "--variants", "grpo", "--work", "work", "--output", ".", "--json", str(figures),
+        "trainer.save_rollouts=false",
+    ])  # fmt: skip
+    names = [figure["name"] for figure in json.loads(figures.read_text())["figures"]]
+    assert len(names) == 5 and (tmp_path / "calculator.png").exists()
+    outcome = _runs.train(_runs.Job("again", 0, ("trainer.steps=2",)), tmp_path / "work" / "seed-0")
+    assert (len(outcome.rewards), outcome.failure) == (2, "") and 0 <= outcome.accuracy <= 1
