@@ -1,16 +1,19 @@
 """MCP servers over stdio and HTTP: real ones, in processes of their own."""
 
 import asyncio
+import json
 import os
 import signal
 import sys
 from dataclasses import replace
 
 import pytest
+from mcp.client.stdio import StdioServerParameters
 
 from agentrl_core.api import ConfigError, ToolContext
 from agentrl_tool_mcp import tool as tool_module
 from agentrl_tool_mcp.config import McpConfig, ServerConfig
+from agentrl_tool_mcp.stdio import Lines, bounded_stdio
 from agentrl_tool_mcp.tool import McpTool
 
 ADD = ("add", {"text": "milk"})
@@ -82,6 +85,47 @@ def test_an_answer_over_http_has_a_limit(talk, url) -> None:
     texts = talk({"notes": ServerConfig(url=url)}, *calls, max_body_bytes=20_000)
     assert texts[0].startswith("ToolError") and "20000" in texts[0].replace(",", "")
     assert texts[1:] == ["xxx", "1 notes"]
+
+
+def test_an_answer_over_stdio_has_a_limit(talk, notes) -> None:
+    """The session goes on."""
+    calls = [("a", "long", {"size": 100_000}), ("a", "long", {"size": 3}), ("a", *ADD)]
+    texts = talk({"notes": notes}, *calls, max_body_bytes=20_000)
+    assert texts[0].startswith("ToolError: the message is longer than max_body_bytes=20000. Raise this option")
+    assert texts[1:] == ["xxx", "1 notes"]
+
+
+@pytest.mark.parametrize("descriptor", [1, 2])
+def test_what_a_server_writes_without_end_is_not_kept(tmp_path, monkeypatch, descriptor: int) -> None:
+    """A message ends the connection, and with it the server; of what it says to people the end is kept."""
+    monkeypatch.setattr("agentrl_tool_mcp.stdio.SKIPPED", 1 << 20)
+    code = f"import os\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\n"
+    code += f"for n in range(64): os.write({descriptor}, b'x' * 65536)\nos.close(1)\nos.read(0, 1)"
+    server = StdioServerParameters(command=sys.executable, args=["-c", code])
+    said = bytearray()
+
+    async def main() -> list[str]:
+        async with bounded_stdio(server, said, 20_000) as (arriving, _):
+            return [str(each)[:23] async for each in arriving]
+
+    assert asyncio.run(main()) == (["the message is longer t"] if descriptor == 1 else [])
+    assert len(said) == (0 if descriptor == 1 else 2000)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+@pytest.mark.parametrize("cut", [1, 7, 50, 10_000])
+def test_lines_are_those_that_were_written_however_they_arrive(cut: int) -> None:
+    def answer(number: int, size: int) -> str:
+        return json.dumps({"jsonrpc": "2.0", "id": number, "result": {"text": "x" * size}})
+
+    data = "\n".join([answer(1, 10), answer(2, 500), "no JSON", answer(3, 0), ""]).encode()
+    lines = Lines(200)
+    found = [each for at in range(0, len(data), cut) for each in lines.messages(data[at : at + cut])]
+    told = [each if isinstance(each, Exception) else each.message for each in found]
+    assert [getattr(each, "id", None) for each in told] == [1, 2, None, 3]
+    assert "longer than max_body_bytes=200" in told[1].error.message and isinstance(told[2], ValueError)
+    assert told[0].result == {"text": "x" * 10} and not lines.is_endless
 
 
 def test_sessions_that_were_opened_ahead_serve_one_trajectory_each(notes, running) -> None:

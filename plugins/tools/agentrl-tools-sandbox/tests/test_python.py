@@ -230,3 +230,15 @@ def test_a_reply_that_code_forges_is_not_longer_than_any_other(any_boundary, run
 def test_an_error_whose_text_is_no_unicode_has_its_traceback(any_boundary, run_code) -> None:
     first, second = run_code(r"raise ValueError('\ud800')", "print(1)", **any_boundary)
     assert first.endswith(r"ValueError: \ud800") and second == "1"
+
+
+def test_output_is_that_of_the_call_and_does_not_pile_up(run_code, any_boundary) -> None:
+    codes = [f"print('{letter}' * 300_000)" for letter in "abcdefgh"]
+    *texts, size, emptied, last = run_code(
+        *codes, "import os; os.fstat(1).st_size", "print('lost', flush=True); os.ftruncate(1, 0)", "print('z')",
+        max_output=400, **any_boundary,
+    )  # fmt: skip
+    for letter, text in zip("abcdefgh", texts, strict=True):
+        assert text.startswith(letter * 200 + "\n[299601 bytes were cut]\n" + letter * 199)
+    assert int(size) < 2 << 20
+    assert "lost" not in emptied and last == "z"

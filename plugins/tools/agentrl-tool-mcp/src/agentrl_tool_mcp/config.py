@@ -36,6 +36,6 @@ class McpConfig:
         20.0, gt=0, unit="seconds", help="time limit for a session to open and list its tools, its queue included"
     )
     max_body_bytes: int = option(
-        4 * 2**20, ge=1, unit="bytes", help="longest answer of a server at url, and longest event, decompressed"
+        4 * 2**20, ge=1, unit="bytes", help="longest answer of a server, and of one at url longest event, decompressed"
     )
     max_starting: int = option(8, ge=1, help="sessions that open concurrently in each agent-loop worker")

@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import tempfile
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack
 from typing import Any
@@ -10,12 +9,13 @@ from typing import Any
 import httpx2
 import mcp
 import mcp_types
-from mcp.client.stdio import StdioServerParameters, stdio_client
+from mcp.client.stdio import StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
 
 from agentrl_core.api import HttpError, ToolError, ToolUnavailableError, bounded_body
 from agentrl_tool_mcp.config import ServerConfig
+from agentrl_tool_mcp.stdio import bounded_stdio
 
 LOST = {mcp_types.CONNECTION_CLOSED}
 
@@ -26,7 +26,7 @@ class Session:
     Args:
         name: of the server.
         config: how to reach it.
-        max_body_bytes: longest answer, and longest event of a stream, over HTTP.
+        max_body_bytes: longest answer, and over HTTP longest event of a stream.
     """
 
     def __init__(self, name: str, config: ServerConfig, max_body_bytes: int) -> None:
@@ -56,30 +56,29 @@ class Session:
             raise
 
     async def _own(self, opened: asyncio.Future[None]) -> None:
-        with tempfile.TemporaryFile("w+", errors="replace") as log:
-            try:
-                async with AsyncExitStack() as stack:
-                    self._client = await stack.enter_async_context(await self._connect(stack, log))
-                    await self._list()
-                    opened.set_result(None)
-                    await self._stop.wait()
-            except Exception as error:  # noqa: BLE001 - the SDK raises anything, in groups
-                if not opened.done():
-                    log.seek(0)
-                    said = log.read()[-2000:].strip()
-                    reason = f"{_innermost(error)}{f'; it wrote: {said}' if said else ''}"
-                    what = " ".join(self._config.command) or self._config.url
-                    message = f"MCP server {self.name!r} ({what}) cannot be used: {reason}"
-                    opened.set_exception(ToolUnavailableError(message))
-            finally:
-                self._client = None
+        log = bytearray()
+        try:
+            async with AsyncExitStack() as stack:
+                self._client = await stack.enter_async_context(await self._connect(stack, log))
+                await self._list()
+                opened.set_result(None)
+                await self._stop.wait()
+        except Exception as error:  # noqa: BLE001 - the SDK raises anything, in groups
+            if not opened.done():
+                said = log.decode(errors="replace").strip()
+                reason = f"{_innermost(error)}{f'; it wrote: {said}' if said else ''}"
+                what = " ".join(self._config.command) or self._config.url
+                message = f"MCP server {self.name!r} ({what}) cannot be used: {reason}"
+                opened.set_exception(ToolUnavailableError(message))
+        finally:
+            self._client = None
 
-    async def _connect(self, stack: AsyncExitStack, log: Any) -> mcp.Client:
+    async def _connect(self, stack: AsyncExitStack, log: bytearray) -> mcp.Client:
         if self._config.command:
             program, *arguments = self._config.command
             env = {name: os.environ[name] for name in self._config.env if name in os.environ}
             parameters = StdioServerParameters(command=program, args=arguments, env=env, cwd=self._config.cwd)
-            transport = stdio_client(parameters, errlog=log)
+            return mcp.Client(bounded_stdio(parameters, log, self._limit), cache=None)
         else:
             # Compression would only make the limit harder to keep.
             headers = {**self._config.headers, "accept-encoding": "identity"}
