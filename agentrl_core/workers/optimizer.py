@@ -155,13 +155,9 @@ def _local(tensor: Tensor) -> Tensor:
 
 def _on_host(tensor: Tensor) -> Tensor:
     """A copy in host memory, which a GPU copies to and from without a detour."""
-    own = _local(tensor.detach())
-    host = torch.empty_like(own, device="cpu", pin_memory=own.device.type == "cuda").copy_(own)
-    if not isinstance(tensor, DTensor):
-        return host
-    return DTensor.from_local(
-        host, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
-    )
+    own = tensor.detach()
+    # Not DTensor.from_local, which would bring a shard to the device of its mesh.
+    return torch.empty_like(own, device="cpu", pin_memory=own.device.type == "cuda").copy_(own)
 
 
 def _clip(parameters: list[nn.Parameter], limit: float) -> float:

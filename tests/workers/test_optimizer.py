@@ -5,6 +5,9 @@ import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from agentrl_core.config.schema import OptimizerConfig
 from agentrl_core.workers.optimizer import ScheduledAdamW, learning_rate
@@ -147,3 +150,14 @@ def test_what_moments_will_take_is_known_before_the_first_step():
     optimizer.moments()
     assert optimizer.bytes_to_come == 0
     assert ScheduledAdamW(second.named_parameters(), OptimizerConfig(), 1.0, 10, on_host=True).bytes_to_come == 0
+
+
+def test_moments_of_shards_wait_on_the_host_too() -> None:
+    """A mesh of GPUs needs none as long as nothing is sent; ``DTensor.from_local`` would bring a shard back to them."""
+    mesh = DeviceMesh("cuda", [0], _init_backend=False, _rank=0)
+    meta = TensorMeta(torch.Size([4, 3]), (3, 1), torch.float32)
+    shard = DTensor(torch.ones(4, 3), DTensorSpec(mesh, (Shard(0),), tensor_meta=meta), requires_grad=False)
+    moments = ScheduledAdamW([("weight", nn.Parameter(shard))], OptimizerConfig(), 1.0, 10, on_host=True).moments()
+    for name in ("weight.exp_avg", "weight.exp_avg_sq"):
+        assert isinstance(moments[name], DTensor) and moments[name].device_mesh is mesh
+        assert torch.equal(moments[name].to_local(), torch.zeros(4, 3))
