@@ -117,9 +117,6 @@ def parts(device: str, interpreters: Mapping[str, Path], limit: float = LIMIT) -
         absent = ray or ("" if python.is_file() else f"no interpreter {python} ({how}, or --{engine}-python)")
         own = [*step, "1", "--runtimes", "ray", "--set", f"rollout.engine.name={engine}"]
         own.append(f"rollout.engine.python={python}")
-        if device == "cuda":
-            # The training process and the engine share the GPU.
-            own.append("rollout.engine.config.mem_fraction=0.3")
         broadcast = [*own, "rollout.engine.weight_transfer=broadcast"]
         gpus = torch.cuda.device_count()
         few = f"needs 2 CUDA devices, found {gpus}" if gpus < 2 else ""
