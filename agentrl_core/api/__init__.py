@@ -21,8 +21,8 @@ _NAMES_OF_MODULE = {
     "config": ("NoConfig", "OptionInfo", "option"),
     "dataset": ("DatasetContext", "PromptDataset"),
     "engine": (
-        "EngineContext", "InferenceEngine", "MeasuredEngine", "PausableEngine", "PolicySpan", "SamplingParams",
-        "SessionEngine", "SleepingEngine", "TokenOutput",
+        "EngineContext", "InferenceEngine", "MeasuredEngine", "PausableEngine", "PolicySpan", "ProgressingEngine",
+        "SamplingParams", "SessionEngine", "SleepingEngine", "TokenOutput",
     ),
     "engine_client": ("EngineClient", "Engines"),
     "environment": ("Environment", "EnvironmentContext", "Episode"),

@@ -7,7 +7,8 @@ in an interpreter without torch, or with another torch. ``EngineContext.shared_m
 engine in the actor's process.
 
 An engine has the methods of :class:`InferenceEngine`. Capabilities that add methods have a protocol each:
-:class:`SessionEngine`, :class:`PausableEngine`, :class:`SleepingEngine`.
+:class:`SessionEngine`, :class:`PausableEngine`, :class:`SleepingEngine`. :class:`MeasuredEngine` and
+:class:`ProgressingEngine` need none.
 
     class Echo(InferenceEngine):
         version = 0
@@ -254,3 +255,15 @@ class MeasuredEngine(Protocol):
 
     def metrics(self) -> dict[str, float]:
         """Counters since the last call; keys without a prefix, e.g. ``cached_tokens``."""
+
+
+@runtime_checkable
+class ProgressingEngine(Protocol):
+    """An engine that says whether it computes; it needs no capability."""
+
+    async def progress(self) -> float:
+        """A number that changes while requests are computed, such as the tokens so far. Must be cheap, also under load.
+
+        A replica whose number stays the same for ``health_timeout``, although it has requests, is replaced. One whose
+        engine has no such method is judged by the requests that it answers.
+        """

@@ -41,7 +41,13 @@ class ServedSlot(Slot):
         600.0, gt=0, unit="seconds", help="time limit for starting a replica, for a weight update and for sleeping"
     )
     health_interval: float = option(5.0, gt=0, unit="seconds", help="interval between health checks during a rollout")
-    health_timeout: float = option(60.0, gt=0, unit="seconds", help="restart a replica that does not answer in time")
+    health_timeout: float = option(
+        60.0,
+        gt=0,
+        unit="seconds",
+        help="restart a replica that does not answer in time, or that computes no token for so long although it has "
+        "requests",
+    )
 
     @property
     def devices(self) -> int:
@@ -302,8 +308,10 @@ class RolloutConfig:
     deterministic: bool = option(False, help="exactly repeatable rollouts; needs one worker and one replica; slower")
     retries: int = option(2, ge=0, help="retries of a trajectory whose infrastructure failed")
     max_failed_fraction: float = option(0.1, ge=0, le=1, help="stop if a larger share of a step's trajectories fails")
-    turn_timeout: float = option(300.0, gt=0, unit="seconds", help="time limit of one generation")
-    trajectory_timeout: float = option(1800.0, gt=0, unit="seconds", help="time limit of a trajectory")
+    turn_timeout: float = option(
+        1200.0, gt=0, unit="seconds", help="time limit of one generation, its time in the engine's queue included"
+    )
+    trajectory_timeout: float = option(3600.0, gt=0, unit="seconds", help="time limit of a trajectory")
     max_logprob_gap: float | None = option(
         None,
         gt=0,

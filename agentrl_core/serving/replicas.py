@@ -22,7 +22,7 @@ from agentrl_core.config.schema import ResolvedConfig, ServedSlot
 from agentrl_core.controller.runtime import ActorHandle, ActorOptions, Runtime
 from agentrl_core.plugins.boundary import deadline, wait_reported
 from agentrl_core.serving.placement import GpuAssignments, assign_anywhere, sleep_level
-from agentrl_core.serving.server import EngineServer, tail_of
+from agentrl_core.serving.server import EngineServer, Progress, tail_of
 from agentrl_core.serving.weight_transport import ReplicaState, WeightDelivery, Weights
 
 logger = logging.getLogger(__name__)
@@ -187,6 +187,8 @@ class EngineReplicas:
             EngineError: every replica is dead, and none has a new start left.
         """
         self._may_load.set()
+        for member in self._members:
+            member.looked = None
         watcher = asyncio.create_task(self._watch())
         try:
             result = await work
@@ -221,19 +223,62 @@ class EngineReplicas:
         await together(self._examine(index, index in lost) for index in alive if everywhere or index in lost)
 
     async def _examine(self, index: int, is_left_out: bool) -> None:
+        """Replace a replica that is not healthy, or that computes nothing although it has requests.
+
+        Processes behind the engine may hang although it answers. A request of our own would say so only after those
+        that wait before it, however long they take.
+        """
         member = self._members[index]
         limit = self._slot.health_timeout
         try:
             async with deadline(limit, f"no answer within {limit:g} s"):
                 await together(server.call("health") for server in member.servers)
-                if is_left_out and not self.context.deterministic:
-                    # Processes behind the engine may hang although it answers.
-                    await self.sample(index, [0], SamplingParams(1), f"check-{index}")
+                look: Progress = await member.server.call("progress")
+            # A deterministic engine waits for trajectories that wait on tools.
+            if not self.context.deterministic:
+                self._note_progress(member, look)
+                if is_left_out:
+                    await self._see_progress(index, look)
         except AgentRLError as error:
             self._replace(index, str(error))
             return
         if is_left_out:
             await self._tell("put_server", index, member.server)
+
+    def _note_progress(self, member: ReplicaState, look: Progress) -> None:
+        """Raises EngineError where the engine has computed nothing for ``health_timeout`` while it had requests."""
+        now, limit = asyncio.get_running_loop().time(), self._slot.health_timeout
+        before = member.looked
+        stands = before is not None and before[0].number == look.number and before[0].in_flight and look.in_flight
+        if before is None or not stands:
+            member.looked = look, now
+        elif look.is_measured and now - before[1] > limit:
+            raise EngineError(f"it has computed nothing for {now - before[1]:.0f} s, with {look.in_flight} requests")
+
+    async def _see_progress(self, index: int, before: Progress) -> None:
+        """Return as soon as a replica computes something; with no request of its own it gets one.
+
+        Raises:
+            EngineError: it does not within ``health_timeout``, or the request fails.
+        """
+        limit, server = self._slot.health_timeout, self._members[index].server
+        probe: asyncio.Future[Any] | None = None
+        late = f"it has computed nothing for {limit:g} s, with {before.in_flight} requests"
+        try:
+            async with deadline(limit, late, EngineError):
+                look = before
+                while look.number == before.number and not (probe is not None and probe.done()):
+                    if probe is None and not (look.is_measured and look.in_flight):
+                        probe = asyncio.ensure_future(self.sample(index, [0], SamplingParams(1), f"check-{index}"))
+                    await asyncio.wait([probe] if probe else [asyncio.ensure_future(asyncio.sleep(limit / 20))],
+                                       timeout=limit / 20)  # fmt: skip
+                    look = await server.call("progress")
+                if probe is not None and probe.done():
+                    probe.result()
+        finally:
+            if probe is not None:
+                probe.cancel()
+                await asyncio.gather(probe, return_exceptions=True)
 
     def _replace(self, index: int, reason: str) -> None:
         """Begin to replace a dead replica."""

@@ -10,7 +10,7 @@ import socket
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from agentrl_core.api import (
     EngineError,
     InferenceEngine,
     MeasuredEngine,
+    ProgressingEngine,
     SamplingParams,
     TokenOutput,
     WorkerError,
@@ -150,6 +151,12 @@ class EngineServer:
 
     update_weights = _delegated("update_weights", "has not taken new weights")
 
+    async def progress(self) -> "Progress":
+        """Whether something is computed, by the engine's own account or by what has been answered."""
+        is_measured = isinstance(self._engine, ProgressingEngine)
+        number = float(await self._ask("progress")) if is_measured else float(self._requests.answered)
+        return Progress(number, self._requests.in_flight, is_measured)
+
     def metrics(self) -> dict[str, float]:
         """Counters of engine and server since the last call."""
         engine = self._engine
@@ -181,6 +188,21 @@ class EngineServer:
             return await getattr(self._engine, method)(*args)
 
 
+@dataclass(frozen=True)
+class Progress:
+    """What a server has done so far.
+
+    Args:
+        number: changes while requests are computed.
+        in_flight: requests that it has not answered.
+        is_measured: the number is the engine's own; otherwise it is the number of answered requests.
+    """
+
+    number: float
+    in_flight: int
+    is_measured: bool
+
+
 class RequestStats:
     """Counts the requests that wait for the engine, those that it serves, and the tokens that they get.
 
@@ -191,8 +213,13 @@ class RequestStats:
         self._slots = None if max_in_flight is None else asyncio.Semaphore(max_in_flight)
         self._waiting = self._running = 0
         self._busy_since = 0.0
-        self.tokens = 0
+        self.tokens = self.answered = 0
         self._reset()
+
+    @property
+    def in_flight(self) -> int:
+        """Requests that wait or are served."""
+        return self._waiting + self._running
 
     def _reset(self) -> None:
         self._max_waiting, self._max_running = self._waiting, self._running
@@ -220,6 +247,7 @@ class RequestStats:
 
     async def __aexit__(self, *error: object) -> None:
         """It has been answered."""
+        self.answered += 1
         self._running -= 1
         if not self._running:
             self._serving_seconds += time.perf_counter() - self._busy_since

@@ -26,6 +26,7 @@ from agentrl_core.api.weights import Broadcast
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.plugins.boundary import in_daemon_thread
+from agentrl_core.serving.server import Progress
 from agentrl_core.workers.models import resolve_device
 from agentrl_core.workers.protocols import Actor
 
@@ -134,6 +135,7 @@ class ReplicaState:
         newest: weights that it has taken last.
         is_alive: serves, as far as is known.
         sleeping: tags of the memory that it has released.
+        looked: what its progress was when it last changed, and when that was; None before the first look.
     """
 
     servers: list[ActorHandle]
@@ -141,6 +143,7 @@ class ReplicaState:
     newest: Weights | None = None
     is_alive: bool = True
     sleeping: tuple[str, ...] = ()
+    looked: tuple[Progress, float] | None = None
 
     @property
     def server(self) -> ActorHandle:

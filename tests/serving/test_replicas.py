@@ -14,7 +14,8 @@ import pytest
 from agentrl_core.api import EngineError, RolloutError
 from agentrl_core.plugins import boundary
 from agentrl_core.serving import replicas as replicas_module
-from agentrl_core.serving.weight_transport import Weights
+from agentrl_core.serving.server import Progress
+from agentrl_core.serving.weight_transport import ReplicaState, Weights
 
 ENGINE = """
 import asyncio
@@ -85,6 +86,19 @@ class Frail(InferenceEngine):
 
     async def close(self):
         self.calls.append("close")
+
+class Counting(Frail):
+    # Says whether it computes. What is "busy" does, and answers nobody for a while.
+
+    async def progress(self):
+        self.steps = getattr(self, "steps", 0) + (self.fault == "busy")
+        return float(self.steps)
+
+    async def generate(self, *args):
+        if self.fault == "busy" and self.requests < 2:
+            self.requests += 1
+            await asyncio.Event().wait()
+        return await super().generate(*args)
 """
 LOOP = """
 from agentrl_core.api import AgentLoopBase
@@ -111,6 +125,7 @@ class Fleet:
         others = {key: slot.pop(key) for key in list(slot) if "." in key}
         changes = {
             "cluster.runtime": "local",
+            "rollout.retries": slot.pop("retries", 0),
             **others,
             "rollout.engine": slot,
             "rollout.agent": {"loops": [{"name": "./once.py:Once"}]},
@@ -143,6 +158,57 @@ def test_a_replica_that_cannot_serve_any_more_is_replaced(
     else:
         pytest.fail("the replica was not replaced during 20 rollouts")
     assert fleet.replicas.metrics()["restarts"] == 1
+
+
+def test_a_replica_that_computes_is_not_replaced_however_long_its_requests_wait(
+    make_rollout: Any, make_row: Any
+) -> None:
+    """A request of agentrl's own would wait behind those that wait already."""
+    fleet = Fleet(make_rollout, {0: "busy"}, name="./frail.py:Counting", restarts=1, retries=2)
+    for worker in fleet.rollout.workers:
+        worker._engines._turn_timeout = 0.2
+    (result,) = fleet.rollout([make_row("a")])
+    assert not result.failed and result.attempts > 1
+    assert len(fleet.rollout.engines) == 1 and "restarts" not in fleet.replicas.metrics()
+
+
+def test_a_replica_that_computes_nothing_is_replaced_before_a_request_has_timed_out(
+    make_rollout: Any, make_row: Any
+) -> None:
+    fleet = Fleet(make_rollout, {0: "stuck"}, name="./frail.py:Counting", restarts=1)
+    faulty = fleet.rollout.engines[0]
+    for worker in fleet.rollout.workers:
+        # On Ray the request would fail with the process.
+        worker._engines._turn_timeout = 2.0
+    (result,) = fleet.rollout([make_row("a")])
+    assert (result.failed, result.attempts) == (False, 1)
+    assert fleet.rollout.engines[0] is not faulty and fleet.replicas.metrics()["restarts"] == 1
+
+
+def test_only_time_in_which_requests_wait_counts_as_standing_still(make_rollout: Any) -> None:
+    replicas, member = Fleet(make_rollout, {}, health_timeout=10.0).replicas, ReplicaState([], 0)
+    clock = [0.0]
+
+    async def look(number: float, in_flight: int, is_measured: bool = True) -> None:
+        asyncio.get_running_loop().time = lambda: clock[0]  # type: ignore[method-assign]
+        replicas._note_progress(member, Progress(number, in_flight, is_measured))
+
+    def after(seconds: float, *progress: Any) -> None:
+        clock[0] += seconds
+        asyncio.run(look(*progress))
+
+    after(0.0, 5, 0)
+    after(100.0, 5, 1)  # it may just have come
+    after(9.0, 5, 1)
+    after(2.0, 6, 1)
+    after(9.0, 6, 1)
+    after(100.0, 6, 0)
+    after(1.0, 6, 3, False)
+    after(100.0, 6, 3, False)  # no answer in 100 seconds may be a long answer
+    member.looked = None
+    after(0.0, 6, 3)
+    with pytest.raises(EngineError, match="computed nothing for 11 s, with 3 requests"):
+        after(11.0, 6, 3)
 
 
 def test_the_hosts_of_a_replica_are_started_and_replaced_together(make_rollout: Any, make_row: Any) -> None:

@@ -26,6 +26,7 @@ from agentrl_core.api import (
     MeasuredEngine,
     PausableEngine,
     PolicySpan,
+    ProgressingEngine,
     SamplingParams,
     SessionEngine,
     SleepingEngine,
@@ -676,6 +677,20 @@ class EngineContract(PluginContract):
         output = served.run(served.generate(PROMPTS[0], temperature=0.0))
         assert output.token_ids == other.greedy(PROMPTS[0], 16), "after waking answers are not those of the new weights"
         check_spans(output, served.version)
+
+    def test_progress_shows_that_requests_are_computed(self, served: Served) -> None:
+        """An engine that reports its progress reports another number after a request: else it would be replaced."""
+        engine = served.engine
+        if not isinstance(engine, ProgressingEngine):
+            pytest.skip("the engine does not report its progress")
+
+        async def changes() -> None:
+            before = await engine.progress()
+            await served.generate(PROMPTS[0], max_tokens=8)
+            while await engine.progress() == before:
+                await asyncio.sleep(0.01)
+
+        served.run(changes())
 
     def test_metrics_are_numbers(self, served: Served) -> None:
         """They are added up over replicas and logged."""

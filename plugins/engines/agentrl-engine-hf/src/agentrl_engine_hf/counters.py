@@ -8,6 +8,8 @@ class Counters:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self.steps = 0.0
+        """Of the whole time."""
         self._reset()
 
     def _reset(self) -> None:
@@ -20,6 +22,7 @@ class Counters:
 
     def add(self, **amounts: float) -> None:
         with self._lock:
+            self.steps += amounts.get("steps", 0.0)
             for name, amount in amounts.items():
                 self._sums[name] += amount
 

@@ -74,6 +74,10 @@ class HFEngine(InferenceEngine):
         """Raises EngineError when the engine's thread has ended."""
         await self._call(lambda executor: None)
 
+    async def progress(self) -> float:
+        """Steps so far, as the engine's thread says between two of them."""
+        return await self._call(lambda executor: self._counters.steps)
+
     def metrics(self) -> dict[str, float]:
         """``prompt_tokens`` (``cached_tokens`` of them not computed again), ``steps`` and ``busy_seconds``."""
         return self._counters.take()

@@ -59,6 +59,12 @@ class SGLangClient:
         """Raises EngineError where the server starts, stops or does not answer."""
         await self._call("GET", "/health", timeout=30)
 
+    async def loads(self) -> list[dict[str, Any]]:
+        """What each scheduler has published last, with the time when it did; it does so while it computes."""
+        reply = await self._call("GET", "/v1/loads?include=core", timeout=30)
+        loads: list[dict[str, Any]] = reply["loads"]
+        return loads
+
     async def model_path(self) -> str:
         """The folder that the server has loaded last."""
         reply = await self._call("GET", "/model_info", timeout=30)

@@ -198,6 +198,10 @@ class SGLangEngine(InferenceEngine):
         """Raises EngineError where the server is gone or does not answer."""
         await self._server().health()
 
+    async def progress(self) -> float:
+        """The times at which the schedulers have published their loads, added up."""
+        return sum(float(load["timestamp"]) for load in await self._server().loads())
+
     def metrics(self) -> dict[str, float]:
         """``prompt_tokens`` (``cached_tokens`` of them not computed again), ``retractions`` (requests that had
         to give up their KV cache)."""

@@ -16,7 +16,7 @@ from agentrl_core.engine_kit.memory_files import SharedMemoryOf
 from agentrl_core.engine_kit.model_tensors import ModelTensors
 from agentrl_core.engine_kit.requests import check_request, read_model_config
 from agentrl_engine_vllm.config import VLLMConfig
-from agentrl_engine_vllm.counters import Counters
+from agentrl_engine_vllm.counters import Counters, StepCounter
 from agentrl_engine_vllm.follower import VLLMFollower
 from agentrl_engine_vllm.launch import BACKEND, check_installed, engine_arguments, environment
 from agentrl_engine_vllm.requests import sampling_arguments, token_output
@@ -39,6 +39,7 @@ class VLLMEngine(InferenceEngine):
         self._config = config
         self._context = context
         self._counters = Counters()
+        self._steps = StepCounter()
         self._requests: dict[str, asyncio.Future[TokenOutput | None]] = {}
         self._waiting: dict[str, asyncio.Future[bool]] = {}
         self._calls: set[asyncio.Future[TokenOutput]] = set()
@@ -69,7 +70,7 @@ class VLLMEngine(InferenceEngine):
         others = set(multiprocessing.active_children())
         try:
             # It takes a minute, in which this process must be able to say how it is.
-            self._llm = await asyncio.to_thread(_make, arguments, self._closing)
+            self._llm = await asyncio.to_thread(_make, arguments, self._steps, self._closing)
             await self._llm.collective_rpc("agentrl_score_whole_distribution")
             await self._llm.update_weight_version(str(self._version))
             started = set(multiprocessing.active_children()) - others
@@ -101,6 +102,11 @@ class VLLMEngine(InferenceEngine):
             raise
         except Exception as error:
             raise EngineError(f"vLLM has ended: {error}") from error
+
+    async def progress(self) -> float:
+        """Steps whose results have come from vLLM's processes."""
+        self._running()
+        return float(self._steps.steps)
 
     def metrics(self) -> dict[str, float]:
         """``prompt_tokens`` (``cached_tokens`` of them not computed again)."""
@@ -297,7 +303,7 @@ class VLLMEngine(InferenceEngine):
                 self._open("sleep")
 
 
-def _make(arguments: dict[str, Any], closing: threading.Event) -> Any:
+def _make(arguments: dict[str, Any], steps: StepCounter, closing: threading.Event) -> Any:
     """An AsyncLLM; raises EngineError where nobody waits for it any more."""
     from vllm import AsyncEngineArgs
     from vllm.config import WeightTransferConfig
@@ -305,7 +311,7 @@ def _make(arguments: dict[str, Any], closing: threading.Event) -> Any:
 
     engine_args = AsyncEngineArgs(weight_transfer_config=WeightTransferConfig(backend=BACKEND), **arguments)
     # A thread cannot be cancelled.
-    llm = None if closing.is_set() else AsyncLLM.from_engine_args(engine_args)
+    llm = None if closing.is_set() else AsyncLLM.from_engine_args(engine_args, stat_loggers=[steps])
     if closing.is_set():
         if llm is not None:
             llm.shutdown()

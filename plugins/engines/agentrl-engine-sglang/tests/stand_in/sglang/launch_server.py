@@ -11,6 +11,7 @@ import json
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 from aiohttp import web
@@ -36,6 +37,7 @@ class Server:
         self.moving = asyncio.Event()
         self.moving.set()
         self.aborted: dict[str, asyncio.Event] = {}
+        self.published = 0.0
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -126,6 +128,12 @@ class Server:
     async def health(self, request: web.Request) -> web.Response:
         return web.Response()
 
+    async def loads(self, request: web.Request) -> web.Response:
+        """A scheduler publishes while it computes."""
+        if self.aborted:
+            self.published = time.time()
+        return web.json_response({"loads": [{"dp_rank": 0, "timestamp": self.published}]})
+
     async def model_info(self, request: web.Request) -> web.Response:
         return web.json_response({"model_path": self.model_path, "weight_version": self.version})
 
@@ -166,6 +174,7 @@ async def application(arguments: argparse.Namespace) -> web.Application:
     app.add_routes(
         [
             web.get("/health", server.health),
+            web.get("/v1/loads", server.loads),
             web.get("/model_info", server.model_info),
             web.post("/generate", server.generate),
             web.post("/abort_request", server.abort),

@@ -28,8 +28,9 @@ class AsyncLLM:
         self.sizes: list[int] = []
 
     @classmethod
-    def from_engine_args(cls, args: AsyncEngineArgs) -> "AsyncLLM":
+    def from_engine_args(cls, args: AsyncEngineArgs, stat_loggers: list[Any]) -> "AsyncLLM":
         cls.last = cls(args.arguments)
+        cls.last.stat_loggers = [factory(None, 0) for factory in stat_loggers]
         return cls.last
 
     async def collective_rpc(self, name: str) -> list[None]:
@@ -63,6 +64,8 @@ class AsyncLLM:
                     break
                 if not self.moving or len(ids) == self.most_tokens:
                     continue
+                for logger in self.stat_loggers:
+                    logger.record(engine_idx=0, scheduler_stats=None, iteration_stats=None, mm_cache_stats=None)
                 ids.append((sum(start) + sum(ids) + 1000 * int(self.version)) % VOCAB)
                 if not spans or spans[-1].version != self.version:
                     spans.append(Span(self.version, len(ids) - 1, len(ids)))
