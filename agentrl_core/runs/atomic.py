@@ -1,5 +1,6 @@
 """Writes whole files, so that no reader ever sees half of one, even after a kill."""
 
+import hashlib
 import os
 from contextlib import suppress
 from pathlib import Path
@@ -25,3 +26,10 @@ def replace_file(path: Path, content: str | bytes) -> None:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def flushed_checksum(path: Path) -> str:
+    """SHA-256 of a file, whose content is on the disk now."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,5 +1,7 @@
 """Checkpoints: written to a temporary name and renamed, so that those on disk are always complete.
 
+The training processes write in the background; each hashes what it wrote, and the driver publishes what is whole.
+
 checkpoints/step-000010/
   actor/            weights in Hugging Face layout, tokenizer
     training/       distributed checkpoint: weights, optimizer, schedule, random generators
@@ -15,9 +17,9 @@ checkpoints/best    link to the best by trainer.checkpoint.best_metric
 import hashlib
 import json
 import logging
-import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -32,6 +34,7 @@ from agentrl_core.config.slots import all_slots
 from agentrl_core.config.writing import leaves, plain, written
 from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock
+from agentrl_core.runs.atomic import flushed_checksum
 from agentrl_core.runs.run_dir import CHECKPOINT, entries
 from agentrl_core.trainer.health import Streak
 from agentrl_core.workers.model_files import check_weights
@@ -88,39 +91,70 @@ class CheckpointStore:
     def path(self, step: int) -> Path:
         return self.directory / f"step-{step:06d}"
 
+    def aside(self, step: int) -> Path:
+        """Where a checkpoint is before it is whole."""
+        return self.path(step).with_name(f".{self.path(step).name}.writing")
+
     def save(self, state: TrainerState, write: Callable[[Path], None]) -> Path:
-        """Write a checkpoint with ``write(directory)`` and make it the latest; delete older ones.
+        """Write a whole checkpoint with ``write(directory)`` and publish it."""
+        self.begin(state, write)
+        return self.publish(state, {})
+
+    def begin(self, state: TrainerState, write: Callable[[Path], None]) -> None:
+        """Let ``write(directory)`` write a checkpoint, or begin to.
 
         Raises:
-            ActorDiedError: a training process died meanwhile; nothing incomplete is left.
-            CheckpointError: it could not be written, because of a full disk for example; nothing incomplete is left.
+            ActorDiedError, CheckpointError: as :meth:`reported`.
         """
-        path = self.path(state.step)
-        aside = path.with_name(f".{path.name}.writing")
-        shutil.rmtree(aside, ignore_errors=True)
-        try:
+        aside = self.aside(state.step)
+        with self.reported(state):
+            shutil.rmtree(aside, ignore_errors=True)
             aside.mkdir(parents=True)
             write(aside)
+
+    def publish(self, state: TrainerState, checksums: Mapping[str, str]) -> Path:
+        """Make what is written a checkpoint, and the latest; delete older ones.
+
+        Args:
+            checksums: of files that are known, and flushed, by their path in it.
+
+        Raises:
+            ActorDiedError, CheckpointError: as :meth:`reported`.
+        """
+        path, aside = self.path(state.step), self.aside(state.step)
+        with self.reported(state):
             (aside / STATE_FILE).write_text(json.dumps(asdict(state), indent=2) + "\n", encoding="utf-8")
             files = [file for file in sorted(aside.rglob("*")) if file.is_file()]
-            checksums = {str(file.relative_to(aside)): _checksum(file) for file in files}
-            (aside / CHECKSUM_FILE).write_text(json.dumps(checksums, indent=2) + "\n", encoding="utf-8")
-            _flush(aside)
+            names = {str(file.relative_to(aside)): file for file in files}
+            known = {name: checksums.get(name) or flushed_checksum(file) for name, file in names.items()}
+            (aside / CHECKSUM_FILE).write_text(json.dumps(known, indent=2) + "\n", encoding="utf-8")
+            flushed_checksum(aside / CHECKSUM_FILE)
             _remove(path)
             aside.rename(path)
-        except (KeyboardInterrupt, SystemExit, ActorDiedError):
-            raise
-        except BaseException as error:  # noqa: BLE001 - torch's CheckpointException is no Exception
+        self.mark(state)
+        self._prune(state.best_step)
+        return path
+
+    @contextmanager
+    def reported(self, state: TrainerState) -> Iterator[None]:
+        """Part of the work on a checkpoint that is not whole yet; where it fails nothing is left.
+
+        Raises:
+            ActorDiedError: a training process died meanwhile.
+            CheckpointError: it could not be written, because of a full disk for example.
+        """
+        path = self.path(state.step)
+        try:
+            yield
+        except BaseException as error:
+            shutil.rmtree(self.aside(state.step), ignore_errors=True)
+            if isinstance(error, KeyboardInterrupt | SystemExit | ActorDiedError):
+                raise
             # A full disk is an OSError to Python, a RuntimeError to torch and a SafetensorError to safetensors.
             free = shutil.disk_usage(self.directory).free / 2**30 if self.directory.exists() else 0.0
             raise CheckpointError(
                 f"{path} cannot be written: {_reason(error)}. Check space and rights there ({free:.1f} GiB are free)"
             ) from error
-        finally:
-            shutil.rmtree(aside, ignore_errors=True)
-        self.mark(state)
-        self._prune(state.best_step)
-        return path
 
     def mark(self, state: TrainerState) -> None:
         """Point ``latest`` to the checkpoint of this state, and ``best`` to the best one up to there."""
@@ -300,11 +334,3 @@ def _remove(checkpoint: Path) -> None:
         shutil.rmtree(aside, ignore_errors=True)
         checkpoint.rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
-
-
-def _flush(directory: Path) -> None:
-    """Flush files to disk before the rename makes them the checkpoint."""
-    for file in directory.rglob("*"):
-        if file.is_file():
-            with file.open("rb") as handle:
-                os.fsync(handle.fileno())

@@ -69,6 +69,8 @@ class Run:
         self._store = CheckpointStore(self._directory.checkpoints_dir, config.trainer.checkpoint.keep)
         self._checkpoint: Path | None = None
         self._state = TrainerState(0, None, None, data_fingerprint)
+        self._written: TrainerState | None = None
+        """That of the checkpoint that is being written."""
         self._previous: RunState | None = None
         self.first_step = 1
         """The first step that this process runs; known once the run records."""
@@ -237,20 +239,18 @@ class Run:
         self.hooks.on_run_end(status=status)
 
     def has_checkpoint(self, step: int) -> bool:
-        """Whether this step's checkpoint is on disk."""
+        """Whether this step's checkpoint is on disk, or on its way there."""
         return self._state.step == step
 
-    def save_checkpoint(self, step: int, actor: Actor, critic: Critic | None, metrics: Mapping[str, float]) -> Path:
-        """Write a checkpoint of ``step`` with its metrics, which a killed run may not have logged yet."""
+    def save_checkpoint(self, step: int, actor: Actor, critic: Critic | None, metrics: Mapping[str, float]) -> None:
+        """Begin to write a checkpoint of ``step`` with its metrics, which a killed run may not have logged yet.
+
+        The training processes write it in the background; :meth:`publish_checkpoint` makes it one.
+        """
 
         def write(directory: Path) -> None:
-            actor.save_checkpoint(str(directory / "actor"))
-            copy_tokenizer(Path(self._config.model.path), directory / "actor")
-            if critic is not None:
-                critic.save_checkpoint(str(directory / "critic"))
-            _check_written(directory)
-            shutil.copy(self._directory.config_file, directory / "config.yaml")
-            shutil.copy(self._directory.lock_file, directory / "plugins.lock.json")
+            for role, worker in _savers(actor, critic).items():
+                worker.save_checkpoint(str(directory / role), background=True)
 
         self._state = replace(
             self._state,
@@ -260,7 +260,33 @@ class Run:
             algorithm=self._algorithm.state,
             streaks=[replace(streak) for streak in self.health.streaks],
         )
-        return self._store.save(self._state, write)
+        self._store.begin(self._state, write)
+        self._written = self._state
+
+    def publish_checkpoint(self, actor: Actor, critic: Critic | None, wait: bool) -> tuple[int, Path] | None:
+        """Publish the checkpoint that is being written if it is whole, or wait for that; its step and path.
+
+        Returns None where there is nothing to publish (yet).
+
+        Raises:
+            ActorDiedError, CheckpointError: it could not be written; nothing of it is left.
+        """
+        state = self._written
+        if state is None:
+            return None
+        directory, checksums = self._store.aside(state.step), dict[str, str]()
+        with self._store.reported(state):
+            for role, worker in _savers(actor, critic).items():
+                for files in worker.checkpoint_written(wait):
+                    if files is None:
+                        return None
+                    checksums |= {f"{role}/{name}": checksum for name, checksum in files.items()}
+            self._written = None
+            copy_tokenizer(Path(self._config.model.path), directory / "actor")
+            _check_written(directory)
+            shutil.copy(self._directory.config_file, directory / "config.yaml")
+            shutil.copy(self._directory.lock_file, directory / "plugins.lock.json")
+        return state.step, self._store.publish(state, checksums)
 
     def note_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Remember the best value of ``trainer.checkpoint.best_metric``; return whether this step has it."""
@@ -297,6 +323,10 @@ class Run:
         self._finished = step
         self._directory.write_state(self._status, step, self.health.warnings)
         self.hooks.on_step_end(step=step, metrics=metrics)
+
+
+def _savers(actor: Actor, critic: Critic | None) -> dict[str, Actor | Critic]:
+    return {"actor": actor, **({"critic": critic} if critic is not None else {})}
 
 
 def _check_written(checkpoint: Path) -> None:

@@ -7,7 +7,7 @@ estimators that compare samples.
 
 import logging
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -148,7 +148,13 @@ class Trainer:
                 self.run.log(0, self._measured(self.validate(0)), self.timer.spans)
             self.stop.may_finish_step = True
             with shared_memory_recorded():
-                yield
+                try:
+                    yield
+                except AgentRLError:
+                    # What failed may have nothing to do with the checkpoint that is being written.
+                    with suppress(AgentRLError):
+                        self._publish_checkpoint()
+                    raise
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
@@ -184,8 +190,14 @@ class Trainer:
     def _save_last(self) -> None:
         """Save a checkpoint if a signal stopped the run after its last step was finished as an ordinary one."""
         if not self.run.has_checkpoint(self.step):
-            saved = self.run.save_checkpoint(self.step, self.roles.actor, self.roles.critic, {})
-            self.run.hooks.on_checkpoint_saved(step=self.step, path=saved)
+            self.run.save_checkpoint(self.step, self.roles.actor, self.roles.critic, {})
+        self._publish_checkpoint()
+
+    def _publish_checkpoint(self, wait: bool = True) -> None:
+        """Publish the checkpoint that is being written, if there is one and it is whole, or wait for that."""
+        published = self.run.publish_checkpoint(self.roles.actor, self.roles.critic, wait)
+        if published is not None:
+            self.run.hooks.on_checkpoint_saved(step=published[0], path=published[1])
 
     def batches(self) -> Iterator[tuple[int, PromptBatch]]:
         """Yield the prompts of each remaining step, ``rollout.n`` rows per prompt."""
@@ -350,8 +362,9 @@ class Trainer:
     def finish_step(
         self, step: int, results: list[TrajectoryResult], batch: DataProto, metrics: dict[str, float]
     ) -> None:
-        """Write records, validate, save a checkpoint, and report to trackers and hooks."""
+        """Write records, validate, begin a checkpoint, and report to trackers and hooks."""
         self.step = step
+        self._publish_checkpoint(wait=False)
         self.preparation.data.update(step, [result for result in results if not result.further])
         # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
@@ -371,14 +384,12 @@ class Trainer:
         metrics = self._measured(metrics)
         best = self.run.note_best(step, metrics)
         interval = self.config.trainer.checkpoint.interval
-        saved = None
         # Before the trackers: one that hangs or stops the run must not lose the step.
         if last or best or (interval and step % interval == 0):
             with self.timer.phase("checkpoint"):
-                saved = self.run.save_checkpoint(step, self.roles.actor, self.roles.critic, metrics)
+                self._publish_checkpoint()
+                self.run.save_checkpoint(step, self.roles.actor, self.roles.critic, metrics)
         self.run.log(step, metrics | self.timer.take(), self.timer.spans)
-        if saved is not None:
-            self.run.hooks.on_checkpoint_saved(step=step, path=saved)
 
     def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Add timings and resources to metrics."""

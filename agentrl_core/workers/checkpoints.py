@@ -1,24 +1,32 @@
 """The state of a training worker on disk: torch's distributed checkpoint (DCP).
 
 Each rank writes its own shards of model and optimizer, and a checkpoint is read by any number of ranks, one included.
+It is written from a copy in host memory, so that training goes on meanwhile and nothing comes back to the device.
 """
 
 import pickle
+import re
+import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from agentrl_core.api.errors import CheckpointError
+from agentrl_core.runs.atomic import flushed_checksum
 from agentrl_core.workers.data_parallel import DataParallel
 from agentrl_core.workers.optimizer import ScheduledAdamW
 
@@ -32,6 +40,9 @@ METADATA_GLOBALS = (
 )  # fmt: skip
 STATE_FOLDER = "training"
 """Beside the weights that transformers reads."""
+_WEIGHTS = "model."
+_SHARD = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
+T = TypeVar("T")
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -56,12 +67,66 @@ class MetadataReader(FileSystemReader):
         return metadata
 
 
-def save_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, parallel: DataParallel) -> None:
-    """Weights, moments, schedule and this rank's generators; all ranks must call this."""
-    state = {**_weights(model), **_moments(optimizer), **_generators(parallel), "steps": torch.tensor(optimizer.steps)}
+def copied_state(
+    model: nn.Module, optimizer: ScheduledAdamW, parallel: DataParallel, group: ProcessGroup | None
+) -> dict[str, Tensor]:
+    """Copies in host memory of weights, moments, schedule and this rank's generators.
+
+    Args:
+        group: of all ranks, for what is done with the copies; None for a single rank.
+    """
+    mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
+    # With the variables themselves tied weights are one object, and stay one.
+    weights = {_WEIGHTS + name: tensor for name, tensor in model.state_dict(keep_vars=True).items()}
+    state = {**weights, **_moments(optimizer), **_generators(parallel), "steps": torch.tensor(optimizer.steps)}
+    copies = {id(tensor): _copy(tensor, mesh) for tensor in {id(each): each for each in state.values()}.values()}
+    return {name: copies[id(tensor)] for name, tensor in state.items()}
+
+
+def copied_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The model's weights among what :func:`copied_state` returns, by their names in the model."""
+    return {name.removeprefix(_WEIGHTS): tensor for name, tensor in state.items() if name.startswith(_WEIGHTS)}
+
+
+def _copy(tensor: Tensor, mesh: DeviceMesh | None) -> Tensor:
+    own = tensor.detach()
+    if not isinstance(own, DTensor):
+        return own.to("cpu", copy=True)
+    assert mesh is not None, "sharded tensors have several ranks"
+    local = own.to_local().to("cpu", copy=True)
+    return DTensor.from_local(local, mesh, own.placements, run_check=False, shape=own.shape, stride=own.stride())
+
+
+def in_thread(function: Callable[[], T]) -> "Future[T]":
+    """Call a function in a thread that does not keep the process alive; without gradients."""
+    future: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                future.set_result(function())
+        except BaseException as error:  # noqa: BLE001 - it is raised where the result is asked for
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="agentrl-checkpoint", daemon=True).start()
+    return future
+
+
+def checksums_of_rank(path: str, rank: int) -> dict[str, str]:
+    """SHA-256 of the files below ``path`` that a rank has written, by their relative path; they are on the disk now."""
+    found = {}
+    for file in sorted(Path(path).rglob("*")):
+        shard = _SHARD.fullmatch(file.name)
+        if file.is_file() and rank == (int(shard["rank"]) if shard else 0):
+            found[str(file.relative_to(path))] = flushed_checksum(file)
+    return found
+
+
+def save_training_state(path: str, state: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
+    """Write what :func:`copied_state` returns; all ranks must call this."""
     try:
         with _quiet():
-            save(state, checkpoint_id=_folder(path), no_dist=parallel.size == 1)
+            save(dict(state), checkpoint_id=_folder(path), process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a BaseException, which a caller's "except Exception" would miss
         raise CheckpointError(f"{_folder(path)}: {_cause(error)}") from error
 
@@ -134,7 +199,7 @@ def _folder(path: str) -> str:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {f"model.{name}": tensor for name, tensor in model.state_dict().items()}
+    return {_WEIGHTS + name: tensor for name, tensor in model.state_dict().items()}
 
 
 def _moments(optimizer: ScheduledAdamW) -> dict[str, Tensor]:

@@ -3,6 +3,7 @@
 Shapes: b rows, r response tokens and l = p + r tokens of a micro-batch, n of its response tokens, H hidden size.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -103,10 +104,14 @@ class CriticWorker(TrainingWorker):
             token_values["clip_fraction"] = (losses_br > unclipped_br).float()
         return MicroLoss(loss, token_values=token_values)
 
-    def _save(self, path: str) -> None:
-        save_model(self._model.backbone, path)
+    def _save(self, path: str, weights: Mapping[str, Tensor]) -> None:
+        save_model(self._model.backbone, path, _below("backbone.", weights))
         head: dict[str, Tensor] = {}
-        for tensors in ModelWeights(self._model.value_head).buckets(FILE_BYTES):
+        for tensors in ModelWeights(self._model.value_head, tensors=_below("value_head.", weights)).buckets(FILE_BYTES):
             head |= tensors
         if self._parallel.is_first:
             save_file(head, Path(path) / VALUE_HEAD_FILE)
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from agentrl_core.api.errors import AgentRLError, WorkerError
 from agentrl_core.controller import Worker
@@ -19,6 +20,9 @@ from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks
 T = TypeVar("T")
 DP_AXIS = "dp"
 JOIN_TIMEOUT = timedelta(minutes=10)
+COLLECTIVE_TIMEOUT = timedelta(hours=2)
+"""A rank may wait for another that loads a large model or writes a checkpoint; one that died or is frozen is noticed
+sooner, by whoever started it."""
 
 
 def _plan_collective(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
@@ -71,6 +75,7 @@ class DataParallel:
                     f"rank {worker.rank} of {worker.world_size} cannot reach the others at {address}: {error}; the "
                     "nodes must reach each other by TCP (GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name the interface)"
                 ) from error
+            _set_pg_timeout(COLLECTIVE_TIMEOUT)
         mesh = init_device_mesh(device.type, (worker.world_size,), mesh_dim_names=(DP_AXIS,))
         return cls(worker.rank, mesh, owns_group)
 
@@ -83,6 +88,13 @@ class DataParallel:
     def is_first(self) -> bool:
         """This is rank 0, which writes files and keeps what is gathered."""
         return self.rank == 0
+
+    def another_group(self) -> dist.ProcessGroup | None:
+        """A group of the same ranks for another thread, on the host; None for a single rank. All ranks must call this.
+
+        Collectives of two threads in one group would meet those of the other thread.
+        """
+        return None if self.size == 1 else dist.new_group(backend="gloo", timeout=COLLECTIVE_TIMEOUT)
 
     def largest(self, value: int) -> int:
         """The largest of the ranks' values."""

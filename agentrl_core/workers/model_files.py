@@ -1,6 +1,7 @@
 """A model as Hugging Face files: what `agentrl export` copies and transformers loads."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 from zipfile import is_zipfile
@@ -9,11 +10,10 @@ import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.plugins.boundary import boundary
-from agentrl_core.workers.models import quiet_progress
 from agentrl_core.workers.weights import ModelWeights
 
 FILE_BYTES = 4 << 30
@@ -22,28 +22,29 @@ _INDEX = "model.safetensors.index.json"
 _PICKLED = "pytorch_model*.bin", "pytorch_model.bin.index.json"
 
 
-def save_model(model: Any, path: str, file_bytes: int = FILE_BYTES) -> None:
+def save_model(
+    model: Any, path: str, tensors: Mapping[str, Tensor] | None = None, file_bytes: int = FILE_BYTES
+) -> None:
     """Config and safetensors in Hugging Face layout, in the weights' own dtype.
 
     Where the model is sharded all ranks must call this; rank 0 writes one file after the other.
+
+    Args:
+        tensors: its weights, in place of those that the model has now.
     """
-    if not any(isinstance(parameter, DTensor) for parameter in model.parameters()):
-        with quiet_progress():
-            model.save_pretrained(path)
-        return
-    folder, is_first = Path(path), dist.get_rank() == 0
+    folder, weights = Path(path), ModelWeights(model, tensors=tensors)
+    is_first = not weights.is_sharded or dist.get_rank() == 0
     if is_first:
         folder.mkdir(parents=True, exist_ok=True)
         model.config.save_pretrained(path)
         if getattr(model, "generation_config", None) is not None:
             model.generation_config.save_pretrained(path)
-    weights = ModelWeights(model)
     count, total = len(weights.layout(file_bytes)), 0
     files: dict[str, str] = {}
-    for number, tensors in enumerate(weights.buckets(file_bytes), 1):
+    for number, bucket in enumerate(weights.buckets(file_bytes), 1):
         if is_first:
             file = "model.safetensors" if count == 1 else f"model-{number:05d}-of-{count:05d}.safetensors"
-            whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
+            whole = {name: tensor.contiguous() for name, tensor in bucket.items()}
             save_file(whole, folder / file, metadata={"format": "pt"})
             files.update(dict.fromkeys(whole, file))
             total += sum(tensor.nbytes for tensor in whole.values())

@@ -4,20 +4,29 @@ Actor, critic and reference say only what they compute.
 """
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.controller import Dispatch, Worker, register
 from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, collect_batch, plan_dp_compute_proto
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.checkpoints import load_training_state, save_training_state
+from agentrl_core.workers.checkpoints import (
+    checksums_of_rank,
+    copied_state,
+    copied_weights,
+    in_thread,
+    load_training_state,
+    save_training_state,
+)
 from agentrl_core.workers.data_parallel import DataParallel
 from agentrl_core.workers.log_probs import response_logits
 from agentrl_core.workers.micro_batching import (
@@ -202,6 +211,8 @@ class TrainingWorker(ModelWorker):
     def __init__(self, config: ResolvedConfig, total_optimizer_steps: int) -> None:
         super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
+        self._checkpoint_group: ProcessGroup | None = None
+        self._writing: Future[dict[str, str]] | None = None
 
     def _ready(self) -> Offload:
         if self.config.model.gradient_checkpointing:
@@ -229,16 +240,35 @@ class TrainingWorker(ModelWorker):
         return self._optimizer.bytes_to_come
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str) -> None:
-        with self._offload.on_device():
-            self._save(path)
-            save_training_state(path, self._model, self._optimizer, self._parallel)
+    def save_checkpoint(self, path: str, background: bool = False) -> None:
+        """Copy the state to host memory and write it from there; in the ``background`` return after the copy."""
+        self.checkpoint_written()
+        if self._checkpoint_group is None:
+            self._checkpoint_group = self._parallel.another_group()
+        group = self._checkpoint_group
+        state = copied_state(self._model, self._optimizer, self._parallel, group)
 
-    def _save(self, path: str) -> None:
-        """Write what transformers loads."""
-        save_model(self._model, path)
+        def write() -> dict[str, str]:
+            self._save(path, copied_weights(state))
+            save_training_state(path, state, group)
+            return checksums_of_rank(path, self._parallel.rank)
+
+        self._writing = in_thread(write)
+        if not background:
+            self.checkpoint_written()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def checkpoint_written(self, wait: bool = True) -> dict[str, str] | None:
+        """What this rank has written of the last checkpoint; None while it writes, unless it shall ``wait``."""
+        writing = self._writing
+        if writing is None:
+            return {}
+        return writing.result() if wait or writing.done() else None
+
+    def _save(self, path: str, weights: Mapping[str, Tensor]) -> None:
+        """Write these weights of the model as transformers loads them."""
+        save_model(self._model, path, weights)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        with self._offload.on_device():
-            load_training_state(path, self._model, self._optimizer, self._parallel)
+        load_training_state(path, self._model, self._optimizer, self._parallel)

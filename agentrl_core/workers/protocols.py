@@ -75,8 +75,17 @@ class Actor(Protocol):
         row has a gradient, the weights stay as they are, and the metrics are those of a forward pass.
         """
 
-    def save_checkpoint(self, path: str) -> object:
-        """Write weights in Hugging Face layout, and what :meth:`load_checkpoint` reads. The caller makes it atomic."""
+    def save_checkpoint(self, path: str, background: bool = False) -> object:
+        """Write weights in Hugging Face layout, and what :meth:`load_checkpoint` reads. The caller makes it atomic.
+
+        It is written from a copy in host memory; in the ``background`` this returns once the copy is made.
+        """
+
+    def checkpoint_written(self, wait: bool = True) -> list[dict[str, str] | None]:
+        """Of each rank, SHA-256 of the files of the last checkpoint that it wrote, by their path in it.
+
+        None where it still writes; with ``wait`` this waits. Raises what the write raised.
+        """
 
     def load_checkpoint(self, path: str) -> object:
         """Go on where :meth:`save_checkpoint` was called, by any number of ranks. Raises CheckpointError."""
@@ -125,8 +134,11 @@ class Critic(Protocol):
         Reads also ``values``, ``returns`` and ``meta_info["seed"]``.
         """
 
-    def save_checkpoint(self, path: str) -> object:
-        """Write backbone, value head, and what :meth:`load_checkpoint` reads. The caller makes it atomic."""
+    def save_checkpoint(self, path: str, background: bool = False) -> object:
+        """Write backbone, value head, and what :meth:`load_checkpoint` reads; see the actor's."""
+
+    def checkpoint_written(self, wait: bool = True) -> list[dict[str, str] | None]:
+        """See the actor's."""
 
     def load_checkpoint(self, path: str) -> object:
         """Go on where :meth:`save_checkpoint` was called, by any number of ranks. Raises CheckpointError."""

@@ -39,10 +39,14 @@ class ModelWeights:
         model: its parameters keep their names, shapes and dtypes; new ones in their places are noticed.
         dtype: of the weights that leave, except for those that transformers keeps in float32 in a model of that dtype;
             None: as they are stored.
+        tensors: its weights by name, in place of those that the model has now.
     """
 
-    def __init__(self, model: nn.Module, dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, dtype: torch.dtype | None = None, tensors: Mapping[str, Tensor] | None = None
+    ) -> None:
         self._model = model
+        self._tensors = tensors
         self._dtype = dtype
         # As transformers matches them when it loads a model in that dtype.
         kept = model._get_dtype_plan(dtype) if dtype is not None and isinstance(model, PreTrainedModel) else {}
@@ -59,10 +63,15 @@ class ModelWeights:
     def _own(self) -> Iterator[tuple[str, Tensor]]:
         # By identity: ranks without a part of a small tensor would find all of those at the same address.
         seen: set[int] = set()
-        for name, tensor in self._model.state_dict(keep_vars=True).items():
+        for name, tensor in (self._tensors or self._model.state_dict(keep_vars=True)).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor.detach()
+
+    @property
+    def is_sharded(self) -> bool:
+        """Several ranks hold parts of them."""
+        return _is_sharded(dict(self._own()))
 
     def _dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
         """In which this tensor leaves."""

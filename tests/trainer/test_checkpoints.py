@@ -1,17 +1,25 @@
 """Runs that go on from a checkpoint, and why some may not."""
 
+import functools
 import hashlib
 import json
 import logging
+import signal
+import subprocess
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError
+from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError, RolloutError
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.trainer.checkpoint import CHECKSUM_FILE, checkpoint_path
+from agentrl_core.trainer import Trainer
+from agentrl_core.trainer.checkpoint import CHECKSUM_FILE, checkpoint_path, read_state
+from agentrl_core.trainer.run import Run
+from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.checkpoints import save_training_state
 
 Fit = Callable[..., RunDir]
@@ -279,3 +287,108 @@ def test_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
     checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
     assert (checkpoints / "latest").resolve() == checkpoints / "step-000002"
     assert sorted(entry.name for entry in checkpoints.iterdir()) == ["latest", "step-000001", "step-000002"]
+
+
+def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it(
+    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first checkpoint is held up until the second step has been trained, and has the state of the first."""
+    trained, steps = threading.Event(), []
+    update = ActorWorker.update
+
+    def noted(worker: ActorWorker, batch: Any) -> Any:
+        metrics = update(worker, batch)
+        steps.append(len(steps) + 1)
+        if len(steps) == 2:
+            trained.set()
+        return metrics
+
+    def save(path: str, *state: Any) -> None:
+        assert trained.wait(60), "training waits for the checkpoint"
+        save_training_state(path, *state)
+
+    monkeypatch.setattr(ActorWorker, "update", functools.wraps(update)(noted))
+    monkeypatch.setattr("agentrl_core.workers.model_worker.save_training_state", save)
+    changes = {
+        "trainer.steps": 2, "trainer.checkpoint.interval": 1, "actor.optimizer.lr": 0.01, "rollout.deterministic": True,
+    }  # fmt: skip
+    run = fit(changes)
+    first, second = (run.checkpoints_dir / f"step-00000{step}" for step in (1, 2))
+    assert checkpoint_path(first) and checkpoint_path(second)
+    alone = fit({**changes, "trainer.steps": 1, "trainer.name": "alone"})
+    weights = "actor/model.safetensors"
+    assert (first / weights).read_bytes() == (alone.checkpoints_dir / "step-000001" / weights).read_bytes()
+    assert (first / weights).read_bytes() != (second / weights).read_bytes()
+
+
+def test_a_write_that_fails_in_the_background_ends_the_run_at_the_next_step(
+    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def save(path: str, *state: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("agentrl_core.workers.model_worker.save_training_state", save)
+    # The second step must find the failure, however quick it is.
+    monkeypatch.setattr(Run, "publish_checkpoint", waiting(Run.publish_checkpoint))
+    with pytest.raises(CheckpointError, match="step-000001 cannot be written: .*No space left"):
+        fit({"trainer.steps": 5, "trainer.checkpoint.interval": 1})
+    run = RunDir(tmp_path / "runs" / "tiny")
+    assert [row["step"] for row in run.read_metrics()] == [1]
+    assert list(run.checkpoints_dir.iterdir()) == []
+
+
+def waiting(publish: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda run, actor, critic, wait: publish(run, actor, critic, True)
+
+
+def test_an_error_elsewhere_does_not_cost_the_checkpoint_that_is_being_written(
+    fit: Fit, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(trainer: Trainer, step: int, results: Any) -> None:
+        if step == 2:
+            raise RolloutError("too many failed")
+        return score(trainer, step, results)
+
+    score = Trainer.score
+    monkeypatch.setattr(Trainer, "score", fail)
+    monkeypatch.setattr(Run, "publish_checkpoint", late(Run.publish_checkpoint))
+    with pytest.raises(RolloutError, match="too many failed"):
+        fit({"trainer.steps": 3, "trainer.checkpoint.interval": 1})
+    latest = tmp_path / "runs" / "tiny" / "checkpoints" / "latest"
+    assert read_state(checkpoint_path(latest)).step == 1
+
+
+def late(publish: Callable[..., Any]) -> Callable[..., Any]:
+    """As if the checkpoint were never whole before somebody waits for it."""
+    return lambda run, actor, critic, wait: publish(run, actor, critic, True) if wait else None
+
+
+KILLED = """
+import os, signal, sys
+from agentrl_core.config import load_config
+from agentrl_core.trainer import Trainer
+from agentrl_core.workers import model_worker
+
+save = model_worker.save_training_state
+
+def killed(path, *state):
+    if "step-000002" in path:
+        # Weights are there already, the rest is not.
+        os.kill(os.getpid(), signal.SIGKILL)
+    save(path, *state)
+
+model_worker.save_training_state = killed
+Trainer(load_config(sys.argv[1], ["trainer.steps=3", "trainer.checkpoint.interval=1"])).fit()
+"""
+
+
+def test_a_kill_during_the_write_leaves_the_older_checkpoint_whole(tiny_run: Any, fit: Fit, tmp_path: Path) -> None:
+    path = tiny_run({})
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)], cwd=tmp_path, capture_output=True, text=True)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
+    assert (checkpoints / ".step-000002.writing" / "actor" / "model.safetensors").is_file()
+    assert checkpoint_path(checkpoints / "latest") == checkpoints / "step-000001"
+    run = fit({"trainer.steps": 3, "trainer.resume": "auto", "trainer.checkpoint.interval": 1})
+    assert [row["step"] for row in run.read_metrics()] == [1, 2, 3]
+    assert not (checkpoints / ".step-000002.writing").exists()

@@ -101,7 +101,7 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def export_in_parts(self, path: str, file_bytes: int) -> None:
-            save_model(self.module, path, file_bytes)
+            save_model(self.module, path, file_bytes=file_bytes)
 
     return {
         "actor": ClassWithInitArgs(Actor, config, 100),
