@@ -132,7 +132,7 @@ class Fleet:
     def processes(self, replica: int) -> list[psutil.Process]:
         """The actor's process, and all that it has started; notes what memory they share."""
         pid, _ = self.runtime.run(self.replicas.servers[replica].call("process"))
-        pids = sorted(family(pid))
+        pids = [pid, *sorted(family(pid) - {pid})]
         self.memory.update(*map(mapped_memory, pids))
         return [psutil.Process(each) for each in pids]
 
@@ -237,6 +237,7 @@ def kill_when(victim: psutil.Process, mark: Path) -> None:
 @pytest.mark.parametrize("who", ["actor", "child"])
 def test_a_process_that_dies_in_the_middle_of_an_update(fleet: Fleet, who: str) -> None:
     restarts, (actor, *children) = fleet.restarts(), fleet.processes(1)
+    fleet.models.folder(fleet.seed + 1)
     victim = actor if who == "actor" else max(children, key=lambda each: each.memory_info().rss)
     # Stopped, it cannot end the update before it is killed.
     victim.suspend()
