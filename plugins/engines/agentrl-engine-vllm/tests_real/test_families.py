@@ -12,6 +12,7 @@ from tests_real.engine_suite import check_sampling_and_updates, started
 from tests_real.families import FAMILIES, FamilyModels
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_updates_reach_every_layer(tmp_path: Path, run: Any, family: str) -> None:
     with started(run, partial(make_engine, VLLMConfig()), FamilyModels(tmp_path, family)) as case:
