@@ -44,7 +44,10 @@ from agentrl_core.trainer.signals import StopRequest
 from agentrl_core.trainer.skipped_updates import SkippedUpdates
 from agentrl_core.trainer.teacher_context import add_teacher_prompts, as_the_teacher_reads
 from agentrl_core.trainer.validation import validate
+from agentrl_core.workers.actor import FREE_COLUMNS, update_columns
+from agentrl_core.workers.critic import UPDATE_COLUMNS
 from agentrl_core.workers.log_probs import temperature_of
+from agentrl_core.workers.micro_batching import narrowed
 from agentrl_core.workers.profiling import stacks_sampled, start_profile, stop_profile
 
 logger = logging.getLogger(__name__)
@@ -337,14 +340,15 @@ class Trainer:
             return
         if self.roles.critic is not None:
             with self.timer.phase("update_critic"):
-                metrics |= mean_of(self.roles.critic.update(batch))
+                metrics |= mean_of(self.roles.critic.update(narrowed(batch, UPDATE_COLUMNS)))
             self._skipped["critic"].note(self.step + 1, metrics)
         # While the critic warms up, the policy is measured but not updated.
         warming_up = self.step < self.config.critic.warmup_steps
         batch.meta_info["measure_only"] = warming_up
         batch.meta_info["entropy_coef"] = self.algorithm.entropy_coef
         with self.timer.phase("update_actor"):
-            metrics |= mean_of(self.roles.actor.update(batch))
+            names = (*update_columns(self.config), *FREE_COLUMNS)
+            metrics |= mean_of(self.roles.actor.update(narrowed(batch, names)))
         self.algorithm.note(metrics)
         self._skipped["actor"].note(self.step + 1, metrics)
         # Without a step, because nothing had a gradient or all gradients were not finite, there is no norm.

@@ -129,16 +129,9 @@ class ActorWorker(TrainingWorker):
 
     def _columns(self, batch: DataProto) -> Columns:
         """What the update reads: the columns that the loss and its KL term need, and those that cost nothing."""
-        algorithm = self.config.algorithm
-        needed = {
-            "ref_log_prob": bool(self._kl_coef) or algorithm.loss.has("ref_log_probs"),
-            "rollout_log_probs": algorithm.loss.has("rollout_log_probs"),
-            CORRECTION: algorithm.correction is not None,
-        }
         present = set(batch.batch.keys()) if batch.batch is not None else set()
         free = [name for name in FREE_COLUMNS if name in present]
-        names = ("old_log_probs", "advantages", *(name for name, is_needed in needed.items() if is_needed), *free)
-        columns = columns_of(batch, names, "update")
+        columns = columns_of(batch, (*update_columns(self.config), *free), "update")
         if "uid" in batch.non_tensor_batch:
             numbers: dict[object, int] = {}
             groups = [numbers.setdefault(uid, len(numbers)) for uid in batch.non_tensor_batch["uid"]]
@@ -245,6 +238,18 @@ class ActorWorker(TrainingWorker):
             self._weights.close()
         self._leave_weight_group()
         super().close()
+
+
+def update_columns(config: ResolvedConfig) -> tuple[str, ...]:
+    """Columns that an update of the policy needs, besides those of every batch and :data:`FREE_COLUMNS`."""
+    algorithm = config.algorithm
+    in_loss = algorithm.kl_coef and algorithm.kl_placement != "reward"
+    needed = {
+        "ref_log_prob": bool(in_loss) or algorithm.loss.has("ref_log_probs"),
+        "rollout_log_probs": algorithm.loss.has("rollout_log_probs"),
+        CORRECTION: algorithm.correction is not None,
+    }
+    return ("old_log_probs", "advantages", *(name for name, is_needed in needed.items() if is_needed))
 
 
 def _build_policy_loss(config: ResolvedConfig) -> PolicyLoss:

@@ -25,6 +25,7 @@ from agentrl_core.workers.packed_attention import ForwardPass
 from agentrl_core.workers.update import MicroLoss, seed_of
 from agentrl_core.workers.weights import ModelWeights
 
+UPDATE_COLUMNS = ("values", "returns")
 VALUE_HEAD_FILE = "value_head.safetensors"
 
 
@@ -86,7 +87,7 @@ class CriticWorker(TrainingWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update(self, batch: DataProto) -> dict[str, float]:
-        columns = columns_of(batch, ("values", "returns"), "update")
+        columns = columns_of(batch, UPDATE_COLUMNS, "update")
         with self._computing():
             metrics = self._update.run(columns, seed_of(batch), self._loss)
         metrics["critic/explained_variance"] = explained_variance(

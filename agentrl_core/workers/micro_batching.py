@@ -16,6 +16,7 @@ from agentrl_core.workers.data_parallel import DataParallel
 
 SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 RESPONSE_COLUMNS = ("responses", "response_mask")
+_MASKS = ("attention_mask", "response_mask")
 
 Columns = dict[str, Tensor]
 ALONE = DataParallel()
@@ -45,7 +46,9 @@ class MicroBatch:
         return self.columns["input_ids"].numel()
 
     def to(self, device: torch.device) -> "MicroBatch":
-        return replace(self, columns={name: column.to(device) for name, column in self.columns.items()})
+        """On the device of a forward pass, integers as models take them."""
+        columns = {name: column.to(device) for name, column in self.columns.items()}
+        return replace(self, columns={name: _widened(name, column) for name, column in columns.items()})
 
     @property
     def model_inputs(self) -> Columns:
@@ -71,6 +74,26 @@ def columns_of(batch: DataProto, names: tuple[str, ...], method: str) -> Columns
     mask_BR = columns["response_mask"] = columns["response_mask"].bool()
     # Fillers under mask 0 may be anything, and 0 * NaN in a backward pass is NaN.
     return columns | {name: torch.where(mask_BR, columns[name].float(), 0.0) for name in names}
+
+
+def narrowed(batch: DataProto, names: tuple[str, ...]) -> DataProto:
+    """What :func:`columns_of` takes of a batch, ``names`` as far as the batch has them, in fewer bytes: it is sent to
+    every rank. Numbers of tokens, positions, turns and versions are below 2^31."""
+    present = batch.batch.keys()
+    wanted = [*SEQUENCE_COLUMNS, *RESPONSE_COLUMNS, *(name for name in names if name in present)]
+    objects = [name for name in ("uid",) if name in batch.non_tensor_batch]
+    small = batch.select([name for name in wanted if name in present], objects)
+    for name in small.batch.keys():
+        column = small.batch[name]
+        if name in _MASKS:
+            small.batch[name] = column.bool()
+        elif column.dtype == torch.int64:
+            small.batch[name] = column.int()
+    return small
+
+
+def _widened(name: str, column: Tensor) -> Tensor:
+    return column.long() if column.dtype == torch.int32 or name == "attention_mask" else column
 
 
 def take(columns: Columns, rows: Tensor) -> Columns:
@@ -138,7 +161,7 @@ def empty_micro_batch(columns: Columns) -> MicroBatch:
     made = {
         name: torch.zeros(1, *column.shape[1:-1], widths[name], dtype=column.dtype) for name, column in columns.items()
     }
-    made["attention_mask"] += 1
+    made["attention_mask"][:] = 1
     made["position_ids"][..., 1] = 1
     return MicroBatch(torch.zeros(0, dtype=torch.long), made)
 

@@ -14,7 +14,8 @@ from agentrl_core.algorithms.aggregation import Aggregation
 from agentrl_core.api import CheckpointError, ConfigError, ProtocolError, WorkerError
 from agentrl_core.config.schema import OptimizerConfig
 from agentrl_core.controller.worker import WorkerContext, worker_context
-from agentrl_core.workers.actor import ActorWorker
+from agentrl_core.workers.actor import FREE_COLUMNS, ActorWorker, update_columns
+from agentrl_core.workers.micro_batching import narrowed
 
 
 @pytest.fixture
@@ -371,3 +372,22 @@ def test_attention_of_cudnn_is_off_where_a_worker_computes(make_config):
     torch.backends.cuda.enable_cudnn_sdp(True)
     ActorWorker(make_config(), 1)
     assert not torch.backends.cuda.cudnn_sdp_enabled()
+
+
+def test_an_update_of_what_the_trainer_sends_is_the_same_in_half_the_bytes(make_actor, trainable):
+    """Columns that it does not read stay on the driver, and the others travel as small as they are."""
+    whole = trainable(make_actor())
+    whole.batch["rm_scores"] = torch.randn(whole.batch["response_mask"].shape)
+    whole.non_tensor_batch["messages"] = np.array(["long " * 100] * len(whole), dtype=object)
+    sent = narrowed(whole, (*update_columns(make_actor().config), *FREE_COLUMNS))
+
+    def size(batch) -> int:
+        return sum(batch.batch[name].nbytes for name in batch.batch.keys())
+
+    assert size(sent) < 0.5 * size(whole) and not sent.non_tensor_batch.keys() - {"uid"}
+    results = []
+    for batch in (whole, sent):
+        actor = make_actor()
+        results.append((actor.update(batch), weights(actor)))
+    assert results[0][0] == results[1][0]
+    assert all(torch.equal(tensor, results[1][1][name]) for name, tensor in results[0][1].items())
