@@ -107,14 +107,8 @@ class ModelWorker(Worker):
         model, own = self.config.model, getattr(self._settings, "path", None)
         path, key = (own, f"{self.role}.path") if own else (model.path, "model.path")
         with hang_reported(f"the {self.role}, loading {path},"):
-            self._parallel = DataParallel.join(self, self._device)
-            self._model = place(
-                lambda: self._load(path, key),
-                lambda: self._empty(path),
-                self._parallel,
-                model.compute_dtype,
-                self._device,
-            )
+            self._parallel = self._join()
+            self._model = self._place(path, key)
         longest = self.config.data.max_prompt_length + self.config.rollout.max_response_length
         check_lengths(self._language_model.config, longest, key)
         check_padding(self._language_model, self._predict, self._device, key)
@@ -147,6 +141,19 @@ class ModelWorker(Worker):
         if self._profiles:
             stop_profile(Path(directory) / f"{self.role}-rank-{self.rank}")
             self._profiles = False
+
+    def _join(self) -> DataParallel:
+        return DataParallel.join(self, self._device)
+
+    def _place(self, path: str, key: str) -> Any:
+        """The model on its device. A simulation overrides this and :meth:`_join`, and nothing else."""
+        return place(
+            lambda: self._load(path, key),
+            lambda: self._empty(path),
+            self._parallel,
+            self.config.model.compute_dtype,
+            self._device,
+        )
 
     def _load(self, path: str, key: str) -> Any:
         return load_causal_lm(path, self.config.model, key)
