@@ -22,6 +22,7 @@
     │   └── BodyTooLargeError        its body is longer than the limit
     ├── RolloutError             more trajectories failed than the run allows
     ├── WorkerError              a worker process raised or died
+    ├── SimulationError          a model whose code cannot run on tensors without data
     ├── ProtocolError            a DataProto operation on unsuitable data, or unsuitable rows
     └── CheckpointError          a checkpoint that cannot be written or read
 
@@ -135,6 +136,10 @@ class RolloutError(AgentRLError):
 
 class WorkerError(AgentRLError):
     """A worker raised, or its process died."""
+
+
+class SimulationError(AgentRLError):
+    """A model's code cannot run on tensors without data."""
 
 
 class ProtocolError(AgentRLError, ValueError):

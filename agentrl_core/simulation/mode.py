@@ -1,0 +1,254 @@
+"""Runs torch code on tensors without data, and keeps account of what it does."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+)
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from agentrl_core.api.errors import SimulationError
+from agentrl_core.simulation.known import LARGEST, Known, forget, is_fake, known_of, no_dispatch, set_known
+from agentrl_core.simulation.ledger import GATHERED, LOGITS, Ledger
+from agentrl_core.simulation.operations import collective_bytes, operations_of, workspace_bytes
+
+aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+_SCALARS = (aten._local_scalar_dense.default, aten.equal.default)
+_UNKNOWN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "rand", "randn", "uniform_", "normal_"})
+_INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+_CHOSEN = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default)
+"""Operations whose indices depend on the model: experts, which a simulation takes to be chosen equally often."""
+
+
+class Simulation(TorchDispatchMode):
+    """Inside, tensors have no data; see :func:`simulated`.
+
+    Args:
+        fake: makes the tensors.
+        ledger: keeps account of the memory of ``device``.
+        device: the type of the device that computes.
+        vocabulary: the size by which logits are known.
+    """
+
+    def __init__(self, fake: FakeTensorMode, ledger: Ledger, device: str, vocabulary: int) -> None:
+        super().__init__()
+        self._fake = fake
+        self._device = device
+        self._vocabulary = vocabulary
+        self.ledger = ledger
+        self.hides_device = False
+        """Say to torch's own code in C++ that tensors are nowhere."""
+        self.largest_logits: dict[str, tuple[int, ...]] = {}
+        """By dtype, the shape of the largest tensor over the vocabulary that is no weight."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(each, DTensor) for each in types):
+            # It first says which operations on shards it is made of.
+            return NotImplemented
+        if func is _DEVICE:
+            return torch.device("meta") if self.hides_device else args[0].fake_device
+        kwargs = kwargs or {}
+        if self.hides_device and kwargs.get("device") is not None and kwargs["device"].type == "meta":
+            kwargs = {**kwargs, "device": torch.device(self._device, 0)}
+        tensors = list(_tensors(args, kwargs))
+        if any(not is_fake(each) for each in tensors):
+            args, kwargs = tree_map_only(Tensor, self._as_fake, (args, kwargs))
+            tensors = list(_tensors(args, kwargs))
+        if func.namespace == "c10d" or func.namespace == "_c10d_functional":
+            self._note_collective(func, args, tensors)
+        if func in _INDEXED:
+            args = self._with_places(args)
+            tensors = list(_tensors(args, kwargs))
+        known = self._known(func, tensors, args, kwargs)
+        if func in _SCALARS:
+            return self._scalar(func, known, tensors)
+        try:
+            result = func(*args, **kwargs)
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            if known is None:
+                raise SimulationError(f"the result of {func} depends on values that a simulation does not have") from error
+            result = tree_map_only(Tensor, lambda each: self._like(each, tensors), known)
+        self._note(func, args, kwargs, tensors, result)
+        if known is not None:
+            self._keep(known, result, tensors)
+        elif func in _CHOSEN:
+            _choose_equally(func, result, tensors[0])
+        return result
+
+    def _as_fake(self, tensor: Tensor) -> Tensor:
+        if is_fake(tensor):
+            return tensor
+        if tensor.device.type == "meta":
+            # Without the reference that a converter keeps: the modules of a skeleton swap their parameters.
+            with self._fake:
+                return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+        fake = self._fake.from_tensor(tensor)
+        if known_of(fake) is None and tensor.numel() <= LARGEST:
+            with no_dispatch():
+                set_known(fake, Known(tensor.detach()))
+        return fake
+
+    def _known(self, func: Any, tensors: list[Tensor], args: Any, kwargs: Any) -> Any:
+        """What the operation gives for the values of its arguments; None where one of them is unknown."""
+        knowns = [known_of(each) for each in tensors]
+        name = func._schema.name.partition("::")[2]
+        if None in knowns or name in _UNKNOWN or (not tensors and _elements(args) > LARGEST):
+            if func._schema.is_mutable:
+                for each in _written(func, args, kwargs):
+                    forget(each)
+            return None
+        if any(each.numel() > LARGEST for each in tensors):
+            return None
+        if "device" in kwargs and kwargs["device"] is not None:
+            kwargs = {**kwargs, "device": torch.device("cpu")}
+        with no_dispatch():
+            values = tree_map_only(Tensor, lambda each: known_of(each).tensor, (args, kwargs))  # type: ignore[union-attr]
+            return func(*values[0], **values[1])
+
+    def _scalar(self, func: Any, known: Any, tensors: list[Tensor]) -> Any:
+        if known is not None:
+            return known
+        if func is aten.equal.default:
+            return True
+        if tensors[0].dtype.is_floating_point:
+            return 0.0
+        raise SimulationError(f"a value of a tensor {list(tensors[0].shape)} is asked for, which a simulation does not have")
+
+    def _like(self, known: Tensor, tensors: list[Tensor]) -> Tensor:
+        device = tensors[0].device if tensors else torch.device("cpu")
+        return torch.empty_strided(known.shape, known.stride(), dtype=known.dtype, device=device)
+
+    def _keep(self, known: Any, result: Any, tensors: list[Tensor]) -> None:
+        values = known if isinstance(known, tuple | list) else (known,)
+        results = result if isinstance(result, tuple | list) else (result,)
+        owners = {k.tensor.untyped_storage()._cdata: k for each in tensors if (k := known_of(each)) is not None}
+        for value, each in zip(values, results, strict=True):
+            if isinstance(value, Tensor) and is_fake(each) and value.numel() <= LARGEST:
+                owner = owners.get(value.untyped_storage()._cdata)
+                set_known(each, Known(value) if owner is None else owner.same_memory(value))
+
+    def _with_places(self, args: Any) -> Any:
+        """Indices in place of masks, whose number of places is known here and not to a fake tensor."""
+        indices: list[Any] = []
+        for index in args[1]:
+            if isinstance(index, Tensor) and index.dtype in (torch.bool, torch.uint8):
+                indices += self._places(index)
+            else:
+                indices.append(index)
+        return (args[0], indices, *args[2:])
+
+    def _places(self, mask: Tensor) -> list[Tensor]:
+        known = known_of(mask)
+        if known is None:
+            raise SimulationError(f"a mask of {list(mask.shape)} selects a number of elements that depends on unknown values")
+        with no_dispatch():
+            places = [each.contiguous() for each in known.tensor.nonzero().unbind(1)]
+        fakes = [self._like(each, [mask]) for each in places]
+        for fake, each in zip(fakes, places, strict=True):
+            set_known(fake, Known(each))
+            if fake.device.type == self._device:
+                self.ledger.allocate(fake.untyped_storage())
+        return fakes
+
+    def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], result: Any) -> None:
+        phase = self.ledger.phase
+        for each in result if isinstance(result, tuple | list) else (result,):
+            if is_fake(each) and each.device.type == self._device:
+                part = self._part(func, each)
+                if part is None:
+                    self.ledger.allocate(each.untyped_storage())
+                else:
+                    self.ledger.allocate(each.untyped_storage(), part)
+        extra = workspace_bytes(func, args, tensors) if self._device == "cuda" else 0
+        if extra:
+            self.ledger.passing(extra)
+        operations = operations_of(func, args, kwargs, result)
+        if operations:
+            phase.operations[str(tensors[0].dtype).removeprefix("torch.")] += operations
+
+    def _part(self, func: Any, tensor: Tensor) -> str | None:
+        shape = tensor.shape
+        if len(shape) < 2 or shape[-1] != self._vocabulary or func is aten.t.default or func is aten.transpose.int:
+            return None
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        if tensor.numel() > _product(self.largest_logits.get(dtype, ())):
+            self.largest_logits[dtype] = tuple(shape)
+        return LOGITS
+
+    def _note_collective(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
+        name, nbytes = collective_bytes(func, args, tensors, self._device)
+        if nbytes:
+            self.ledger.phase.collectives[name] += nbytes
+            self.ledger.phase.calls[name] += 1
+        for each in tensors:
+            if each.device.type == self._device:
+                self.ledger.name(each.untyped_storage(), GATHERED)
+
+
+@contextmanager
+def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulation]:
+    """Run torch code on tensors without data.
+
+    Raises:
+        SimulationError: the code needs a value that only data could give.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def resized(storage: torch.UntypedStorage, size: int) -> Any:
+        result = resize(storage, size)
+        ledger.resize(storage)
+        return result
+
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+    try:
+        with fake, Simulation(fake, ledger, device, vocabulary) as mode:
+            yield mode
+    finally:
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for each in (*args, *kwargs.values()):
+        if isinstance(each, Tensor):
+            yield each
+        elif isinstance(each, tuple | list):
+            yield from _tensors(each, {})
+
+
+def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            yield from _tensors((value,), {})
+
+
+def _elements(args: Any) -> int:
+    """Of what a factory makes."""
+    sizes = args[0] if args and isinstance(args[0], tuple | list) else args
+    return _product(tuple(size for size in sizes if isinstance(size, int)))
+
+
+def _product(shape: tuple[int, ...]) -> int:
+    count = 1 if shape else 0
+    for size in shape:
+        count *= size
+    return count
+
+
+def _choose_equally(func: Any, result: Any, scores: Tensor) -> None:
+    indices = result if isinstance(result, Tensor) else result[1]
+    if indices.numel() > LARGEST:
+        return
+    axis = scores.shape[-1]
+    with no_dispatch():
+        set_known(indices, Known((torch.arange(indices.numel()) % axis).view(indices.shape)))

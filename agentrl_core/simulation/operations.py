@@ -1,0 +1,45 @@
+"""Floating-point operations, working memory and communication of torch's operations."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+aten = torch.ops.aten
+_CPU_ATTENTION = aten._scaled_dot_product_flash_attention_for_cpu.default
+_CPU_ATTENTION_BACKWARD = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward.default
+
+
+def operations_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Multiplications and additions of matrix products and attention; others do not count."""
+    if func is _CPU_ATTENTION:
+        return int(sdpa_flop_count(args[0].shape, args[1].shape, args[2].shape))
+    if func is _CPU_ATTENTION_BACKWARD:
+        return int(sdpa_backward_flop_count(args[0].shape, args[1].shape, args[2].shape, args[3].shape))
+    formula = flop_registry.get(func._overloadpacket)
+    return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
+
+
+def workspace_bytes(func: Any, args: Any, tensors: list[Tensor]) -> int:
+    """Memory that a CUDA kernel takes for itself: flash attention sums gradients of queries in float32, and makes
+    those of keys and values for each head of the queries."""
+    if func is not _FLASH_BACKWARD:
+        return 0
+    query, key = args[1], args[2]
+    nbytes = 4 * query.numel() + 4 * query.numel() // query.shape[-1]
+    if key.shape[1] != query.shape[1]:
+        nbytes += 2 * key.element_size() * key.numel() // key.shape[1] * query.shape[1]
+    return int(nbytes)
+
+
+def collective_bytes(func: Any, args: Any, tensors: list[Tensor], device: str) -> tuple[str, int]:
+    """Name of a collective, and the bytes of its larger side."""
+    name = func._schema.name.partition("::")[2].strip("_")
+    sizes = [each.numel() * each.element_size() for each in tensors if each.device.type == device]
+    names = {"allgather_base": "all-gather", "all_gather_into_tensor": "all-gather", "reduce_scatter_base": "reduce-scatter",
+             "reduce_scatter_tensor": "reduce-scatter", "allreduce": "all-reduce", "all_reduce": "all-reduce", "broadcast": "broadcast"}
+    if "wait" in name or not sizes:
+        return name, 0
+    return names.get(name, name.replace("_", " ")), max(sizes)
