@@ -1,0 +1,238 @@
+"""The phases of a step, run by the workers on tensors without data."""
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from copy import copy
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from agentrl_core.api.errors import SimulationError
+from agentrl_core.config import ResolvedConfig
+from agentrl_core.simulation.batches import Shape, batch_of, full_micro_batch, samples_of_a_prompt
+from agentrl_core.simulation.cuda import imitated_cuda
+from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, WEIGHTS, Ledger, Phase
+from agentrl_core.simulation.mode import simulated
+from agentrl_core.workers.actor import ActorWorker
+from agentrl_core.workers.critic import CriticWorker
+from agentrl_core.workers.data_parallel import DP_AXIS, DataParallel
+from agentrl_core.workers.model_worker import ModelWorker, TrainingWorker
+from agentrl_core.workers.models import empty_causal_lm
+from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
+from agentrl_core.workers.sharding import compute_in, precision, shard
+
+BUCKET_BYTES = 256 << 20
+"""Of a weight update."""
+_ALLOCATION = 512
+"""Bytes to which CUDA's allocator rounds up."""
+
+
+class _Simulated(ModelWorker):
+    """A worker whose model has no data, as one of several ranks."""
+
+    def on(self, device: torch.device, ranks: int) -> Any:
+        self._device, self._ranks = device, ranks
+        return self
+
+    def _join(self) -> DataParallel:
+        if self._ranks == 1:
+            return DataParallel()
+        return DataParallel(0, init_device_mesh(self._device.type, (self._ranks,), mesh_dim_names=(DP_AXIS,)))
+
+    def _place(self, path: str, key: str) -> Any:
+        model = self._empty(path)
+        policy = precision(self.config.model.compute_dtype, self._device)
+        _without_data(model, self._device)
+        if self._parallel.mesh is not None:
+            shard(model, self._parallel, policy)
+        else:
+            compute_in(getattr(model, "backbone", model), policy.param_dtype, self._device)
+        return model.eval()
+
+
+class _Actor(_Simulated, ActorWorker):
+    pass
+
+
+class _Critic(_Simulated, CriticWorker):
+    pass
+
+
+class _Reference(_Simulated, ReferenceWorker):
+    pass
+
+
+class _Teacher(_Simulated, TeacherWorker):
+    pass
+
+
+@dataclass(frozen=True)
+class Simulated:
+    """What the training processes of a step take, on one rank.
+
+    Args:
+        phases: by name.
+        resting: bytes between phases, while engines sample.
+        parameters: of the actor's model, of all ranks together.
+        parameter_bytes: of the same.
+        shape: of the micro-batch that was simulated.
+        logits: by dtype, the shape of the largest tensor over the vocabulary.
+        packs: rows can be packed.
+    """
+
+    phases: Mapping[str, Phase]
+    resting: int
+    parameters: int
+    parameter_bytes: int
+    shape: Shape
+    logits: Mapping[str, tuple[int, ...]]
+    packs: bool
+
+
+def simulate(config: ResolvedConfig, device: str = "cuda", ranks: int | None = None) -> Simulated:
+    """Run the phases of one step on one of ``ranks`` ranks (None: those of the configuration).
+
+    Raises:
+        SimulationError: the model's code needs values, or an operation has no implementation without data.
+    """
+    ranks = config.cluster.processes if ranks is None else ranks
+    config = copy(config)
+    config.cluster = copy(config.cluster)
+    # What the workers ask this machine for; they are told which device they have.
+    config.cluster.device = "cpu"
+    try:
+        vocabulary = int(empty_causal_lm(config.model.path, config.model).config.get_text_config().vocab_size)
+        with _ranks(ranks), ExitStack() as stack:
+            ledger = Ledger(_rounded if device == "cuda" else lambda nbytes: nbytes)
+            mode = stack.enter_context(simulated(ledger, device, vocabulary))
+            if device == "cuda":
+                stack.enter_context(imitated_cuda(mode))
+            place = torch.device(device, 0) if device == "cuda" else torch.device(device)
+            with _collected():
+                return _Step(config, ledger, place, ranks).run(mode.largest_logits)
+    except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
+        raise SimulationError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+
+
+class _Step:
+    def __init__(self, config: ResolvedConfig, ledger: Ledger, device: torch.device, ranks: int) -> None:
+        self._config = config
+        self._ledger = ledger
+        self._ranks = ranks
+        self._actor = _Actor(config, 1).on(device, ranks)
+        self._critic = _Critic(config, 1).on(device, ranks) if config.needs_critic else None
+        self._reference = _Reference(config).on(device, ranks) if config.needs_reference else None
+        self._teacher = _Teacher(config).on(device, ranks) if config.teacher.path else None
+
+    def run(self, logits: Mapping[str, tuple[int, ...]]) -> Simulated:
+        models = [each for each in (self._actor, self._critic, self._reference, self._teacher) if each is not None]
+        # Values are not compared here: whether a model can train is found out before a run, and in it.
+        with self._ledger.during("load"), patch("agentrl_core.workers.model_worker.check_padding"):
+            for worker in models:
+                worker.init_model()
+                self._name(worker)
+        config, actor = self._config, self._actor
+        shape = full_micro_batch(config, config.actor.micro_batch_tokens)
+        shapes = [shape]
+        if actor._packing.is_possible and (shared := samples_of_a_prompt(config, config.actor.micro_batch_tokens)):
+            shapes.append(shared)
+        for each in shapes:
+            self._passes(each)
+        with self._ledger.during("send weights"):
+            for _ in actor._weights.buckets(BUCKET_BYTES, on_host=False):
+                pass
+        parameters = list(actor._model.parameters())
+        return Simulated(
+            dict(self._ledger.phases), self._ledger.total,
+            sum(each.numel() for each in parameters), sum(each.numel() * each.element_size() for each in parameters),
+            shapes[-1], dict(logits), len(shapes) > 1,
+        )  # fmt: skip
+
+    def _passes(self, shape: Shape) -> None:
+        """What a step computes from a batch of micro-batches of this shape."""
+        batch = batch_of(shape, self._ranks)
+        part = batch[: shape.rows]
+        phases: list[tuple[str, Any, Callable[[Any], Any]]] = [("log-probs", part, lambda it: self._actor.compute_log_prob(it))]
+        for name, worker in (("reference", self._reference), ("teacher", self._teacher)):
+            if worker is not None:
+                phases.append((name, part, worker.compute_ref_log_prob))
+        if self._critic is not None:
+            phases += [("values", part, self._critic.compute_values), ("critic update", batch, self._critic.update)]
+        phases.append(("update", batch, self._actor.update))
+        for name, rows, run in phases:
+            with self._ledger.during(name):
+                run(rows)
+
+    def _name(self, worker: ModelWorker) -> None:
+        for tensor in (*worker._model.parameters(), *worker._model.buffers()):
+            self._ledger.name(_local(tensor).untyped_storage(), WEIGHTS)
+        if isinstance(worker, TrainingWorker):
+            # As the first step makes them: the second one and all others find them.
+            with worker._offload.on_device(optimizer=True):
+                for name, tensor in worker._optimizer.moments().items():
+                    if not name.endswith(".step"):
+                        self._ledger.name(_local(tensor).untyped_storage(), MOMENTS)
+            for parameter in worker._model.parameters():
+                parameter.register_post_accumulate_grad_hook(self._name_gradient)
+
+    def _name_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self._ledger.name(_local(parameter.grad).untyped_storage(), GRADIENTS)
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def _collected() -> Iterator[None]:
+    """No collection of cycles inside, which would take a third of the time; what is freed is freed by reference."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALLOCATION) * _ALLOCATION
+
+
+def _without_data(model: nn.Module, device: torch.device) -> None:
+    """Give a skeleton parameters and buffers on a device; tied ones stay tied."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype, device=device)
+
+
+@contextmanager
+def _ranks(count: int) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is the first and the only one."""
+    if count == 1:
+        yield
+        return
+    if dist.is_initialized():
+        raise SimulationError("this process is one of several ranks already")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=count)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
