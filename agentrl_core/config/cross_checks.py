@@ -129,7 +129,7 @@ def deterministic_rollouts(config: ResolvedConfig) -> Problems:
             rollout.engine.max_in_flight is None,
             "all requests of a step in the engine (rollout.engine.max_in_flight=null)",
         ),
-        ("agent.num_workers", rollout.agent.num_workers, rollout.agent.num_workers == 1, "1 worker"),
+        ("agent.num_workers", config.agent_workers, config.agent_workers == 1, "1 worker"),
         (
             "agent.max_concurrent",
             rollout.agent.max_concurrent,

@@ -12,6 +12,8 @@ from agentrl_core.api.engine import SamplingParams
 from agentrl_core.api.tool import Isolation
 from agentrl_core.config.slots import Slot
 
+TRAJECTORIES_PER_WORKER, WORKERS_PER_NODE = 128, 8
+"""Of agent-loop workers, where their number is not given."""
 DeviceName = Literal["auto", "cpu", "cuda"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 Retry = Literal["continue", "restart"]
@@ -279,7 +281,12 @@ class SamplingConfig:
 @dataclass
 class AgentConfig:
     loops: list[AgentLoopSlot] = option(help="agent loops that rows select with agent_name; the first is the default")
-    num_workers: int = option(1, ge=1, help="number of agent-loop workers")
+    num_workers: int | None = option(
+        None,
+        ge=1,
+        help="number of agent-loop workers; null: on Ray one for each 128 trajectories of a step, at most 8 for each "
+        "node of training and one for each prompt, else 1",
+    )
     max_concurrent: int = option(1024, ge=1, help="maximum concurrent trajectories per worker")
 
 
@@ -538,6 +545,18 @@ class Config:
         if engine.replicas is None and self.rollout.deterministic:
             return 1
         return engine.replicas or max(self.cluster.processes // engine.devices, 1)
+
+    @property
+    def agent_workers(self) -> int:
+        """``rollout.agent.num_workers``, or the number that null stands for."""
+        workers, cluster = self.rollout.agent.num_workers, self.cluster
+        if workers is not None:
+            return workers
+        if cluster.runtime == "local" or self.rollout.deterministic:
+            return 1
+        prompts = self.data.batch_size
+        wanted = -(-prompts * self.rollout.n // TRAJECTORIES_PER_WORKER)
+        return min(wanted, prompts, WORKERS_PER_NODE * cluster.nodes)
 
     @property
     def loops_reward(self) -> bool:

@@ -122,9 +122,10 @@ class LocalRuntime(Runtime):
         self._actors.append(LocalActorHandle(name, cls()))
         return self._actors[-1]
 
-    def share(self, value: Any) -> Any:
-        """The value itself."""
-        return value
+    @property
+    def has_gpus(self) -> bool:
+        """Whether torch sees a GPU here."""
+        return torch.cuda.is_available()
 
     def _end(self) -> None:
         for group in self._groups:

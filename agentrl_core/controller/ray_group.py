@@ -105,7 +105,7 @@ class RayGroup(WorkerGroup):
             groups[role].auto_padding = self.auto_padding
         return groups
 
-    def _submit(self, method: str, calls: Sequence[Call | None]) -> list[Any]:
+    def _submit(self, method: str, calls: Sequence[Call | None], keeps: bool = False) -> list[Any]:
         if not self._is_open:
             raise WorkerError(f"{self.role}.{method}: the worker group is closed")
         watch = self._processes.watch
@@ -119,11 +119,18 @@ class RayGroup(WorkerGroup):
                     watch.last_calls[rank] = f"{self.role}.{method}"
                 args, kwargs = map(put, call[0]), {name: put(value) for name, value in call[1].items()}
                 route = getattr(actor, route_name(self.role, method), None)
-                if route is None:
+                if keeps:
+                    handles.append(actor.keep.remote(self.role, method, *args, **kwargs))
+                elif route is None:
                     handles.append(actor.call.remote(self.role, method, *args, **kwargs))
                 else:
                     handles.append(route.remote(*args, **kwargs))
         return handles
+
+    def keep(self, method: str, *args: Any) -> Any:
+        """See :meth:`WorkerGroup.keep`: it never comes to this process."""
+        handles = self._submit(method, [(args, {})] * self.world_size, keeps=True)
+        return self._fetcher(method, range(self.world_size))(handles)[0][0]
 
     def _fetcher(self, method: str, ranks: Sequence[int]) -> Fetch:
         where = [f" on node {node}" for node in self.nodes] or [""] * self.world_size

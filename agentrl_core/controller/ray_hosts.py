@@ -84,6 +84,11 @@ class _Host:
         """Runs a method of a role's worker."""
         return getattr(self._workers[role], method)(*args, **kwargs)
 
+    def keep(self, role: str, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Runs a method of a role's worker; on rank 0 a reference to its result, which stays here."""
+        result = getattr(self._workers[role], method)(*args, **kwargs)
+        return [] if self._context.rank else [ray.put(result)]
+
 
 class _AsyncHost(_Host):
     """The host of workers with async methods: calls of those may overlap."""

@@ -219,9 +219,15 @@ class RayRuntime(Runtime):
                 "(rollout.engine.placement=colocated), or add nodes"
             )
 
-    def share(self, value: Any) -> Any:
-        """The value in Ray's object store."""
-        return ray.put(value)
+    @property
+    def nodes(self) -> int:
+        """Number of nodes of the cluster that are alive."""
+        return sum(node["Alive"] for node in ray.nodes())
+
+    @property
+    def has_gpus(self) -> bool:
+        """Whether a node of the cluster has a GPU that Ray knows."""
+        return bool(ray.cluster_resources().get("GPU"))
 
     def _end(self) -> None:
         self._loop.close()

@@ -99,9 +99,15 @@ class Runtime(ABC):
     @abstractmethod
     def _actor(self, name: str, options: ActorOptions, cls: ClassWithInitArgs) -> ActorHandle: ...
 
+    @property
+    def nodes(self) -> int:
+        """Number of hosts that workers and actors may be on."""
+        return 1
+
+    @property
     @abstractmethod
-    def share(self, value: Any) -> Any:
-        """What to pass to several actors in the place of a large value, which then travels once to each node."""
+    def has_gpus(self) -> bool:
+        """Whether a host has a GPU for workers and actors. This process may be on one without."""
 
     def when_lost(self, report: Callable[[str], None]) -> None:
         """Calls ``report`` with the reason, from another thread, if what carries the whole runtime dies."""

@@ -83,6 +83,11 @@ class Worker:
         return self._context.master_port
 
     @property
+    def was_given_gpu(self) -> bool:
+        """The runtime has reserved a GPU for this rank; in one process all ranks only see what is there."""
+        return self._context.use_gpu and self.master_port > 0
+
+    @property
     def device(self) -> torch.device:
         """The device of this rank: its own CUDA device where the group has GPUs, otherwise the CPU."""
         if not self._context.use_gpu or not torch.cuda.is_available():

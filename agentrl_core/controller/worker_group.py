@@ -128,6 +128,11 @@ class WorkerGroup(ABC):
 
     execute_rank_zero = execute_rank_zero_async
 
+    def keep(self, method: str, *args: Any) -> Any:
+        """Runs ``method`` with the same arguments on every rank; what may be passed to actors in the place of rank 0's
+        result, which stays where it is until they ask for it."""
+        return self.execute_all_sync(method, *args)[0]
+
     def mesh_layout(self, mesh_name: str) -> list[MeshPlace]:
         """Each rank's place in a mesh; asked once."""
         if mesh_name not in self._mesh_layouts:

@@ -54,8 +54,9 @@ class AgentLoopManager:
         named: Mapping[str, EngineReplicas] | None = None,
     ) -> None:
         self._named = named or {}
+        timeout, seed = config.rollout.turn_timeout, str(config.trainer.seed) if config.rollout.deterministic else None
         clients = {
-            name: RoutedClient(name, config.engines[name], each.context, each.servers, config.rollout.turn_timeout)
+            name: RoutedClient(name, config.engines[name], each.context, each.servers, timeout, seed)
             for name, each in self._named.items()
         }
         self._config = config
@@ -71,7 +72,7 @@ class AgentLoopManager:
                 name=f"reward-{index}", options=options,
             )  # fmt: skip
             self._rewarders.append(rewarder)
-        for index in range(config.rollout.agent.num_workers):
+        for index in range(config.agent_workers):
             worker = runtime.actor(
                 AgentLoopWorker, config, self._engines.servers, self._rewarders, name=f"agent-loop-{index}",
                 index=index, max_model_len=engines.context.max_model_len, vocab_size=engines.context.vocab_size,

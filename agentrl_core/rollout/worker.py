@@ -95,6 +95,7 @@ class AgentLoopWorker:
             capabilities=rollout.engine.plugin.spec.capabilities,
             restarts=rollout.engine.restarts > 0,
             retry=rollout.engine.retry,
+            seed=f"{config.trainer.seed}/{index}",
         )
         seed = config.trainer.seed
         tools = [HostedTool(slot, seed, clients) for slot in config.tools]

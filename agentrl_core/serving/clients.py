@@ -23,6 +23,7 @@ class RoutedClient(EngineClient):
         context: of its replicas.
         servers: their handles.
         turn_timeout: seconds that one answer may take.
+        seed: see :class:`AsyncLLMServerManager`.
     """
 
     def __init__(
@@ -32,12 +33,14 @@ class RoutedClient(EngineClient):
         context: EngineContext,
         servers: Sequence[ActorHandle],
         turn_timeout: float,
+        seed: str | None = None,
     ) -> None:
         self._name = name
         self._slot = slot
         self._context = context
         self._servers = list(servers)
         self._turn_timeout = turn_timeout
+        self._seed = seed
 
     @cached_property
     def router(self) -> AsyncLLMServerManager:
@@ -50,6 +53,7 @@ class RoutedClient(EngineClient):
             capabilities=self._slot.plugin.spec.capabilities,
             restarts=self._slot.restarts > 0,
             retry=self._slot.retry,
+            seed=self._seed,
         )
 
     @cached_property

@@ -97,10 +97,10 @@ class EngineReplicas:
         replicas = config.engines[name].replicas if name else config.engine_replicas
         self._assignments = assign_anywhere(slot, replicas) if assignments is None else assignments
         # In addition to the requests there must be room for health checks and for updates.
-        self._concurrency = config.rollout.agent.num_workers * config.rollout.agent.max_concurrent + 100
+        self._concurrency = config.agent_workers * config.rollout.agent.max_concurrent + 100
         self._members: list[ReplicaState] = []
         self._routers: Sequence[ActorHandle] = ()
-        self._delivery = WeightDelivery(slot.devices, runtime.share)
+        self._delivery = WeightDelivery(slot.devices)
         self._is_asleep = self._is_closed = False
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._restarts = 0

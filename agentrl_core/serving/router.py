@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import logging
+import random
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
@@ -50,6 +51,8 @@ class AsyncLLMServerManager:
         restarts: dead replicas come back.
         retry: ``continue`` a request that was cut off after its sampled tokens, or ``restart`` it from its prompt.
         max_sticky: remembered request ids; the oldest are forgotten.
+        seed: of the choice among replicas with equal load, so that workers begin with different ones; None: the
+            system's.
     """
 
     def __init__(
@@ -63,7 +66,9 @@ class AsyncLLMServerManager:
         restarts: bool = False,
         retry: Retry = "continue",
         max_sticky: int = 65536,
+        seed: str | None = None,
     ) -> None:
+        self._random = random.Random(seed)
         self._replicas = [Replica(server) for server in servers]
         self._sticky: OrderedDict[str, int] = OrderedDict()
         self._turn_timeout = turn_timeout
@@ -148,7 +153,9 @@ class AsyncLLMServerManager:
             return index
         alive = [number for number, replica in enumerate(self._replicas) if replica.is_alive]
         # Trajectories that have a home but wait on a tool break ties.
-        index = min(alive, key=lambda number: (self._replicas[number].in_flight, self._replicas[number].assigned))
+        loads = {number: (self._replicas[number].in_flight, self._replicas[number].assigned) for number in alive}
+        equal = [number for number, load in loads.items() if load == min(loads.values())]
+        index = self._random.choice(equal) if len(equal) > 1 else equal[0]
         self._forget(request_id)
         self._sticky[request_id] = index
         self._replicas[index].assigned += 1

@@ -7,7 +7,8 @@ There are three transports; :func:`choose_transport` picks one for a run, from t
   own module. Nothing moves; only its caches are reset.
 - **host memory**: the actor overwrites one safetensors file in its host's memory (``workers/weights.py``,
   ``engine_kit/memory_files.py``), and engines map it. An engine that cannot read the file, because it is on another
-  host, gets the same tensors as buckets through the runtime's object store; so do engines in the trainer's process.
+  host, gets the same tensors as buckets, from the object store of the host of the actor's rank 0; engines in the
+  trainer's process get them as they are.
 - **broadcast**: the actor sends buckets from its devices to those of the engines (``engine_kit/weight_group.py``), for
   engines with the capability ``broadcast``: NCCL to their own GPUs, gloo on the CPU, and CUDA IPC to the training
   processes' GPUs, for engines that also have the capability ``ipc``.
@@ -27,18 +28,19 @@ from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.plugins.boundary import in_daemon_thread
 from agentrl_core.serving.server import Progress
-from agentrl_core.workers.models import resolve_device
 from agentrl_core.workers.protocols import Actor
 
 BUCKET_BYTES = 256 << 20
 Transport = Literal["shared_module", "buckets", "host_memory", "broadcast"]
 
 
-def choose_transport(config: ResolvedConfig, shares_module: bool) -> Transport:
+def choose_transport(config: ResolvedConfig, shares_module: bool, on_gpus: bool = False, hosts: int = 1) -> Transport:
     """The transport of a run; ``buckets`` is host memory within one process.
 
     Args:
         shares_module: the engine has been given the actor's module.
+        on_gpus: actor and engines compute on GPUs.
+        hosts: that replicas may be on.
 
     Raises:
         ConfigError: the engine cannot take weights on the training processes' GPUs, and is to.
@@ -48,10 +50,12 @@ def choose_transport(config: ResolvedConfig, shares_module: bool) -> Transport:
         return "shared_module"
     if config.cluster.runtime == "local":
         return "buckets"
+    lacks_ipc = broadcast_backend(config, on_gpus) == "ipc" and not engine.has("ipc")
     if engine.weight_transfer == "auto":
         # Processes on several hosts cannot map one host's file.
-        return "broadcast" if engine.nodes > 1 and engine.has("broadcast") else "host_memory"
-    if engine.weight_transfer == "broadcast" and broadcast_backend(config) == "ipc" and not engine.has("ipc"):
+        is_far = engine.nodes > 1 or hosts > 1
+        return "broadcast" if is_far and engine.has("broadcast") and not lacks_ipc else "host_memory"
+    if engine.weight_transfer == "broadcast" and lacks_ipc:
         raise ConfigError(
             f"rollout.engine.weight_transfer: found broadcast, but the engine '{engine.name}' computes on the GPUs of "
             "the training processes and cannot take weights there (capability 'ipc'); set weight_transfer=auto, or "
@@ -60,9 +64,9 @@ def choose_transport(config: ResolvedConfig, shares_module: bool) -> Transport:
     return engine.weight_transfer
 
 
-def broadcast_backend(config: ResolvedConfig) -> str:
+def broadcast_backend(config: ResolvedConfig, on_gpus: bool) -> str:
     """``gloo``, ``nccl`` or ``ipc``, see :class:`agentrl_core.api.weights.Broadcast`."""
-    if resolve_device(config.cluster.device).type == "cpu":
+    if not on_gpus:
         return "gloo"
     # NCCL needs a GPU for each rank.
     return "nccl" if config.rollout.engine.placement == "standalone" else "ipc"
@@ -75,7 +79,7 @@ class Weights:
     Args:
         version: of the weights.
         update: for replicas that can read its files, or for all where it has none.
-        elsewhere: makes the update for the other replicas; called once, in a thread.
+        elsewhere: makes the update for the other replicas, or what stands for it; called once, in a thread.
         sender: sends them instead, to all replicas at the same time; ``update`` is empty then.
     """
 
@@ -92,12 +96,13 @@ class ActorWeights:
         transport: of the run.
         actor: whose weights they are.
         config: of the run.
+        on_gpus: actor and engines compute on GPUs.
     """
 
-    def __init__(self, transport: Transport, actor: Actor, config: ResolvedConfig) -> None:
+    def __init__(self, transport: Transport, actor: Actor, config: ResolvedConfig, on_gpus: bool = False) -> None:
         self._transport = transport
         self._actor = actor
-        self._backend = broadcast_backend(config)
+        self._backend = broadcast_backend(config, on_gpus)
         # On a single machine the run opens no port that other machines can reach.
         self._host = "127.0.0.1" if config.cluster.address is None else ""
 
@@ -109,12 +114,12 @@ class ActorWeights:
             case "broadcast":
                 return Weights(version, sender=self)
             case "buckets":
-                return Weights(version, self._buckets())
+                return Weights(version, WeightUpdate(buckets=self._actor.weight_buckets(BUCKET_BYTES)))
             case "host_memory":
-                return Weights(version, WeightUpdate(files=self._actor.weight_files()), self._buckets)
+                return Weights(version, WeightUpdate(files=self._actor.weight_files()), self._elsewhere)
 
-    def _buckets(self) -> WeightUpdate:
-        return WeightUpdate(buckets=self._actor.weight_buckets(BUCKET_BYTES))
+    def _elsewhere(self) -> Any:
+        return self._actor.keep("weight_update", BUCKET_BYTES)
 
     def open(self, receivers: int) -> Broadcast:
         """A new group of the actor and so many processes of engines."""
@@ -161,12 +166,10 @@ class WeightDelivery:
 
     Args:
         devices: of a replica.
-        share: puts an object into the runtime's store, once for each node.
     """
 
-    def __init__(self, devices: int, share: Callable[[Any], Any]) -> None:
+    def __init__(self, devices: int) -> None:
         self._devices = devices
-        self._share = share
         self._newest: Weights | None = None
         self._elsewhere: tuple[Weights, Any] | None = None
         # The servers in the group that weights were broadcast in last.
@@ -199,7 +202,7 @@ class WeightDelivery:
             return weights.update
         async with self._actor_is_free:
             if self._elsewhere is None or self._elsewhere[0] is not weights:
-                self._elsewhere = weights, self._share(await asyncio.to_thread(weights.elsewhere))
+                self._elsewhere = weights, await asyncio.to_thread(weights.elsewhere)
             return self._elsewhere[1]
 
     async def broadcast(self, weights: Weights, members: Sequence[ReplicaState]) -> None:

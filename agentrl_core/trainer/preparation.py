@@ -172,7 +172,9 @@ def rehearse(config: ResolvedConfig, renderer: HFChatRenderer, *, listeners: boo
 def _checks(
     config: ResolvedConfig, renderer: HFChatRenderer, folder: Path, listeners: bool, tools: list[HostedTool]
 ) -> Iterator[tuple[str, Callable[[], Any]]]:
-    yield "cluster.device", lambda: check_sleep(config, resolve_device(config.cluster.device).type == "cuda")
+    if config.cluster.runtime == "local" or config.cluster.address is None:
+        # Otherwise the nodes decide, see `roles.uses_gpus`.
+        yield "cluster.device", lambda: check_sleep(config, resolve_device(config.cluster.device).type == "cuda")
     if config.rollout.engine.python is None:
         yield "rollout.engine", config.rollout.engine.plugin.load
     clients = absent_clients(config.engines)

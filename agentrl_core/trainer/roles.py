@@ -6,9 +6,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+import torch
 from transformers import AutoConfig
 
-from agentrl_core.api import EngineContext
+from agentrl_core.api import ConfigError, EngineContext
 from agentrl_core.config.schema import ResolvedConfig, ServedSlot
 from agentrl_core.controller import ClassWithInitArgs, Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
@@ -53,16 +54,17 @@ class Roles:
     weights: ActorWeights
 
 
-def assign_engines(config: ResolvedConfig, training: WorkerGroup | None) -> GpuAssignments:
+def assign_engines(config: ResolvedConfig, on_gpus: bool, training: WorkerGroup | None) -> GpuAssignments:
     """Return the GPUs of each engine replica.
 
     Args:
+        on_gpus: see :func:`uses_gpus`.
         training: the processes whose GPUs colocated engines share; None where nothing is trained.
 
     Raises:
         ConfigError: the replicas do not fit there.
     """
-    if not _on_gpus(config):
+    if not on_gpus:
         return assign_anywhere(config.rollout.engine, config.engine_replicas)
     engine = config.rollout.engine
     if engine.placement == "standalone":
@@ -72,14 +74,27 @@ def assign_engines(config: ResolvedConfig, training: WorkerGroup | None) -> GpuA
     return assign_shared_gpus(config, training.places())
 
 
-def _on_gpus(config: ResolvedConfig) -> bool:
-    return resolve_device(config.cluster.device).type == "cuda"
+def uses_gpus(config: ResolvedConfig, runtime: Runtime) -> bool:
+    """Whether training processes and engines compute on GPUs. Where they run decides it, which may not be this machine.
+
+    Raises:
+        ConfigError: they are to, and there is none.
+    """
+    wanted, address = config.cluster.device, config.cluster.address
+    if config.cluster.runtime == "local" or address is None:
+        return resolve_device(wanted).type == "cuda"
+    if wanted == "cuda" and not runtime.has_gpus:
+        raise ConfigError(
+            f"cluster.device: found cuda, but no node of the Ray cluster at {address} has a GPU that Ray knows (`ray "
+            "status` lists what it has): start Ray on nodes with GPUs, or set cluster.device=cpu"
+        )
+    return wanted != "cpu" and runtime.has_gpus
 
 
 def start_runtime(config: ResolvedConfig) -> Runtime:
     """Start the runtime that ``cluster`` asks for. A new Ray cluster gets a CPU for every worker and actor."""
     cluster, engine = config.cluster, config.rollout.engine
-    actors = config.engine_replicas * engine.nodes + config.reward.num_workers + config.rollout.agent.num_workers
+    actors = config.engine_replicas * engine.nodes + config.reward.num_workers + config.agent_workers
     actors += sum(slot.replicas * slot.nodes for slot in config.engines.values())
     return make_runtime(
         cluster.runtime,
@@ -112,7 +127,7 @@ def start_workers(
     cluster = config.cluster
     with wait_reported("the training processes to start"):
         groups: Mapping[str, Any] = runtime.colocated_worker_groups(
-            classes, cluster.nodes, cluster.processes_per_node, num_gpus=float(_on_gpus(config))
+            classes, cluster.nodes, cluster.processes_per_node, num_gpus=float(uses_gpus(config, runtime))
         )
     for role, group in groups.items():
         with wait_reported(f"the training processes: the {role} to load its model"):
@@ -131,12 +146,15 @@ def build_roles(
     Args:
         load: brings a checkpoint into the models, before engines take memory of their GPUs.
     """
-    check_sleep(config, _on_gpus(config))
+    on_gpus = uses_gpus(config, runtime)
+    check_sleep(config, on_gpus)
     groups = start_workers(config, runtime, preparation.steps)
     actor, critic = cast(Actor, groups["actor"]), cast("Critic | None", groups.get("critic"))
     load(actor, critic)
     logger.info("the model is loaded for training; starting %s", config.rollout.engine.name)
     engines = start_engines(config, runtime, preparation, groups)
+    shares_module = engines.context.shared_module is not None
+    transport = choose_transport(config, shares_module, on_gpus, runtime.nodes)
     return Roles(
         actor=actor,
         critic=critic,
@@ -144,7 +162,7 @@ def build_roles(
         teacher=cast("Reference | None", groups.get("teacher")),
         engines=engines,
         rollout=AgentLoopManager(config, runtime, engines, start_named_engines(config, runtime)),
-        weights=ActorWeights(choose_transport(config, engines.context.shared_module is not None), actor, config),
+        weights=ActorWeights(transport, actor, config, on_gpus),
     )
 
 
@@ -157,18 +175,19 @@ def start_engines(
         training: the training workers by role, whose GPUs colocated engines share. An engine in the actor's process
             that can generate with the actor's own module does so: no copy, no transport. None: nothing is trained.
     """
-    slot = config.rollout.engine
+    slot, on_gpus = config.rollout.engine, uses_gpus(config, runtime)
     actor = training["actor"] if training else None
     workers = getattr(actor, "workers", None)
+    dtype = engine_dtype(config, torch.device("cuda" if on_gpus else "cpu"))
     context = replace(
-        _context(config, slot, config.model.path, engine_dtype(config, resolve_device(config.cluster.device))),
+        _context(config, slot, config.model.path, dtype, on_gpus),
         max_model_len=max_model_len(config),
         deterministic=config.rollout.deterministic,
         vocab_size=preparation.vocab_size,
         shared_module=workers[0].module if workers and slot.has("shared_module") else None,
-        **(_gpu_memory(config, training or {}) if _on_gpus(config) else {}),
+        **(_gpu_memory(config, training or {}) if on_gpus else {}),
     )
-    engines = EngineReplicas(runtime, config, context, assign_engines(config, actor))
+    engines = EngineReplicas(runtime, config, context, assign_engines(config, on_gpus, actor))
     engines.start()
     return engines
 
@@ -194,13 +213,16 @@ def _gpu_memory(config: ResolvedConfig, training: Mapping[str, Any]) -> dict[str
 
 def start_named_engines(config: ResolvedConfig, runtime: Runtime) -> dict[str, EngineReplicas]:
     """Start the engines of ``engines``, by name. On Ray with GPUs each replica has its own."""
-    assign = assign_own_gpus if _on_gpus(config) and config.cluster.runtime == "ray" else assign_anywhere
+    on_gpus = uses_gpus(config, runtime)
+    assign = assign_own_gpus if on_gpus and config.cluster.runtime == "ray" else assign_anywhere
     started = {}
     for name, slot in config.engines.items():
         model = AutoConfig.from_pretrained(slot.model)
         dtype = getattr(model, "dtype", None)
         context = replace(
-            _context(config, slot, slot.model, "float32" if dtype is None else str(dtype).removeprefix("torch.")),
+            _context(
+                config, slot, slot.model, "float32" if dtype is None else str(dtype).removeprefix("torch."), on_gpus
+            ),
             max_model_len=slot.max_model_len,
             vocab_size=int(model.get_text_config().vocab_size),
         )
@@ -209,11 +231,11 @@ def start_named_engines(config: ResolvedConfig, runtime: Runtime) -> dict[str, E
     return started
 
 
-def _context(config: ResolvedConfig, slot: ServedSlot, model_path: str, dtype: str) -> EngineContext:
+def _context(config: ResolvedConfig, slot: ServedSlot, model_path: str, dtype: str, on_gpus: bool) -> EngineContext:
     return EngineContext(
         model_path=model_path,
         dtype=dtype,
-        device=str(resolve_device(config.cluster.device)),
+        device="cuda" if on_gpus else "cpu",
         seed=config.trainer.seed,
         tensor_parallel=slot.tensor_parallel,
         pipeline_parallel=slot.pipeline_parallel,

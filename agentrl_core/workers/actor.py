@@ -15,7 +15,7 @@ from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.kl import kl_estimate
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
 from agentrl_core.api.errors import WorkerError
-from agentrl_core.api.weights import ArrayBucket, Broadcast
+from agentrl_core.api.weights import ArrayBucket, Broadcast, WeightUpdate
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import Dispatch, register
 from agentrl_core.engine_kit.ports import free_port, host_address
@@ -204,6 +204,10 @@ class ActorWorker(TrainingWorker):
         with self._offload.on_device():
             buckets = list(self._weights.array_buckets(bucket_bytes))
         return buckets if self._parallel.is_first else []
+
+    def weight_update(self, bucket_bytes: int) -> WeightUpdate:
+        """:meth:`weight_buckets` as engines take them."""
+        return WeightUpdate(buckets=self.weight_buckets(bucket_bytes))
 
     @register(dispatch_mode=COLLECTIVE)
     def weight_files(self) -> tuple[str, ...]:

@@ -95,7 +95,8 @@ class ModelWorker(Worker):
         torch.backends.cuda.enable_cudnn_sdp(False)
         self.config = config
         self._settings: Any = getattr(config, self.role)
-        self._device = resolve_device(config.cluster.device)
+        # Not on the CPU where torch does not see the GPU that this process was given.
+        self._device = resolve_device("cuda" if self.was_given_gpu else config.cluster.device)
         self._parallel = DataParallel()
         self._model: Any = None
         self._offload: Offload

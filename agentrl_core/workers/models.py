@@ -28,8 +28,8 @@ def resolve_device(device: DeviceName) -> torch.device:
     available = torch.cuda.is_available()
     if device == "cuda" and not available:
         raise ConfigError(
-            "cluster.device is 'cuda', and torch sees no CUDA device here: set cluster.device=cpu, or see "
-            "`agentrl doctor` for what is installed"
+            f"cluster.device is 'cuda', or Ray gave this process a GPU, and torch {torch.__version__} sees no CUDA "
+            f"device on {socket.gethostname()}: set cluster.device=cpu, or see `agentrl doctor` for what is installed"
         )
     return torch.device("cuda" if available and device != "cpu" else "cpu")
 

@@ -6,7 +6,7 @@ are directories.
 """
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.protocol import DataProto
@@ -98,6 +98,10 @@ class Actor(Protocol):
 
         They are the same files each time, overwritten by the next call, and gone when the actor's process ends.
         """
+
+    def keep(self, method: str, *args: Any) -> Any:
+        """See :meth:`agentrl_core.controller.WorkerGroup.keep`. With ``weight_update`` and the size of a bucket: an
+        update of all weights, which goes from rank 0 to the engines that it is passed to."""
 
     def open_broadcast(self, host: str, backend: str, receivers: int, bucket_bytes: int) -> Broadcast:
         """A group in which all weights will be sent to so many processes of engines; the one before is left.

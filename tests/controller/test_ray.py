@@ -247,6 +247,17 @@ def test_fewer_rows_than_workers_and_uneven_rows_keep_length_and_order(group: Ra
     assert out.batch["x"].tolist() == [row + 3 for row in range(rows)]
 
 
+def test_what_a_rank_keeps_goes_to_an_actor_without_the_driver(group: RayWorkerGroup, runtime: RayRuntime) -> None:
+    class Taker:
+        def total(self, batch: DataProto) -> int:
+            return int(batch.batch["x"].sum())
+
+    kept = group.keep("add", batch_of(3))
+    assert isinstance(kept, ray.ObjectRef)
+    taker = runtime.actor(Taker, name="taker", options=FREE)
+    assert runtime.run(taker.call("total", kept)) == 0 + 1 + 2 + 3
+
+
 def test_futures_go_from_worker_to_worker(group: RayWorkerGroup) -> None:
     first = group.add_later(batch_of(5))
     second = group.add_later(first)

@@ -1,15 +1,16 @@
 """Which devices engine replicas get."""
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
 from agentrl_core.api import ConfigError, WorkerError
 from agentrl_core.config import load_config
 from agentrl_core.config.schema import Config
-from agentrl_core.controller import ActorOptions, ClassWithInitArgs, make_runtime
-from agentrl_core.controller.worker import Worker
+from agentrl_core.controller import ActorOptions, ClassWithInitArgs, Runtime, make_runtime
+from agentrl_core.controller.worker import Worker, WorkerContext, worker_context
 from agentrl_core.controller.worker_group import Place
 from agentrl_core.serving.placement import (
     GpuAssignment,
@@ -22,6 +23,8 @@ from agentrl_core.serving.placement import (
     sleep_level,
 )
 from agentrl_core.trainer import roles
+from agentrl_core.trainer.roles import uses_gpus
+from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.protocols import DeviceMemory
 
 ENGINE = """
@@ -133,6 +136,25 @@ def test_replicas_fill_the_training_processes_unless_they_are_counted(make_confi
     assert config.engine_replicas == 1
 
 
+def test_agent_loop_workers_follow_the_size_of_a_step_unless_they_are_counted(make_config: Any) -> None:
+    def workers(prompts: int, samples: int, nodes: int = 1, **changes: Any) -> int:
+        config = make_config((nodes, 8))
+        config.data.batch_size, config.rollout.n = prompts, samples
+        for name, value in changes.items():
+            setattr(config.rollout, name, value)
+        return int(config.agent_workers)
+
+    assert [workers(4, 8), workers(16, 8), workers(16, 9), workers(64, 8)] == [1, 1, 2, 4]
+    # No more than a node has processes for, and none without a prompt.
+    assert [workers(512, 16), workers(512, 16, nodes=2), workers(2, 1024)] == [8, 16, 2]
+    assert workers(512, 16, deterministic=True) == 1
+    config = make_config()
+    config.data.batch_size, config.rollout.agent.num_workers = 512, 3
+    assert config.agent_workers == 3
+    config.cluster.runtime, config.rollout.agent.num_workers = "local", None
+    assert config.agent_workers == 1
+
+
 def test_replicas_get_the_gpus_of_consecutive_ranks(make_config: Any) -> None:
     assert devices(assign_shared_gpus(make_config(), places(1, 4))) == [[("node0", str(gpu))] for gpu in range(4)]
     assert devices(assign_shared_gpus(make_config((2, 4), tensor_parallel=2), places(2, 4))) == [
@@ -174,6 +196,31 @@ def test_a_replica_of_several_hosts_has_an_assignment_on_each(make_config: Any) 
     assert assign_own_gpus(config.rollout.engine, 2) == [[GpuAssignment(2.0)] * 2] * 2
     assert assign_anywhere(config.rollout.engine, 2) == [[GpuAssignment()] * 2] * 2
     assert assign_shared_gpus(config, [Place()] * 4) == [[GpuAssignment()] * 2] * 2
+
+
+@pytest.mark.parametrize(
+    ("wanted", "has_gpus", "expected"), [("auto", True, True), ("auto", False, False), ("cpu", True, False)]
+)
+def test_the_nodes_decide_the_device_and_not_the_drivers_machine(
+    make_config: Any, monkeypatch: pytest.MonkeyPatch, wanted: str, has_gpus: bool, expected: bool
+) -> None:
+    config = make_config()
+    config.cluster.address, config.cluster.device = "10.9.9.9:6379", wanted
+    # The machine of the driver has what the nodes lack.
+    monkeypatch.setattr("torch.cuda.is_available", lambda: not has_gpus)
+    assert uses_gpus(config, cast(Runtime, SimpleNamespace(has_gpus=has_gpus))) is expected
+
+
+def test_a_cluster_without_gpus_is_refused_where_they_are_asked_for(make_config: Any) -> None:
+    config = make_config()
+    config.cluster.address, config.cluster.device = "10.9.9.9:6379", "cuda"
+    with pytest.raises(ConfigError, match=r"no node of the Ray cluster at 10\.9\.9\.9:6379 has a GPU"):
+        uses_gpus(config, cast(Runtime, SimpleNamespace(has_gpus=False)))
+
+
+def test_a_process_that_was_given_a_gpu_does_not_compute_on_the_cpu(make_config: Any) -> None:
+    with worker_context(WorkerContext(master_port=1, use_gpu=True)), pytest.raises(ConfigError, match="sees no CUDA"):
+        ActorWorker(make_config(), 1)
 
 
 def test_without_training_small_replicas_share_what_training_would_have(make_config: Any) -> None:

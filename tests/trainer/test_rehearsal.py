@@ -97,7 +97,10 @@ def dry_run(path: Path) -> Result:
         ({"rollout.tool_parser": "./odd.py:Broken"}, "RuntimeError: cannot be built"),
         ({"trainer.trackers": ["./odd.py:Broken"]}, "building tracker 'odd.py:Broken' raised RuntimeError"),
         ({"hooks": ["./odd.py:Misspelt"]}, "hooks.0: hook 'Misspelt' implements 'on_step_ends', which is no hook"),
-        ({"cluster.device": "cuda"}, "cluster.device: cluster.device is 'cuda', and torch sees no CUDA device here"),
+        (
+            {"cluster.device": "cuda"},
+            "cluster.device is 'cuda', or Ray gave this process a GPU, and torch",
+        ),
         ({"rollout.engine.name": "sglang"}, "needs sglang"),
         ({"trainer.resume": "runs/nope"}, "runs/nope"),
         (

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 
 from agentrl_core.api import ConfigError, EngineError
 from agentrl_core.config import load_config
@@ -61,7 +60,7 @@ def test_sharded_weights_are_sent_to_replicas_until_one_refuses_them_and_one_tha
     fit: Callable[..., RunDir], tiny_run: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch,
     backend: str,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr(weight_transport, "broadcast_backend", lambda config: backend)
+    monkeypatch.setattr(weight_transport, "broadcast_backend", lambda config, on_gpus: backend)
     caplog.set_level(logging.WARNING, logger="agentrl_core")
     # By IPC both of the actor's processes hand their buffers over.
     first = {"gloo": 1, "ipc": 2}[backend]
@@ -98,51 +97,51 @@ def test_the_local_runtime_has_nobody_to_send_to(tiny_run: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engine", "shares", "transport"),
+    ("engine", "shares", "hosts", "transport"),
     [
-        ({}, True, "shared_module"),
-        ({}, False, "host_memory"),
-        ({"nodes": 2, "tensor_parallel": 2}, False, "broadcast"),
-        ({"weight_transfer": "broadcast"}, False, "broadcast"),
-        ({"nodes": 2, "tensor_parallel": 2, "weight_transfer": "host_memory"}, False, "host_memory"),
+        ({}, True, 1, "shared_module"),
+        ({}, False, 1, "host_memory"),
+        ({}, False, 2, "broadcast"),
+        ({"nodes": 2, "tensor_parallel": 2}, False, 1, "broadcast"),
+        ({"weight_transfer": "broadcast"}, False, 1, "broadcast"),
+        ({"nodes": 2, "tensor_parallel": 2, "weight_transfer": "host_memory"}, False, 2, "host_memory"),
     ],
 )
-def test_the_transport_follows_capabilities_and_one_key(
-    tiny_run: Any, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], shares: bool, transport: str
+def test_the_transport_follows_capabilities_hosts_and_one_key(
+    tiny_run: Any, monkeypatch: pytest.MonkeyPatch, engine: dict[str, Any], shares: bool, hosts: int, transport: str
 ) -> None:
     config = load_config(tiny_run({"cluster.runtime": "ray"}))
     for key, value in engine.items():
         setattr(config.rollout.engine, key, value)
     monkeypatch.setattr(type(config.rollout.engine), "has", lambda slot, capability: capability == "broadcast")
-    assert weight_transport.choose_transport(config, shares) == transport
+    assert weight_transport.choose_transport(config, shares, hosts=hosts) == transport
     if transport == "broadcast" and "weight_transfer" not in engine:
         monkeypatch.setattr(type(config.rollout.engine), "has", lambda slot, capability: False)
-        assert weight_transport.choose_transport(config, shares) == "host_memory"
+        assert weight_transport.choose_transport(config, shares, hosts=hosts) == "host_memory"
 
 
 def test_an_engine_that_cannot_take_weights_on_the_actors_gpu_is_refused(
     tiny_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(weight_transport, "resolve_device", lambda name: torch.device("cuda"))
     config = load_config(tiny_run({"cluster.runtime": "ray", "rollout.engine.weight_transfer": "broadcast"}))
     monkeypatch.setattr(type(config.rollout.engine), "has", lambda slot, capability: capability != "ipc")
     with pytest.raises(ConfigError, match="weight_transfer: found broadcast.*capability 'ipc'.*placement=standalone"):
-        weight_transport.choose_transport(config, False)
+        weight_transport.choose_transport(config, False, on_gpus=True)
+    config.rollout.engine.weight_transfer = "auto"
+    assert weight_transport.choose_transport(config, False, on_gpus=True, hosts=2) == "host_memory"
+    config.rollout.engine.weight_transfer = "broadcast"
     monkeypatch.setattr(type(config.rollout.engine), "has", lambda slot, capability: True)
-    assert weight_transport.choose_transport(config, False) == "broadcast"
+    assert weight_transport.choose_transport(config, False, on_gpus=True) == "broadcast"
 
 
 @pytest.mark.parametrize(
     ("device", "placement", "backend"),
     [("cpu", "standalone", "gloo"), ("cuda", "standalone", "nccl"), ("cuda", "colocated", "ipc")],
 )
-def test_the_way_between_devices_follows_their_places(
-    tiny_run: Any, monkeypatch: pytest.MonkeyPatch, device: str, placement: str, backend: str
-) -> None:
-    monkeypatch.setattr(weight_transport, "resolve_device", lambda name: torch.device(device))
+def test_the_way_between_devices_follows_their_places(tiny_run: Any, device: str, placement: str, backend: str) -> None:
     engine = {"name": "hf", "weight_transfer": "broadcast", "placement": placement}
     config = load_config(tiny_run({"cluster.runtime": "ray", "rollout.engine": engine}))
-    assert weight_transport.broadcast_backend(config) == backend
+    assert weight_transport.broadcast_backend(config, device == "cuda") == backend
 
 
 def test_steps_that_warm_up_the_critic_send_no_weights(
