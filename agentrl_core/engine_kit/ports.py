@@ -2,6 +2,7 @@
 
 import os
 import socket
+import sys
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names this host's network interface, by which gloo connects and under whose address others find it."""
@@ -34,8 +35,9 @@ def use_ray_interface() -> None:
     Called in each of Ray's processes as it starts. What the user names stays, where this node has it.
     """
     import psutil
-    import ray
 
+    # Such a process has it; engines that run without Ray import this module too.
+    ray = sys.modules["ray"]
     if not _addresses(named_interface()):
         address = ray.util.get_node_ip_address()
         for name in psutil.net_if_addrs():

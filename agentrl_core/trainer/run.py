@@ -29,9 +29,10 @@ from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus
 from agentrl_core.runs.trajectory_view import show_trajectory
 from agentrl_core.trainer.algorithm import Algorithm
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, plugin_refs, resumed_state
+from agentrl_core.trainer.disks import Disks
 from agentrl_core.trainer.health import Health
 from agentrl_core.trainer.trackers import Trackers
-from agentrl_core.workers.checkpoints import check_training_state
+from agentrl_core.workers.checkpoints import STATE_FOLDER, check_training_state
 from agentrl_core.workers.model_files import check_weights
 from agentrl_core.workers.protocols import Actor, Critic
 
@@ -177,16 +178,21 @@ class Run:
     def load(self, actor: Actor, critic: Critic | None) -> None:
         """Load the checkpoint that the run resumes from, if there is one. Nothing on disk changes."""
         checkpoint = self._checkpoint
+        self._disks = Disks(actor, self.path)
         if checkpoint is not None:
             logger.info("resuming from %s, after step %d of %d", checkpoint, self._state.step, self._steps)
             self._sampler.load_state_dict(self._state.sampler)
             self._algorithm.state = self._state.algorithm
             self.health.streaks = list(self._state.streaks)
-            actor.load_checkpoint(str(checkpoint / "actor"))
-            if critic is not None:
-                if not (checkpoint / "critic").is_dir():
-                    raise CheckpointError(f"{checkpoint} has no critic, but the run's estimator needs one")
-                critic.load_checkpoint(str(checkpoint / "critic"))
+            savers = _savers(actor, critic)
+            for role in savers:
+                if not (checkpoint / role).is_dir():
+                    raise CheckpointError(f"{checkpoint} has no {role}, but the run's estimator needs one")
+            scratch = self._directory.checkpoints_dir / f".{checkpoint.name}.link"
+            states = tuple(f"{role}/{STATE_FOLDER}" for role in savers)
+            with self._disks.lent(checkpoint, scratch, states) as everywhere:
+                for role, worker in savers.items():
+                    worker.load_checkpoint(str(everywhere / role))
 
     def begin(self) -> int:
         """Take over the directory, once everything has started; returns the last finished step."""
@@ -249,6 +255,7 @@ class Run:
         """
 
         def write(directory: Path) -> None:
+            self._disks.clear(directory)
             for role, worker in _savers(actor, critic).items():
                 worker.save_checkpoint(str(directory / role), background=True)
 
@@ -282,8 +289,11 @@ class Run:
                         return None
                     checksums |= {f"{role}/{name}": checksum for name, checksum in files.items()}
             self._written = None
-            copy_tokenizer(Path(self._config.model.path), directory / "actor")
+            # What came from other nodes is flushed here, and has its checksum from here.
+            for name in self._disks.collect(directory):
+                checksums.pop(name, None)
             _check_written(directory)
+            copy_tokenizer(Path(self._config.model.path), directory / "actor")
             shutil.copy(self._directory.config_file, directory / "config.yaml")
             shutil.copy(self._directory.lock_file, directory / "plugins.lock.json")
         return state.step, self._store.publish(state, checksums)
@@ -336,10 +346,7 @@ def _check_written(checkpoint: Path) -> None:
         for role in checkpoint.iterdir():
             check_training_state(str(role))
     except (ConfigError, CheckpointError) as error:
-        raise CheckpointError(
-            f"what the training processes wrote is not complete here: {error}. With several nodes, trainer.output_dir "
-            "must be a directory that all of them share"
-        ) from error
+        raise CheckpointError(f"{error}: what the training processes wrote is not complete here") from error
 
 
 def copy_tokenizer(model: Path, directory: Path) -> None:

@@ -23,6 +23,7 @@ from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.data_parallel import COLLECTIVE
+from agentrl_core.workers.far_files import FarFiles
 from agentrl_core.workers.flops import utilisation
 from agentrl_core.workers.log_probs import response_log_probs, temperature_of
 from agentrl_core.workers.micro_batching import (
@@ -46,7 +47,7 @@ GROUPS, PREPARED = "group number", "prepared "
 """Names of columns that the actor adds to a batch."""
 
 
-class ActorWorker(TrainingWorker):
+class ActorWorker(FarFiles, TrainingWorker):
     """Implements :class:`agentrl_core.workers.protocols.Actor` on ``AutoModelForCausalLM``.
 
         loss = policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy

@@ -5,11 +5,15 @@
 are directories.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from agentrl_core.api.weights import ArrayBucket, Broadcast
 from agentrl_core.protocol import DataProto
+
+if TYPE_CHECKING:
+    from agentrl_core.workers.far_files import Piece
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,18 @@ class Actor(Protocol):
 
     def load_checkpoint(self, path: str) -> object:
         """Go on where :meth:`save_checkpoint` was called, by any number of ranks. Raises CheckpointError."""
+
+    def sees(self, file: str) -> list[tuple[str, bool]]:
+        """Each rank's node, and whether it has this file. Raises CheckpointError where it cannot have its folder."""
+
+    def send_piece(self, ranks: Sequence[int], folder: str) -> "list[Piece | None]":
+        """The next piece of the files that each of these ranks has there; None after the last, when they are gone."""
+
+    def take_piece(self, ranks: Sequence[int], folder: str, piece: "Piece") -> object:
+        """Write a piece into a folder on the nodes of these ranks."""
+
+    def remove_folder(self, ranks: Sequence[int], folder: str) -> object:
+        """Remove a folder on the nodes of these ranks."""
 
     def weight_buckets(self, bucket_bytes: int) -> list[ArrayBucket]:
         """All weights under their Hugging Face names, tied ones once, in buckets of about ``bucket_bytes``."""
