@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import json
+import logging
 import os
 import shlex
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from packaging.version import Version
+
 from agentrl_core.api import ConfigError, PluginRef, PluginSpec
 from agentrl_core.plugins.file_plugin import FILE_DIST
 
@@ -17,6 +20,9 @@ TIMEOUT = 60.0
 """Seconds for one start of the interpreter; a cold disk makes it slow."""
 KEY = "rollout.engine.python"
 CORE = "agentrl-core"
+NCCL = ("nvidia-nccl-cu13", "nvidia-nccl-cu12")
+"""Distributions with the NCCL that torch loads."""
+logger = logging.getLogger(__name__)
 
 # Standard library only: nothing of ours need be installed there. `unmet` is asked only where it is.
 _QUESTION = """
@@ -48,18 +54,31 @@ class Answer:
 
 
 def check_interpreter(
-    python: str, ref: PluginRef, spec: PluginSpec, packages: Sequence[str] = ("ray",), key: str = KEY
+    python: str,
+    ref: PluginRef,
+    spec: PluginSpec,
+    packages: Sequence[str] = ("ray",),
+    key: str = KEY,
+    shares_nccl: bool = False,
 ) -> None:
     """Refuse an interpreter that cannot run the engine's server.
 
     It needs this Python's minor version, exactly this version of ``packages``, of agentrl-core and of the plugin's
-    distribution, and what the plugin requires.
+    distribution, and what the plugin requires. Another release of torch is a warning.
+
+    Args:
+        shares_nccl: the engine is in an NCCL group with training processes, which needs one version of NCCL.
 
     Raises:
         ConfigError: with everything that is wrong, and the commands that fix it.
     """
     wanted = [*packages, CORE, *([] if ref.dist in (CORE, FILE_DIST) else [ref.dist])]
-    problems = list(_problems(python, _ask(python, wanted, spec.requires, key), wanted, key))
+    answer = _ask(python, [*wanted, "torch", *NCCL], spec.requires, key)
+    problems = list(_problems(python, answer, wanted, key))
+    problems += _other_nccl(python, answer, key) if shares_nccl else ()
+    here, there = _installed("torch"), answer.versions.get("torch")
+    if here and there and Version(here).release != Version(there).release:
+        logger.warning("%s: %s has torch %s, this environment %s: not tested together", key, python, there, here)
     if problems:
         raise ConfigError(problems)
 
@@ -82,6 +101,18 @@ def _problems(python: str, answer: Answer, wanted: Sequence[str], key: str) -> I
         yield (
             f"{key}: the engine needs {requirement} in {python}, found {found or 'nothing'}; "
             f"{shlex.quote(python)} -m pip install '{requirement}'"
+        )
+
+
+def _other_nccl(python: str, answer: Answer, key: str) -> Iterator[str]:
+    here, there = (
+        next(filter(None, map(version, NCCL)), None) for version in (_installed, lambda name: answer.versions.get(name))
+    )
+    if here and there and Version(here).release != Version(there).release:
+        yield (
+            f"{key}: {python} has NCCL {there}, the trainer's environment {here}, and weights go from GPU to GPU in a "
+            "group of both, for which NCCL needs one version: install the same torch in both, or set "
+            "rollout.engine.weight_transfer=host_memory"
         )
 
 

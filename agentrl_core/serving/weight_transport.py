@@ -64,6 +64,15 @@ def choose_transport(config: ResolvedConfig, shares_module: bool, on_gpus: bool 
     return engine.weight_transfer
 
 
+def may_share_nccl(config: ResolvedConfig) -> bool:
+    """Whether actor and engines may be in one NCCL group. Known before the nodes are."""
+    engine = config.rollout.engine
+    several = engine.nodes > 1 or config.cluster.address is not None
+    return engine.placement == "standalone" and (
+        engine.weight_transfer == "broadcast" or (engine.weight_transfer == "auto" and several)
+    )
+
+
 def broadcast_backend(config: ResolvedConfig, on_gpus: bool) -> str:
     """``gloo``, ``nccl`` or ``ipc``, see :class:`agentrl_core.api.weights.Broadcast`."""
     if not on_gpus:

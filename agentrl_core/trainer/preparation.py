@@ -45,6 +45,7 @@ from agentrl_core.rollout.session import interaction_context
 from agentrl_core.serving.clients import absent_clients
 from agentrl_core.serving.interpreter import check_interpreter
 from agentrl_core.serving.placement import check_sleep
+from agentrl_core.serving.weight_transport import may_share_nccl
 from agentrl_core.trainer.checkpoint import CheckpointStore
 from agentrl_core.trainer.plan import arithmetic, check_context, describe, total_steps
 from agentrl_core.trainer.prompt_data import PromptData, PromptLoader
@@ -94,7 +95,8 @@ class Preparation:
         served = {"rollout.engine": engine, **{f"engines.{name}": slot for name, slot in config.engines.items()}}
         for key, slot in served.items():
             if slot.python is not None:
-                check_interpreter(slot.python, slot.ref, slot.plugin.spec, key=f"{key}.python")
+                shares_nccl = training and slot is engine and may_share_nccl(config)
+                check_interpreter(slot.python, slot.ref, slot.plugin.spec, key=f"{key}.python", shares_nccl=shares_nccl)
         with boundary(ConfigError, f"model.path: {model.path} is not a model transformers can load:"):
             model_config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         text_config = model_config.get_text_config()

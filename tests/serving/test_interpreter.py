@@ -65,6 +65,30 @@ def test_another_version_there(answering: Any, answer: dict[str, Any], message: 
         check_interpreter(answering(**answer), REF, PLAIN)
 
 
+@pytest.mark.parametrize("name", ["nvidia-nccl-cu12", "nvidia-nccl-cu13"])
+def test_another_nccl_is_refused_where_a_group_spans_both(
+    answering: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    real = interpreter._installed
+    monkeypatch.setattr(interpreter, "_installed", lambda each: "2.28.9" if each == "nvidia-nccl-cu13" else real(each))
+    python = answering(**{name: "2.27.5"})
+    with pytest.raises(ConfigError, match=r"has NCCL 2\.27\.5, the trainer's environment 2\.28\.9.*one version"):
+        check_interpreter(python, REF, PLAIN, shares_nccl=True)
+    check_interpreter(python, REF, PLAIN)
+    check_interpreter(answering(**{name: "2.28.9"}), REF, PLAIN, shares_nccl=True)
+    check_interpreter(answering(), REF, PLAIN, shares_nccl=True)
+
+
+@pytest.mark.parametrize(("there", "warns"), [("2.13.0+cu130", False), ("2.14.1", True)])
+def test_another_torch_is_a_warning(
+    answering: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, there: str, warns: bool
+) -> None:
+    real = interpreter._installed
+    monkeypatch.setattr(interpreter, "_installed", lambda each: "2.13.0+cpu" if each == "torch" else real(each))
+    check_interpreter(answering(torch=there), REF, PLAIN)
+    assert ("torch 2.14.1, this environment 2.13.0+cpu" in caplog.text) is warns
+
+
 def test_no_environment_is_suggested_outside_of_one() -> None:
     """The advice for /nope was to make an environment of the root directory."""
     with pytest.raises(ConfigError, match="no such file: /nope; expected ENVIRONMENT/bin/python") as caught:

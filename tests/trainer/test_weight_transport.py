@@ -144,6 +144,24 @@ def test_the_way_between_devices_follows_their_places(tiny_run: Any, device: str
     assert weight_transport.broadcast_backend(config, device == "cuda") == backend
 
 
+@pytest.mark.parametrize(
+    ("placement", "transfer", "address", "expected"),
+    [
+        ("standalone", "broadcast", None, True),
+        ("standalone", "auto", "auto", True),
+        ("standalone", "auto", None, False),
+        ("standalone", "host_memory", "auto", False),
+        ("colocated", "broadcast", "auto", False),
+    ],
+)
+def test_one_nccl_is_needed_where_weights_may_go_by_it(
+    tiny_run: Any, placement: str, transfer: str, address: str | None, expected: bool
+) -> None:
+    engine = {"name": "hf", "weight_transfer": transfer, "placement": placement}
+    config = load_config(tiny_run({"cluster": {"runtime": "ray", "address": address}, "rollout.engine": engine}))
+    assert weight_transport.may_share_nccl(config) is expected
+
+
 def test_steps_that_warm_up_the_critic_send_no_weights(
     fit: Callable[..., RunDir], tiny_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
