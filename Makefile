@@ -16,11 +16,12 @@ DEMO_ARGS ?=
 GPU_ARGS ?=
 CHAOS_ARGS ?= --write
 PROOF_ARGS ?=
+TWO_NODES_ARGS ?=
 
 SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
-.PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu release clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
+.PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu two-nodes release clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
 	test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-learn
 
 help:
@@ -36,6 +37,7 @@ help:
 	@echo "make changelog   gather the fragments of changelog.d in CHANGELOG.md; VERSION=0.2.0 for a release"
 	@echo "make release VERSION=0.2.0   build, check, install and try every distribution; uploads nothing"
 	@echo "make gpu     what only a GPU can show, to runs/gpu/gpu.md; without one a rehearsal on the CPU"
+	@echo "make two-nodes   train on two nodes in namespaces of this machine, as root; TWO_NODES_ARGS=--slow takes the link down too"
 	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
 	@echo "make test-engines-learn   train the calculator example with both, for ten minutes"
@@ -145,6 +147,10 @@ format: $(VENV)/.installed
 # Everything that only a GPU can show; without one on a tiny model on the CPU. GPU_ARGS="--parts local --output FOLDER"
 gpu: $(VENV)/.installed
 	$(BIN)/python benchmarks/gpu.py $(GPU_ARGS)
+
+# Two nodes that share nothing but this folder, with the commands of docs/training-on-many-gpus.md.
+two-nodes: $(VENV)/.installed
+	$(BIN)/python -m pytest tests_real/test_two_nodes.py $(if $(findstring --slow,$(TWO_NODES_ARGS)),,-m "not slow") $(filter-out --slow,$(TWO_NODES_ARGS))
 
 chaos: $(VENV)/.installed
 	$(BIN)/python benchmarks/chaos.py $(CHAOS_ARGS)

@@ -84,7 +84,7 @@ class EngineSlot(ServedSlot):
         "auto",
         help="how new weights reach engines of other processes: through the memory of hosts, or sent from the actor's "
         "devices to theirs (NCCL, CUDA IPC where they share a GPU, gloo on the CPU). auto: host_memory, but broadcast "
-        "where a replica has several hosts",
+        "where replicas may be on several hosts",
     )
 
 

@@ -189,8 +189,9 @@ class ProcessHost:
         streams, self._streams = self._streams, None
         if streams is not None:
             # The supervisor sees it. Not only a close: a process that was forked here may hold the socket too.
-            with suppress(OSError):
-                streams[1].get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+            # On a copy, because the socket of uvloop, which Ray uses where it is installed, cannot be shut down.
+            with suppress(OSError), socket.socket(fileno=os.dup(streams[1].get_extra_info("socket").fileno())) as copy:
+                copy.shutdown(socket.SHUT_RDWR)
             streams[1].transport.abort()
         process, self._process = self._process, None
         self._dying = [each for each in self._dying if each.poll() is None]

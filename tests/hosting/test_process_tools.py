@@ -119,14 +119,15 @@ def hosted(make_slot):
     assert not any(tool._owned for tool in made)
 
 
-def run(tool: HostedTool, scenario) -> None:
+def run(tool: HostedTool, scenario, loop_factory=None) -> None:
     async def closed_at_the_end() -> None:
         try:
             await scenario()
         finally:
             await tool.close()
 
-    asyncio.run(closed_at_the_end())
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        runner.run(closed_at_the_end())
 
 
 def execute(tool: HostedTool, x: str, instance: str = "i"):
@@ -141,6 +142,21 @@ def test_an_unavailable_tool_says_so_through_its_process(hosted) -> None:
             await execute(tool, "unavailable")
 
     run(tool, scenario)
+
+
+def test_a_process_is_killed_on_the_event_loop_that_ray_uses_where_it_is_installed(hosted) -> None:
+    uvloop = pytest.importorskip("uvloop")
+    tool = hosted("Stateless", processes=1)
+
+    async def scenario() -> None:
+        pid = int((await execute(tool, "pid")).response.text)
+        tool.timeout = 0.3
+        with pytest.raises(DeadlineError):
+            await execute(tool, "spin")
+        tool.timeout = 30.0
+        assert int((await execute(tool, "pid")).response.text) != pid
+
+    run(tool, scenario, uvloop.new_event_loop)
 
 
 def test_a_tool_in_a_child_process_finds_what_lies_next_to_its_file(hosted, tmp_path) -> None:
