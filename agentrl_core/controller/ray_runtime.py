@@ -3,20 +3,19 @@
 import asyncio
 import gc
 import logging
-import math
 import os
 import pickle
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import ray
-from ray._private import ray_constants, services
+from ray._private import ray_constants
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray._private.worker import print_to_stdstream
-from ray.exceptions import AuthenticationError, RayActorError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
@@ -24,20 +23,18 @@ from agentrl_core.controller.ray_failures import describe, kill, root_cause
 from agentrl_core.controller.ray_group import RayGroup, RayWorkerGroup, create_colocated_worker_cls
 from agentrl_core.controller.ray_hosts import has_async_methods
 from agentrl_core.controller.ray_pool import RayResourcePool
+from agentrl_core.controller.ray_start import environment, missing_token, patient_start
 from agentrl_core.controller.runtime import ActorDiedError, ActorOptions, Runtime
 from agentrl_core.controller.worker_group import ClassWithInitArgs
-from agentrl_core.engine_kit.ports import use_ray_interface
 from agentrl_core.plugins.boundary import wait_reported
 
 # Logical CPUs only count actors, most of which wait: a laptop's two cores must hold all actors of a small run.
 MIN_LOGICAL_CPUS = 32
 LOOPBACK = "127.0.0.1"
+LOOK_SECONDS = 120.0
+"""For a process to start on a node and to look for a file."""
 ENGINE_SERVER = "EngineServer"
 _OF_RAY = ("raylet", "gcs_server")
-_HIDES_GPUS = "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO"
-"""With 1 a process that was given no GPU sees none; by itself Ray shows it all."""
-_OF_NETWORKS = ("GLOO_", "NCCL_", "TORCH_NCCL_")
-"""Beginnings of the variables that choose interfaces and tune collectives."""
 
 
 class RayActorHandle:
@@ -120,6 +117,8 @@ class RayRuntime(Runtime):
         super().__init__()
         self._groups: list[RayWorkerGroup] = []
         self._actors: list[RayActorHandle] = []
+        # Interpreters that have been found, with the nodes that have them.
+        self._found: set[tuple[str, str]] = set()
         self._owns_ray = not ray.is_initialized()
         if self._owns_ray:
             cpus = num_cpus or max(os.cpu_count() or 1, MIN_LOGICAL_CPUS)
@@ -132,11 +131,11 @@ class RayRuntime(Runtime):
                 ray_constants.ENABLE_RAY_CLUSTER = False
             try:
                 # A cluster that is there answers soon, and the patience would apply to one that refuses too.
-                with nullcontext() if address else _patient_start(start_timeout), wait_reported("Ray to start"):
-                    ray.init(**start, runtime_env=_environment(cpu_threads), logging_level=logging.ERROR)
+                with nullcontext() if address else patient_start(start_timeout), wait_reported("Ray to start"):
+                    ray.init(**start, runtime_env=environment(cpu_threads), logging_level=logging.ERROR)
             except (ConnectionError, RuntimeError, ValueError, AuthenticationError) as error:
                 aim = f"reached at {address}" if address else "started"
-                raise ConfigError(f"cluster: Ray cannot be {aim}: {error}{_missing_token(error)}") from error
+                raise ConfigError(f"cluster: Ray cannot be {aim}: {error}{missing_token(error)}") from error
             except Exception as error:  # noqa: BLE001 - Ray raises this class where its node is not up in time
                 raise WorkerError(
                     f"Ray cannot be started within {start_timeout:g} s (rollout.engine.start_timeout): {error} Try "
@@ -182,6 +181,8 @@ class RayRuntime(Runtime):
         self._check_cpus(name, options.num_cpus)
         self._check_gpus(name, options.num_gpus)
         node, python, restarts = options.node, options.python, options.restarts
+        if python is not None:
+            self._check_python(name, python, options)
         remote: dict[str, Any] = {
             "num_cpus": options.num_cpus,
             "num_gpus": options.num_gpus,
@@ -197,6 +198,25 @@ class RayRuntime(Runtime):
         actor = ray.remote(cls.cls).options(**remote).remote(*cls.args, **cls.kwargs)
         self._actors.append(RayActorHandle(name, actor, options.num_cpus, options.num_gpus))
         return self._actors[-1]
+
+    def _check_python(self, name: str, python: str, options: ActorOptions) -> None:
+        """Refuse an interpreter that a node lacks: Ray would try to start it for ever. This process has looked here."""
+        here = ray.get_runtime_context().get_node_id()
+        for node in ray.nodes():
+            place = node["NodeID"], python
+            possible = options.node in ("", node["NodeID"]) and (node["Resources"].get("GPU") or not options.num_gpus)
+            if not node["Alive"] or node["NodeID"] == here or not possible or place in self._found:
+                continue
+            there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+            look = ray.remote(num_cpus=0)(os.path.isfile).options(scheduling_strategy=there)
+            # A node that is so slow says by itself later what is wrong.
+            with suppress(GetTimeoutError):
+                if not ray.get(look.remote(python), timeout=LOOK_SECONDS):
+                    raise ConfigError(
+                        f"{name!r} is to run under {python}, which is not on node {node['NodeManagerHostname']} "
+                        f"({node['NodeManagerAddress']}): every node that it may be on needs this environment there"
+                    )
+            self._found.add(place)
 
     def _check_cpus(self, name: str, wanted: float) -> None:
         # Ray would let what finds no room wait for ever.
@@ -243,44 +263,6 @@ class RayRuntime(Runtime):
                 ray.shutdown()
 
 
-def _missing_token(error: BaseException | None) -> str:
-    """What to do where Ray refuses a connection without the cluster's token; empty for other errors."""
-    while error is not None:
-        if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error):
-            return (
-                ". The cluster takes only those who know its token: set RAY_AUTH_MODE=token for agentrl and for each "
-                "`ray start`, and give all nodes the same ~/.ray/auth_token (`ray get-auth-token --generate` makes one)"
-            )
-        error = error.__cause__
-    return ""
-
-
-@contextmanager
-def _patient_start(limit: float) -> Iterator[None]:
-    """Let Ray's processes take up to ``limit`` seconds to start. Ray gives each 30 s; for the raylet it has no
-    switch, but counts only when a question about it has failed."""
-    get_node, name = services.get_node, "RAY_gcs_server_port_wait_time_s"
-    end, before = time.monotonic() + limit, os.environ.get(name)
-
-    def patiently(*args: Any, **kwargs: Any) -> Any:
-        while True:
-            try:
-                return get_node(*args, **kwargs)
-            except RuntimeError:
-                if time.monotonic() > end:
-                    raise
-                time.sleep(0.1)
-
-    services.get_node = patiently
-    os.environ.setdefault(name, str(math.ceil(limit)))
-    try:
-        yield
-    finally:
-        services.get_node = get_node
-        if before is None:
-            del os.environ[name]
-
-
 def _show_output(data: dict[str, Any]) -> None:
     """Print what actors print, as Ray does, but log what engine servers print: much of it is noise of the engine."""
     if data.get("actor_name") != ENGINE_SERVER:
@@ -290,14 +272,3 @@ def _show_output(data: dict[str, Any]) -> None:
     log = logging.getLogger("engine_output")
     for line in data["lines"]:
         log.warning("pid %s: %s", data["pid"], line)
-
-
-def _environment(cpu_threads: int | None) -> dict[str, Any]:
-    """One OpenMP thread per process, as many share a node, no progress bars or notes of libraries on the screen, and no
-    GPUs that are others', unless the user's environment says otherwise. What it says of networks counts on every node.
-    """
-    threads = os.environ.get("OMP_NUM_THREADS", "1") if cpu_threads is None else str(cpu_threads)
-    defaults = {"TQDM_DISABLE": "1", "TRANSFORMERS_VERBOSITY": "error", _HIDES_GPUS: "1"}
-    given = {name: value for name, value in os.environ.items() if name in defaults or name.startswith(_OF_NETWORKS)}
-    setup = f"{use_ray_interface.__module__}.{use_ray_interface.__name__}"
-    return {"env_vars": {"OMP_NUM_THREADS": threads, **defaults, **given}, "worker_process_setup_hook": setup}

@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,8 @@ from agentrl_core.controller import (
     ray_failures,
     register,
 )
-from agentrl_core.controller.ray_runtime import RayRuntime, _environment
+from agentrl_core.controller.ray_runtime import RayRuntime
+from agentrl_core.controller.ray_start import environment
 from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.protocol import DataProto
 
@@ -215,6 +217,18 @@ def test_an_actor_without_a_gpu_sees_none_but_those_that_it_chooses(runtime: Ray
     assert runtime.run(seen(runtime.actor(Environment, "1,2", name="chooses", options=FREE))) == ["1,2", "1,2"]
 
 
+def test_an_interpreter_that_a_node_lacks_is_named_with_the_node(
+    runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Ray starts it again and again, and the actor never comes."""
+    # So that the node counts as another one.
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: ""))
+    python = str(tmp_path / "bin" / "python")
+    with pytest.raises(ConfigError, match=rf"'other' .* {python}, which is not on node \S+ \(127\.0\.0\.1\)"):
+        runtime.actor(Environment, name="other", options=ActorOptions(num_cpus=0, python=python))
+    runtime._check_python("this", sys.executable, ActorOptions())
+
+
 def test_gloo_connects_by_the_interface_of_the_node_address(runtime: RayRuntime) -> None:
     actor = runtime.actor(Environment, name="connects", options=FREE)
     assert runtime.run(actor.call("variable", "GLOO_SOCKET_IFNAME")) == "lo"
@@ -223,7 +237,7 @@ def test_gloo_connects_by_the_interface_of_the_node_address(runtime: RayRuntime)
 def test_variables_of_networks_reach_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"NCCL_SOCKET_IFNAME": "eth1", "GLOO_SOCKET_IFNAME": "eth0", "PRIVATE": "x"}.items():
         monkeypatch.setenv(name, value)
-    variables = _environment(None)["env_vars"]
+    variables = environment(None)["env_vars"]
     assert (variables["NCCL_SOCKET_IFNAME"], variables["GLOO_SOCKET_IFNAME"]) == ("eth1", "eth0")
     assert "PRIVATE" not in variables
 
@@ -397,7 +411,7 @@ def test_colocated_classes_share_processes_and_async_methods_work(colocated: Ray
 
 SECOND_DRIVER = """
 import sys, torch
-from agentrl_core.controller.ray_runtime import RayRuntime, _environment
+from agentrl_core.controller.ray_runtime import RayRuntime
 from agentrl_core.controller import Dispatch, RayWorkerGroup, Worker, register
 from agentrl_core.protocol import DataProto
 
