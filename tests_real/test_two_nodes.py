@@ -6,6 +6,7 @@
 Each test needs what the one before it has left.
 """
 
+import hashlib
 import json
 import os
 import re
@@ -20,7 +21,6 @@ import pytest
 import yaml
 
 from agentrl_core.testing.tiny_model import save_tiny_model
-from agentrl_core.trainer.checkpoint import checkpoint_path
 from tests_real.two_nodes import HOME, ROOT, WORK, Node, Relay, missing, two_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200), pytest.mark.skipif(bool(missing()), reason=str(missing()))]
@@ -138,6 +138,14 @@ def cluster() -> Iterator[Cluster]:
         yield Cluster(head, worker, relay)
 
 
+def verified(node: Node, run: str) -> set[str]:
+    """The files of a run's newest checkpoint, which are as their checksums say."""
+    latest = node.path(f"{WORK}/runs/{run}/checkpoints/latest")
+    expected = json.loads((latest / "checksums.json").read_text())
+    assert expected == {name: hashlib.sha256((latest / name).read_bytes()).hexdigest() for name in expected}
+    return set(expected)
+
+
 def until(condition: Callable[[], Any], process: "subprocess.Popen[str]") -> None:
     """Wait for it while the run is under way."""
     end = time.monotonic() + PATIENCE
@@ -172,9 +180,8 @@ def test_both_nodes_train_serve_and_roll_out_and_the_checkpoint_is_whole(cluster
     assert [row["step"] for row in steps] == [1, 2]
     # The second step's tokens were sampled with weights that an update had changed: they came to both nodes' engines.
     assert all(row["rollout/logprob_gap_max"] < 1e-4 for row in steps), steps
-    latest = cluster.head.path(f"{WORK}/runs/two/checkpoints/latest")
-    shards = {file.name for file in checkpoint_path(latest).glob("actor/training/*")}
-    assert shards == {".metadata", "__0_0.distcp", "__1_0.distcp"}
+    shards = {name for name in verified(cluster.head, "two") if name.startswith("actor/training/")}
+    assert shards == {f"actor/training/{name}" for name in (".metadata", "__0_0.distcp", "__1_0.distcp")}
     assert not list(cluster.worker.path(f"{WORK}/runs/two/checkpoints").iterdir())
 
 
@@ -216,7 +223,7 @@ def test_a_slow_network_delays_a_run_and_a_killed_raylet_ends_it(cluster: Cluste
         cluster.relay.tell("delay 0")
     assert cluster.worker.address in output, output
     # What was written before is whole.
-    checkpoint_path(cluster.head.path(f"{WORK}/runs/slow/checkpoints/latest"))
+    assert "actor/training/__1_0.distcp" in verified(cluster.head, "slow")
     state = json.loads(cluster.head.path(f"{WORK}/runs/slow/state.json").read_text())
     assert state["status"] == "failed"
 
