@@ -80,7 +80,11 @@ def value_of(figure: Figure) -> str:
 
 def goal_of(figure: Figure) -> str:
     """``≤ 5``; empty without a goal."""
-    return "" if figure.goal is None else f"{'≥' if figure.at_least else '≤'} {figure.goal:.3g}"
+    return (
+        ""
+        if figure.goal is None
+        else f"{'≥' if figure.at_least else '≤'} {figure.goal:{'.3g' if abs(figure.goal) < 1 else 'g'}}"
+    )
 
 
 def write_json(path: Path, figures: Sequence[Figure]) -> None:
