@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plugins", "config", "protocol"),
     ("controller", "data", "algorithms"),
     ("hosting", "workers", "runs"),
-    ("serving",),
+    ("serving", "simulation"),
     ("rollout",),
     ("trainer",),
     ("devtools",),

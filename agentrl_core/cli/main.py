@@ -22,6 +22,7 @@ import agentrl_core
 COMMANDS = {
     "init": ("init:run", "Write a config for your model, data, tool and reward."),
     "train": ("train:train", "Train an agent from a YAML config."),
+    "plan": ("plan:run", "Simulate a run without a GPU: memory, operations, time of a step."),
     "eval": ("evaluate:run", "Validate a model or a checkpoint; keep its metrics and trajectories."),
     "export": ("export:run", "Copy a checkpoint's model into a directory that transformers can load."),
     "doctor": ("doctor:run", "Compare installed packages with the tested versions."),

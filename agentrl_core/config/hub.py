@@ -19,6 +19,29 @@ def is_hub_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None
 
 
+def config_directory(path: str) -> str:
+    """The directory with the config of a model, which may lack weights; of the hub only ``config.json`` is fetched.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (Path(path) / "config.json").is_file():
+        return path
+    name = path if is_hub_name(path) else "/".join(Path(path).parts[-2:])
+    match = _NAME.fullmatch(name)
+    if Path(path).is_dir() or match is None:
+        raise ConfigError(f"{path!r} has no config.json: name a directory with the model's, or a model of the hub")
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return str(Path(hf_hub_download(match[1], "config.json", revision=match[2])).parent)
+    except Exception as error:  # noqa: BLE001 - errors of the hub, of its HTTP client and of the disk
+        raise ConfigError(
+            f"{path!r} is no directory, and the Hugging Face hub does not give the config.json of {name} "
+            f"({' '.join(str(error).split()) or type(error).__name__}). A directory with config.json is enough"
+        ) from error
+
+
 def hub_directory(name: str) -> str:
     """The directory of the hub's cache with config, tokenizer and weights of a model; what is missing is downloaded.
 

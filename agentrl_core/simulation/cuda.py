@@ -44,8 +44,14 @@ class _Calls(TorchFunctionMode):
             found = _attention(*args, **kwargs)
             if found is not None:
                 return found
-        with self._device_hidden(False):
+        simulation = self._simulation
+        if not simulation.hides_device:
             return func(*args, **kwargs)
+        simulation.hides_device = False
+        try:
+            return func(*args, **kwargs)
+        finally:
+            simulation.hides_device = True
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """The engine's, in which this is active: modules whose activations are recomputed run in it."""

@@ -17,7 +17,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from agentrl_core.api.errors import SimulationError
 from agentrl_core.config import ResolvedConfig
-from agentrl_core.simulation.batches import Shape, batch_of, full_micro_batch, samples_of_a_prompt
+from agentrl_core.simulation.batches import MICRO_BATCHES, Shape, batch_of, full_micro_batch, samples_of_a_prompt
 from agentrl_core.simulation.cuda import imitated_cuda
 from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, WEIGHTS, Ledger, Phase
 from agentrl_core.simulation.mode import simulated
@@ -83,7 +83,8 @@ class Simulated:
         resting: bytes between phases, while engines sample.
         parameters: of the actor's model, of all ranks together.
         parameter_bytes: of the same.
-        shape: of the micro-batch that was simulated.
+        shape: of the micro-batch that was simulated last.
+        tokens: of all rows of a rank that were simulated, prompts of each row counted.
         logits: by dtype, the shape of the largest tensor over the vocabulary.
         packs: rows can be packed.
     """
@@ -93,6 +94,7 @@ class Simulated:
     parameters: int
     parameter_bytes: int
     shape: Shape
+    tokens: int
     logits: Mapping[str, tuple[int, ...]]
     packs: bool
 
@@ -153,13 +155,13 @@ class _Step:
         return Simulated(
             dict(self._ledger.phases), self._ledger.total,
             sum(each.numel() for each in parameters), sum(each.numel() * each.element_size() for each in parameters),
-            shapes[-1], dict(logits), len(shapes) > 1,
+            shapes[-1], sum(each.tokens for each in shapes) * MICRO_BATCHES, dict(logits), len(shapes) > 1,
         )  # fmt: skip
 
     def _passes(self, shape: Shape) -> None:
         """What a step computes from a batch of micro-batches of this shape."""
         batch = batch_of(shape, self._ranks)
-        part = batch[: shape.rows]
+        part = batch[: shape.rows * MICRO_BATCHES]
         phases: list[tuple[str, Any, Callable[[Any], Any]]] = [("log-probs", part, lambda it: self._actor.compute_log_prob(it))]
         for name, worker in (("reference", self._reference), ("teacher", self._teacher)):
             if worker is not None:
@@ -177,11 +179,21 @@ class _Step:
         if isinstance(worker, TrainingWorker):
             # As the first step makes them: the second one and all others find them.
             with worker._offload.on_device(optimizer=True):
-                for name, tensor in worker._optimizer.moments().items():
-                    if not name.endswith(".step"):
-                        self._ledger.name(_local(tensor).untyped_storage(), MOMENTS)
+                self._name_moments(worker)
+            move = worker._optimizer.move_moments
+
+            def moved(device: torch.device) -> None:
+                move(device)
+                self._name_moments(worker)
+
+            worker._optimizer.move_moments = moved  # type: ignore[method-assign]
             for parameter in worker._model.parameters():
                 parameter.register_post_accumulate_grad_hook(self._name_gradient)
+
+    def _name_moments(self, worker: TrainingWorker) -> None:
+        for name, tensor in worker._optimizer.moments().items():
+            if not name.endswith(".step") and tensor.device == worker._device:
+                self._ledger.name(_local(tensor).untyped_storage(), MOMENTS)
 
     def _name_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

@@ -1,0 +1,119 @@
+"""``agentrl plan``."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.cli._shared import ConfigFile, Json, Overrides, console_of_stdout, new_table, say, set_up_logging
+from agentrl_core.config import ResolvedConfig, load_config
+from agentrl_core.config.hub import config_directory
+
+if TYPE_CHECKING:
+    from agentrl_core.simulation.prediction import Prediction
+
+_GIB = 2**30
+_BAR = 40
+
+
+def run(
+    config: ConfigFile,
+    overrides: Overrides = None,
+    gpu: Annotated[
+        str, typer.Option("--gpu", help="GPU of each process, by name; an unknown name lists those that are known.")
+    ] = "h100-80g",
+    nodes: Annotated[int | None, typer.Option("--nodes", min=1, help="Instead of cluster.nodes.")] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option("--gpus-per-node", min=1, help="Instead of cluster.processes_per_node.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Instead of model.path: a directory with config.json, or org/name.")
+    ] = None,
+    advise: Annotated[
+        bool, typer.Option("--advise/--no-advise", help="Try changes too: what would fit, or what more would.")
+    ] = True,
+    as_json: Json = False,
+) -> None:
+    """Simulate a step of a run without a GPU: does it fit, what takes the memory, how long is a step.
+
+    Only the model's config.json is needed, no weights.
+    """
+    from agentrl_core.simulation.changes import changes, largest_model, spare
+    from agentrl_core.simulation.devices import device_of
+    from agentrl_core.simulation.prediction import Prediction, predict
+
+    set_up_logging(stderr=as_json)
+    device = device_of(gpu)
+    given = [*(overrides or []), *_given(nodes, gpus_per_node, model)]
+    loaded = _loaded(config, given)
+    prediction = predict(loaded, device)
+
+    def attempt(more: Sequence[str]) -> Prediction:
+        return predict(_loaded(config, [*given, *more]), device)
+
+    advice: list[str] = []
+    if advise and prediction.fits:
+        advice = [spare(loaded, prediction, attempt)]
+    elif advise:
+        advice = [f"fits with {change}" for change in changes(loaded, attempt)]
+        advice = advice or [
+            f"no change of the configuration makes it fit; a model of about {largest_model(prediction) / 1e9:.1f} billion "
+            f"parameters would (this one has {prediction.parameters / 1e9:.1f})"
+        ]
+    if as_json:
+        typer.echo(json.dumps({"schema_version": 1, **prediction.to_dict(), "advice": advice}, indent=2))
+    else:
+        _print(prediction, advice)
+    if not prediction.fits:
+        raise typer.Exit(1)
+
+
+def _given(nodes: int | None, gpus_per_node: int | None, model: str | None) -> list[str]:
+    given = [] if nodes is None else [f"cluster.nodes={nodes}"]
+    given += [] if gpus_per_node is None else [f"cluster.processes_per_node={gpus_per_node}"]
+    if (nodes or 1) * (gpus_per_node or 1) > 1:
+        given.append("cluster.runtime=ray")
+    return [*given, *([] if model is None else [f"model.path={json.dumps(model)}"])]
+
+
+def _loaded(config: Path, overrides: Sequence[str]) -> ResolvedConfig:
+    """The configuration, whose model may lack its weights."""
+    loaded = load_config(config, list(overrides), check_files=False)
+    for section in (loaded.model, loaded.critic, loaded.reference, loaded.teacher):
+        if section.path is not None:
+            section.path = config_directory(section.path)
+    return loaded
+
+
+def _print(prediction: "Prediction", advice: Sequence[str]) -> None:
+    device, count = prediction.device, prediction.processes
+    say(
+        f"{prediction.parameters / 1e9:.2f} billion parameters on {count} x {device.name} "
+        f"({device.memory / _GIB:.1f} GiB each); micro-batches of {prediction.shape}"
+    )
+    if prediction.estimated:
+        say(f"ESTIMATE from sizes, because the model cannot be simulated: {prediction.estimated}")
+    parts = list(dict.fromkeys(part for phase in prediction.phases.values() for part in phase.memory))
+    table = new_table("GiB", *prediction.phases, right=tuple(prediction.phases))
+    for part in parts:
+        values = [phase.memory.get(part, 0) / _GIB for phase in prediction.phases.values()]
+        table.add_row(part, *(f"{value:.2f}" if value else "-" for value in values))
+    table.add_row("together", *(f"{phase.total / _GIB:.2f}" for phase in prediction.phases.values()))
+    for name in sorted({name for phase in prediction.phases.values() for name in phase.collectives}):
+        sent = [phase.collectives.get(name, 0.0) / _GIB for phase in prediction.phases.values()]
+        table.add_row(f"{name}, a step", *(f"{value:.1f}" if value else "-" for value in sent))
+    table.add_row("TFLOP, a step", *(f"{phase.operations / 1e12:.0f}" for phase in prediction.phases.values()))
+    table.add_row("seconds, at least", *(f"{phase.seconds:.1f}" for phase in prediction.phases.values()))
+    console_of_stdout().print(table)
+    say("")
+    width = max(map(len, prediction.phases))
+    for name, phase in prediction.phases.items():
+        filled = min(round(_BAR * phase.total / device.memory), _BAR)
+        bar = "#" * filled + "." * (_BAR - filled)
+        say(f"{name:<{width}} |{bar}| {phase.total / device.memory:4.0%}")
+    say(f"\n{prediction.line}")
+    for line in advice:
+        say(line)

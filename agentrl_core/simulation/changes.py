@@ -1,0 +1,89 @@
+"""The smallest changes of a configuration that make it fit, each tried."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from agentrl_core.config import ResolvedConfig
+from agentrl_core.simulation.devices import GIB
+from agentrl_core.simulation.prediction import KV_CACHE, RESERVED, Prediction
+
+Try = Callable[[Sequence[str]], Prediction]
+"""Predicts the configuration with overrides."""
+WANTED = 3
+
+
+@dataclass(frozen=True)
+class Change:
+    """Overrides with which a configuration fits, and the peak then, in bytes."""
+
+    overrides: tuple[str, ...]
+    peak: int
+
+    def __str__(self) -> str:
+        return f"{' '.join(self.overrides)}: {self.peak / GIB:.1f} GiB"
+
+
+def candidates(config: ResolvedConfig) -> Iterator[str]:
+    """Single overrides, those that change least first."""
+    engine, actor = config.rollout.engine, config.actor
+    on_ray = config.cluster.runtime == "ray"
+    if on_ray and engine.placement == "colocated" and engine.sleep < 2 and engine.has("sleep"):
+        yield "rollout.engine.sleep=2"
+    if not config.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing=true"
+    if not actor.offload_optimizer:
+        yield "actor.offload_optimizer=true"
+    for divisor in (2, 4):
+        yield f"actor.micro_batch_tokens={max(actor.micro_batch_tokens // divisor, 1)}"
+    if config.needs_reference and not config.reference.offload_parameters:
+        yield "reference.offload_parameters=true"
+    if config.model.dtype == "float32":
+        yield "model.dtype=bfloat16"
+    if on_ray:
+        yield f"cluster.processes_per_node={config.cluster.processes_per_node * 2}"
+        yield f"cluster.nodes={config.cluster.nodes * 2}"
+    yield f"rollout.max_response_length={max(config.rollout.max_response_length // 2, 1)}"
+
+
+def changes(config: ResolvedConfig, attempt: Try) -> list[Change]:
+    """Up to three changes of one key that fit; if there is none, one of several keys; empty if none fits either."""
+    found: list[Change] = []
+    tried = list(candidates(config))
+    seen: set[str] = set()
+    for override in tried:
+        key = override.partition("=")[0]
+        if key in seen:
+            continue
+        prediction = attempt([override])
+        if prediction.fits:
+            seen.add(key)
+            found.append(Change((override,), prediction.peak))
+            if len(found) == WANTED:
+                return found
+    if found:
+        return found
+    together: dict[str, str] = {}
+    for override in tried:
+        together[override.partition("=")[0]] = override
+        if len(together) > 1 and (prediction := attempt(list(together.values()))).fits:
+            return [Change(tuple(together.values()), prediction.peak)]
+    return []
+
+
+def largest_model(prediction: Prediction) -> float:
+    """Parameters of the largest model that would fit, where memory grows with them; an estimate."""
+    phase = prediction.phases[prediction.worst]
+    fixed = phase.memory.get(RESERVED, 0)
+    return prediction.parameters * max(prediction.usable - fixed, 0) / max(phase.total - fixed, 1)
+
+
+def spare(config: ResolvedConfig, prediction: Prediction, attempt: Try) -> str:
+    """What is left, and the key that uses it."""
+    left = (prediction.usable - prediction.peak) / GIB
+    more = f"actor.micro_batch_tokens={2 * config.actor.micro_batch_tokens}"
+    if attempt([more]).fits:
+        return f"{left:.1f} GiB are left: {more} fits too"
+    engine = prediction.engine
+    if engine is not None and prediction.phases["rollout"].memory[KV_CACHE] < engine.kv_cache:
+        return f"{left:.1f} GiB are left; the KV cache holds fewer than all {engine.in_flight} requests in flight"
+    return f"{left:.1f} GiB are left, too little for {more}"

@@ -1,0 +1,220 @@
+"""Whether a run fits its GPUs, what takes the memory, and how long a step takes at least."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from agentrl_core.api.errors import SimulationError
+from agentrl_core.config import ResolvedConfig
+from agentrl_core.simulation.devices import GIB, NETWORK, Device
+from agentrl_core.simulation.engines import EngineShare, engine_share
+from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, PARTS, WEIGHTS, Phase
+from agentrl_core.simulation.workers import Simulated, simulate
+from agentrl_core.workers.models import empty_causal_lm
+
+CONTEXT = int(0.8 * GIB)
+"""CUDA's context, libraries and their workspaces, for each process on the GPU; an estimate."""
+USABLE = 0.95
+"""Share of the memory that allocators can use: the rest is lost between blocks of different sizes; an estimate."""
+RESERVED, KV_CACHE, ENGINE = "CUDA contexts", "KV cache", "engine weights"
+
+
+@dataclass(frozen=True)
+class PhaseFigures:
+    """A phase of a step on one GPU.
+
+    Args:
+        memory: bytes by part at the moment with the most.
+        seconds: lower bound, for a step whose rows all have their full length.
+        operations: of a step, on one GPU.
+        collectives: bytes of a step by collective, on one GPU.
+    """
+
+    memory: Mapping[str, int]
+    seconds: float
+    operations: float = 0.0
+    collectives: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def total(self) -> int:
+        return sum(self.memory.values())
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """See the module.
+
+    Args:
+        device: of each process.
+        processes: training processes.
+        parameters: of the actor's model.
+        phases: by name, in the order of a step.
+        shape: rows, prompt and response tokens of the micro-batch that was simulated.
+        logits: shape of the largest tensor over the vocabulary by dtype.
+        engine: the engines' share of a GPU, if they share it.
+        estimated: why the figures are an estimate from sizes, "" where the workers ran.
+    """
+
+    device: Device
+    processes: int
+    parameters: int
+    phases: Mapping[str, PhaseFigures]
+    shape: str
+    logits: Mapping[str, tuple[int, ...]]
+    engine: EngineShare | None
+    estimated: str = ""
+
+    @property
+    def usable(self) -> int:
+        return int(self.device.memory * USABLE)
+
+    @property
+    def peak(self) -> int:
+        return max(phase.total for phase in self.phases.values())
+
+    @property
+    def worst(self) -> str:
+        """The phase with the highest peak."""
+        return max(self.phases, key=lambda name: self.phases[name].total)
+
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.usable
+
+    @property
+    def seconds(self) -> float:
+        return sum(phase.seconds for phase in self.phases.values())
+
+    @property
+    def line(self) -> str:
+        """The result in one line."""
+        what = f"{self.peak / GIB:.1f} GiB in the phase {self.worst!r}, of {self.usable / GIB:.1f} GiB usable on {self.device.name}"
+        verdict = "fits" if self.fits else "does not fit"
+        how = f" (estimated from sizes: {self.estimated})" if self.estimated else ""
+        return f"{verdict}: {what}; a step takes at least {self.seconds:.1f} s{how}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """For scripts: bytes and seconds."""
+        return {
+            "fits": self.fits,
+            "device": asdict(self.device),
+            "usable": self.usable,
+            "processes": self.processes,
+            "parameters": self.parameters,
+            "micro_batch": self.shape,
+            "estimated": self.estimated,
+            "phases": {name: {**asdict(phase), "total": phase.total} for name, phase in self.phases.items()},
+            "step_seconds": self.seconds,
+            "largest_logits": {name: list(shape) for name, shape in self.logits.items()},
+            "engine": None if self.engine is None else {**asdict(self.engine), "kv_cache": self.engine.kv_cache},
+        }
+
+
+def predict(config: ResolvedConfig, device: Device) -> Prediction:
+    """Simulate a step of a run, or estimate it from sizes where its model cannot be simulated."""
+    text = empty_causal_lm(config.model.path, config.model).config.get_text_config()
+    reason = ""
+    try:
+        found = simulate(config)
+    except SimulationError as error:
+        reason, found = str(error), _from_sizes(config)
+    engine = engine_share(config, text, found.parameters)
+    phases = _phases(config, device, found, engine)
+    shape = f"{found.shape.rows} rows of {found.shape.prompt} + {found.shape.response} tokens"
+    return Prediction(device, config.cluster.processes, found.parameters, phases, shape, found.logits, engine, reason)
+
+
+def _phases(
+    config: ResolvedConfig, device: Device, found: Simulated, engine: EngineShare | None
+) -> dict[str, PhaseFigures]:
+    contexts = CONTEXT * (2 if engine is not None and config.cluster.runtime == "ray" else 1)
+    resident = {RESERVED: contexts}
+    phases: dict[str, PhaseFigures] = {}
+    if engine is not None:
+        # At least one request; what is left of the GPU is for more of them.
+        left = int(device.memory * USABLE) - contexts - found.resting - engine.weights
+        cache = min(engine.kv_cache, max(left, engine.request))
+        memory = {"trainer": found.resting, ENGINE: engine.weights, KV_CACHE: cache, **resident}
+        phases["rollout"] = PhaseFigures(memory, _rollout_seconds(config, device, found, engine))
+        if engine.while_training is None:
+            resident |= {ENGINE: engine.weights, KV_CACHE: cache}
+    factor = _micro_batches(config, found)
+    for name, phase in found.phases.items():
+        if name == "load":
+            continue
+        memory = {part: phase.parts.get(part, 0) for part in PARTS} | resident
+        if name == "send weights" and engine is not None:
+            memory[ENGINE] = engine.weights
+        times = factor * config.actor.epochs if "update" in name else factor
+        times = 1 if name == "send weights" else times
+        operations = {dtype: count * times for dtype, count in phase.operations.items()}
+        collectives = {key: nbytes * times for key, nbytes in phase.collectives.items()}
+        phases[name] = PhaseFigures(
+            memory, _seconds(config, device, operations, collectives, phase if "update" in name else None),
+            float(sum(operations.values())), collectives,
+        )  # fmt: skip
+    return phases
+
+
+def _micro_batches(config: ResolvedConfig, found: Simulated) -> float:
+    """How often a rank computes what was simulated, by tokens."""
+    length = config.data.max_prompt_length + config.rollout.max_response_length
+    tokens = config.data.batch_size * config.rollout.n * length / config.cluster.processes
+    return tokens / max(found.tokens, 1)
+
+
+def _seconds(
+    config: ResolvedConfig,
+    device: Device,
+    operations: Mapping[str, float],
+    collectives: Mapping[str, float],
+    update: Phase | None,
+) -> float:
+    """Computing and sending at once, at the peaks of the device; then the optimizer, which reads and writes memory."""
+    computing = sum(
+        count / (device.half if dtype in ("bfloat16", "float16") else device.single)
+        for dtype, count in operations.items()
+    )
+    link = device.link if config.cluster.nodes == 1 else NETWORK
+    sending = sum(collectives.values()) / link
+    touched = 0
+    if update is not None:
+        # It reads weights, gradients and moments, and writes all but the gradients.
+        parts = update.parts
+        touched = 2 * parts.get(WEIGHTS, 0) + parts.get(GRADIENTS, 0) + 2 * parts.get(MOMENTS, 0)
+    return max(computing, sending) + touched * config.actor.mini_batches * config.actor.epochs / device.bandwidth
+
+
+def _rollout_seconds(config: ResolvedConfig, device: Device, found: Simulated, engine: EngineShare) -> float:
+    """Every token of the longest answer needs a pass over the weights; all tokens together their operations."""
+    rows = config.data.batch_size * config.rollout.n / config.cluster.processes
+    response = config.rollout.max_response_length
+    weights = engine.weights or found.parameters * 2
+    waves = max(rows / max(engine.in_flight, 1), 1.0)
+    reading = waves * response * weights / device.bandwidth
+    forward = sum(found.phases["log-probs"].operations.values()) if "log-probs" in found.phases else 0
+    return max(reading, forward * _micro_batches(config, found) / device.half)
+
+
+def _from_sizes(config: ResolvedConfig) -> Simulated:
+    """Weights, gradients and moments of a model, and a guess at its activations."""
+    from agentrl_core.simulation.batches import full_micro_batch
+
+    model = empty_causal_lm(config.model.path, config.model)
+    text, shape = model.config.get_text_config(), full_micro_batch(config, config.actor.micro_batch_tokens)
+    ranks, models = config.cluster.processes, 1 + config.needs_critic
+    frozen = int(config.needs_reference) + int(config.teacher.path is not None)
+    parameters = list(model.parameters())
+    count = sum(each.numel() for each in parameters)
+    nbytes = sum(each.numel() * each.element_size() for each in parameters)
+    weights, moments = nbytes * (models + frozen) // ranks, 2 * nbytes * models // ranks
+    width = 2 if config.model.gradient_checkpointing else 34
+    activations = shape.tokens * text.hidden_size * 2 * width * text.num_hidden_layers // 2
+    parts = {WEIGHTS: weights, GRADIENTS: nbytes // ranks, MOMENTS: moments, "activations": activations,
+             "logits": 4 * shape.tokens * text.vocab_size}  # fmt: skip
+    update = Phase(sum(parts.values()), parts)
+    update.operations["bfloat16"] = 6 * count * shape.tokens
+    forward = Phase(weights + moments, {WEIGHTS: weights, MOMENTS: moments})
+    forward.operations["bfloat16"] = 2 * count * shape.tokens
+    phases = {"log-probs": forward, "update": update}
+    return Simulated(phases, weights + moments, count, nbytes, shape, shape.tokens, {}, False)
