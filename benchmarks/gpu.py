@@ -91,9 +91,10 @@ def parts(device: str, interpreters: Mapping[str, Path], limit: float = LIMIT) -
     """All parts by name, in the order in which they run: what is quick, and says most of a failure, comes first."""
     tiny = () if device == "cuda" else ("--tiny",)
     check = ("benchmarks/gpu_checks.py", "--device", device, *tiny, "--json", "{json}")
-    step = ("benchmarks/gpu_step.py", "--device", device, *tiny, "--output", "{page}", "--runs", "{runs}", "--steps")
+    step = ("benchmarks/gpu_step.py", "--device", device, *tiny, "--output", "{page}", "--runs", "{runs}", "--plan")
+    step += ("--steps",)
     ray = "" if importlib.util.find_spec("ray") else "Ray is not installed here"
-    tests = ("-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", "tests/gpu", *(["-m", "not ray"] if ray else []))
+    tests = ("-m", "pytest", "-v", "-rs", "-p", "no:cacheprovider", "tests/gpu", *(["-m", "not ray"] if ray else []))
     speed = "time and memory"
     found = {name: Part(title, (*check, name), unseen) for name, (title, unseen) in CHECKS.items()}
     found |= {

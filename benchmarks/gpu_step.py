@@ -20,6 +20,7 @@ from typing import Any
 import torch
 import transformers
 from _gpu_bench import FULL, TINY, Shape, write_run
+from _gpu_plan import gpu_name, predicted
 from rich.console import Console
 from rich.table import Table
 
@@ -104,7 +105,9 @@ def device_name(device: str) -> str:
     )
 
 
-def markdown(results: dict[str, list[tuple[str, str]]], parameters: int, device: str, overrides: list[str]) -> str:
+def markdown(
+    results: dict[str, list[tuple[str, str]]], parameters: int, device: str, overrides: list[str], note: str = ""
+) -> str:
     """The page: what it was measured on, and one column for each runtime."""
     lines = [
         "# One training step on one GPU",
@@ -114,7 +117,7 @@ def markdown(results: dict[str, list[tuple[str, str]]], parameters: int, device:
         f"{parameters:,} parameters, medians over the steps after the first."
         + "".join(f" `{override}`" for override in overrides),
         "",
-        "Made by `python benchmarks/gpu_step.py`.",
+        "Made by `python benchmarks/gpu_step.py`." + (f" No prediction: {note}." if note else ""),
         "",
         "| | " + " | ".join(results) + " |",
         "|---|" + "---:|" * len(results),
@@ -131,6 +134,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="a model of kilobytes")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="of the configuration")
+    parser.add_argument("--plan", action="store_true", help="with what `agentrl plan` predicts beside it")
     parser.add_argument("--output", type=Path, help="a page of Markdown")
     parser.add_argument("--runs", type=Path, help="folder for the runs' own files, which are deleted without it")
     arguments = parser.parse_args()
@@ -140,6 +144,7 @@ def main() -> None:
         sys.exit(0)
     shape = TINY if arguments.tiny else FULL
     results: dict[str, list[tuple[str, str]]] = {}
+    note = ""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_run(folder, shape, arguments.device)
@@ -149,6 +154,14 @@ def main() -> None:
         for runtime in arguments.runtimes:
             metrics = train(runtime, shape, arguments.device, arguments.steps, folder, runs, arguments.set)
             results[runtime] = figures(metrics, model, arguments.device)
+        if arguments.plan:
+            # The last runtime's configuration is in the folder.
+            predictions, note = predicted(folder / "config.yaml", arguments.set)
+            names = [name for name, _ in next(iter(results.values()))]
+            if predictions:
+                results[f"predicted for {gpu_name()}"] = [(name, predictions.get(name, "")) for name in names]
+            if note:
+                console.print(f"no prediction: {note}")
     table = Table(title=f"One step on {device_name(arguments.device)}", title_justify="left")
     table.add_column("figure")
     for runtime in results:
@@ -158,7 +171,8 @@ def main() -> None:
     console.print(table)
     if arguments.output:
         arguments.output.parent.mkdir(parents=True, exist_ok=True)
-        arguments.output.write_text(markdown(results, parameters, arguments.device, arguments.set), encoding="utf-8")
+        page = markdown(results, parameters, arguments.device, arguments.set, note)
+        arguments.output.write_text(page, encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """Runs the scripts of ``benchmarks/``."""
 
+import importlib
 import multiprocessing
 import os
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
@@ -57,3 +60,11 @@ def run_script(warm_processes: multiprocessing.context.BaseContext, tmp_path: Pa
         return Done(process.exitcode, *(Path(output).read_text(encoding="utf-8") for output in outputs))
 
     return run
+
+
+@pytest.fixture(scope="module")
+def import_script() -> Iterator[Callable[[str], ModuleType]]:
+    """``import_script("gpu_step")``; scripts find each other, also in processes that they start."""
+    sys.path.insert(0, str(BENCHMARKS))
+    yield importlib.import_module
+    sys.path.remove(str(BENCHMARKS))

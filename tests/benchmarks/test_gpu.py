@@ -1,18 +1,17 @@
 """`make gpu` without a GPU: what it says of parts that cannot run, of those that fail, and what it keeps."""
 
-import importlib
+import importlib.util
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 FIGURE = {"case": "weights", "name": "wrong", "value": 2.0, "unit": "", "goal": 0.0, "at_least": False}
 
 
@@ -22,10 +21,8 @@ def run(run_script: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @pytest.fixture(scope="module")
-def gpu() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(BENCHMARKS))
-    yield importlib.import_module("gpu")
-    sys.path.remove(str(BENCHMARKS))
+def gpu(import_script: Callable[[str], ModuleType]) -> ModuleType:
+    return import_script("gpu")
 
 
 @pytest.fixture

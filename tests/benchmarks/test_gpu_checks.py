@@ -1,8 +1,6 @@
 """The checks of `make gpu`, rehearsed on the CPU: they pass, and each of them finds a fault."""
 
-import importlib
-import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,26 +15,17 @@ from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.packed_attention import Packing
 from agentrl_engine_hf.model import Model
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 CHECKS = ("log-probs", "packing", "fsdp", "ipc", "sleep", "offload")
 
 
 @pytest.fixture(scope="module")
-def scripts() -> Iterator[None]:
-    """The scripts can be imported, here and by processes that they start."""
-    sys.path.insert(0, str(BENCHMARKS))
-    yield
-    sys.path.remove(str(BENCHMARKS))
+def gpu_checks(import_script: Callable[[str], ModuleType]) -> ModuleType:
+    return import_script("gpu_checks")
 
 
 @pytest.fixture(scope="module")
-def gpu_checks(scripts: None) -> ModuleType:
-    return importlib.import_module("gpu_checks")
-
-
-@pytest.fixture(scope="module")
-def gpu_bench(scripts: None) -> ModuleType:
-    return importlib.import_module("_gpu_bench")
+def gpu_bench(import_script: Callable[[str], ModuleType]) -> ModuleType:
+    return import_script("_gpu_bench")
 
 
 @pytest.fixture

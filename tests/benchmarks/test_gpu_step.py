@@ -1,15 +1,13 @@
 """The benchmark of a step on a GPU: that it runs to its end, here on the CPU, and that it says why it does not."""
 
-import importlib.util
-import sys
+import json
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "gpu_step.py"
+import torch
 
 
 @pytest.fixture
@@ -23,14 +21,8 @@ def run(run_script: Callable[..., Any]) -> Callable[..., str]:
 
 
 @pytest.fixture(scope="module")
-def gpu_step() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_step", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look their module up.
-    sys.modules["gpu_step"] = module
-    spec.loader.exec_module(module)
-    return module
+def gpu_step(import_script: Callable[[str], ModuleType]) -> ModuleType:
+    return import_script("gpu_step")
 
 
 def test_without_a_gpu_it_says_so(run: Callable[..., str]) -> None:
@@ -51,3 +43,67 @@ def test_flops_are_six_per_weight_and_token_where_attention_and_head_are_small(g
     assert gpu_step.update_flops(model, 1, 0, 1) == pytest.approx(6 * 28 * layer, rel=1e-3)
     short, long = (gpu_step.update_flops(gpu_step.FULL.model, 1, length, 0) for length in (1000, 2000))
     assert long / short == pytest.approx(2, rel=0.15) and long > 2 * short
+
+
+@pytest.fixture(scope="module")
+def gpu_plan(import_script: Callable[[str], ModuleType]) -> ModuleType:
+    return import_script("_gpu_plan")
+
+
+@pytest.fixture
+def plan(gpu_plan: ModuleType, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[dict[str, str], str]]:
+    """Predictions where `agentrl plan` ends like this."""
+
+    def predicted(stdout: str = "", stderr: str = "", returncode: int = 0) -> tuple[dict[str, str], str]:
+        done = SimpleNamespace(stdout=stdout, stderr=stderr, returncode=returncode)
+        monkeypatch.setattr(gpu_plan.subprocess, "run", lambda *command, **options: done)
+        return gpu_plan.predicted(Path("config.yaml"), ["model.dtype=bfloat16"])
+
+    return predicted
+
+
+PHASES = {
+    "rollout": {"memory": {"KV cache": 7 << 30}, "seconds": 2.5},
+    "log-probs": {"memory": {"weights": 2 << 30}, "seconds": 0.125},
+    "update": {"memory": {"weights": 2 << 30, "moments": 4 << 30, "CUDA contexts": 1 << 30}, "seconds": 1.5},
+}
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_predictions_have_the_names_of_what_is_measured(plan: Any, gpu_step: ModuleType, fits: bool) -> None:
+    answer = json.dumps({"fits": fits, "phases": PHASES, "step_seconds": 4.125})
+    rows, reason = plan(stdout=answer, returncode=int(not fits))
+    assert rows == {
+        "time: rollout": "≥ 2.50 s", "time: log_probs": "≥ 0.12 s", "time: update_actor": "≥ 1.50 s",
+        "time: sync_weights": "", "time: step": "≥ 4.12 s", "peak memory of the update": "6.00 GiB",
+    }  # fmt: skip
+    assert not reason
+    assert rows.keys() <= {name for name, _ in gpu_step.figures([{"timing/step": 1.0}], {}, "cpu")}
+
+
+def test_why_there_is_no_prediction(plan: Any) -> None:
+    frame = "Usage: agentrl COMMAND\n╭─ Error ───╮\n│ No such command 'plan'. │\n╰───╯\n"
+    assert plan(stderr=frame, returncode=2) == ({}, "agentrl plan: No such command 'plan'.")
+    assert plan(returncode=3) == ({}, "agentrl plan: exit status 3")
+
+
+@pytest.mark.parametrize(
+    ("name", "gib", "known"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79, "h100-80g"),
+        ("NVIDIA H100 PCIe", 79, "h100-pcie-80g"),
+        ("NVIDIA A100-SXM4-40GB", 39, "a100-40g"),
+        ("NVIDIA A100-SXM4-80GB", 79, "a100-80g"),
+        ("NVIDIA GeForce RTX 4090", 23, "rtx-4090-24g"),
+        ("Tesla T4", 15, ""),
+    ],
+)
+def test_gpus_have_names_for_the_plan(
+    plan: Any, gpu_plan: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, gib: int, known: str
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda number: SimpleNamespace(total_memory=gib << 30))
+    assert gpu_plan.gpu_name() == known
+    rows, reason = plan(stdout=json.dumps({"fits": True, "phases": PHASES, "step_seconds": 1.0}))
+    assert bool(rows) == bool(known) and bool(reason) != bool(known)

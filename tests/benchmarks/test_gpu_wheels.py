@@ -1,9 +1,9 @@
 """The wheels for a GPU without a network: that none is missing, and that they fit into folders."""
 
-import importlib.util
 import random
 import tomllib
 import zipfile
+from collections.abc import Callable
 from dataclasses import is_dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,12 +18,8 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
-def gpu_wheels() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("gpu_wheels", ROOT / "benchmarks" / "gpu_wheels.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def gpu_wheels(import_script: Callable[[str], ModuleType]) -> ModuleType:
+    return import_script("gpu_wheels")
 
 
 def distributions(value: object) -> set[str]:
@@ -34,10 +30,9 @@ def distributions(value: object) -> set[str]:
 
 
 def test_every_plugin_of_the_parts_is_among_the_projects(
-    gpu_wheels: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    gpu_wheels: ModuleType, import_script: Callable[[str], ModuleType], tmp_path: Path
 ) -> None:
-    monkeypatch.syspath_prepend(ROOT / "benchmarks")
-    bench = importlib.import_module("_gpu_bench")
+    bench = import_script("_gpu_bench")
     used = distributions(load_config(bench.write_run(tmp_path, bench.TINY, "cpu")))
     carried = {
         tomllib.loads((ROOT / project / "pyproject.toml").read_text())["project"]["name"]
