@@ -19,14 +19,17 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from agentrl_core.api.errors import ConfigError, WorkerError
 from agentrl_core.workers.micro_batching import Columns, MicroBatch
-from agentrl_core.workers.packing import AttentionLayout, pack
+from agentrl_core.workers.packing import AttentionLayout, Lengths, VarlenLayout, pack
 
 logger = logging.getLogger(__name__)
 
 Compute = Callable[[MicroBatch], tuple[Tensor, Tensor]]
 
 PACKED = "agentrl_packed"
+VARLEN = "agentrl_varlen"
 PROBE = "agentrl_probe"
+VARLEN_DTYPES = (torch.bfloat16, torch.float16)
+"""What FlashAttention computes in."""
 NOT_PACKABLE = ("sliding_window", "position_bias", "softcap", "s_aux")
 """What some models hand to attention beside the usual, and packed attention does not know."""
 
@@ -56,9 +59,7 @@ def packed_attention(
     if packed_layout is None:
         plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return plain
-    for name in NOT_PACKABLE:
-        if kwargs.get(name) is not None:
-            raise WorkerError(f"{type(module).__name__} attends with {name}, which rows that are packed cannot have")
+    _check_packable(module, kwargs)
     layout = packed_layout
     tables = [states.transpose(1, 2).flatten(2).squeeze(0) for states in (query, key, value)]
 
@@ -76,6 +77,70 @@ def packed_attention(
     return results_Tc.view(1, query.shape[2], query.shape[1], -1), None
 
 
+def varlen_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    packed_layout: VarlenLayout | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """As :func:`packed_attention`, with FlashAttention over sequences of any length: no padding, no masks, and no
+    copies of heads that several query heads share.
+
+    Queries of a response end where its row ends, which is how the kernel aligns a causal mask.
+
+    Raises:
+        WorkerError: the model's attention has something that cannot be packed, or computes in another data type.
+    """
+    if packed_layout is None:
+        return packed_attention(module, query, key, value, attention_mask, **kwargs)
+    _check_packable(module, kwargs)
+    device = query.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
+    if dtype not in VARLEN_DTYPES:
+        raise WorkerError(f"FlashAttention takes bfloat16 and float16, {type(module).__name__} computes in {dtype}")
+    query_THD, key_THD, value_THD = (
+        states.squeeze(0).transpose(0, 1).to(dtype) for states in (query, key, value)
+    )  # fmt: skip
+
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, of_queries: Lengths, of_keys: Lengths) -> Tensor:
+        result: Tensor = _varlen_attn()(
+            queries, keys, values, of_queries.starts, of_keys.starts, of_queries.longest, of_keys.longest,
+            scale=kwargs.get("scaling"), window_size=(-1, 0), enable_gqa=queries.shape[1] != keys.shape[1],
+        )  # fmt: skip
+        return result
+
+    layout = packed_layout
+    parts = [len(query_THD) - layout.response_tokens, layout.response_tokens]
+    of_prompts, of_responses = query_THD.split(parts)
+    prompts = attend(of_prompts, key_THD.split(parts)[0], value_THD.split(parts)[0], layout.prompts, layout.prompts)
+    in_rows = [
+        rows_of(states.flatten(1), layout.row_tokens).view(-1, *states.shape[1:]) for states in (key_THD, value_THD)
+    ]
+    responses = attend(of_responses, *in_rows, layout.responses, layout.rows)
+    return torch.cat([prompts, responses]).to(query.dtype).unsqueeze(0), None
+
+
+def _varlen_attn() -> Any:
+    # Its import takes seconds.
+    from torch.nn.attention.varlen import varlen_attn
+
+    return varlen_attn
+
+
+def has_varlen(device: torch.device) -> bool:
+    """Whether a device may have :func:`varlen_attention`; a trial shows whether it has."""
+    return device.type == "cuda"
+
+
+def _check_packable(module: torch.nn.Module, arguments: dict[str, Any]) -> None:
+    for name in NOT_PACKABLE:
+        if arguments.get(name) is not None:
+            raise WorkerError(f"{type(module).__name__} attends with {name}, which rows that are packed cannot have")
+
+
 class Packing:
     """Switches a model to packed rows, if it computes the same with them.
 
@@ -89,7 +154,9 @@ class Packing:
 
     def __init__(self, model: Any, compute: Compute, wanted: bool, device: torch.device) -> None:
         AttentionInterface.register(PACKED, packed_attention)
-        AttentionMaskInterface.register(PACKED, sdpa_mask)
+        AttentionInterface.register(VARLEN, varlen_attention)
+        for name in (PACKED, VARLEN):
+            AttentionMaskInterface.register(name, sdpa_mask)
         self._model = model
         self._implementation = PACKED
         self.is_possible = False
@@ -99,7 +166,7 @@ class Packing:
         if _attention(model) == "sdpa":
             self.is_possible = True
             example = _example(model).to(device)
-            reason = self._other_mask(compute, example) or self._difference(compute, example)
+            reason = self._other_mask(compute, example) or self._choose(compute, example, device)
             self.is_possible = not reason
         if reason:
             logger.info("%s computes padded rows: %s", type(model).__name__, reason)
@@ -148,6 +215,16 @@ class Packing:
         if not masks:
             return "it makes its attention masks itself"
         return "" if all(_is_causal(mask, positions) for mask in masks) else "its masks have windows"
+
+    def _choose(self, compute: Compute, micro: MicroBatch, device: torch.device) -> str:
+        """Take the first attention that is the same to the model; why none is, "" where one is."""
+        reason = ""
+        for self._implementation in (VARLEN, PACKED) if has_varlen(device) else (PACKED,):
+            reason = self._difference(compute, micro)
+            if not reason:
+                return ""
+            logger.info("%s cannot use %s: %s", type(self._model).__name__, self._implementation, reason)
+        return reason
 
     def _difference(self, compute: Compute, micro: MicroBatch) -> str:
         """Why packed rows are not the same to the model, "" where they are."""
@@ -222,8 +299,8 @@ def check_padding(model: Any, compute: Compute, device: torch.device, key: str) 
 
 
 def is_packing(model: Any) -> bool:
-    """The model attends with :func:`packed_attention` now."""
-    return _attention(model) == PACKED
+    """The model attends with :func:`packed_attention` or :func:`varlen_attention` now."""
+    return _attention(model) in (PACKED, VARLEN)
 
 
 @dataclass(frozen=True)
@@ -243,7 +320,7 @@ class ForwardPass:
     @classmethod
     def of(cls, model: Any, micro: MicroBatch) -> "ForwardPass":
         """Packed where the model packs and where it pays, and then without response tokens that were not sampled."""
-        packed = pack(micro) if is_packing(model) else None
+        packed = pack(micro, varlen=_attention(model) == VARLEN) if is_packing(model) else None
         if packed is not None:
             return cls(packed.model_inputs, packed.predicting, packed.sampled)
         mask_br, ids_bl = micro["response_mask"], micro["input_ids"]

@@ -43,6 +43,38 @@ class AttentionLayout:
 
 
 @dataclass(frozen=True)
+class Lengths:
+    """Sequences that stand one after the other.
+
+    Args:
+        starts: [sequences + 1] int32, where each begins, and where the last one ends.
+        longest: of their lengths.
+    """
+
+    starts: Tensor
+    longest: int
+
+
+@dataclass(frozen=True)
+class VarlenLayout:
+    """The same for attention that takes sequences of any length, one after the other: nothing is padded or masked.
+
+    Args:
+        prompts: of the g prompts, which stand first in the packed sequence.
+        responses: of the b responses, which stand behind them.
+        rows: of the b rows, prompt and response.
+        row_tokens: [tokens of all rows] indices of each row's tokens, row after row.
+        response_tokens: of all responses together.
+    """
+
+    prompts: Lengths
+    responses: Lengths
+    rows: Lengths
+    row_tokens: Tensor
+    response_tokens: int
+
+
+@dataclass(frozen=True)
 class PackedRows:
     """What a forward pass of packed rows takes, and which of its results are wanted.
 
@@ -56,7 +88,7 @@ class PackedRows:
 
     input_ids: Tensor
     position_ids: Tensor
-    layout: AttentionLayout
+    layout: AttentionLayout | VarlenLayout
     predicting: Tensor
     sampled: Tensor
 
@@ -72,8 +104,12 @@ class PackedRows:
         }
 
 
-def pack(micro: MicroBatch) -> PackedRows | None:
-    """None where packing does not pay, or where rows have no prompt or positions of several dimensions."""
+def pack(micro: MicroBatch, varlen: bool = False) -> PackedRows | None:
+    """None where packing does not pay, or where rows have no prompt or positions of several dimensions.
+
+    Args:
+        varlen: attention takes a :class:`VarlenLayout`.
+    """
     columns = micro.columns
     width_p = columns["input_ids"].shape[1] - columns["responses"].shape[1]
     positions_bl, attention_bl = columns["position_ids"], columns["attention_mask"].bool()
@@ -89,7 +125,8 @@ def pack(micro: MicroBatch) -> PackedRows | None:
         prompts_t = column_bl[first_g, :width_p][prompts_gp]
         return torch.cat([prompts_t, column_bl[:, width_p:][responses_br]]).unsqueeze(0)
 
-    layout = _layout(prompts_gp, responses_br, group_b)
+    rows_bk, ends_b = _rows(prompts_gp, responses_br, group_b)
+    layout = (_varlen_layout if varlen else _layout)(prompts_gp, responses_br, rows_bk, ends_b)
     lengths_b = prompts_gp.sum(-1)[group_b]
     # The token before a response token is one place before it among the row's tokens.
     before_br = (lengths_b.unsqueeze(-1) + responses_br.cumsum(-1) - 2).clamp(min=0)
@@ -98,27 +135,44 @@ def pack(micro: MicroBatch) -> PackedRows | None:
         packed(columns["input_ids"]),
         packed(positions_bl),
         layout,
-        layout.rows.gather(1, before_br)[sampled_br],
+        rows_bk.gather(1, before_br)[sampled_br],
         sampled_br,
     )
 
 
-def _layout(prompts_gp: Tensor, responses_br: Tensor, group_b: Tensor) -> AttentionLayout:
-    device, prompt_tokens = prompts_gp.device, int(prompts_gp.sum())
+def _rows(prompts_gp: Tensor, responses_br: Tensor, group_b: Tensor) -> tuple[Tensor, Tensor]:
+    """Indices [b, k] of each row's tokens in the packed sequence, and how many they are."""
     index_gp = _numbered(prompts_gp, 0)
-    index_br = _numbered(responses_br, prompt_tokens)
+    index_br = _numbered(responses_br, int(prompts_gp.sum()))
     rows_bk, ends_b = _moved_left(torch.cat([index_gp[group_b], index_br], 1),
                                   torch.cat([prompts_gp[group_b], responses_br], 1))  # fmt: skip
-    prompts, _ = _moved_left(index_gp, prompts_gp)
-    responses, lengths_b = _moved_left(index_br, responses_br)
-    width_k = int(ends_b.max())
+    return rows_bk[:, : int(ends_b.max())], ends_b
+
+
+def _varlen_layout(prompts_gp: Tensor, responses_br: Tensor, rows_bk: Tensor, ends_b: Tensor) -> VarlenLayout:
+    filled_bk = torch.arange(rows_bk.shape[1], device=rows_bk.device) < ends_b.unsqueeze(-1)
+    return VarlenLayout(
+        _lengths(prompts_gp.sum(-1)), _lengths(responses_br.sum(-1)), _lengths(ends_b), rows_bk[filled_bk],
+        int(responses_br.sum()),
+    )  # fmt: skip
+
+
+def _lengths(lengths: Tensor) -> Lengths:
+    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
+    return Lengths(starts, int(lengths.max()))
+
+
+def _layout(prompts_gp: Tensor, responses_br: Tensor, rows_bk: Tensor, ends_b: Tensor) -> AttentionLayout:
+    device = prompts_gp.device
+    prompts, _ = _moved_left(_numbered(prompts_gp, 0), prompts_gp)
+    responses, lengths_b = _moved_left(_numbered(responses_br, int(prompts_gp.sum())), responses_br)
     prompt_lengths_b = ends_b - lengths_b
     if (prompt_lengths_b == prompt_lengths_b[0]).all():
         prompt_lengths_b = prompt_lengths_b[:1]
     last_seen = prompt_lengths_b.view(-1, 1, 1, 1) + torch.arange(responses.shape[1], device=device).view(1, 1, -1, 1)
-    seen = torch.arange(width_k, device=device) <= last_seen
+    seen = torch.arange(rows_bk.shape[1], device=device) <= last_seen
     filled = torch.cat([_filled(prompts_gp).flatten(), _filled(responses_br).flatten()])
-    return AttentionLayout(prompts, responses, rows_bk[:, :width_k], seen, filled.nonzero().squeeze(-1))
+    return AttentionLayout(prompts, responses, rows_bk, seen, filled.nonzero().squeeze(-1))
 
 
 def _numbered(mask: Tensor, start: int) -> Tensor:

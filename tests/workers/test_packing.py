@@ -1,9 +1,11 @@
+import copy
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import (
     AutoModelForCausalLM,
     Gemma2Config,
@@ -18,11 +20,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from agentrl_core.workers import packed_attention
 from agentrl_core.workers.log_probs import response_log_probs, response_logits
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, micro_batches
 from agentrl_core.workers.models import enable_gradient_checkpointing, training_mode
-from agentrl_core.workers.packed_attention import Packing, is_packing
-from agentrl_core.workers.packing import pack
+from agentrl_core.workers.packed_attention import PACKED, VARLEN, Packing, is_packing, varlen_attention
+from agentrl_core.workers.packing import Lengths, VarlenLayout, pack
 
 VOCAB = 40
 SHAPE: dict[str, Any] = {
@@ -219,3 +222,85 @@ def test_rows_of_a_prompt_stay_together_whatever_their_lengths(make_batch):
     together = micro_batches(columns, 20, by_prompt=True)
     assert [sorted(micro.rows.tolist()) for micro in together] == [[0, 1], [2, 3], [4, 5]]
     assert [micro.rows.tolist() for micro in micro_batches(columns, 20)] == [[0, 2], [4, 5], [3, 1]]
+
+
+def plain_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa,
+                      aligned_right=True):  # fmt: skip
+    """What ``torch.nn.attention.varlen.varlen_attn`` promises, in plain torch: sequence by sequence, causal, with
+    FlashAttention's alignment: the last query sees the last key."""
+    assert window_size == (-1, 0) and cu_seq_q.dtype == cu_seq_k.dtype == torch.int32
+    assert (cu_seq_q.diff().max(), cu_seq_k.diff().max()) == (max_q, max_k)
+    assert enable_gqa == (query.shape[1] != key.shape[1])
+    results = []
+    for row in range(len(cu_seq_q) - 1):
+        queries = query[cu_seq_q[row] : cu_seq_q[row + 1]]
+        keys, values = (states[cu_seq_k[row] : cu_seq_k[row + 1]].repeat_interleave(
+            query.shape[1] // key.shape[1], 1) for states in (key, value))  # fmt: skip
+        scores_HQK = torch.einsum("qhd,khd->hqk", queries, keys) * (scale or query.shape[-1] ** -0.5)
+        offset = len(keys) - len(queries) if aligned_right else 0
+        seen_QK = torch.ones(len(queries), len(keys), dtype=torch.bool).tril(offset)
+        results.append(torch.einsum("hqk,khd->qhd", scores_HQK.masked_fill(~seen_QK, -torch.inf).softmax(-1), values))
+    return torch.cat(results)
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch):
+    """As if the CPU were a GPU, with the kernel's promise in place of the kernel. It computes in float32 here."""
+    monkeypatch.setattr(packed_attention, "has_varlen", lambda device: True)
+    monkeypatch.setattr(packed_attention, "_varlen_attn", lambda: plain_varlen_attn)
+    monkeypatch.setattr(packed_attention, "VARLEN_DTYPES", (torch.float32,))
+
+
+@pytest.mark.parametrize("name", PACKABLE)
+def test_sequences_of_any_length_have_the_log_probs_and_gradients_of_padded_rows(on_a_gpu, make_batch, name):
+    model = make_model(copy.deepcopy(PACKABLE[name]), dtype=torch.float32)
+    packing = packing_of(model)
+    (micro,) = micro_batches(columns_of(make_batch(ROWS), (), "test"), 10_000)
+    padded = results_of(model, micro)
+    with packing.on():
+        assert model.config._attn_implementation == VARLEN
+        packed = results_of(model, micro)
+    for one, other in zip(padded, packed, strict=True):
+        torch.testing.assert_close(one, other, atol=5e-4, rtol=1e-3)
+
+
+@pytest.mark.parametrize("fault", ["aligns masks to the left", "is not in this build"])
+def test_a_kernel_that_computes_something_else_or_nothing_is_not_used(on_a_gpu, monkeypatch, caplog, fault):
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError("no kernel image is available")
+
+    def misaligned(*args: Any, **kwargs: Any) -> Any:
+        return plain_varlen_attn(*args, **kwargs, aligned_right=False)
+
+    kernel = misaligned if fault == "aligns masks to the left" else fails
+    monkeypatch.setattr(packed_attention, "_varlen_attn", lambda: kernel)
+    model = make_model(copy.deepcopy(PACKABLE["qwen3"]), dtype=torch.float32)
+    with caplog.at_level("INFO"):
+        packing = packing_of(model)
+    assert packing.is_possible and "cannot use agentrl_varlen" in caplog.text
+    with packing.on():
+        assert model.config._attn_implementation == PACKED
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4)])
+def test_the_real_operator_takes_what_it_is_given_on_a_gpu(heads):
+    """Fake tensors of a GPU: names and types of arguments, shapes and devices are the real ones, values are not."""
+    with torch.no_grad(), FakeTensorMode():
+
+        def states(count: int) -> torch.Tensor:
+            return torch.empty(1, 12, count, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
+
+        def lengths(count: int, longest: int) -> Lengths:
+            return Lengths(torch.empty(count + 1, dtype=torch.int32, device="cuda"), longest)
+
+        row_tokens = torch.empty(18, dtype=torch.long, device="cuda")
+        layout = VarlenLayout(lengths(2, 3), lengths(3, 4), lengths(3, 7), row_tokens, 7)
+        result, _ = varlen_attention(
+            torch.nn.Identity(), states(heads[0]), states(heads[1]), states(heads[1]), None, layout, scaling=0.1
+        )
+        assert (result.shape, result.dtype, result.device.type) == ((1, 12, 4, 64), torch.bfloat16, "cuda")
+
+
+def test_on_the_cpu_there_is_no_such_kernel(model, packing):
+    with packing.on():
+        assert model.config._attn_implementation == PACKED

@@ -243,8 +243,12 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     saved = groups_of(before)
     step(saved, batches[0], 0)
     for role in ("actor", "critic"):
-        saved[role].save_checkpoint(str(tmp_path / role))
+        saved[role].save_checkpoint(str(tmp_path / role), background=True)
+    # Meanwhile training goes on, and must not change what is written.
     expected, expected_weights = step(saved, batches[1], 1), weights(saved)
+    for role in ("actor", "critic"):
+        written = {name for files in saved[role].checkpoint_written() for name in files}
+        assert written == {str(file.relative_to(tmp_path / role)) for file in (tmp_path / role).rglob("*.*")}
     loaded = groups_of(after)
     for role in ("actor", "critic"):
         loaded[role].load_checkpoint(str(tmp_path / role))
