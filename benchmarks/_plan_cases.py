@@ -1,0 +1,125 @@
+"""Updates on the CPU whose memory is predicted and measured."""
+
+import json
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from agentrl_core.config import ResolvedConfig, load_config
+from agentrl_core.simulation.batches import batch_of, full_micro_batch, samples_of_a_prompt
+from agentrl_core.simulation.workers import simulate
+from agentrl_core.workers.actor import ActorWorker
+from agentrl_core.workers.data_parallel import DataParallel
+
+CONFIG = """
+model: {{path: {path}, packing: {packing}, gradient_checkpointing: {checkpointing}}}
+data: {{max_prompt_length: {prompt}, train_files: [none.jsonl]}}
+rollout: {{n: 4, max_response_length: {response}, agent: {{loops: [{{name: single_turn}}]}}}}
+reward: {{functions: [{{name: exact_match}}]}}
+actor: {{micro_batch_tokens: {tokens}}}
+cluster: {{device: cpu}}
+"""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model of ``layers`` layers of this width, and how it is trained."""
+
+    width: int
+    layers: int
+    packing: bool
+    checkpointing: bool
+    ranks: int = 1
+    vocabulary: int = 2048
+    prompt: int = 96
+    response: int = 128
+    tokens: int = 1024
+
+
+@contextmanager
+def config_of(case: Case) -> Iterator[ResolvedConfig]:
+    """Its configuration, with a model of random weights."""
+    with tempfile.TemporaryDirectory(prefix="agentrl-plan-") as folder:
+        path = Path(folder) / "model"
+        Qwen3ForCausalLM(
+            Qwen3Config(
+                vocab_size=case.vocabulary, hidden_size=case.width, intermediate_size=3 * case.width,
+                num_hidden_layers=case.layers, num_attention_heads=case.width // 32, num_key_value_heads=case.width // 64,
+                head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
+            )
+        ).save_pretrained(path)  # fmt: skip
+        shown = {name: json.dumps(value) for name, value in {**vars(case), "path": str(path)}.items()}
+        file = Path(folder) / "config.yaml"
+        file.write_text(CONFIG.format(**shown))
+        yield load_config(file, check_files=False)
+
+
+def predicted_peak(config: ResolvedConfig, ranks: int) -> int:
+    """Bytes of the update's peak."""
+    return simulate(config, "cpu", ranks).phases["update"].peak
+
+
+class _Rank(ActorWorker):
+    def _join(self) -> DataParallel:
+        if not dist.is_initialized():
+            return DataParallel()
+        return DataParallel(dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),)))
+
+
+def measured_peak(config: ResolvedConfig, ranks: int) -> int:
+    """The same of a real update, from what torch's allocator reports of rank 0."""
+    if ranks == 1:
+        return _measured(config, 1)
+    with tempfile.TemporaryDirectory(prefix="agentrl-plan-ranks-") as folder:
+        mp.spawn(_measure_rank, (ranks, config, folder), nprocs=ranks)
+        return int((Path(folder) / "peak").read_text())
+
+
+def _measure_rank(rank: int, ranks: int, config: ResolvedConfig, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
+    peak = _measured(config, ranks)
+    if rank == 0:
+        (Path(folder) / "peak").write_text(str(peak))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _measured(config: ResolvedConfig, ranks: int) -> int:
+    actor = _Rank(config, 1)
+    actor.init_model()
+    shapes = [full_micro_batch(config, config.actor.micro_batch_tokens)]
+    if actor._packing.is_possible and (shared := samples_of_a_prompt(config, config.actor.micro_batch_tokens)):
+        shapes.append(shared)
+    batches = [batch_of(shape, ranks) for shape in shapes]
+    weights = {_local(each).untyped_storage() for each in (*actor._model.parameters(), *actor._model.buffers())}
+    # The first step makes the moments.
+    _, grown = _allocations(lambda: actor.update(batches[0]))
+    resting = sum(each.nbytes() for each in weights) + grown
+    return max(resting + _allocations(lambda each=batch: actor.update(each))[0] for batch in batches)
+
+
+def _local(tensor: Any) -> Any:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _allocations(run: Any) -> tuple[int, int]:
+    """Most bytes that were allocated in addition at once, and those that stayed."""
+    with torch.autograd.profiler.profile(profile_memory=True) as profiler:
+        run()
+    total = peak = 0
+    events = [each for each in profiler.kineto_results.events() if each.name() == "[memory]"]
+    for event in sorted(events, key=lambda each: each.start_ns()):
+        total += event.nbytes()
+        peak = max(peak, total)
+    return peak, total

@@ -1,0 +1,24 @@
+"""Predicted peaks against what torch's allocator reports of a real update."""
+
+import pytest
+import torch
+
+from benchmarks._plan_cases import Case, config_of, measured_peak, predicted_peak
+
+CASES = {
+    "padded": Case(width=128, layers=3, packing=False, checkpointing=False),
+    "padded, checkpointing": Case(width=128, layers=3, packing=False, checkpointing=True),
+    "packed": Case(width=128, layers=3, packing=True, checkpointing=False),
+    "packed, checkpointing": Case(width=128, layers=3, packing=True, checkpointing=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_the_predicted_peak_is_within_a_tenth_of_a_real_update(case: Case) -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with config_of(case) as config:
+            assert predicted_peak(config, 1) == pytest.approx(measured_peak(config, 1), rel=0.1)
+    finally:
+        torch.set_num_threads(threads)
