@@ -102,7 +102,7 @@ def _model(model: Path | None, config: Path | None) -> dict[str, Any]:
     from agentrl_core.data.chat_template import ChatTemplateRenderer, build_renderer
     from agentrl_core.data.renderer import HFChatRenderer
     from agentrl_core.data.template_check import RenderedText, check_template
-    from agentrl_core.trainer.plan import memory_bytes
+    from agentrl_core.simulation.prediction import training_bytes
 
     name, reads_text = "chat_template", True
     if config is None:
@@ -130,7 +130,7 @@ def _model(model: Path | None, config: Path | None) -> dict[str, Any]:
         "breaks": list(report.breaks),
         "errors": list(report.errors),
         "weights": _weights_problem(Path(settings.path)),
-        "memory_bytes": memory_bytes(Path(settings.path)),
+        "memory_bytes": training_bytes(settings.path, settings),
     }
 
 
@@ -145,8 +145,6 @@ def _weights_problem(model: Path) -> str:
 
 
 def _print_model(found: dict[str, Any]) -> None:
-    from agentrl_core.trainer.plan import weight_lines
-
     say(f"\n{found['path']}")
     say(f"  renderer        {found['renderer']}")
     say(f"  system message  {'yes' if found['system_message'] else 'no'}")
@@ -159,8 +157,8 @@ def _print_model(found: dict[str, Any]) -> None:
     for line in (*found["breaks"], *found["errors"]):
         say(f"    {line}")
     say(f"  weights         {found['weights'] or 'complete'}")
-    for line in weight_lines(Path(found["path"])):
-        say(f"  {line}")
+    memory = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in found["memory_bytes"].items())
+    say(f"  memory          {memory}; `agentrl plan` says what a run needs on a GPU")
 
 
 def _parser_line(found: dict[str, Any]) -> str:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from agentrl_core.api.errors import ConfigError
 from agentrl_core.cli._shared import ConfigFile, Json, Overrides, console_of_stdout, new_table, say, set_up_logging
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.config.hub import config_directory
@@ -60,8 +59,8 @@ def run(
     elif advise:
         advice = [f"fits with {change}" for change in changes(loaded, attempt)]
         advice = advice or [
-            f"no change of the configuration makes it fit; a model of about {largest_model(prediction) / 1e9:.1f} billion "
-            f"parameters would (this one has {prediction.parameters / 1e9:.1f})"
+            f"no change of the configuration makes it fit; a model of about {largest_model(prediction) / 1e9:.1f} "
+            f"billion parameters would (this one has {prediction.parameters / 1e9:.1f})"
         ]
     if as_json:
         typer.echo(json.dumps({"schema_version": 1, **prediction.to_dict(), "advice": advice}, indent=2))

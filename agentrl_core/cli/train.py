@@ -71,7 +71,10 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
     logger.info("loading torch and transformers")
     with fewer_collections():
         from agentrl_core.trainer import Trainer
+        from agentrl_core.trainer.plan import memory_line
 
+        if line := memory_line(loaded):
+            logger.info("%s", line)
         log_transformers()
         with reading_input():
             trainer = Trainer(loaded)

@@ -1,6 +1,7 @@
 """GPUs by name: memory and peaks, from the data sheets of their maker."""
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 from agentrl_core.api.errors import ConfigError
 
@@ -44,6 +45,16 @@ _DEVICES = (
     Device("rtx-3090-24g", 23.6 * GIB, 71e12, 35.6e12, 0.936e12, 32e9, "NVIDIA GA102 whitepaper"),
 )
 DEVICES = {device.name: device for device in _DEVICES}
+
+
+def device_called(name: str, memory: int) -> Device:
+    """A GPU by the name and memory that torch reports; peaks that are not known count as infinite."""
+    words = name.lower()
+    known = [each for each in _DEVICES if all(word in words for word in each.name.rpartition("-")[0].split("-"))]
+    best = min(known, key=lambda each: (-len(each.name.split("-")), abs(each.memory - memory)), default=None)
+    if best is None:
+        return Device(name, memory, math.inf, math.inf, math.inf, math.inf, "torch")
+    return replace(best, memory=memory)
 
 
 def device_of(name: str) -> Device:

@@ -23,7 +23,9 @@ from agentrl_core.simulation.operations import collective_bytes, operations_of, 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
 _SCALARS = (aten._local_scalar_dense.default, aten.equal.default)
-_UNKNOWN = frozenset({"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "rand", "randn", "uniform_", "normal_"})
+_UNKNOWN = frozenset(
+    {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "rand", "randn", "uniform_", "normal_"}
+)
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
 _CHOSEN = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default)
 """Operations whose indices depend on the model: experts, which a simulation takes to be chosen equally often."""
@@ -75,7 +77,9 @@ class Simulation(TorchDispatchMode):
             result = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             if known is None:
-                raise SimulationError(f"the result of {func} depends on values that a simulation does not have") from error
+                raise SimulationError(
+                    f"the result of {func} depends on values that a simulation does not have"
+                ) from error
             result = tree_map_only(Tensor, lambda each: self._like(each, tensors), known)
         self._note(func, args, kwargs, tensors, result)
         if known is not None:
@@ -121,7 +125,9 @@ class Simulation(TorchDispatchMode):
             return True
         if tensors[0].dtype.is_floating_point:
             return 0.0
-        raise SimulationError(f"a value of a tensor {list(tensors[0].shape)} is asked for, which a simulation does not have")
+        raise SimulationError(
+            f"a value of a tensor {list(tensors[0].shape)} is asked for, which a simulation does not have"
+        )
 
     def _like(self, known: Tensor, tensors: list[Tensor]) -> Tensor:
         device = tensors[0].device if tensors else torch.device("cpu")
@@ -149,7 +155,9 @@ class Simulation(TorchDispatchMode):
     def _places(self, mask: Tensor) -> list[Tensor]:
         known = known_of(mask)
         if known is None:
-            raise SimulationError(f"a mask of {list(mask.shape)} selects a number of elements that depends on unknown values")
+            raise SimulationError(
+                f"a mask of {list(mask.shape)} selects a number of elements that depends on unknown values"
+            )
         with no_dispatch():
             places = [each.contiguous() for each in known.tensor.nonzero().unbind(1)]
         fakes = [self._like(each, [mask]) for each in places]

@@ -38,8 +38,15 @@ def collective_bytes(func: Any, args: Any, tensors: list[Tensor], device: str) -
     """Name of a collective, and the bytes of its larger side."""
     name = func._schema.name.partition("::")[2].strip("_")
     sizes = [each.numel() * each.element_size() for each in tensors if each.device.type == device]
-    names = {"allgather_base": "all-gather", "all_gather_into_tensor": "all-gather", "reduce_scatter_base": "reduce-scatter",
-             "reduce_scatter_tensor": "reduce-scatter", "allreduce": "all-reduce", "all_reduce": "all-reduce", "broadcast": "broadcast"}
+    names = {
+        "allgather_base": "all-gather",
+        "all_gather_into_tensor": "all-gather",
+        "reduce_scatter_base": "reduce-scatter",
+        "reduce_scatter_tensor": "reduce-scatter",
+        "allreduce": "all-reduce",
+        "all_reduce": "all-reduce",
+        "broadcast": "broadcast",
+    }
     if "wait" in name or not sizes:
         return name, 0
     return names.get(name, name.replace("_", " ")), max(sizes)

@@ -1,21 +1,27 @@
 """Whether a run fits its GPUs, what takes the memory, and how long a step takes at least."""
 
+import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, Literal
+
+import torch
 
 from agentrl_core.api.errors import SimulationError
-from agentrl_core.config import ResolvedConfig
-from agentrl_core.simulation.devices import GIB, NETWORK, Device
+from agentrl_core.config import ModelConfig, ResolvedConfig
+from agentrl_core.simulation.batches import full_micro_batch
+from agentrl_core.simulation.devices import GIB, NETWORK, Device, device_called
 from agentrl_core.simulation.engines import EngineShare, engine_share
 from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, PARTS, WEIGHTS, Phase
 from agentrl_core.simulation.workers import Simulated, simulate
-from agentrl_core.workers.models import empty_causal_lm
+from agentrl_core.workers.models import empty_causal_lm, resolve_device
 
 CONTEXT = int(0.8 * GIB)
 """CUDA's context, libraries and their workspaces, for each process on the GPU; an estimate."""
 USABLE = 0.95
 """Share of the memory that allocators can use: the rest is lost between blocks of different sizes; an estimate."""
+_MOST_LOGITS_ON_CPU = 2**28
 RESERVED, KV_CACHE, ENGINE = "CUDA contexts", "KV cache", "engine weights"
 
 
@@ -91,7 +97,8 @@ class Prediction:
         what = f"{self.peak / GIB:.1f} GiB in the phase {self.worst!r}, of {self.usable / GIB:.1f} GiB usable on {self.device.name}"
         verdict = "fits" if self.fits else "does not fit"
         how = f" (estimated from sizes: {self.estimated})" if self.estimated else ""
-        return f"{verdict}: {what}; a step takes at least {self.seconds:.1f} s{how}"
+        time = f"; a step takes at least {self.seconds:.1f} s" if self.seconds else ""
+        return f"{verdict}: {what}{time}{how}"
 
     def to_dict(self) -> dict[str, Any]:
         """For scripts: bytes and seconds."""
@@ -110,24 +117,47 @@ class Prediction:
         }
 
 
-def predict(config: ResolvedConfig, device: Device) -> Prediction:
-    """Simulate a step of a run, or estimate it from sizes where its model cannot be simulated."""
+def predict_here(config: ResolvedConfig) -> Prediction:
+    """:func:`predict` for the devices of this machine; on the CPU processes share its memory, and no time is known."""
+    if resolve_device(config.cluster.device).type == "cuda":
+        properties = torch.cuda.get_device_properties(0)
+        return predict(config, device_called(properties.name, properties.total_memory))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / config.cluster.processes_per_node
+    return predict(config, Device("this machine", memory, math.inf, math.inf, math.inf, math.inf, ""), "cpu")
+
+
+def training_bytes(path: str, model: ModelConfig) -> dict[str, int]:
+    """Weights, gradients and AdamW's moments of a model, together, on however many devices."""
+    nbytes = sum(each.numel() * each.element_size() for each in empty_causal_lm(path, model).parameters())
+    return {WEIGHTS: nbytes, GRADIENTS: nbytes, MOMENTS: 2 * nbytes}
+
+
+def predict(config: ResolvedConfig, device: Device, kind: Literal["cuda", "cpu"] = "cuda") -> Prediction:
+    """Simulate a step of a run, or estimate it from sizes where its model cannot be simulated.
+
+    Args:
+        config: of the run.
+        device: of each training process.
+        kind: type of the device for torch.
+    """
     text = empty_causal_lm(config.model.path, config.model).config.get_text_config()
     reason = ""
     try:
-        found = simulate(config)
+        if kind == "cpu" and config.actor.micro_batch_tokens * text.vocab_size > _MOST_LOGITS_ON_CPU:
+            raise SimulationError("log-probs of so many tokens are computed in too many blocks on a CPU")
+        found = simulate(config, kind)
     except SimulationError as error:
         reason, found = str(error), _from_sizes(config)
     engine = engine_share(config, text, found.parameters)
-    phases = _phases(config, device, found, engine)
+    phases = _phases(config, device, found, engine, CONTEXT if kind == "cuda" else 0)
     shape = f"{found.shape.rows} rows of {found.shape.prompt} + {found.shape.response} tokens"
     return Prediction(device, config.cluster.processes, found.parameters, phases, shape, found.logits, engine, reason)
 
 
 def _phases(
-    config: ResolvedConfig, device: Device, found: Simulated, engine: EngineShare | None
+    config: ResolvedConfig, device: Device, found: Simulated, engine: EngineShare | None, context: int
 ) -> dict[str, PhaseFigures]:
-    contexts = CONTEXT * (2 if engine is not None and config.cluster.runtime == "ray" else 1)
+    contexts = context * (2 if engine is not None and config.cluster.runtime == "ray" else 1)
     resident = {RESERVED: contexts}
     phases: dict[str, PhaseFigures] = {}
     if engine is not None:
@@ -198,8 +228,6 @@ def _rollout_seconds(config: ResolvedConfig, device: Device, found: Simulated, e
 
 def _from_sizes(config: ResolvedConfig) -> Simulated:
     """Weights, gradients and moments of a model, and a guess at its activations."""
-    from agentrl_core.simulation.batches import full_micro_batch
-
     model = empty_causal_lm(config.model.path, config.model)
     text, shape = model.config.get_text_config(), full_micro_batch(config, config.actor.micro_batch_tokens)
     ranks, models = config.cluster.processes, 1 + config.needs_critic

@@ -162,7 +162,9 @@ class _Step:
         """What a step computes from a batch of micro-batches of this shape."""
         batch = batch_of(shape, self._ranks)
         part = batch[: shape.rows * MICRO_BATCHES]
-        phases: list[tuple[str, Any, Callable[[Any], Any]]] = [("log-probs", part, lambda it: self._actor.compute_log_prob(it))]
+        phases: list[tuple[str, Any, Callable[[Any], Any]]] = [
+            ("log-probs", part, lambda it: self._actor.compute_log_prob(it))
+        ]
         for name, worker in (("reference", self._reference), ("teacher", self._teacher)):
             if worker is not None:
                 phases.append((name, part, worker.compute_ref_log_prob))

@@ -1,10 +1,11 @@
 """The arithmetic of a run, before it starts: steps, batches, lengths, memory."""
 
-from pathlib import Path
 from typing import Any
 
 from agentrl_core.api import ConfigError
 from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.simulation.prediction import predict_here
+from agentrl_core.workers.models import resolve_device
 
 
 def total_steps(config: ResolvedConfig, train_rows: int) -> int:
@@ -38,6 +39,11 @@ def check_context(config: ResolvedConfig, max_position_embeddings: int | None) -
         )
 
 
+def memory_line(config: ResolvedConfig) -> str:
+    """Whether the run fits its GPUs, simulated; "" on a CPU, where memory is no limit for what it can train."""
+    return f"memory: {predict_here(config).line}" if resolve_device(config.cluster.device).type == "cuda" else ""
+
+
 def describe(
     config: ResolvedConfig, steps: int, train_rows: int, validation_rows: int, longest_prompt: int
 ) -> list[str]:
@@ -60,11 +66,11 @@ def describe(
             f"{name:<11} {slot.replicas} x {slot.registered_name}, {slot.devices} device(s) each, frozen {slot.model}"
             for name, slot in config.engines.items()
         ),
-        *weight_lines(Path(config.model.path), 1 + config.needs_critic, frozen=int(config.needs_reference)),
+        f"memory      {predict_here(config).line}",
     ]
     if cluster.processes > 1:
         shape = f"{cluster.nodes} node(s) x {cluster.processes_per_node} = {cluster.processes}"
-        lines.append(f"processes   {shape}, each with 1/{cluster.processes} of weights, gradients and AdamW states")
+        lines.append(f"processes   {shape}, each with 1/{cluster.processes} of weights, gradients and moments")
     return lines
 
 
@@ -73,7 +79,7 @@ def arithmetic(
 ) -> dict[str, Any]:
     """What :func:`describe` says, for scripts."""
     validation = config.trainer.validation
-    memory = memory_bytes(Path(config.model.path), 1 + config.needs_critic, frozen=int(config.needs_reference))
+    prediction = predict_here(config)
     return {
         "training_prompts": train_rows,
         "validation_prompts": validation_rows,
@@ -87,7 +93,8 @@ def arithmetic(
         "processes": config.cluster.processes,
         "devices": devices(config),
         "engine_replicas": config.engine_replicas,
-        "memory_bytes": memory,
+        "memory_bytes": dict(prediction.phases[prediction.worst].memory),
+        "prediction": prediction.to_dict(),
     }
 
 
@@ -101,24 +108,3 @@ def _engine_line(config: ResolvedConfig) -> str:
             f"{engine.pipeline_parallel} x data {engine.data_parallel} parallel)"
         )
     return f"{line}, {'in this process' if config.cluster.runtime == 'local' else engine.placement}"
-
-
-def weight_lines(model: Path, trained: int = 1, frozen: int = 0) -> list[str]:
-    """Memory of ``trained`` models under AdamW and of ``frozen`` ones, from the size of the weights on disk."""
-    parts = memory_bytes(model, trained, frozen)
-    shown = ", ".join(f"{name.replace('_', ' ')} {_size(value)}" for name, value in parts.items())
-    return [f"memory      {shown}; together {_size(sum(parts.values()))} plus activations and KV cache"]
-
-
-def memory_bytes(model: Path, trained: int = 1, frozen: int = 0) -> dict[str, int]:
-    """As :func:`weight_lines`, in bytes."""
-    weights = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    return {
-        "weights": weights * (trained + frozen),
-        "gradients": weights * trained,
-        "AdamW_states": weights * 2 * trained,
-    }
-
-
-def _size(count: float) -> str:
-    return f"{count / 2**30:.2f} GiB" if count >= 2**28 else f"{count / 2**20:.1f} MiB"
