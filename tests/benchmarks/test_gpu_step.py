@@ -8,6 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from typer.testing import CliRunner
+
+from agentrl_core.cli.main import app
 
 
 @pytest.fixture
@@ -79,6 +82,24 @@ def test_predictions_have_the_names_of_what_is_measured(plan: Any, gpu_step: Mod
     }  # fmt: skip
     assert not reason
     assert rows.keys() <= {name for name, _ in gpu_step.figures([{"timing/step": 1.0}], {}, "cpu")}
+
+
+def test_agentrl_plan_answers_for_the_configuration_that_is_measured(
+    gpu_plan: ModuleType, import_script: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """In this process: on fake tensors of CUDA, which shows too that no phase of the step mixes devices."""
+
+    def run(command: list[str], **options: Any) -> SimpleNamespace:
+        done = CliRunner().invoke(app, command[3:])
+        return SimpleNamespace(stdout=done.stdout, stderr=done.stderr, returncode=done.exit_code)
+
+    monkeypatch.setattr(gpu_plan.subprocess, "run", run)
+    bench = import_script("_gpu_bench")
+    rows, reason = gpu_plan.predicted(bench.write_run(tmp_path, bench.TINY, "cpu"), [])
+    assert not reason
+    assert {name for name, value in rows.items() if value} == {
+        "time: rollout", "time: log_probs", "time: update_actor", "time: step", "peak memory of the update",
+    }  # fmt: skip
 
 
 def test_why_there_is_no_prediction(plan: Any) -> None:
