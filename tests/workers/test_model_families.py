@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, Llama4TextConfig, Phi3Config
+from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, Llama4TextConfig, LlamaConfig, Phi3Config
 
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config.schema import ModelConfig
@@ -87,6 +87,18 @@ def test_longrope_computes_each_row_as_alone(make_actor: Any, make_batch: Any, t
 def test_a_long_row_of_longrope_would_change_the_others_and_is_refused(make_actor: Any) -> None:
     with pytest.raises(ConfigError, match="model.path: longrope.*more than 31 tokens.*up to 32.*short_factor"):
         make_actor(longrope(31))
+
+
+def test_rows_beyond_the_trained_context_of_dynamic_scaling_are_refused(make_actor: Any) -> None:
+    """One long row would give the others other frequencies, and engines scale from another length."""
+
+    def dynamic(reaches: int) -> LlamaConfig:
+        parameters = {"rope_type": "dynamic", "rope_theta": 100.0, "factor": 2.0}
+        return LlamaConfig(**{**SHAPE, "max_position_embeddings": reaches}, rope_parameters=parameters)
+
+    make_actor(dynamic(32))
+    with pytest.raises(ConfigError, match="model.path: dynamic RoPE scaling.*more than 31 tokens.*up to 32"):
+        make_actor(dynamic(31))
 
 
 @pytest.mark.parametrize("family", ["Gemma 2's soft cap", "Falcon's ALiBi"])
