@@ -96,7 +96,8 @@ def _attention(
         pad = -head % 8
         states = [torch.nn.functional.pad(each, (0, pad)) if pad else each for each in (query, key, value)]
         found = aten._scaled_dot_product_flash_attention(*states, dropout_p, is_causal, scale=scale)[0]
-        return found[..., :head] if pad else found
+        result: Tensor = found[..., :head] if pad else found
+        return result
     if enable_gqa or key.shape[1] != query.shape[1]:
         return None
     bias = None
@@ -108,9 +109,10 @@ def _attention(
             bias = torch.nn.functional.pad(bias, (0, -bias.shape[-1] % 8))[..., : bias.shape[-1]]
         bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
     needs_gradient = torch.is_grad_enabled() and any(each.requires_grad for each in (query, key, value))
-    return aten._scaled_dot_product_efficient_attention(
+    attended: Tensor = aten._scaled_dot_product_efficient_attention(
         query, key, value, bias, needs_gradient, dropout_p, is_causal, scale=scale
     )[0]
+    return attended
 
 
 class _Device:

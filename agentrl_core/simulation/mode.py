@@ -31,7 +31,7 @@ _CHOSEN = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.d
 """Operations whose indices depend on the model: experts, which a simulation takes to be chosen equally often."""
 
 
-class Simulation(TorchDispatchMode):
+class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Inside, tensors have no data; see :func:`simulated`.
 
     Args:
@@ -42,7 +42,7 @@ class Simulation(TorchDispatchMode):
     """
 
     def __init__(self, fake: FakeTensorMode, ledger: Ledger, device: str, vocabulary: int) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self._device = device
         self._vocabulary = vocabulary
@@ -116,7 +116,11 @@ class Simulation(TorchDispatchMode):
             kwargs = {**kwargs, "device": torch.device("cpu")}
         with no_dispatch():
             values = tree_map_only(Tensor, lambda each: known_of(each).tensor, (args, kwargs))  # type: ignore[union-attr]
-            return func(*values[0], **values[1])
+            try:
+                return func(*values[0], **values[1])
+            except NotImplementedError:
+                # The host has no such operation for this dtype.
+                return None
 
     def _scalar(self, func: Any, known: Any, tensors: list[Tensor]) -> Any:
         if known is not None:
@@ -217,7 +221,7 @@ def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulati
         return result
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
+    torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
     try:
         with fake, Simulation(fake, ledger, device, vocabulary) as mode:
             yield mode

@@ -1,0 +1,84 @@
+"""The workers' phases on tensors without data."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from agentrl_core.api.errors import SimulationError
+from agentrl_core.config import ResolvedConfig
+from agentrl_core.simulation.ledger import GATHERED, GRADIENTS, MOMENTS, WEIGHTS
+from agentrl_core.simulation.workers import simulate
+from agentrl_core.workers import actor, log_probs
+
+MakeConfig = Callable[..., ResolvedConfig]
+
+
+def test_weights_gradients_and_moments_are_those_of_the_parameters(make_config: MakeConfig) -> None:
+    found = simulate(make_config())
+    update = found.phases["update"].parts
+    assert update[WEIGHTS] == pytest.approx(found.parameter_bytes, rel=0.02)
+    assert update[MOMENTS] == pytest.approx(2 * found.parameter_bytes, rel=0.02)
+    assert 0 < update[GRADIENTS] <= 1.02 * found.parameter_bytes
+
+
+def test_operations_are_six_for_each_parameter_and_token(make_config: MakeConfig) -> None:
+    config = make_config("model.gradient_checkpointing=false", "model.packing=false", tie_word_embeddings=False)
+    found = simulate(config)
+    linear = found.parameters - 512 * 128  # input embeddings are looked up
+    # Logits are computed for response tokens only, attention comes on top.
+    expected = 6 * linear * found.tokens
+    assert 0.8 * expected < sum(found.phases["update"].operations.values()) < 1.2 * expected
+
+
+def test_a_rank_of_four_holds_a_quarter_and_gathers_the_rest(make_config: MakeConfig) -> None:
+    config = make_config()
+    alone, shared = simulate(config, ranks=1), simulate(config, ranks=4)
+    assert shared.resting == pytest.approx(alone.resting / 4, rel=0.05)
+    assert shared.phases["update"].parts[GATHERED] > 0
+    calls = shared.phases["update"].calls
+    assert calls["all-gather"] > 0 and calls["reduce-scatter"] > 0
+    assert not alone.phases["update"].calls
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_a_tensor_of_the_host_among_those_of_the_gpu_is_an_error(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    def planted(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        result = log_probs.response_log_probs(*args, **kwargs)
+        return (result[0] + torch.ones(result[0].shape), *result[1:])
+
+    monkeypatch.setattr(actor, "response_log_probs", planted)
+    with pytest.raises(SimulationError, match="same device"):
+        simulate(make_config(), ranks=ranks)
+
+
+def test_a_value_that_only_data_has_is_an_error_that_names_the_operation(
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def planted(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
+        result = log_probs.response_log_probs(*args, **kwargs)
+        return (result[0][result[0] > 0], *result[1:])
+
+    monkeypatch.setattr(actor, "response_log_probs", planted)
+    with pytest.raises(SimulationError, match="mask of"):
+        simulate(make_config())
+
+
+def test_a_simulation_leaves_torch_as_it_was(make_config: MakeConfig) -> None:
+    before = torch.UntypedStorage.resize_, torch.cuda.current_device, torch.autograd._engine_run_backward
+    simulate(make_config())
+    assert before == (torch.UntypedStorage.resize_, torch.cuda.current_device, torch.autograd._engine_run_backward)
+    value = torch.ones(2, requires_grad=True)
+    (value * 2).sum().backward()
+    assert value.grad is not None and value.grad.tolist() == [2.0, 2.0]
+
+
+def test_the_optimizer_s_moments_wait_on_the_host(make_config: MakeConfig) -> None:
+    kept, waiting = simulate(make_config()), simulate(make_config("actor.offload_optimizer=true"))
+    assert waiting.resting == pytest.approx(kept.resting / 3, rel=0.05)
+    assert waiting.phases["log-probs"].parts.get(MOMENTS, 0) < 0.1 * kept.phases["log-probs"].parts[MOMENTS]
