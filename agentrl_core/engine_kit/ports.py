@@ -3,6 +3,7 @@
 import os
 import socket
 import sys
+from typing import Any
 
 INTERFACE = "GLOO_SOCKET_IFNAME"
 """Names this host's network interface, by which gloo connects and under whose address others find it."""
@@ -34,26 +35,29 @@ def use_ray_interface() -> None:
 
     Called in each of Ray's processes as it starts. What the user names stays, where this node has it.
     """
-    import psutil
-
     # Such a process has it; engines that run without Ray import this module too.
     ray = sys.modules["ray"]
     if not _addresses(named_interface()):
         address = ray.util.get_node_ip_address()
-        for name in psutil.net_if_addrs():
+        for name in _interfaces():
             if address in _addresses(name):
                 os.environ[INTERFACE] = name
                 return
 
 
+def _interfaces() -> dict[str, Any]:
+    """The addresses of each interface; nothing where an engine's environment has no psutil."""
+    try:
+        import psutil
+    except ImportError:
+        return {}
+    return dict(psutil.net_if_addrs())
+
+
 def _addresses(interface: str) -> list[str]:
     """Of an interface of this host, IPv4 first; those that are valid only on its link are left out."""
-    if not interface:
-        return []
-    import psutil
-
     families = (socket.AF_INET, socket.AF_INET6)
-    found = [each for each in psutil.net_if_addrs().get(interface, []) if each.family in families]
+    found = [each for each in _interfaces().get(interface, []) if each.family in families]
     return [
         each.address for each in sorted(found, key=lambda each: families.index(each.family)) if "%" not in each.address
     ]

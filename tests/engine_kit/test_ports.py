@@ -22,6 +22,14 @@ def test_an_interface_that_is_not_here_says_nothing_of_the_address(monkeypatch: 
     assert host_address() == address
 
 
+def test_an_environment_without_psutil_starts_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(util=SimpleNamespace(get_node_ip_address=lambda: "::1")))
+    monkeypatch.setenv(INTERFACE, "lo")
+    use_ray_interface()
+    assert os.environ[INTERFACE] == "lo" and host_address()
+
+
 @pytest.mark.parametrize(
     ("named", "address", "expected"),
     [
