@@ -21,6 +21,7 @@ these by default."""
 _PATH_BENEATH = 1
 _MAKE_BLOCK, _REFER = 1 << 11, 1 << 13
 _SCOPE_SIGNAL = 1 << 1
+_NO_LOG, _LOG_SINCE = 1, 7
 SIGNALS_SINCE = 6
 """Landlock's version that also keeps signals within a domain (Linux 6.12)."""
 _OLDEST = 2
@@ -57,7 +58,7 @@ def confine(version: int) -> None:
     if not version:
         return
     if version >= SIGNALS_SINCE:
-        ruleset = _made(struct.pack("QQQ", 0, 0, _SCOPE_SIGNAL))
+        _restrict(_made(struct.pack("QQQ", 0, 0, _SCOPE_SIGNAL)))
     else:
         # A domain needs a rule: no block devices. And files move between directories only where a rule allows it.
         ruleset = _made(struct.pack("Q", _MAKE_BLOCK | _REFER))
@@ -65,7 +66,24 @@ def confine(version: int) -> None:
         rule = struct.pack("=Qi", _REFER, root)
         _checked("landlock_add_rule", _call(_ADD_RULE, ruleset, _PATH_BENEATH, rule, 0))
         os.close(root)
-    _checked("landlock_restrict_self", _call(_RESTRICT_SELF, ruleset, 0))
+        _restrict(ruleset)
+
+
+def keep_signals(version: int) -> None:
+    """Put this process into a domain that its signals do not leave: its descendants are in it. Nothing is logged.
+
+    Args:
+        version: as :func:`landlock_version` returns it, :data:`SIGNALS_SINCE` or more.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
+    prctl(_NO_NEW_PRIVS, 1)
+    _restrict(_made(struct.pack("QQQ", 0, 0, _SCOPE_SIGNAL)), _NO_LOG if version >= _LOG_SINCE else 0)
+
+
+def _restrict(ruleset: int, flags: int = 0) -> None:
+    _checked("landlock_restrict_self", _call(_RESTRICT_SELF, ruleset, flags))
     os.close(ruleset)
 
 

@@ -15,6 +15,9 @@ from typing import Any, BinaryIO
 
 from agentrl_core.hosting.wire import HEADER, encode
 
+MAX_TEXT = 1 << 20
+"""Characters of an exception's message, and of its traceback."""
+
 
 def read_message(stream: BinaryIO) -> tuple[bytes, bytes] | None:
     """Read the next request's id and content; None when the other side has exited."""
@@ -61,8 +64,17 @@ def answer(handle: Callable[..., Any], question: bytes) -> bytes:
     try:
         return encode(["ok", handle(*pickle.loads(question))])
     except BaseException as error:  # noqa: BLE001 - user code may raise anything; it belongs to the caller
-        frames = error.__traceback__
-        while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
-            frames = frames.tb_next
-        trace = "".join(traceback.format_exception(error.with_traceback(frames)))
-        return encode(["error", type(error).__name__, str(error), trace])
+        try:
+            return encode(["error", *_described(error)])
+        except BaseException as second:  # noqa: BLE001 - the exception is foreign code too
+            problem = f"its message or traceback raised {type(second).__name__}"
+            return encode(["error", type(error).__name__, problem, ""])
+
+
+def _described(error: BaseException) -> tuple[str, str, str]:
+    """Name, message and traceback, which are cut: they are for people and for the model."""
+    frames = error.__traceback__
+    while frames is not None and frames.tb_next is not None and frames.tb_frame.f_code.co_filename == __file__:
+        frames = frames.tb_next
+    trace = "".join(traceback.format_exception(error.with_traceback(frames)))
+    return type(error).__name__, str(error)[:MAX_TEXT], trace[-MAX_TEXT:]

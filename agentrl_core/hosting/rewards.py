@@ -92,13 +92,19 @@ def check_score(who: str, value: Any) -> RewardResult:
         if isinstance(score, (str, bytes)):
             raise TypeError
         number = float(score)
-    except (TypeError, ValueError):
-        raise RewardError(f"{who} returned {score!r}; allowed are a number, a bool or a RewardResult") from None
+    except (TypeError, ValueError, OverflowError):
+        raise RewardError(f"{who} returned {score!r:.100}; allowed are a number, a bool or a RewardResult") from None
     if not isinstance(result.answer, str | None):
         raise RewardError(f"{who} returned the answer {result.answer!r:.100}; allowed are a string and None")
-    numbers = {"score": number, **result.metrics, **{f"component {key}": v for key, v in result.components.items()}}
-    for name in ("turn_rewards", "token_rewards"):
-        numbers |= {f"{name}[{index}]": value for index, value in enumerate(getattr(result, name))}
+    try:
+        numbers = {"score": number, **result.metrics, **{f"component {key}": v for key, v in result.components.items()}}
+        for name in ("turn_rewards", "token_rewards"):
+            numbers |= {f"{name}[{index}]": value for index, value in enumerate(getattr(result, name))}
+    except (TypeError, AttributeError) as error:
+        raise RewardError(
+            f"{who} returned a RewardResult in which metrics or components are no dict, or turn_rewards or "
+            f"token_rewards no list: {error}"
+        ) from None
     for name, found in numbers.items():
         if not is_finite(found):
             raise RewardError(f"{who} returned {name}={found!r}, which is not a finite number")

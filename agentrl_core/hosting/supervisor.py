@@ -10,7 +10,15 @@ import signal
 import time
 from contextlib import suppress
 
-from agentrl_core.hosting.confinement import PR_SET_CHILD_SUBREAPER, PR_SET_PDEATHSIG, confine, landlock_version, prctl
+from agentrl_core.hosting.confinement import (
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_PDEATHSIG,
+    SIGNALS_SINCE,
+    confine,
+    keep_signals,
+    landlock_version,
+    prctl,
+)
 from agentrl_core.hosting.processes import family
 
 _CHECK_SECONDS = 1.0
@@ -21,6 +29,8 @@ def main() -> None:
     """Serve the socket that is this process's stdin."""
     run, this = os.getppid(), os.getpid()
     prctl(PR_SET_CHILD_SUBREAPER, 1)
+    version = landlock_version()
+    alone = version >= SIGNALS_SINCE and _signals_only_descendants(run, version)
     worker = os.fork()
     if worker == 0:
         # In this session, so that it is found where this process was killed.
@@ -28,7 +38,7 @@ def main() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != this:
             os._exit(1)
-        confine(landlock_version())
+        confine(version)
         from agentrl_core.hosting.process_child import serve
 
         serve()
@@ -36,8 +46,20 @@ def main() -> None:
     code = _watch(worker, run)
     with suppress(OSError):
         os.killpg(worker, signal.SIGKILL)
-    kill_descendants()
+    kill_descendants(alone)
     os._exit(code)
+
+
+def _signals_only_descendants(run: int, version: int) -> bool:
+    """Give up signals to other processes; returns whether that is so, and not only what the kernel said."""
+    keep_signals(version)
+    try:
+        os.kill(run, 0)
+    except PermissionError:
+        return True
+    except ProcessLookupError:
+        pass
+    return False
 
 
 def _watch(worker: int, run: int) -> int:
@@ -63,10 +85,15 @@ def _watch(worker: int, run: int) -> int:
             os.read(woken, 4096)
 
 
-def kill_descendants() -> None:
-    """Kill every descendant of this process, also those that appear meanwhile, until there is none."""
+def kill_descendants(alone: bool) -> None:
+    """Kill every descendant of this process, also those that appear meanwhile, until there is none.
+
+    Args:
+        alone: no other process gets a signal of this one. Then one signal to all of them kills also those that have
+            forked and exited before anybody sees them in a list.
+    """
     while found := family(os.getpid()) - {os.getpid()}:
-        for pid in found:
+        for pid in [-1] if alone else found:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):

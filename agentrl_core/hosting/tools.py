@@ -142,6 +142,8 @@ def check_result(name: str, result: Any) -> ToolResult:
         raise ToolError(f"tool {name!r} returned images, which this version cannot show to the model")
     if result.reward is not None and not is_finite(result.reward):
         raise ToolError(f"tool {name!r} returned the reward {result.reward!r}, which is not a finite number")
+    if not isinstance(result.metrics, Mapping):
+        raise ToolError(f"tool {name!r} returned the metrics {result.metrics!r:.100}, which are no dict")
     for key, value in result.metrics.items():
         if not is_finite(value):
             raise ToolError(f"tool {name!r} returned the metric {key}={value!r}, which is not a finite number")
@@ -149,10 +151,10 @@ def check_result(name: str, result: Any) -> ToolResult:
 
 
 def is_finite(value: Any) -> bool:
-    """Whether a value is a number (of Python or numpy), and neither NaN nor infinite."""
+    """Whether a value is a number (of Python or numpy) that a float can hold, and neither NaN nor infinite."""
     try:
         return not isinstance(value, (str, bytes)) and math.isfinite(value)
-    except TypeError:
+    except (TypeError, OverflowError):
         return False
 
 

@@ -4,6 +4,7 @@ Reading an answer creates numbers, texts, lists, dicts, the result types of tool
 """
 
 import json
+import re
 import struct
 from collections.abc import Mapping
 from typing import Any
@@ -17,7 +18,11 @@ which nobody can guess: so none can be written ahead."""
 MAX_BYTES = 64 << 20
 MAX_DEPTH = 64
 """Maximum nesting of lists and dicts; picklers, templates and JSON readers fail beyond some hundreds."""
+MAX_VALUES = 1 << 19
+"""Maximum lists, dicts and commas in an answer: reading it keeps the run from everything else, and takes far more
+memory than its bytes."""
 
+_TEXT = re.compile(r'"(?:[^"\\]++|\\.)*+"', re.DOTALL)
 _SCALARS = frozenset({str, int, float, bool, type(None)})
 _TYPES = {cls.__name__: cls for cls in (ToolResult, ToolResponse, RewardResult)}
 
@@ -29,18 +34,31 @@ def encode(value: Any) -> bytes:
         TypeError: it holds something that JSON and the result types cannot express.
         ValueError: it is too large or nested too deeply.
     """
-    data = json.dumps(_plain(value, MAX_DEPTH)).encode()
-    if len(data) > MAX_BYTES:
-        raise ValueError(f"a result of {len(data):,} bytes cannot leave its process; at most {MAX_BYTES:,} can")
-    return data
+    text = json.dumps(_plain(value, MAX_DEPTH))
+    if len(text) > MAX_BYTES:
+        raise ValueError(f"a result of {len(text):,} bytes cannot leave its process; at most {MAX_BYTES:,} can")
+    if _has_too_many_values(text):
+        raise ValueError(f"a result of more than {MAX_VALUES:,} values cannot leave its process")
+    return text.encode()
 
 
 def decode(data: bytes) -> Any:
     """Read what :func:`encode` wrote, with lists for tuples. Raises ValueError for anything else."""
+    text = data.decode()
+    if _has_too_many_values(text):
+        raise ValueError(f"an answer of more than {MAX_VALUES:,} values")
     try:
-        return _value(json.loads(data))
+        return _value(json.loads(text))
     except (AttributeError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"not a message of a child process: {error}") from error
+
+
+def _has_too_many_values(text: str) -> bool:
+    def found(part: str) -> bool:
+        return sum(map(part.count, "[{,")) > MAX_VALUES
+
+    # Without what stands in texts, where it matters.
+    return found(text) and found(_TEXT.sub("", text))
 
 
 def read_answer(data: bytes) -> list[Any]:

@@ -399,8 +399,11 @@ def ranges(steps: Sequence[int]) -> str:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether a metric's value is a finite int or float."""
-    return isinstance(value, int | float) and math.isfinite(value)
+    """Whether a metric's value is an int or float that a float can hold, and finite."""
+    try:
+        return isinstance(value, int | float) and math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:

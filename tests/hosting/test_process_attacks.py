@@ -463,6 +463,33 @@ def test_what_has_left_a_tools_process_ends_with_it(tool, tmp_path, monkeypatch,
     assert len(pids) == 3 and gone(pids)
 
 
+@pytest.mark.skipif(landlock_version() < SIGNALS_SINCE, reason="this kernel's Landlock does not scope signals")
+def test_what_no_list_of_processes_shows_ends_too() -> None:
+    """Processes that fork and exit all the time are gone before whoever reads a list can kill them."""
+    code = (
+        "import os, time\n"
+        "from agentrl_core.hosting import supervisor\n"
+        "alone = supervisor._signals_only_descendants(os.getppid(), supervisor.landlock_version())\n"
+        "unseen = []\n"
+        "for _ in range(2):\n"
+        "    if not (pid := os.fork()):\n"
+        "        os.setsid()\n"
+        "        time.sleep(1000)\n"
+        "    unseen.append(pid)\n"
+        "lists = [set(), {1 << 30}]\n"
+        "supervisor.family = lambda pid: lists.pop()\n"
+        "print(alone, *unseen, flush=True)\n"
+        "supervisor.kill_descendants(alone)\n"
+    )
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as beside:
+        done = subprocess.run([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        alone, *unseen = done.stdout.split()
+        assert (done.returncode, alone, len(unseen)) == (0, "True", 2)
+        assert gone([int(pid) for pid in unseen])
+        assert beside.poll() is None, "a signal left the domain"
+        beside.kill()
+
+
 def test_what_a_tool_has_started_ends_when_the_run_is_killed(tmp_path) -> None:
     (tmp_path / "leaver.py").write_text(LEAVES)
     run = (

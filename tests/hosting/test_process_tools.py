@@ -29,6 +29,10 @@ from agentrl_core.api import Tool, ToolResponse, ToolResult, function_schema
 
 SCHEMA = {"x": {"type": "string"}}
 
+class Odd(Exception):
+    def __str__(self):
+        raise SystemExit("no text")
+
 class Stateless(Tool):
     isolation = "process"
     schema = function_schema("stateless", "Does what x says.", SCHEMA)
@@ -49,6 +53,16 @@ class Stateless(Tool):
             os._exit(3)
         if x == "raise":
             raise ValueError("no such city")
+        if x == "raise odd":
+            raise Odd
+        if x == "raise megabytes":
+            raise ValueError("m" * 3_000_000)
+        if x == "no metrics":
+            return ToolResult(ToolResponse("x"), metrics=[1.0])
+        if x == "large":
+            return ToolResult(ToolResponse("x"), 10**400)
+        if x == "many":
+            return [[]] * 600_000
         if x == "print":
             print("noise on stdout")
             return ToolResult(ToolResponse("quiet"))
@@ -188,12 +202,22 @@ def test_tool_that_raises_returns_megabytes_or_nonsense_is_an_observation(hosted
         wrong = await call("anything")
         assert wrong.failed and "returned str, not a ToolResult" in wrong.response.text
         assert (await call("unpicklable")).failed
+        odd = await call("raise odd")
+        assert odd.response.text == "Error: Odd: its message or traceback raised SystemExit"
+        assert len((await call("raise megabytes")).response.text) < 2_000_000
+        for x, problem in {
+            "no metrics": "metrics [1.0], which are no dict",
+            "large": "0, which is not a finite number",
+            "many": "a result of more than 524,288 values cannot leave",
+        }.items():
+            found = await call(x)
+            assert found.failed and problem in found.response.text
         assert (await call("print")).response.text == "quiet"
         assert (await call("pid")).response.text == pid != str(os.getpid())
         died = await call("die")
         assert died.failed and "its process died with exit code 3" in died.response.text
         assert (await call("pid")).response.text != pid
-        assert session.report.metrics["tool_calls"] == 9 and session.report.metrics["tool_failures"] == 4
+        assert session.report.metrics["tool_calls"] == 14 and session.report.metrics["tool_failures"] == 9
         assert session.report.tool_rewards == [0.5] * 3 and session.report.metrics["tool/stateless/calls"] == 3
         assert max(len(call["response"]) for call in session.report.tool_calls) <= 2000
         await session.close()
@@ -332,6 +356,11 @@ def test_results_leave_a_process_as_they_are(value) -> None:
     assert decode(encode(value)) == value
 
 
+def test_what_stands_in_texts_are_no_values() -> None:
+    value = ["[{,\\" * 300_000, '\\"[,' * 100_000]
+    assert decode(encode(value)) == value
+
+
 def test_results_that_cannot_leave_a_process(hosted) -> None:
     deep: list = []
     for _ in range(100):
@@ -339,7 +368,15 @@ def test_results_that_cannot_leave_a_process(hosted) -> None:
     for value, message in ((deep, "nested more than 64"), ("x" * (65 << 20), "at most"), (object(), "object cannot")):
         with pytest.raises((TypeError, ValueError), match=message):
             encode(value)
-    for data in (b"[" * 100_000, b'{"type": "os", "fields": {}}', b'{"type": "ToolResult", "fields": 1}', b"\xff"):
+    # Read into lists this would take some hundred times its bytes, and keep the run from everything else.
+    many = b"[" + b"[]," * 600_000 + b"[]]"
+    for data in (
+        many,
+        b"[" * 100_000,
+        b'{"type": "os", "fields": {}}',
+        b'{"type": "ToolResult", "fields": 1}',
+        b"\xff",
+    ):
         with pytest.raises(ValueError):
             decode(data)
 

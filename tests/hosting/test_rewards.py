@@ -134,18 +134,24 @@ def test_numbers_are_scores(value: Any) -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [None, "1", b"1", "", math.nan, math.inf, -math.inf, [1.0], {}, np.array([1.0, 2.0]), RewardResult(None)],  # type: ignore[arg-type]
-    ids=repr,
+    [None, "1", b"1", "", math.nan, math.inf, -math.inf, [1.0], {}, np.array([1.0, 2.0]), RewardResult(None), 10**400],  # type: ignore[arg-type]
+    ids=lambda value: repr(value)[:40],
 )
 def test_nothing_else_is_coerced(value: Any) -> None:
     with pytest.raises(RewardError, match="x returned"):
         check_score("x", value)
 
 
-@pytest.mark.parametrize("metric", [None, "high", math.nan])
+@pytest.mark.parametrize("metric", [None, "high", math.nan, 10**400])
 def test_none_does_not_reach_the_mean_of_a_metric(metric: Any) -> None:
     with pytest.raises(RewardError, match="x returned depth="):
         check_score("x", RewardResult(1.0, {"depth": metric}))
+
+
+@pytest.mark.parametrize("field", ["metrics", "components", "turn_rewards", "token_rewards"])
+def test_details_of_a_wrong_form_are_a_reward_error(field: str) -> None:
+    with pytest.raises(RewardError, match="x returned a RewardResult in which metrics or components are no dict"):
+        check_score("x", RewardResult(1.0, **{field: 5}))  # type: ignore[arg-type]
 
 
 MANAGERS = """
