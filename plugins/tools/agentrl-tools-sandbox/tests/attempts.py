@@ -353,6 +353,17 @@ finally:
         os.kill(child, 9)
         os.wait()
 """
+# The limit is that of a user, whose other processes could queue no more: nobody may come near it.
+SIGNALS = """
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
+try:
+    for number in range(2000):
+        if LIBC.sigqueue(os.getpid(), signal.SIGRTMIN, None) < 0:
+            raise OSError(ctypes.get_errno(), "")
+finally:
+    while signal.sigtimedwait([signal.SIGRTMIN], 0):
+        pass
+"""
 # landlock looks at the directory four times a second.
 WAIT = "time.sleep(1)"
 MANY_FILES = f"for n in range(12): open(f'f{{n}}', 'wb').write(bytes(1 << 20))\n{WAIT}"
@@ -404,6 +415,7 @@ assert all(os.WIFSTOPPED(status) for status in stopped)
 """
 RESOURCES = {
     "processes": (FORK_BOMB, {"max_processes": 8}),
+    "queued-signals": (SIGNALS, {}),
     "memory": ("x = bytearray(700 << 20)", {"max_memory": 256}),
     "memory-by-map": (MAP, {"max_memory": 256}),
     "memory-in-pieces": ("x = [bytes(1 << 20) for n in range(700)]", {"max_memory": 256}),

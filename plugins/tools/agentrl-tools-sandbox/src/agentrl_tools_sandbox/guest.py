@@ -21,13 +21,15 @@ import time
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TextIO
 
 READ_LINES = 2000
 LINUX_CAPABILITY_VERSION_3 = 0x20080522
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER = 22, 2
 KEPT_OUTPUT = 1 << 20
 """Bytes of earlier calls' output that stay in memory."""
+QUEUED_SIGNALS = 1024
+"""Of each process, timers included: the kernel counts those of a user's processes together."""
 OPEN_FILES = 256
 """Of each process: pipes and sockets have buffers that no limit of memory counts."""
 
@@ -84,7 +86,8 @@ class Guest:
         standard = os.dup(1), os.dup(2)
         os.dup2(output.file, 1)
         os.dup2(output.file, 2)
-        sys.stdout, sys.stderr = (open(number, "w", errors="backslashreplace", closefd=False) for number in (1, 2))
+        streams = [open(number, "w", errors="backslashreplace", closefd=False) for number in (1, 2)]
+        sys.stdout, sys.stderr = streams
         signal.signal(signal.SIGALRM, _raise_deadline)
         try:
             # Again and again, for code that catches everything.
@@ -92,24 +95,20 @@ class Guest:
             try:
                 self._execute(code)
                 failed = False
-            except SystemExit as error:
-                failed = error.code not in (None, 0)
-                if failed:
-                    sys.stderr.write(f"SystemExit: {error.code}\n")
             except Deadline:
                 late = True
             except BaseException as error:  # noqa: BLE001 - whatever the code raises is its result
-                frames = error.__traceback__
-                while frames is not None and frames.tb_frame.f_code.co_filename != "<code>":
-                    frames = frames.tb_next
-                sys.stderr.write("".join(traceback.format_exception(error.with_traceback(frames))))
+                failed = _shown(error, streams[1])
         except Deadline:
             late = True
+        except BaseException as error:  # noqa: BLE001 - what it raised is code, too
+            streams[1].write(f"the exception cannot be shown: it raised {type(error)!r}\n")
         finally:
             signal.setitimer(signal.ITIMER_REAL, 0)
             if os.getpid() != self.pid:
                 os._exit(0)
-        for stream in (sys.stdout, sys.stderr):
+        # Not what code put in their place.
+        for stream in streams:
             with suppress(OSError, ValueError):
                 stream.flush()
         for number, saved in enumerate(standard, start=1):
@@ -206,6 +205,20 @@ class Guest:
             return {"error": f"{type(error).__name__}: {error}"}
 
 
+def _shown(error: BaseException, stream: TextIO) -> bool:
+    """Write what code raised to a stream, as Python does; returns whether the code failed."""
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return False
+        stream.write(f"SystemExit: {error.code}\n")
+        return True
+    frames = error.__traceback__
+    while frames is not None and frames.tb_frame.f_code.co_filename != "<code>":
+        frames = frames.tb_next
+    stream.write("".join(traceback.format_exception(error.with_traceback(frames))))
+    return True
+
+
 def _file(path: str, flags: int) -> BinaryIO:
     """Open a regular file; what else may lie there could keep the guest waiting, or never end.
 
@@ -265,6 +278,7 @@ def limit_resources(memory: int, processes: int, disk: int, user: int) -> None:
         (resource.RLIMIT_NPROC, processes),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_NOFILE, OPEN_FILES),
+        (resource.RLIMIT_SIGPENDING, QUEUED_SIGNALS),
     ):
         if limit >= 0:
             resource.setrlimit(which, (limit, limit))

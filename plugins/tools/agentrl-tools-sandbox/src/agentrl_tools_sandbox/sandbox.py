@@ -102,6 +102,9 @@ class Sandbox:
         if (process := self._process) is not None:
             # Closing stdin alone ends a guest that waits for a request.
             transport = process._transport  # type: ignore[attr-defined]
+            # asyncio does not see the end of a process that left more behind than anybody has read.
+            for number in (1, 2):
+                transport.get_pipe_transport(number).close()
             try:
                 async with asyncio.timeout(STOP):
                     await process.wait()
