@@ -98,6 +98,16 @@ def test_accuracy_of_the_rollout_by_source_leaves_failed_trajectories_out() -> N
     })  # fmt: skip
 
 
+def test_rewards_are_those_of_trained_trajectories_only() -> None:
+    of_an_opponent = result("a", 9.0)
+    of_an_opponent.outputs[0].trained = False
+    scored_and_failed = replace(result("a", 7.0), termination=Termination.ABORTED)
+    metrics = rollout_metrics([result("a", 1.0), of_an_opponent, scored_and_failed, result("a", 0.0)], 8)
+    rewards = {name: metrics[f"reward/{name}"] for name in ("mean", "max", "min", "std")}
+    assert rewards == {"mean": 0.5, "max": 1.0, "min": 0.0, "std": 0.5}
+    assert metrics["response_length/mean"] == 1
+
+
 def test_times_of_trajectories_count_one_without_tools_as_0() -> None:
     metrics = rollout_metrics([result("a", 1.0, generate=1.0, tools=3.0), result("a", 0.0, generate=2.0)], 8)
     times = {name: value for name, value in metrics.items() if name.startswith("timing/trajectory/")}
