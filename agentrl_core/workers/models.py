@@ -170,11 +170,13 @@ def check_lengths(model_config: Any, longest: int, key: str) -> None:
         )
     rope = getattr(text, "rope_parameters", None) or {}
     for factors in (rope, *(part for part in rope.values() if isinstance(part, dict))):
-        trained = factors.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", longest)
-        if "dynamic" in str(factors.get("rope_type")) and longest > int(trained):
+        trained = int(
+            factors.get("original_max_position_embeddings") or getattr(text, "max_position_embeddings", None) or longest
+        )
+        if "dynamic" in str(factors.get("rope_type")) and longest > trained:
             raise ConfigError(
                 f"{key}: dynamic RoPE scaling of {name} computes every row of a batch with other frequencies once one "
-                f"of them has more than {int(trained)} tokens, and rows have up to {longest} tokens; {shorten}, or "
+                f"of them has more than {trained} tokens, and rows have up to {longest} tokens; {shorten}, or "
                 "choose another rope_type in config.json, such as yarn or linear"
             )
         # Engines differ too: some take the long factors from the first token on, some when a row gets so long.

@@ -112,14 +112,16 @@ def varlen_attention(
         )  # fmt: skip
         return result
 
-    layout = packed_layout
-    parts = [len(query_THD) - layout.response_tokens, layout.response_tokens]
-    of_prompts, of_responses = query_THD.split(parts)
-    prompts = attend(of_prompts, key_THD.split(parts)[0], value_THD.split(parts)[0], layout.prompts, layout.prompts)
-    in_rows = [
+    layout, own = packed_layout, packed_layout.response_tokens
+    shared = len(query_THD) - own
+    of_prompts, prompt_keys, prompt_values = (
+        states.narrow(0, 0, shared) for states in (query_THD, key_THD, value_THD)
+    )  # fmt: skip
+    prompts = attend(of_prompts, prompt_keys, prompt_values, layout.prompts, layout.prompts)
+    row_keys, row_values = (
         rows_of(states.flatten(1), layout.row_tokens).view(-1, *states.shape[1:]) for states in (key_THD, value_THD)
-    ]
-    responses = attend(of_responses, *in_rows, layout.responses, layout.rows)
+    )
+    responses = attend(query_THD.narrow(0, shared, own), row_keys, row_values, layout.responses, layout.rows)
     return torch.cat([prompts, responses]).to(query.dtype).unsqueeze(0), None
 
 
