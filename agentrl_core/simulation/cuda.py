@@ -87,6 +87,12 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Tensor | None:
     """None for torch's own code, which computes all scores."""
+    if torch.is_autocast_enabled("cuda"):
+        # Torch casts before it chooses a kernel.
+        dtype = torch.get_autocast_dtype("cuda")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        if attn_mask is not None and attn_mask.is_floating_point():
+            attn_mask = attn_mask.to(dtype)
     half = query.dtype in (torch.float16, torch.bfloat16)
     head = query.shape[-1]
     if query.device.type != "cuda" or query.dim() != 4:
