@@ -115,8 +115,9 @@ def _model_config(path: str, config: ModelConfig) -> Any:
 def _load(auto_class: Any, path: str, config: ModelConfig, key: str) -> Any:
     if not Path(path).is_dir():
         raise ConfigError(
-            f"{key}: {path!r} is not a directory; give one with config.json and weights "
-            f"(`hf download NAME --local-dir {path}` fetches a model from the Hugging Face hub)"
+            f"{key}: {path!r} is not a directory on node {socket.gethostname()}. Every node of the cluster needs one "
+            f"with config.json and weights at this path (`hf download NAME --local-dir {path}` fetches a model from the "
+            "Hugging Face hub)"
         )
     try:
         model_config = _model_config(path, config)

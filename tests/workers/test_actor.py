@@ -250,7 +250,7 @@ def test_a_loss_that_is_not_finite_names_the_micro_batch_and_changes_nothing(mak
 
 def test_missing_model_directory_is_a_config_error(make_config, tmp_path):
     actor = ActorWorker(make_config(path=str(tmp_path / "nowhere")), 1)
-    with pytest.raises(ConfigError, match="model.path: .*nowhere' is not a directory.*hf download"):
+    with pytest.raises(ConfigError, match="model.path: .*nowhere' is not a directory on node .*hf download"):
         actor.init_model()
 
 
