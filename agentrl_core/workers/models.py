@@ -116,8 +116,8 @@ def _load(auto_class: Any, path: str, config: ModelConfig, key: str) -> Any:
     if not Path(path).is_dir():
         raise ConfigError(
             f"{key}: {path!r} is not a directory on node {socket.gethostname()}. Every node of the cluster needs one "
-            f"with config.json and weights at this path (`hf download NAME --local-dir {path}` fetches a model from the "
-            "Hugging Face hub)"
+            f"with config.json and weights at this path (`hf download NAME --local-dir {path}` fetches a model from "
+            "the Hugging Face hub)"
         )
     try:
         model_config = _model_config(path, config)
