@@ -66,11 +66,12 @@ async def fetch(
         raise type(error)(f"{url}: {error}") from error
     except TimeoutError as error:
         raise HttpError(f"{url}: no whole answer within {timeout_option}={timeout:g} s") from error
-    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError) as error:
+    except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError, ExceptionGroup) as error:
+        # A damaged TLS record is an OSError, and a port beyond 65,535 an exception in a group.
         raise HttpError(f"{url}: {type(error).__name__}: {error}".rstrip(": ")) from error
     if not response.is_success:
         elsewhere = (
-            f", to {response.headers['location']!r}. Write that address" if response.has_redirect_location else ""
+            f", to {response.headers['location']!r:.200}. Write that address" if response.has_redirect_location else ""
         )
         said = elsewhere or f": {body[:200].decode(errors='replace')}"
         raise HttpError(f"{url}: status {response.status_code}{said}".rstrip(": "), response.status_code)

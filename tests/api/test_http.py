@@ -3,6 +3,7 @@
 import asyncio
 import gzip
 import json
+import ssl
 import tracemalloc
 import zlib
 from collections.abc import AsyncIterator, Callable
@@ -170,11 +171,23 @@ def test_a_redirect_is_not_followed() -> None:
     assert info.value.status == 307
 
 
+def test_a_damaged_connection_is_no_whole_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a damaged TLS record: httpx passes the error of the ssl module on."""
+
+    async def damaged(*_: Any, **__: Any) -> bytes:
+        raise ssl.SSLError(1, "[SSL: BAD_RECORD_TYPE] bad record type")
+
+    monkeypatch.setattr("httpcore._backends.anyio.AnyIOStream.read", damaged)
+    with pytest.raises(HttpError, match="/x: SSLError: .*bad record type"):
+        asked(answer(b""))
+
+
 def test_other_failures_name_the_address() -> None:
     for url, message in (
         ("http://127.0.0.1:9/x", "http://127.0.0.1:9/x: ConnectError"),
         ("http://h:x/", "http://h:x/: InvalidURL"),
         ("ftp://h/x", "ftp://h/x: UnsupportedProtocol"),
+        ("http://127.0.0.1:99999/x", "http://127.0.0.1:99999/x: ExceptionGroup"),
     ):
         with pytest.raises(HttpError, match=message):
             asyncio.run(fetch(url, timeout=60.0, limit=1))

@@ -139,6 +139,11 @@ def test_what_no_engine_enforces_can_be_accepted(field: dict[str, Any]) -> None:
             {"messages": [USER], "max_tokens": 9, "tool_choice": {"type": "any"}},
             "tool_choice: no engine constrains",
         ),
+        (
+            "messages",
+            {"messages": [USER], "max_tokens": 9, "tool_choice": {"type": {"name": "add"}}},
+            "tool_choice.type is {'name': 'add'}; it must be a text",
+        ),
     ],
 )
 def test_the_other_protocols_refuse_it_too(path: str, body: dict[str, Any], reason: str) -> None:
@@ -249,6 +254,7 @@ def test_a_format_that_cannot_be_kept_is_the_clients_fault(field: dict[str, Any]
     "calls",
     [
         "add",
+        {"id": "1", "function": {"name": "add", "arguments": "{}"}},
         [1],
         [{"function": "add"}],
         [{"function": {"arguments": "{}"}}],

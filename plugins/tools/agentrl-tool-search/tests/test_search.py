@@ -148,6 +148,7 @@ class Retriever(BaseHTTPRequestHandler):
             "bare": {"result": [[{"contents": CORPUS[0]}]]},
             "none": {"result": [[]]},
             "odd": {"hits": []},
+            "null": {"result": [[{"contents": None}]]},
         }
         bodies = {"deep": b"[" * 1900, "long": b" " * 2001}
         if query not in answers and query not in bodies:
@@ -194,6 +195,7 @@ def test_a_retriever_over_http(url) -> None:
     ("query", "message"),
     [
         ("odd", "KeyError"),
+        ("null", "TypeError: the contents None are no text"),
         ("broken", "500"),
         ("hang", "no whole answer within timeout=0.2 s"),
         ("deep", "RecursionError"),

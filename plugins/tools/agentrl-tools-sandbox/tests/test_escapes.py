@@ -228,6 +228,21 @@ for number in range(3, 64):
     assert second == "well"
 
 
+def test_an_answer_that_is_too_long_does_not_delay_the_end(confined, run_code, monkeypatch) -> None:
+    monkeypatch.setattr("agentrl_tools_sandbox.sandbox.STOP", 3600.0)
+    code = """
+import os
+for number in range(3, 64):
+    try:
+        for _ in range(40):
+            os.write(number, b"x" * 60_000)
+    except OSError:
+        pass
+"""
+    first, second = run_code(code, "print('well')", **confined)
+    assert "was ended" in first and second == "well"
+
+
 def test_files_too_deep_for_a_path_are_deleted(tmp_path) -> None:
     """Also where code took its own rights away: ``shutil.rmtree`` ends with a RecursionError."""
     folder = tmp_path / "folder"

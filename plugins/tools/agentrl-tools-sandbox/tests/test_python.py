@@ -60,6 +60,24 @@ def test_code_that_ends_its_process_loses_its_state(any_boundary, run_code) -> N
     assert texts[1].endswith("Its variables and files are lost.") and "NameError" in texts[2]
 
 
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("import sys; print('said'); sys.stdout = None", "said"),
+        ("import sys; sys.stderr = None; 1 / 0", "ZeroDivisionError"),
+        ("import sys; sys.stdout = object()", "[no output]"),
+        ("import sys\nclass Odd:\n    def __str__(self): return 1 / 0\nsys.exit(Odd())", "cannot be shown: it raised "),
+        (
+            "class Odd(Exception):\n    def with_traceback(self, trace): raise KeyError\nraise Odd",
+            "it raised <class 'KeyE",
+        ),
+    ],
+)
+def test_odd_streams_and_exceptions_cost_no_state(any_boundary, run_code, code: str, shown: str) -> None:
+    texts = run_code("x = 5", code, "print('well', x)", **any_boundary)
+    assert shown in texts[1] and texts[2] == "well 5"
+
+
 def test_a_forked_copy_of_the_guest_does_not_answer(any_boundary, run_code) -> None:
     assert run_code("import os\nos.fork()\nx = 1", "x", "x + 1", **any_boundary)[1:] == ["1", "2"]
 

@@ -36,6 +36,8 @@ class MessagesRequest(BaseModel):
             ValueError: a message or a tool is of an unsupported type.
         """
         choice = (self.tool_choice or {}).get("type", "auto")
+        if not isinstance(choice, str):
+            raise ValueError(f"tool_choice.type is {choice!r:.100}; it must be a text")
         return ChatRequest(
             model=self.model,
             messages=self._messages(),

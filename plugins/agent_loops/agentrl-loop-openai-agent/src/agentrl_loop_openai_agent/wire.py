@@ -150,7 +150,7 @@ def _check_message(where: str, message: dict[str, Any]) -> None:
     ):
         raise ValueError(f"{where}: only text content is supported")
     calls = message.get("tool_calls") or []
-    for call in calls if isinstance(calls, list) else [calls]:
+    for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None
         if (
             not isinstance(function, dict)

@@ -93,7 +93,10 @@ class RemoteSearchTool(_Search):
             )
             (hits,) = answer["result"]
             # Without scores, as some servers answer, a hit is the document itself.
-            return [str(hit.get("document", hit)["contents"]) for hit in hits][: self.config.documents]
+            texts = [hit.get("document", hit)["contents"] for hit in hits]
+            if wrong := [text for text in texts if not isinstance(text, str)]:
+                raise TypeError(f"the contents {wrong[0]!r:.100} are no text")
+            return texts[: self.config.documents]
         except (HttpError, ValueError, KeyError, TypeError, AttributeError) as error:
             found = isinstance(error, HttpError)
             what = str(error) if found else f"{self.config.url}: {type(error).__name__}: {error}"
