@@ -107,6 +107,18 @@ def test_rows_without_a_sampled_token_change_nothing(make_actor, trainable):
     assert metrics_whole == pytest.approx(metrics_fewer, rel=1e-4, abs=1e-6)
 
 
+def test_the_denominator_is_that_of_the_mini_batch(make_actor, trainable):
+    still = {"optimizer": OptimizerConfig(lr=1e-12)}
+    actor = make_actor(actor={"mini_batches": 100, **still})
+    batch = trainable(actor)
+    sampled = batch.batch["response_mask"].any(-1).nonzero().squeeze(-1).tolist()
+    each = [make_actor(actor=still).update(batch.select_idxs([row])) for row in sampled]
+    metrics = actor.update(batch)
+    assert len(sampled) > 2
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert metrics[name] == pytest.approx(np.mean([one[name] for one in each]), rel=1e-4, abs=1e-7)
+
+
 def test_all_zero_mask_is_finite_and_makes_no_step(make_actor, trainable):
     actor = make_actor()
     batch = trainable(actor)
