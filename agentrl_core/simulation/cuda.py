@@ -125,6 +125,13 @@ def _attention(
     return attended
 
 
+class _Idle:
+    """A stream on which nothing is pending."""
+
+    def synchronize(self) -> None:
+        pass
+
+
 class _Device:
     """Streams and events of a device on which everything happens in order; in place of ``torch.cuda`` in FSDP2."""
 
@@ -161,6 +168,7 @@ def imitated_cuda(simulation: Simulation) -> Iterator[None]:
     answers: dict[str, Any] = {
         "torch.cuda._lazy_init": _forbidden,
         "torch.cuda.current_device": lambda: 0,
+        "torch.cuda.current_stream": lambda device=None: _Idle(),
         "torch.cuda.set_device": lambda device: None,
         "torch.cuda.empty_cache": lambda: None,
         "torch.cuda.max_memory_allocated": lambda device=None: 0,

@@ -59,6 +59,9 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is _DEVICE:
             return torch.device("meta") if self.hides_device else args[0].fake_device
         kwargs = kwargs or {}
+        if kwargs.get("pin_memory"):
+            # The host's memory is not accounted for, and pinning it would ask for CUDA.
+            kwargs = {**kwargs, "pin_memory": False}
         if self.hides_device and kwargs.get("device") is not None and kwargs["device"].type == "meta":
             kwargs = {**kwargs, "device": torch.device(self._device, 0)}
         tensors = list(_tensors(args, kwargs))
@@ -77,9 +80,7 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
             result = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             if known is None:
-                raise SimulationError(
-                    f"the result of {func} depends on values that a simulation does not have"
-                ) from error
+                raise SimulationError(f"the result of {func} depends on values that no simulation has") from error
             result = tree_map_only(Tensor, lambda each: self._like(each, tensors), known)
         self._note(func, args, kwargs, tensors, result)
         if known is not None:
@@ -129,9 +130,7 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return True
         if tensors[0].dtype.is_floating_point:
             return 0.0
-        raise SimulationError(
-            f"a value of a tensor {list(tensors[0].shape)} is asked for, which a simulation does not have"
-        )
+        raise SimulationError(f"a value of a tensor {list(tensors[0].shape)} is asked for, which no simulation has")
 
     def _like(self, known: Tensor, tensors: list[Tensor]) -> Tensor:
         device = tensors[0].device if tensors else torch.device("cpu")

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
+from agentrl_core.simulation.known import known_of
+
 aten = torch.ops.aten
 _ATTENTION = (
     aten._scaled_dot_product_flash_attention.default,
@@ -22,6 +24,8 @@ def operations_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     """Multiplications and additions of matrix products and attention; others do not count."""
     if func in _ATTENTION:
         return _attention(func, args, kwargs)
+    if func.namespace == "torch_attn":
+        return _varlen_attention(func, args, kwargs)
     formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
@@ -35,6 +39,21 @@ def _attention(func: Any, args: Any, kwargs: Any) -> int:
     backward = "grad_out" in given or "grad_out_" in given
     count = 2 * pairs * (3 * size + 2 * value.shape[-1] if backward else size + value.shape[-1])
     return count // 2 if given.get("is_causal") else count
+
+
+def _varlen_attention(func: Any, args: Any, kwargs: Any) -> int:
+    """The same of rows that follow each other, whose lengths are known."""
+    given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
+    ends = [known_of(given[name]) for name in ("cu_seq_q", "cu_seq_k") if given.get(name) is not None]
+    if not ends or None in ends:
+        return 0
+    lengths = [each.tensor.diff().double() for each in ends if each is not None]
+    queries, keys = lengths[0], lengths[-1]
+    # Of a causal row, each query sees the keys up to its own place, counted from the end.
+    seen = queries * keys - (queries * (queries - 1) / 2 if given.get("is_causal") else 0)
+    _, heads, size = given["query"].shape
+    products = 5 if any(name.startswith("grad") for name in given) else 2
+    return int(2 * float(seen.sum()) * heads * size * products)
 
 
 def workspace_bytes(func: Any, args: Any, tensors: list[Tensor]) -> int:

@@ -163,9 +163,7 @@ class _Step:
         """What a step computes from a batch of micro-batches of this shape."""
         batch = batch_of(shape, self._ranks)
         part = batch[: shape.rows * MICRO_BATCHES]
-        phases: list[tuple[str, Any, Callable[[Any], Any]]] = [
-            ("log-probs", part, lambda it: self._actor.compute_log_prob(it))
-        ]
+        phases: list[tuple[str, Any, Callable[[Any], Any]]] = [("log-probs", part, self._actor.compute_log_prob)]
         for name, worker in (("reference", self._reference), ("teacher", self._teacher)):
             if worker is not None:
                 phases.append((name, part, worker.compute_ref_log_prob))
@@ -182,15 +180,7 @@ class _Step:
             self._ledger.name(_local(tensor).untyped_storage(), WEIGHTS)
         if isinstance(worker, TrainingWorker):
             # As the first step makes them: the second one and all others find them.
-            with worker._offload.on_device(optimizer=True):
-                self._name_moments(worker)
-            move = worker._optimizer.move_moments
-
-            def moved(device: torch.device) -> None:
-                move(device)
-                self._name_moments(worker)
-
-            worker._optimizer.move_moments = moved  # type: ignore[method-assign]
+            self._name_moments(worker)
             for parameter in worker._model.parameters():
                 parameter.register_post_accumulate_grad_hook(self._name_gradient)
 
