@@ -37,7 +37,7 @@ def test_json_has_bytes_seconds_and_the_verdict(config_file: ConfigFile) -> None
 
 
 def test_a_run_that_does_not_fit_names_changes_that_fit(config_file: ConfigFile) -> None:  # noqa: F811
-    overrides = ["actor.micro_batch_tokens=65536", "rollout.max_response_length=3000", "model.gradient_checkpointing=false"]
+    overrides = ["actor.micro_batch_tokens=65536", "rollout.max_response_length=3000"]
     result = plan(config_file(vocab_size=50_000), *overrides, "--gpu", TINY_GPU)
     assert result.exit_code == 1
     assert "does not fit" in result.output and "fits with actor.micro_batch_tokens=" in result.output
@@ -55,7 +55,8 @@ def test_an_unknown_gpu_is_an_error_that_says_how_to_add_it(config_file: ConfigF
 
 
 def test_a_model_that_cannot_be_simulated_is_estimated(
-    config_file: ConfigFile, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    config_file: ConfigFile,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*arguments: object) -> None:
         raise SimulationError("aten.strange.default asks for a value")
