@@ -66,7 +66,7 @@ class _Calls(TorchFunctionMode):
             with self._device_hidden(False):
                 result = function(*args, **kwargs)
             # Gradients that were sent are in cycles, which Python collects soon, and a simulation where it says so.
-            gc.collect(0)
+            gc.collect()
             return result
 
         return run

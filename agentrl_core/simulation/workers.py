@@ -203,9 +203,12 @@ def _collected() -> Iterator[None]:
     """No collection of cycles inside but between phases: it would take a third of the time."""
     was_enabled = gc.isenabled()
     gc.disable()
+    # What is older than the simulation is not looked at again.
+    gc.freeze()
     try:
         yield
     finally:
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
 
