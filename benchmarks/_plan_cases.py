@@ -54,8 +54,9 @@ def config_of(case: Case) -> Iterator[ResolvedConfig]:
         Qwen3ForCausalLM(
             Qwen3Config(
                 vocab_size=case.vocabulary, hidden_size=case.width, intermediate_size=3 * case.width,
-                num_hidden_layers=case.layers, num_attention_heads=case.width // 32, num_key_value_heads=case.width // 64,
-                head_dim=32, max_position_embeddings=4096, tie_word_embeddings=True,
+                num_hidden_layers=case.layers, num_attention_heads=case.width // 32,
+                num_key_value_heads=case.width // 64, head_dim=32,
+                max_position_embeddings=4096, tie_word_embeddings=True,
             )
         ).save_pretrained(path)  # fmt: skip
         shown = {name: json.dumps(value) for name, value in {**vars(case), "path": str(path)}.items()}

@@ -94,7 +94,8 @@ class Prediction:
     @property
     def line(self) -> str:
         """The result in one line."""
-        what = f"{self.peak / GIB:.1f} GiB in the phase {self.worst!r}, of {self.usable / GIB:.1f} GiB usable on {self.device.name}"
+        usable = f"{self.usable / GIB:.1f} GiB usable on {self.device.name}"
+        what = f"{self.peak / GIB:.1f} GiB in the phase {self.worst!r}, of {usable}"
         verdict = "fits" if self.fits else "does not fit"
         how = f" (estimated from sizes: {self.estimated})" if self.estimated else ""
         time = f"; a step takes at least {self.seconds:.1f} s" if self.seconds else ""
