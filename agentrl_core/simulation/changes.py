@@ -27,7 +27,7 @@ def candidates(config: ResolvedConfig) -> Iterator[str]:
     """Single overrides, those that change least first."""
     engine, actor = config.rollout.engine, config.actor
     on_ray = config.cluster.runtime == "ray"
-    if on_ray and engine.placement == "colocated" and engine.sleep < 2 and engine.has("sleep"):
+    if on_ray and engine.placement == "colocated" and engine.sleep in (0, 1) and engine.has("sleep"):
         yield "rollout.engine.sleep=2"
     if not config.model.gradient_checkpointing:
         yield "model.gradient_checkpointing=true"

@@ -38,7 +38,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> int:
     pairs = rows * heads * queries * key.shape[2]
     backward = "grad_out" in given or "grad_out_" in given
     count = 2 * pairs * (3 * size + 2 * value.shape[-1] if backward else size + value.shape[-1])
-    return count // 2 if given.get("is_causal") else count
+    return int(count // 2 if given.get("is_causal") else count)
 
 
 def _varlen_attention(func: Any, args: Any, kwargs: Any) -> int:
