@@ -1,6 +1,7 @@
 """The phases of a step, run by the workers on tensors without data."""
 
 import gc
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import copy
@@ -149,8 +150,8 @@ class _Step:
         for each in shapes:
             self._passes(each)
         with self._ledger.during("send weights"):
-            for _ in actor._weights.buckets(BUCKET_BYTES, on_host=False):
-                pass
+            # Not a loop, whose variable would keep the last bucket.
+            deque(actor._weights.buckets(BUCKET_BYTES, on_host=False), maxlen=0)
         gc.collect()
         parameters = list(actor._model.parameters())
         return Simulated(
