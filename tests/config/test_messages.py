@@ -151,7 +151,7 @@ def test_message(problems, valid, lines, message):
             "rollout.engine.max_num_seqs (override 'rollout.engine.max_num_seqs=9'): unknown key; did you mean "
             "'rollout.engine.config.max_num_seqs'? allowed: name, python, tensor_parallel, "
             "pipeline_parallel, data_parallel, nodes, max_in_flight, retry, restarts, start_timeout, health_interval, "
-            "health_timeout, replicas, placement, sleep, weight_transfer, config",
+            "health_timeout, replicas, placement, dtype, sleep, weight_transfer, config",
         ),
         (
             "rollout.engine.config.mode=slow",

@@ -69,10 +69,12 @@ class Counting(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def first(self) -> int:
+        self.seen.append([])
         return self.rank
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL, execute_mode=Execute.RANK_ZERO)
     def only_first(self) -> int:
+        self.seen.append([])
         return self.rank
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
@@ -186,6 +188,7 @@ def test_dispatch_modes() -> None:
     assert group.place() == [(0, 2, 7), (1, 2, 7)]
     assert group.first() == 0
     assert group.only_first() == [0]
+    assert [worker.seen for worker in group.workers] == [[[], []], []], "other ranks were called too"
     assert group.each([1, 2], factor=[10, 100]) == [10, 201]
     assert group.total(batch_of(4)) == [1, 5]
     assert group.apply(lambda x: x * 2, batch_of(3)).batch["x"].tolist() == [0, 2, 4]
