@@ -40,6 +40,8 @@ _FILE_ERRORS = {
     errno.EISDIR: "Move away the directory that is in the file's place",
     errno.ELOOP: "Replace the symbolic link, which leads back to itself",
     errno.ENAMETOOLONG: "Choose a shorter path",
+    errno.EINVAL: "Move away what is in the file's place",
+    errno.ENXIO: "Move away what is in the file's place",
 }
 _WIDTH_OF_A_PIPE = 250
 

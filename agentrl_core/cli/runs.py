@@ -12,6 +12,7 @@ from agentrl_core.api.errors import DataError
 from agentrl_core.cli._shared import Json, command_group, console_of_stdout, new_table, warn
 from agentrl_core.config.nodes import dotted, read_file
 from agentrl_core.config.writing import leaves
+from agentrl_core.runs.atomic import open_file
 from agentrl_core.runs.run_dir import RunDir, is_number
 
 SCHEMA_VERSION = 1
@@ -98,6 +99,7 @@ def compare(
                 f"{run.path}: no such run, or its config.yaml is missing. `agentrl runs list` shows the runs of a "
                 "directory"
             )
+        open_file(run.config_file).close()
         for problem in run.lost_records():
             warn(problem)
     configs = [_configuration(run) for run in opened]

@@ -29,6 +29,7 @@ from agentrl_core.hosting.rewards import build_reward_function, check_score
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import AGENT
+from agentrl_core.runs.atomic import open_file
 from agentrl_core.runs.records import RolloutRecord, read_rollouts, reward_trajectory_of
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.serving.replicas import EngineReplicas
@@ -153,6 +154,7 @@ def replay(run: RunDir, step: int, split: Split, changes: Sequence[str]) -> Repl
     complete = {name: rows for name, rows in old.items() if any(any(row.response_mask) for row in rows)}
     if not complete:
         raise DataError(f"{path}: holds no trajectory in which the policy sampled anything")
+    open_file(run.config_file).close()
     config = load_config(run.config_file, [*changes, *_OFFLINE], check_files=False)
     _recorded.clear()
     _recorded.update({name: RecordedTurns(rows) for name, rows in complete.items()})

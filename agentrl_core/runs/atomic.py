@@ -1,9 +1,32 @@
-"""Writes whole files, so that no reader ever sees half of one, even after a kill."""
+"""Writes whole files, so that no reader ever sees half of one, even after a kill; and reads nothing but files."""
 
+import errno
 import hashlib
 import os
+import stat
 from contextlib import suppress
 from pathlib import Path
+from typing import BinaryIO
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading. What else may lie there could keep the reader waiting, or never end.
+
+    Raises:
+        OSError: there is none, or it is something else.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if stat.S_ISREG(mode := os.fstat(descriptor).st_mode):
+        return os.fdopen(descriptor, "rb")
+    os.close(descriptor)
+    error = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
+    raise OSError(error, os.strerror(error) if error == errno.EISDIR else "no regular file", str(path))
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a regular file; raises as :func:`open_file`."""
+    with open_file(path) as file:
+        return file.read()
 
 
 def replace_file(path: Path, content: str | bytes) -> None:

@@ -1,20 +1,26 @@
 """Rollout files: one line per row of a trajectory, complete enough to show it and to score it again."""
 
+import builtins
+import collections.abc
+import functools
 import gzip
+import io
 import json
 import math
 import shutil
+import types
+import typing
 import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TextIO, cast
+from typing import Any, BinaryIO, cast
 
 from agentrl_core.api.agent_loop import AgentLoopOutput, Termination
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
 from agentrl_core.api.reward import RewardResult, RewardTrajectory
-from agentrl_core.runs.atomic import replace_file
+from agentrl_core.runs.atomic import open_file, replace_file
 from agentrl_core.runs.run_dir import rollout_file_name
 
 SCHEMA_VERSION = 1
@@ -110,7 +116,16 @@ class RolloutRecord(AgentLoopOutput):
         missing = [name for name in _REQUIRED if name not in content]
         if missing:
             raise DataError(f"a rollout record without {', '.join(missing)}")
+        for name, hint in _hints().items():
+            if name in content and not _fits(content[name], hint):
+                raise DataError(f"a rollout record whose {name} is {content[name]!r:.60}")
         record = cls(**{name: content[name] for name in _FIELDS if name in content})
+        for call in record.tool_calls:
+            texts = [call.get("name"), call.get("response")]
+            if not all(isinstance(text, str) for text in texts) or not isinstance(call.get("arguments"), dict):
+                raise DataError(
+                    f"a rollout record with the tool call {call!r:.60}, without name, arguments or response"
+                )
         try:
             record.termination = Termination(record.termination)
         except ValueError as error:
@@ -175,8 +190,9 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
     """
     number = 0
     try:
-        opened = gzip.open if path.suffix == ".gz" else open
-        with cast(TextIO, opened(path, "rt", encoding="utf-8", newline="\n")) as file:
+        with open_file(path) as raw:
+            content = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
+            file = io.TextIOWrapper(content, encoding="utf-8", newline="\n")
             for number, line in enumerate(file, start=1):  # noqa: B007 - the messages below name it
                 yield RolloutRecord.from_json(line)
     except DataError as error:
@@ -201,6 +217,8 @@ def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:
         return None
     names = {item.name for item in fields(RewardTrajectory)}.difference(_REWARD_INPUT, {"token_rows"})
     seen = {name: getattr(record, name) for name in names} | record.reward_input
+    if strange := record.reward_input.keys() - {*_REWARD_INPUT, *_COLLECTED}:
+        raise DataError(f"a rollout record whose reward_input has {', '.join(sorted(strange))}{_REMEDY}")
     if seen["sampled_tokens"] == sum(record.response_mask):
         # Otherwise the trajectory has more rows than this record.
         seen["token_rows"] = [(record.prompt_ids, record.response_ids, record.response_mask)]
@@ -208,6 +226,45 @@ def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:
     if isinstance(given := seen.get("environment"), dict):
         empty["environment"] = RewardResult(**given)
     return RewardTrajectory(**seen | empty)
+
+
+@functools.cache
+def _hints() -> dict[str, Any]:
+    return {name: hint for name, hint in typing.get_type_hints(RolloutRecord).items() if name in _FIELDS}
+
+
+_LARGE = 1 << 1000
+_NUMBERS: dict[Any, set[type]] = {int: {int, bool}, float: {int, float, bool, type(None)}, str: {str}}
+"""Types of what JSON makes of values; NaN is None."""
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value that was read can be one of this type; elements of tuples may be anything."""
+    arguments = typing.get_args(hint)
+    match typing.get_origin(hint) or hint:
+        case types.NoneType:
+            return value is None
+        case types.UnionType | typing.Union:
+            return any(_fits(value, each) for each in arguments)
+        case typing.Literal:
+            return value in arguments
+        case builtins.list if arguments[0] in _NUMBERS:
+            return isinstance(value, list) and _NUMBERS[arguments[0]].issuperset(map(type, value)) and _holds(value)
+        case builtins.list:
+            return isinstance(value, list) and all(_fits(each, arguments[0]) for each in value)
+        case builtins.dict | collections.abc.Mapping:
+            return isinstance(value, dict) and (not arguments or all(_fits(v, arguments[1]) for v in value.values()))
+        case builtins.tuple:
+            return isinstance(value, list) and len(value) == len(arguments)
+        case kind if kind in (int, float, str):
+            return type(value) in _NUMBERS[kind] and _holds([value])
+        case _:
+            return True
+
+
+def _holds(values: list[Any]) -> bool:
+    """Whether no int is too large for a float."""
+    return not any(type(value) is int and not -_LARGE < value < _LARGE for value in values)
 
 
 def _plain(value: Any) -> Any:

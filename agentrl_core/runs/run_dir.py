@@ -15,6 +15,7 @@ runs/<name>/
 
 import fcntl
 import hashlib
+import itertools
 import json
 import logging
 import math
@@ -23,7 +24,7 @@ import re
 import shutil
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime
@@ -32,7 +33,7 @@ from typing import Any, Literal, TextIO, TypeGuard, get_args
 
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import ConfigError, DataError
-from agentrl_core.runs.atomic import replace_file
+from agentrl_core.runs.atomic import open_file, read_file, replace_file
 
 RunStatus = Literal["running", "completed", "stopped", "failed"]
 logger = logging.getLogger(__name__)
@@ -154,7 +155,7 @@ class RunDir:
     def is_in_use(self) -> bool:
         """Whether a process holds the directory; False where the file system has no locks."""
         try:
-            with self._lock.open("rb") as file:
+            with open_file(self._lock) as file:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             return True
@@ -186,7 +187,7 @@ class RunDir:
             DataError: ``state.json`` is no state.
         """
         try:
-            state = json.loads(self.state_file.read_bytes())
+            state = json.loads(read_file(self.state_file))
             if state["status"] not in get_args(RunStatus):
                 raise ValueError(f"status {state['status']!r}")
             warnings = [warning for warning in state.get("warnings", ()) if str(warning["message"])]
@@ -201,7 +202,7 @@ class RunDir:
             )
         except FileNotFoundError:
             return None
-        except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        except (OSError, ValueError, KeyError, TypeError, RecursionError, OverflowError) as error:
             raise DataError(
                 f'{self.state_file} is damaged: {error}; allowed is {{"status": …, "step": …, "time": …}} as agentrl '
                 f"writes it. Move {self.path} away to start again"
@@ -219,7 +220,7 @@ class RunDir:
 
     def _config_checksum(self) -> str | None:
         try:
-            return hashlib.sha256(self.config_file.read_bytes()).hexdigest()
+            return hashlib.sha256(read_file(self.config_file)).hexdigest()
         except OSError:
             return None
 
@@ -234,10 +235,9 @@ class RunDir:
             return []
         lost = []
         if state.first_metrics is not None:
-            there = {row["step"] for row in self.read_metrics()}
-            gaps = [step for step in range(state.first_metrics, state.step + 1) if step not in there]
+            gaps = _gaps(state.first_metrics, state.step, {row["step"] for row in self.read_metrics()})
             if gaps:
-                problem = f"holds no row of step {ranges(gaps)}" if self.metrics_file.exists() else "is missing"
+                problem = f"holds no row of step {_shown(gaps)}" if self.metrics_file.exists() else "is missing"
                 lost.append(
                     f"{self.metrics_file} {problem}, which the run wrote. Copy it back from where you have it; "
                     "otherwise curves and comparisons lack these steps"
@@ -361,7 +361,7 @@ def _lines_until(file: Path, step: int) -> tuple[list[bytes], list[bytes]]:
     kept: list[bytes] = []
     later: list[bytes] = []
     try:
-        lines = file.read_bytes().split(b"\n")
+        lines = read_file(file).split(b"\n")
     except FileNotFoundError:
         lines = []
     for line in filter(None, lines):
@@ -395,7 +395,17 @@ def ranges(steps: Sequence[int]) -> str:
             found[-1] = (found[-1][0], step)
         else:
             found.append((step, step))
+    return _shown(found)
+
+
+def _shown(found: Sequence[tuple[int, int]]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def _gaps(first: int, last: int, there: Set[int]) -> list[tuple[int, int]]:
+    """The ranges of steps that are not there. A damaged state may name a step that nobody could count up to."""
+    edges = [first - 1, *sorted(step for step in there if first <= step <= last), last + 1]
+    return [(before + 1, after - 1) for before, after in itertools.pairwise(edges) if after - before > 1]
 
 
 def is_number(value: Any) -> TypeGuard[float]:
@@ -412,7 +422,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     Raises:
         FileNotFoundError: there is no such file.
     """
-    rows = (parse_metrics_line(line) for line in path.read_bytes().split(b"\n"))
+    rows = (parse_metrics_line(line) for line in read_file(path).split(b"\n"))
     return [row for row in rows if row is not None]
 
 

@@ -1,6 +1,7 @@
 """One run on disk, in trackers and in hooks: directory, records, checkpoints, status."""
 
 import logging
+import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -154,8 +155,8 @@ class Run:
 
     @property
     def _resumes_in_place(self) -> bool:
-        own = self._directory.checkpoints_dir.resolve()
-        return self._checkpoint is not None and self._checkpoint.parent.resolve() == own
+        own = os.path.realpath(self._directory.checkpoints_dir)
+        return self._checkpoint is not None and os.path.realpath(self._checkpoint.parent) == own
 
     def _make_room(self) -> None:
         moved = self._directory.archive()

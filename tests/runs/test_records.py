@@ -1,6 +1,7 @@
 """Rollout records: what is written is read again, whatever a model wrote."""
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +105,23 @@ def test_a_broken_line_is_named_with_its_number(tmp_path: Path, line: str, messa
 def test_keys_of_a_newer_writer_are_passed_over() -> None:
     content = {**json.loads(record().to_json()), "colour": "blue"}
     assert RolloutRecord.from_json(json.dumps(content)) == record()
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_mask", 5), ("prompt_ids", "abc"), ("prompt_ids", ["a"]), ("tool_calls", 5), ("tool_calls", [{}]),
+        ("tool_calls", [{"name": "f", "response": "x", "arguments": [1]}]), ("timings", [1]), ("uid", {"a": 1}),
+        ("reward_metrics", {"a": "b"}), ("reward", 10**400), ("tool_rewards", [10**400]), ("split", "other"),
+        ("prompt_text", None), ("reward_input", 5), ("spans", [[1]]), ("advantage", "x"), ("sample", None),
+    ],
+    ids=lambda value: repr(value)[:20],
+)  # fmt: skip
+def test_a_field_of_a_wrong_type_is_a_data_error(name: str, value: Any) -> None:
+    content = json.loads(RolloutRecord(
+        step=1, split="train", uid="u", trajectory_id="t", prompt_ids=[1], response_ids=[2], response_mask=[1],
+        response_logprobs=[math.nan], reward=1.0,
+    ).to_json())  # fmt: skip
+    assert RolloutRecord.from_json(json.dumps(content)).response_logprobs == [None]
+    with pytest.raises(DataError, match=f"a rollout record whose {name} is|with the tool call"):
+        RolloutRecord.from_json(json.dumps(content | {name: value}))

@@ -4,6 +4,7 @@ import errno
 import fcntl
 import json
 import logging
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -245,3 +246,30 @@ def test_lost_records_are_named(tmp_path: Path) -> None:
     run.metrics_file.unlink()
     RunDir(run.path).write_state("running", 5)
     assert "metrics.jsonl is missing" in RunDir(run.path).lost_records()[0]
+
+
+@pytest.mark.parametrize(("first", "last"), [(0, 10**18), (-(10**18), 2)])
+def test_steps_that_nobody_could_count_are_named_as_ranges(tmp_path: Path, first: int, last: int) -> None:
+    run = RunDir(tmp_path)
+    run.metrics_file.write_text('{"step": 0}\n{"step": 2}\n')
+    state = {"status": "completed", "step": last, "time": "now", "first_metrics": first}
+    run.state_file.write_text(json.dumps(state))
+    lost = run.lost_records()[0]
+    assert "no row of step" in lost and (f"1, 3-{last}" if last > 2 else f"{first}--1, 1,") in lost
+
+
+@pytest.mark.parametrize("name", ["state.json", "metrics.jsonl", "config.yaml"])
+def test_what_is_no_file_keeps_nobody_waiting(tmp_path: Path, name: str) -> None:
+    run = RunDir(tmp_path)
+    os.mkfifo(tmp_path / name)
+    os.mkfifo(tmp_path / ".lock")
+    assert not run.is_in_use()
+    if name == "state.json":
+        with pytest.raises(DataError, match="no regular file"):
+            run.read_state()
+    elif name == "metrics.jsonl":
+        with pytest.raises(OSError, match="no regular file"):
+            run.read_metrics()
+    else:
+        run.write_state("running", 1)
+        assert run.changed_config() == []

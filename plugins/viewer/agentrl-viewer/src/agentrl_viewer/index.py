@@ -5,12 +5,14 @@ one entry per file, re-reads a file whose size, time or inode changed, and drops
 is left out until the file changes again.
 """
 
+import errno
 import gzip
 import hashlib
 import json
 import os
 import re
 import sqlite3
+import stat
 import threading
 import zlib
 from collections import OrderedDict
@@ -18,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 VERSION = 3
 TEXT_CHARS = 16_000
@@ -322,14 +324,26 @@ def parsed(line: bytes) -> dict[str, Any] | None:
     """A record, or None for a line that is cut or no record."""
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and "trajectory_id" in record else None
+    if not isinstance(record, dict) or "trajectory_id" not in record:
+        return None
+    lists = [record.get(name) or [] for name in ("tool_calls", "segments", "messages", "response_mask", "spans")]
+    well = (
+        all(isinstance(record.get(name), str | None) for name in ("prompt_text", "error"))
+        and all(isinstance(record.get(name, 0), int) for name in ("sample", "num_turns"))
+        and isinstance(record.get("timings"), dict | None)
+        and all(isinstance(each, list) for each in lists)
+        and all(isinstance(call, dict) for call in lists[0])
+        and all(isinstance(segment, list) and [type(part) for part in segment] == [int, str] for segment in lists[1])
+        and {int}.issuperset(map(type, lists[3]))
+    )
+    return record if well else None
 
 
 def conversation(record: Mapping[str, Any]) -> str:
     """A trajectory's text: its prompt, and everything behind it."""
-    return record.get("prompt_text", "") + "".join(text for _, text in record.get("segments") or [])
+    return (record.get("prompt_text") or "") + "".join(text for _, text in record.get("segments") or [])
 
 
 def _prepare(database: sqlite3.Connection) -> None:
@@ -356,8 +370,21 @@ def _forget(database: sqlite3.Connection, name: str) -> None:
 
 def _content(path: Path) -> bytes:
     if path.suffix != ".gz":
-        return path.read_bytes()
-    return gzip.decompress(path.read_bytes())
+        return read_file(path)
+    return gzip.decompress(read_file(path))
+
+
+def open_file(path: Path) -> BinaryIO:
+    """Open a regular file for reading. What else may lie there could keep the reader waiting, or never end."""
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise OSError(errno.EINVAL, "no regular file", str(path))
+    return path.open("rb")
+
+
+def read_file(path: Path) -> bytes:
+    """The content of a regular file."""
+    with open_file(path) as file:
+        return file.read()
 
 
 def _trailer(path: Path) -> tuple[int, int] | None:
@@ -397,7 +424,7 @@ def _columns(record: Mapping[str, Any], name: str, branch: int) -> tuple[Any, ..
     tools = sorted({str(call.get("name")).replace("\n", " ").replace(" ", "_") for call in calls})
     return (
         str(record.get("uid")), record.get("sample", 0), name, branch,
-        hashlib.blake2b(record.get("prompt_text", "").encode("utf-8", "replace"), digest_size=8).hexdigest(),
+        hashlib.blake2b((record.get("prompt_text") or "").encode("utf-8", "replace"), digest_size=8).hexdigest(),
         str(record.get("data_source", "")), _number(record.get("reward")), _number(record.get("advantage")),
         termination, "\n" + "".join(tool + "\n" for tool in tools), len(calls), failed_calls,
         (record.get("error") or "")[-2000:], record.get("num_turns", 0), sum(record.get("response_mask") or []),
@@ -407,7 +434,10 @@ def _columns(record: Mapping[str, Any], name: str, branch: int) -> tuple[Any, ..
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def _preview(messages: list[Any], role: str, which: int) -> str:

@@ -16,7 +16,7 @@ import yaml
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-from agentrl_viewer.index import Filter, Index
+from agentrl_viewer.index import Filter, Index, open_file, read_file
 
 MAX_SAMPLES = 64
 """Samples of a prompt, and trajectories of the same prompt in other steps, that a page lists."""
@@ -55,7 +55,7 @@ class Run:
         """One dict per step, ascending; of lines that a resumed run repeats, the last one. Reads only what is new."""
         with self._metrics_lock:
             try:
-                with (self.path / "metrics.jsonl").open("rb") as file:
+                with open_file(self.path / "metrics.jsonl") as file:
                     self._read_metrics(file)
             except OSError:
                 self._metrics, self._read_to = {}, 0
@@ -97,11 +97,13 @@ class Run:
                 *found,
                 f"{file} is {'damaged' if os.path.lexists(file) else 'missing'}: status and step are unknown",
             ]
-        first, steps = state.get("first_metrics"), {row["step"] for row in self.metrics()}
-        if isinstance(first, int) and (lost := set(range(first, int(state.get("step", 0)) + 1)) - steps):
-            found.append(f"{self.path / 'metrics.jsonl'}: missing or damaged; the curves lack {len(lost)} steps")
+        first, last = state.get("first_metrics"), state.get("step")
+        if isinstance(first, int) and isinstance(last, int):
+            lost = last + 1 - first - sum(first <= row["step"] <= last for row in self.metrics())
+            if lost > 0:
+                found.append(f"{self.path / 'metrics.jsonl'}: missing or damaged; the curves lack {lost} steps")
         try:
-            checksum = hashlib.sha256((self.path / "config.yaml").read_bytes()).hexdigest()
+            checksum = hashlib.sha256(read_file(self.path / "config.yaml")).hexdigest()
         except OSError:
             checksum = ""
         if state.get("config") not in (None, checksum):
@@ -114,12 +116,13 @@ class Run:
         status = str(state.get("status", "-"))
         rows = self.metrics()
         done, files = self.index.progress
+        trainer = self.config().get("trainer")
         return {
             "name": self.name,
             "path": str(self.path),
             "status": "interrupted" if status == "running" and not _is_locked(self.path / ".lock") else status,
             "step": state.get("step", 0),
-            "steps": (self.config().get("trainer") or {}).get("steps"),
+            "steps": trainer.get("steps") if isinstance(trainer, dict) else None,
             "rows": len(rows),
             "last": rows[-1] if rows else {},
             "warnings": _warnings(state.get("warnings")),
@@ -131,8 +134,8 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The resolved configuration; empty without one."""
         try:
-            content = yaml.safe_load((self.path / "config.yaml").read_text(encoding="utf-8"))
-        except (OSError, ValueError, yaml.YAMLError):
+            content = yaml.load(read_file(self.path / "config.yaml"), _NoAliases)
+        except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
         return content if isinstance(content, dict) else {}
 
@@ -218,7 +221,7 @@ class Run:
     def _phases(self, step: int) -> list[list[Any]]:
         """The phases of a step, in order; none where an older agentrl wrote the run."""
         try:
-            lines = (self.path / "phases.jsonl").read_bytes().split(b"\n")
+            lines = read_file(self.path / "phases.jsonl").split(b"\n")
         except OSError:
             return []
         for line in reversed(lines):
@@ -229,6 +232,15 @@ class Run:
                 except (ValueError, KeyError, TypeError, IndexError):
                     continue
         return []
+
+
+class _NoAliases(yaml.SafeLoader):
+    """Of YAML without references: agentrl writes none, and a few of them can stand for gigabytes."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("a reference")
+        return super().compose_node(parent, index)
 
 
 def _spans(record: Mapping[str, Any]) -> list[list[Any]]:
@@ -264,8 +276,8 @@ def _status(file: Any) -> tuple[int, int]:
 
 def _json_file(path: Path) -> dict[str, Any]:
     try:
-        content = json.loads(path.read_bytes())
-    except (OSError, ValueError):
+        content = json.loads(read_file(path))
+    except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -273,7 +285,7 @@ def _json_file(path: Path) -> dict[str, Any]:
 def _is_locked(path: Path) -> bool:
     """Whether the training process holds its lock; also where the file system cannot tell."""
     try:
-        with path.open("rb") as file:
+        with open_file(path) as file:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
@@ -289,7 +301,10 @@ def _warnings(found: Any) -> list[dict[str, Any]]:
 
 
 def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+    try:
+        return float(value) if isinstance(value, int | float) else None
+    except OverflowError:
+        return None
 
 
 def _unix(time: Any) -> float | None:
