@@ -103,6 +103,12 @@ def test_call_in_reasoning_is_a_thought() -> None:
     assert parse(f"{thought}\n{GOOD}") == ParsedText(thought, [CALL], reasoning=reasoning)
 
 
+def test_a_turn_may_think_twice() -> None:
+    text = f"<think>first {GOOD}</think>\n{GOOD}<think>then {GOOD}</think>done"
+    parsed = parse(text)
+    assert parsed.calls == [CALL] and parsed.reasoning == f"first {GOOD}\nthen {GOOD}"
+
+
 def test_unclosed_reasoning_hides_no_call() -> None:
     assert parse(f"<think>hm {GOOD}") == ParsedText("<think>hm", [CALL], [])
 
