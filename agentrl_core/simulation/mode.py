@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
@@ -49,6 +51,8 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.hides_device = False
         """Say to torch's own code in C++ that tensors are nowhere."""
+        self.only_shapes = False
+        """Keep no account: torch asks for the shapes of whole tensors, of which there are only shards."""
         self.largest_logits: dict[str, tuple[int, ...]] = {}
         """By dtype, the shape of the largest tensor over the vocabulary that is no weight."""
 
@@ -171,6 +175,8 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return fakes
 
     def _note(self, func: Any, args: Any, kwargs: Any, tensors: list[Tensor], result: Any) -> None:
+        if self.only_shapes:
+            return
         phase = self.ledger.phase
         for each in result if isinstance(result, tuple | list) else (result,):
             if is_fake(each) and each.device.type == self._device:
@@ -220,9 +226,19 @@ def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulati
         return result
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = Simulation(fake, ledger, device, vocabulary)
+    shapes_of_whole = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def shapes_only(*args: Any) -> Any:
+        mode.only_shapes = True
+        try:
+            return shapes_of_whole(*args)
+        finally:
+            mode.only_shapes = False
+
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
     try:
-        with fake, Simulation(fake, ledger, device, vocabulary) as mode:
+        with patch.object(ShardingPropagator, shapes_of_whole.__name__, shapes_only), fake, mode:
             yield mode
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

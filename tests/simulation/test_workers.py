@@ -44,6 +44,13 @@ def test_a_rank_of_four_holds_a_quarter_and_gathers_the_rest(make_config: MakeCo
     assert not dist.is_initialized()
 
 
+def test_an_update_of_shards_never_holds_whole_gradients_or_moments(make_config: MakeConfig) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 64}
+    shards = simulate(make_config("actor.micro_batch_tokens=128", "model.packing=false", **wide), ranks=4)
+    # A quarter of weights, gradients and moments is one time the model; gathered layers and activations come on top.
+    assert shards.parameter_bytes < shards.phases["update"].peak < 2 * shards.parameter_bytes
+
+
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_a_tensor_of_the_host_among_those_of_the_gpu_is_an_error(
     make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, ranks: int
