@@ -98,7 +98,8 @@ def test_agentrl_plan_answers_for_the_configuration_that_is_measured(
     rows, reason = gpu_plan.predicted(bench.write_run(tmp_path, bench.TINY, "cpu"), [])
     assert not reason
     assert {name for name, value in rows.items() if value} == {
-        "time: rollout", "time: log_probs", "time: update_actor", "time: sync_weights", "time: step", "peak memory of the update",
+        "time: rollout", "time: log_probs", "time: update_actor", "time: sync_weights", "time: step",
+        "peak memory of the update",
     }  # fmt: skip
 
 
