@@ -43,6 +43,7 @@ RUN = ("agentrl view runs/calculator --export",)
 STANDS_FOR = {
     "Qwen/Qwen3-0.6B": "examples/calculator/model",
     "PATH": "examples/calculator/model",
+    "path/to/model": "examples/calculator/model",
     "runs/NAME": "runs/calculator",
 }
 SMALLER = {

@@ -157,8 +157,12 @@ def _print_model(found: dict[str, Any]) -> None:
     for line in (*found["breaks"], *found["errors"]):
         say(f"    {line}")
     say(f"  weights         {found['weights'] or 'complete'}")
-    memory = ", ".join(f"{name} {size / 2**30:.2f} GiB" for name, size in found["memory_bytes"].items())
+    memory = ", ".join(f"{name} {_gib(size)}" for name, size in found["memory_bytes"].items())
     say(f"  memory          {memory}; `agentrl plan` says what a run needs on a GPU")
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:.1f} GiB" if size >= 2**30 / 10 else f"{size / 2**20:.1f} MiB"
 
 
 def _parser_line(found: dict[str, Any]) -> str:

@@ -55,7 +55,7 @@ def test_dry_run_prints_plugins_and_arithmetic_and_starts_nothing(tiny_run: Any)
         "5 steps = 2.50 epochs",
         "3 prompts x 2 = 6 trajectories each time",
         "engines 1 x hf, in this process",
-        "weights 0.1 MiB",
+        "memory fits: 0.1 GiB in the phase 'update', of",
         "append-only: every turn's prompt starts with the exact tokens of the turn before",
         "The configuration is valid. Nothing was started.",
     ):

@@ -148,6 +148,11 @@ class TextMetrics(Changed):
         return {"state": "fine"}
 
 
+class NeverProgresses(Changed):
+    async def progress(self):
+        return 0.0
+
+
 class StuckAfterCancel(Changed):
     """A cancelled request leaves the engine paused."""
 
@@ -195,6 +200,7 @@ BROKEN: dict[str, type[HFEngine]] = {
     "test_pause_keep_goes_on_with_new_weights": Stale,
     "test_pause_empties_the_engine": NeverPauses,
     "test_sleep_and_wake": ForgetsToWake,
+    "test_progress_shows_that_requests_are_computed": NeverProgresses,
     "test_metrics_are_numbers": TextMetrics,
 }
 
