@@ -153,8 +153,8 @@ class Trainer:
             with shared_memory_recorded():
                 try:
                     yield
-                except AgentRLError:
-                    # What failed may have nothing to do with the checkpoint that is being written.
+                except (AgentRLError, KeyboardInterrupt):
+                    # What failed, or a second signal, may have nothing to do with the checkpoint that is being written.
                     with suppress(AgentRLError):
                         self._publish_checkpoint()
                     raise
