@@ -22,7 +22,7 @@ SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 
 .PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu two-nodes release clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
-	test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-learn
+	test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-fleet test-engines-learn
 
 help:
 	@echo "make demo    install, make a tiny model and its data, train it, show the curve and sample trajectories"
@@ -41,6 +41,7 @@ help:
 	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
 	@echo "make test-engines-learn   train the calculator example with both, for ten minutes"
+	@echo "make test-engines-fleet   two replicas of each, with faults, for many minutes"
 
 env: $(VENV)/.installed
 
@@ -96,7 +97,11 @@ test-engines: test-engine-sglang test-engine-vllm test-engines-benchmark
 
 # What compares the engines with others, and replicas of a run, in the trainer's environment.
 test-engines-benchmark: engines-cpu $(VENV)/.installed
-	$(BIN)/python -m pytest tests_real/test_benchmarks.py tests_real/test_fleet.py
+	$(BIN)/python -m pytest tests_real/test_benchmarks.py
+
+# Slow: several replicas of each as a run uses them, their processes killed, a death in the middle of an update.
+test-engines-fleet: engines-cpu $(VENV)/.installed
+	$(BIN)/python -m pytest tests_real/test_fleet.py
 
 # An environment in which SGLang runs on a CPU, for tests. Its own requirements ask for CUDA packages: hence --no-deps.
 engines-cpu-sglang: .engines/sglang/.installed
