@@ -82,12 +82,12 @@ KEYS = (
     Key(f"{_ROLLOUT}.temperature", 1.0, "rollout.sampling.temperature", 1.0),
     Key(f"{_ROLLOUT}.top_p", 1, "rollout.sampling.top_p", 1),
     Key(f"{_ROLLOUT}.top_k", -1, "rollout.sampling.top_k", 0, off_is_zero),
-    Key(f"{_ROLLOUT}.agent.num_workers", UNSET, "rollout.agent.num_workers", 1),
+    Key(f"{_ROLLOUT}.agent.num_workers", UNSET, "rollout.agent.num_workers", None),
     Key(f"{_TURNS}.format", "hermes", "rollout.tool_parser.name", "hermes", one_of(_FORMATS)),
     Key(f"{_ROLLOUT}.tensor_model_parallel_size", 2, "rollout.engine.tensor_parallel", 1),
     Key(f"{_ROLLOUT}.pipeline_model_parallel_size", 1, "rollout.engine.pipeline_parallel", 1),
     Key(f"{_ROLLOUT}.data_parallel_size", 1, "rollout.engine.data_parallel", 1),
-    Key(f"{_ROLLOUT}.free_cache_engine", True, "rollout.engine.sleep", 0, one_of({True: 2, False: 0})),
+    Key(f"{_ROLLOUT}.free_cache_engine", True, "rollout.engine.sleep", None, one_of({True: 2, False: 0})),
     Key(f"{_ACTOR}.entropy_coeff", 0, "algorithm.entropy_coef", 0),
     Key(f"{_ACTOR}.optim.lr", 1e-6, "actor.optimizer.lr", 1e-6),
     Key(f"{_ACTOR}.optim.weight_decay", 0.01, "actor.optimizer.weight_decay", 0.0),
@@ -210,14 +210,14 @@ ENGINES = {
     "hf": (),
     "vllm": (
         Key(f"{_ROLLOUT}.gpu_memory_utilization", 0.5, f"{_ENGINE}.mem_fraction", 0.0),
-        Key(f"{_ROLLOUT}.max_num_seqs", 256, f"{_ENGINE}.max_num_seqs", 64),
+        Key(f"{_ROLLOUT}.max_num_seqs", 256, f"{_ENGINE}.max_num_seqs", 0),
         Key(f"{_ROLLOUT}.enforce_eager", False, f"{_ENGINE}.enforce_eager", False),
         Key(f"{_ROLLOUT}.enable_prefix_caching", True, f"{_ENGINE}.prefix_caching", True),
         Key(f"{_ROLLOUT}.max_num_batched_tokens", UNSET, f"{_ENGINE}.engine_args.max_num_batched_tokens", None),
     ),
     "sglang": (
         Key(f"{_ROLLOUT}.gpu_memory_utilization", 0.5, f"{_ENGINE}.mem_fraction", 0.0),
-        Key(f"{_ROLLOUT}.max_num_seqs", 256, f"{_ENGINE}.max_running_requests", 64),
+        Key(f"{_ROLLOUT}.max_num_seqs", 256, f"{_ENGINE}.max_running_requests", 0),
     ),
 }
 PREFIXES = {
