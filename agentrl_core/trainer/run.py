@@ -188,7 +188,7 @@ class Run:
             savers = _savers(actor, critic)
             for role in savers:
                 if not (checkpoint / role).is_dir():
-                    raise CheckpointError(f"{checkpoint} has no {role}, but the run's estimator needs one")
+                    raise CheckpointError(f"{checkpoint} has no {role}, which this run needs")
             scratch = self._directory.checkpoints_dir / f".{checkpoint.name}.link"
             states = tuple(f"{role}/{STATE_FOLDER}" for role in savers)
             with self._disks.lent(checkpoint, scratch, states) as everywhere:

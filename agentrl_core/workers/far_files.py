@@ -29,7 +29,7 @@ SOME = DispatchMode("SOME", _plan_some)
 
 @dataclass(frozen=True)
 class Piece:
-    """Part of a file; the first one begins it anew.
+    """Part of a file; the first one truncates it.
 
     Args:
         name: of the file, relative to its folder.

@@ -250,7 +250,7 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_anew(fit: Fit) -> None
 
 def test_critic_is_missing_in_the_checkpoint(fit: Fit) -> None:
     fit(EVERY_STEP)
-    with pytest.raises(CheckpointError, match="has no critic, but the run's estimator needs one"):
+    with pytest.raises(CheckpointError, match="has no critic, which this run needs"):
         fit({**RESUME, "algorithm.advantage": "gae", "plugins.allow_drift": True})
 
 
