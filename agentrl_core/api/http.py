@@ -51,6 +51,7 @@ async def fetch(
     import httpx
 
     posts = json is not None or content is not None
+    shown = _without_secrets(url)
     try:
         async with asyncio.timeout(timeout), AsyncExitStack() as stack:
             if slots is not None:
@@ -63,18 +64,18 @@ async def fetch(
             encoding = response.headers.get("content-encoding", "")
             body = b"".join([piece async for piece in bounded_body(response.aiter_raw(), encoding, limit)])
     except HttpError as error:
-        raise type(error)(f"{url}: {error}") from error
+        raise type(error)(f"{shown}: {error}") from error
     except TimeoutError as error:
-        raise HttpError(f"{url}: no whole answer within {timeout_option}={timeout:g} s") from error
+        raise HttpError(f"{shown}: no whole answer within {timeout_option}={timeout:g} s") from error
     except (httpx.HTTPError, httpx.InvalidURL, UnicodeError, OSError, ExceptionGroup) as error:
         # A damaged TLS record is an OSError, and a port beyond 65,535 an exception in a group.
-        raise HttpError(f"{url}: {type(error).__name__}: {error}".rstrip(": ")) from error
+        raise HttpError(f"{shown}: {type(error).__name__}: {error}".rstrip(": ")) from error
     if not response.is_success:
         elsewhere = (
             f", to {response.headers['location']!r:.200}. Write that address" if response.has_redirect_location else ""
         )
         said = elsewhere or f": {body[:200].decode(errors='replace')}"
-        raise HttpError(f"{url}: status {response.status_code}{said}".rstrip(": "), response.status_code)
+        raise HttpError(f"{shown}: status {response.status_code}{said}".rstrip(": "), response.status_code)
     return body
 
 
@@ -89,7 +90,15 @@ async def fetch_json(url: str, **options: Any) -> Any:
         return json_module.loads(body)
     except (ValueError, RecursionError) as error:
         shown = body[:200].decode(errors="replace")
-        raise HttpError(f"{url}: the answer is no JSON ({type(error).__name__}: {error}): {shown!r}") from error
+        raise HttpError(f"{_without_secrets(url)}: the answer is no JSON ({type(error).__name__}: {error}): {shown!r}") from error
+
+
+def _without_secrets(url: str) -> str:
+    """The address for a message, which a model may read: no user, password or query."""
+    address, _, query = url.partition("?")
+    scheme, slashes, rest = address.partition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{slashes}{host.rpartition('@')[2]}{slash}{path}{'?...' if query else ''}"
 
 
 async def bounded_body(chunks: AsyncIterable[bytes], encoding: str, limit: int | None) -> AsyncIterator[bytes]:

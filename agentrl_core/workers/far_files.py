@@ -61,6 +61,10 @@ def pieces(folder: Path) -> Iterator[Piece]:
                     break
 
 
+def _node() -> str:
+    return f"{socket.gethostname()} ({host_address()})"
+
+
 class FarFiles(Worker):
     """Hands files of its node over, and takes some."""
 
@@ -73,7 +77,7 @@ class FarFiles(Worker):
         Raises:
             CheckpointError: this node cannot have it.
         """
-        node = f"{socket.gethostname()} ({host_address()})"
+        node = _node()
         if os.path.exists(file):
             return node, True
         folder = Path(file).parent
@@ -101,7 +105,18 @@ class FarFiles(Worker):
 
     @register(dispatch_mode=SOME)
     def take_piece(self, folder: str, piece: Piece) -> None:
-        piece.write(Path(folder))
+        """Write a piece into a folder of this node.
+
+        Raises:
+            CheckpointError: the node cannot, because its disk is full for one.
+        """
+        try:
+            piece.write(Path(folder))
+        except OSError as error:
+            raise CheckpointError(
+                f"node {_node()} cannot write {Path(folder) / piece.name}: {error.strerror}. Training processes read "
+                "their part of a checkpoint from there: free space, or choose another trainer.output_dir"
+            ) from error
 
     @register(dispatch_mode=SOME)
     def remove_folder(self, folder: str) -> None:

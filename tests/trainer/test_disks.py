@@ -122,3 +122,17 @@ def test_a_node_that_cannot_have_the_directory_is_named_with_it(make: Any, tmp_p
     (tmp_path / "a").write_text("no directory")
     with pytest.raises(CheckpointError, match=r"^node \S+ \(\S+\) does not share /.*/run with the driver and cannot"):
         make(Ranks(tmp_path / "a"))
+
+
+def test_a_node_without_space_for_a_piece_is_named_with_the_file(make: Any, tmp_path: Path) -> None:
+    ranks = Ranks(tmp_path / "a")
+    disks, run = make(ranks)
+    write(run / "step")
+    # A disk without space.
+    (there := ranks.there(1, str(run / ".step.link")) / "actor").mkdir(parents=True)
+    (there / "model.safetensors").symlink_to("/dev/full")
+    with (
+        pytest.raises(CheckpointError, match=r"^node \S+ \(\S+\) cannot write /.*model.safetensors: No space left"),
+        disks.lent(run / "step", run / ".step.link", ("actor",)),
+    ):
+        pass
