@@ -90,7 +90,8 @@ async def fetch_json(url: str, **options: Any) -> Any:
         return json_module.loads(body)
     except (ValueError, RecursionError) as error:
         shown = body[:200].decode(errors="replace")
-        raise HttpError(f"{_without_secrets(url)}: the answer is no JSON ({type(error).__name__}: {error}): {shown!r}") from error
+        where = _without_secrets(url)
+        raise HttpError(f"{where}: the answer is no JSON ({type(error).__name__}: {error}): {shown!r}") from error
 
 
 def _without_secrets(url: str) -> str:
