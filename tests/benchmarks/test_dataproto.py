@@ -1,26 +1,19 @@
 """The benchmark of the batch protocol runs to its end with a peer; how large its figures are is not judged here."""
 
 import json
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "dataproto.py"
-
 
 @pytest.mark.ray
-def test_a_tiny_run_reports_every_figure_also_of_a_peer(tmp_path: Path) -> None:
+def test_a_tiny_run_reports_every_figure_also_of_a_peer(run_script: Callable[..., Any], tmp_path: Path) -> None:
     (tmp_path / "some_peer.py").write_text("from _own_dataproto import *")
     sizes = ["--rows", "64", "--mib", "2", "--repetitions", "1", "--calls", "2"]
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *sizes, "--peer", "some_peer", "--output", str(tmp_path / "out")],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    done = run_script(
+        "dataproto.py", *sizes, "--peer", "some_peer", "--output", tmp_path / "out", PYTHONPATH=str(tmp_path)
     )
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "out" / "dataproto.json").read_text())["figures"]

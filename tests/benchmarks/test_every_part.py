@@ -4,10 +4,11 @@ The parts that need vLLM and SGLang are in ``tests_real/test_benchmarks.py``.
 """
 
 import json
-import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,15 +29,13 @@ CASES = {
 }  # fmt: skip
 
 
-def run(script: str, *options: str, **environment: str) -> "subprocess.CompletedProcess[str]":
-    command = [sys.executable, str(BENCHMARKS / script), *options]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env={**os.environ, **environment})
+RunScript = Callable[..., Any]
 
 
 @pytest.mark.parametrize("name", SMALL)
-def test_every_part_reports_its_figures(tmp_path: Path, name: str) -> None:
+def test_every_part_reports_its_figures(run_script: RunScript, tmp_path: Path, name: str) -> None:
     report = tmp_path / "figures.json"
-    done = run(name.partition(",")[0], *SMALL[name], "--json", str(report))
+    done = run_script(name.partition(",")[0], *SMALL[name], "--json", str(report))
     assert done.returncode == 0, done.stdout + done.stderr
     figures = json.loads(report.read_text(encoding="utf-8"))["figures"]
     found = {figure["case"] for figure in figures}
@@ -62,25 +61,25 @@ class GRPOTrainer:
 """
 
 
-def test_steps_take_turns_with_those_of_a_peer(tmp_path: Path) -> None:
+def test_steps_take_turns_with_those_of_a_peer(run_script: RunScript, tmp_path: Path) -> None:
     """TRL is not installed here: a module of its names stands for it."""
     (tmp_path / "trl.py").write_text(TRL)
     report = tmp_path / "figures.json"
     options = ["--trl-python", sys.executable, "--threads", "1", "--steps", "2", "--json", str(report)]
-    done = run("vs_trl.py", *options, PYTHONPATH=str(tmp_path))
+    done = run_script("vs_trl.py", *options, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     figures = {figure["name"] for figure in json.loads(report.read_text())["figures"]}
     assert any("TRL" in name for name in figures) and any(name.startswith("agentrl: ") for name in figures)
 
 
-def test_the_tool_parsers_are_timed() -> None:
-    done = run("formats.py", "--characters", "2000", "--every", "40", "hermes")
+def test_the_tool_parsers_are_timed(run_script: RunScript) -> None:
+    done = run_script("formats.py", "--characters", "2000", "--every", "40", "hermes")
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1].startswith("hermes")
 
 
-def test_the_viewer_is_timed() -> None:
-    done = run("viewer.py", "--trajectories", "3200", "--browser", "/nowhere/chromium")
+def test_the_viewer_is_timed(run_script: RunScript) -> None:
+    done = run_script("viewer.py", "--trajectories", "3200", "--browser", "/nowhere/chromium")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "page at 0, order" in done.stdout and "index of" in done.stdout
 
