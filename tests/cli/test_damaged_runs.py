@@ -14,7 +14,6 @@ from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.main import app
 from agentrl_core.config import load_config
-from agentrl_core.plugins.registration import registrations
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer import Trainer
 
@@ -125,9 +124,10 @@ def finished(tmp_path_factory: pytest.TempPathFactory, tiny_runs_in: Callable[[P
 
 
 @pytest.fixture
-def agentrl(finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Result]:
-    found = registrations()
-    monkeypatch.setattr("agentrl_core.plugins.resolution.registrations", lambda: found)
+def agentrl(
+    finished: Path, tmp_path: Path, installed_plugins: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Result]:
+    monkeypatch.setattr("agentrl_core.plugins.resolution.registrations", installed_plugins)
     monkeypatch.setattr("rich._console", None)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     runs = shutil.copytree(finished / "runs", tmp_path / "runs", symlinks=True)

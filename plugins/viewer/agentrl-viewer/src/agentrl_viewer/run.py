@@ -134,7 +134,7 @@ class Run:
     def config(self) -> dict[str, Any]:
         """The resolved configuration; empty without one."""
         try:
-            content = yaml.load(read_file(self.path / "config.yaml"), _NoAliases)
+            content = _parsed(read_file(self.path / "config.yaml"))
         except (OSError, ValueError, RecursionError, yaml.YAMLError):
             return {}
         return content if isinstance(content, dict) else {}
@@ -241,6 +241,12 @@ class _NoAliases(yaml.SafeLoader):
         if self.check_event(yaml.AliasEvent):
             raise yaml.YAMLError("a reference")
         return super().compose_node(parent, index)
+
+
+@lru_cache(maxsize=8)
+def _parsed(content: bytes) -> Any:
+    # Each trajectory asks for it, and parsing takes 40 ms.
+    return yaml.load(content, _NoAliases)
 
 
 def _spans(record: Mapping[str, Any]) -> list[list[Any]]:
