@@ -100,8 +100,8 @@ class Memory:
 
     def settle(self) -> None:
         """Wait for the device and forget what nobody refers to; peaks are counted from here."""
-        gc.collect()
         if self.device.type == "cuda":
+            gc.collect()
             torch.cuda.synchronize(self.device)
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats(self.device)
