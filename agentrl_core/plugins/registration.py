@@ -1,6 +1,6 @@
 """Which plugins the installed distributions register, read from their metadata without importing anything.
 
-The metadata is read again at every call, so a plugin that was just installed is visible; a cache could hide it.
+A process reads the metadata once, and again after something was installed, removed or edited.
 """
 
 import difflib
@@ -8,6 +8,8 @@ import importlib.metadata
 import logging
 import os
 import re
+import sys
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -103,8 +105,48 @@ def _is_stray(group: str) -> bool:
     return group.startswith("agentrl.") and group != CLI_GROUP and group not in RESERVED_GROUPS
 
 
+@dataclass(frozen=True)
+class _Read:
+    """What was read of the metadata along a path, and when these places were last changed [ns] before that."""
+
+    found: list[importlib.metadata.EntryPoint]
+    path: tuple[str, ...]
+    places: dict[str, int]
+
+    @property
+    def current(self) -> bool:
+        return self.path == tuple(sys.path) and all(_changed(place) == then for place, then in self.places.items())
+
+
+_last: _Read | None = None
+SETTLED_NS = 2_000_000_000
+"""Where something changed less than this before it was read, it is read again: clocks of file systems are coarse."""
+
+
+def _changed(place: str) -> int:
+    try:
+        return os.stat(place or ".").st_mtime_ns
+    except OSError:
+        return 0
+
+
 def _entry_points() -> list[importlib.metadata.EntryPoint]:
+    global _last
+    if _last is not None and _last.current:
+        return _last.found
+    path, now = tuple(sys.path), time.time_ns()
+    places = {place: _changed(place) for place in path}
+    found, files = _read()
+    places |= {file: _changed(file) for file in files}
+    settled = all(then < now - SETTLED_NS for then in places.values())
+    _last = _Read(found, path, places) if settled else None
+    return found
+
+
+def _read() -> tuple[list[importlib.metadata.EntryPoint], list[str]]:
+    """All entry points in groups of ours, and the files that they stand in."""
     found: list[importlib.metadata.EntryPoint] = []
+    files: list[str] = []
     seen = set()
     for dist in importlib.metadata.distributions():
         try:
@@ -112,13 +154,15 @@ def _entry_points() -> list[importlib.metadata.EntryPoint]:
             # Reading hundreds of distributions takes little, parsing them all would not.
             if text is None or "agentrl." not in text:
                 continue
+            if isinstance(dist, importlib.metadata.PathDistribution):
+                files.append(str(dist._path / _ENTRY_POINTS))
             name = canonicalize_name(_name_and_version(dist)[0])
             if name not in seen and _is_first_on_path(name, text):
                 found.extend(each for each in dist.entry_points if each.group.startswith("agentrl."))
             seen.add(name)
         except Exception as error:  # noqa: BLE001 - damaged metadata may raise anything; the others must stay usable
             logger.warning("cannot read the entry points of %s: %r", getattr(dist, "_path", dist), error)
-    return found
+    return found, files
 
 
 def _is_first_on_path(name: str, entry_points: str) -> bool:

@@ -113,6 +113,8 @@ def isolated_plugins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterato
 
     monkeypatch.syspath_prepend(str(plugins.path))
     monkeypatch.setattr(importlib.metadata, "distributions", visible)
+    # What a test allows changes no file, so nothing may be remembered.
+    monkeypatch.setattr("agentrl_core.plugins.registration.SETTLED_NS", 1 << 63)
     monkeypatch.delenv("AGENTRL_PLUGINS_BLOCK", raising=False)
     resolve_ref.cache_clear()
     yield plugins

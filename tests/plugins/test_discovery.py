@@ -1,8 +1,12 @@
+import os
+import shutil
 import sys
 
 import pytest
 
+from agentrl_core.plugins import registration
 from agentrl_core.plugins.discovery import PluginRow, discover
+from agentrl_core.plugins.registration import registrations
 from agentrl_core.testing.plugins import IsolatedPlugins
 
 TOOL = """
@@ -51,6 +55,43 @@ def test_good_plugin_is_listed_without_importing_its_implementation(isolated_plu
         location=location,
     )
     assert "acme_tools.shout" not in sys.modules
+
+
+def test_metadata_is_read_again_only_after_a_change(
+    isolated_plugins: IsolatedPlugins, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reads = []
+    read = registration._read
+    monkeypatch.setattr(registration, "_read", lambda: reads.append(1) or read())
+    monkeypatch.setattr(registration, "SETTLED_NS", 2_000_000_000)
+    site = isolated_plugins.path
+
+    def names() -> list[str]:
+        return [each.name for each in registrations()]
+
+    def age() -> None:
+        for place in (site, *site.rglob("entry_points.txt")):
+            os.utime(place, ns=(0, place.stat().st_mtime_ns - 10**10))
+
+    add_tool(isolated_plugins)
+    # Too fresh: a second change could have the same time.
+    assert (names(), names(), len(reads)) == (["shout"], ["shout"], 2)
+    age()
+    assert (names(), names(), len(reads)) == (["shout"], ["shout"], 3)
+    add_tool(isolated_plugins, "acme-whisper", "whisper")
+    assert names() == ["shout", "whisper"]
+    age()
+    names()
+    (site / "acme_tools-0.1.0.dist-info" / "entry_points.txt").write_text("[agentrl.tools]\ncry = acme:PLUGIN\n")
+    assert names() == ["cry", "whisper"]
+    age()
+    names()
+    shutil.rmtree(site / "acme_tools-0.1.0.dist-info")
+    assert names() == ["whisper"]
+    age()
+    names()
+    monkeypatch.setattr(sys, "path", [each for each in sys.path if each != str(site)])
+    assert names() == []
 
 
 def test_plugin_installed_while_the_process_runs_is_seen_at_once(isolated_plugins: IsolatedPlugins) -> None:
