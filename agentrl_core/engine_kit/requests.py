@@ -13,6 +13,8 @@ import json
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -66,24 +68,17 @@ def sampling_problem(params: SamplingParams, vocab_size: int | None = None) -> s
     Args:
         vocab_size: ids at or above it are refused; None where it is not known yet.
     """
-    temperature, repetition = params.temperature, params.repetition_penalty
-    allowed = {
-        "max_tokens": (_whole(params.max_tokens, 1), "a whole number >= 1"),
-        "temperature": (
-            _within(temperature, 0, MAX_TEMPERATURE) and (temperature == 0 or temperature >= MIN_TEMPERATURE),
-            f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
-        ),
-        "top_p": (_within(params.top_p, 0, 1) and params.top_p > 0, "numbers > 0 and <= 1"),
-        "top_k": (_whole(params.top_k, 0), "a whole number >= 0 (0: off)"),
-        "min_p": (_within(params.min_p, 0, 1), "0 to 1"),
-        "presence_penalty": (_within(params.presence_penalty, -2, 2), "-2 to 2"),
-        "frequency_penalty": (_within(params.frequency_penalty, -2, 2), "-2 to 2"),
-        "repetition_penalty": (_within(repetition, 0, math.inf) and 0 < repetition < math.inf, "finite numbers > 0"),
-        "seed": (params.seed is None or _whole(params.seed, -math.inf), "a whole number or None"),
-    }
-    for name, (is_valid, values) in allowed.items():
-        if not is_valid:
-            return f"{name} is {getattr(params, name)!r}; allowed: {values}"
+    if not _whole(params.max_tokens, 1):
+        return f"max_tokens is {params.max_tokens!r}; allowed: a whole number >= 1"
+    numbers = _numbers_of(params)
+    try:
+        problem = _problem_of_numbers(*numbers)
+    except TypeError:  # what cannot be hashed is no number
+        problem = _problem_of_numbers.__wrapped__(*numbers)
+    if problem:
+        return problem
+    if not (params.seed is None or _whole(params.seed, -math.inf)):
+        return f"seed is {params.seed!r}; allowed: a whole number or None"
     size = math.inf if vocab_size is None else vocab_size
     ids = f"ids of the vocabulary 0..{size - 1}" if vocab_size is not None else "token ids >= 0"
     for token in params.stop_token_ids:
@@ -97,6 +92,34 @@ def sampling_problem(params: SamplingParams, vocab_size: int | None = None) -> s
             f"json_schema {params.json_schema!r:.100} is not the JSON text of an object, for example "
             '\'{"type": "object"}\''
         )
+    return ""
+
+
+_NUMBERS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+_numbers_of = attrgetter(*_NUMBERS)
+
+
+@lru_cache(maxsize=256, typed=True)
+def _problem_of_numbers(
+    temperature: Any, top_p: Any, top_k: Any, min_p: Any, presence: Any, frequency: Any, repetition: Any
+) -> str:
+    """Of :data:`_NUMBERS`, which are the same for almost all requests of a run."""
+    values = (temperature, top_p, top_k, min_p, presence, frequency, repetition)
+    allowed = (
+        (
+            _within(temperature, 0, MAX_TEMPERATURE) and (temperature == 0 or temperature >= MIN_TEMPERATURE),
+            f"0 (greedy), or {MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}",
+        ),
+        (_within(top_p, 0, 1) and top_p > 0, "numbers > 0 and <= 1"),
+        (_whole(top_k, 0), "a whole number >= 0 (0: off)"),
+        (_within(min_p, 0, 1), "0 to 1"),
+        (_within(presence, -2, 2), "-2 to 2"),
+        (_within(frequency, -2, 2), "-2 to 2"),
+        (_within(repetition, 0, math.inf) and 0 < repetition < math.inf, "finite numbers > 0"),
+    )
+    for name, value, (is_valid, words) in zip(_NUMBERS, values, allowed, strict=True):
+        if not is_valid:
+            return f"{name} is {value!r}; allowed: {words}"
     return ""
 
 
