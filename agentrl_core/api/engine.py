@@ -21,6 +21,7 @@ An engine has the methods of :class:`InferenceEngine`. Capabilities that add met
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any, Literal, Protocol, runtime_checkable
 
 from agentrl_core.api.weights import WeightUpdate
@@ -33,6 +34,7 @@ RESHAPING: dict[str, Any] = {
     "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": {},
 }  # fmt: skip
 """Sampling parameters that an engine announces as a capability of the same name, with the values that mean off."""
+_reshaping, _UNUSED = attrgetter(*RESHAPING), tuple(RESHAPING.values())
 
 
 def truncation_is_chained(top_p: float, top_k: int, min_p: float) -> bool:
@@ -78,15 +80,18 @@ class SamplingParams:
     @property
     def reshaping(self) -> dict[str, Any]:
         """Those of :data:`RESHAPING` that are in use, with their values."""
-        return {name: getattr(self, name) for name, unused in RESHAPING.items() if getattr(self, name) != unused}
+        values = _reshaping(self)
+        if values == _UNUSED:
+            return {}
+        return {name: value for name, value in zip(RESHAPING, values, strict=True) if value != RESHAPING[name]}
 
     @property
     def log_prob_settings(self) -> dict[str, Any]:
         """What ``TokenOutput.log_probs`` depend on besides the logits: the temperature, and if they are in use the
         penalties, ``logit_bias`` and ``json_schema``. With the temperature alone they are the policy's own."""
-        used = {name: value for name, value in self.reshaping.items() if name != "min_p"}
-        schema = {} if self.json_schema is None else {"json_schema": self.json_schema}
-        return {"temperature": self.temperature or 1.0, **used, **schema}
+        settings = {"temperature": self.temperature or 1.0, **self.reshaping}
+        settings.pop("min_p", None)
+        return settings if self.json_schema is None else settings | {"json_schema": self.json_schema}
 
     @property
     def capabilities(self) -> set[str]:

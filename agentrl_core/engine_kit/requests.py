@@ -53,7 +53,7 @@ def check_request(
             f"{where} the prompt has {len(prompt_ids)} tokens, which leaves no room to sample with max_model_len "
             f"{max_model_len}"
         )
-    if not _all_known(prompt_ids, vocab_size):
+    if not all_known(prompt_ids, vocab_size):
         token = next(token for token in prompt_ids if not 0 <= token < vocab_size)
         raise ValueError(f"{where} token id {token} is outside the vocabulary 0..{vocab_size - 1}")
     if problem := sampling_problem(params, vocab_size):
@@ -97,6 +97,8 @@ def sampling_problem(params: SamplingParams, vocab_size: int | None = None) -> s
 
 _NUMBERS = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
 _numbers_of = attrgetter(*_NUMBERS)
+_WHOLE = (int, np.integer)
+_NUMBER = (*_WHOLE, float, np.floating)
 
 
 @lru_cache(maxsize=256, typed=True)
@@ -124,11 +126,11 @@ def _problem_of_numbers(
 
 
 def _within(value: Any, low: float, high: float) -> bool:
-    return isinstance(value, int | float | np.integer | np.floating) and bool(low <= value <= high)
+    return isinstance(value, _NUMBER) and bool(low <= value <= high)
 
 
 def _whole(value: Any, low: float) -> bool:
-    return isinstance(value, int | np.integer) and bool(value >= low)
+    return isinstance(value, _WHOLE) and bool(value >= low)
 
 
 def _is_object(text: str) -> bool:
@@ -138,7 +140,8 @@ def _is_object(text: str) -> bool:
         return False
 
 
-def _all_known(ids: Sequence[int], vocab_size: int) -> bool:
+def all_known(ids: Sequence[int], vocab_size: int) -> bool:
+    """Whether all of these are ids of a vocabulary. Raises TypeError where one is no whole number."""
     try:
         # Four times faster than min() and max(); negative numbers overflow.
         return bool(np.maximum.reduce(np.frombuffer(array("I", ids), np.uint32)) < vocab_size)

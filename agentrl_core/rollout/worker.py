@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.data.chat_template import build_renderer
 from agentrl_core.data.row_sampling import with_row_sampling
 from agentrl_core.data.rows import PromptBatch
+from agentrl_core.engine_kit.requests import all_known
 from agentrl_core.hosting.environments import HostedEnvironment
 from agentrl_core.hosting.rewards import check_score
 from agentrl_core.hosting.tools import HostedTool, is_finite
@@ -359,9 +361,9 @@ def check_tokens(loop: str, outputs: Sequence[AgentLoopOutput], vocab_size: int)
     """
     for number, output in enumerate(outputs, 1):
         for name, ids in (("prompt_ids", output.prompt_ids), ("response_ids", output.response_ids)):
-            array = np.asarray(ids)
-            if array.dtype.kind in "iu" and 0 <= array.min(initial=0) and array.max(initial=0) < vocab_size:
-                continue
+            with suppress(TypeError):
+                if not len(ids) or all_known(ids, vocab_size):
+                    continue
             for place, token in enumerate(ids):
                 if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
                     raise ProtocolError(
