@@ -13,6 +13,7 @@ from torch import Tensor
 
 from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.kl import kl_estimate
+from agentrl_core.algorithms.token_log_probs import Entropies
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.api.weights import ArrayBucket, Broadcast, WeightUpdate
@@ -92,8 +93,11 @@ class ActorWorker(FarFiles, TrainingWorker):
             batch,
             "compute_log_prob",
             ("old_log_probs", "entropys") if with_entropy else ("old_log_probs",),
-            lambda micro: response_log_probs(self._model, micro, temperature, "value" if with_entropy else "none"),
+            lambda micro: self._log_probs(micro, temperature, "value" if with_entropy else "none"),
         )
+
+    def _log_probs(self, micro: MicroBatch, temperature: float, entropies: Entropies = "none") -> tuple[Tensor, ...]:
+        return response_log_probs(self._model, micro, temperature, entropies, self._in_chunks)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -165,7 +169,7 @@ class ActorWorker(FarFiles, TrainingWorker):
                 take(part, share),
                 self.config.actor.micro_batch_tokens,
                 self._device,
-                lambda micro: response_log_probs(self._model, micro, temperature),
+                lambda micro: self._log_probs(micro, temperature),
                 ("log_probs",),
                 "actor.micro_batch_tokens",
                 self._parallel,
@@ -178,8 +182,8 @@ class ActorWorker(FarFiles, TrainingWorker):
     def _loss(self, micro: MicroBatch, divisor: float, temperature: float, entropy_coef: float) -> MicroLoss:
         algorithm, mask_br = self.config.algorithm, micro["response_mask"]
         needs_entropies = algorithm.loss.has("entropies")
-        log_probs_br, entropies_br = response_log_probs(
-            self._model, micro, temperature, "gradient" if entropy_coef or needs_entropies else "value"
+        log_probs_br, entropies_br = self._log_probs(
+            micro, temperature, "gradient" if entropy_coef or needs_entropies else "value"
         )
         seen = _loss_input(micro.columns, micro.rows, log_probs_br, entropies_br if needs_entropies else None)
         with hang_reported(f"policy loss {algorithm.loss.name!r}"):

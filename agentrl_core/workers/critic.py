@@ -67,6 +67,9 @@ class CriticWorker(TrainingWorker):
         result: tuple[Tensor, Tensor] = self._model(micro, with_head=False)
         return result
 
+    def _most_logits(self, longest: int) -> int:
+        return 0
+
     def _empty(self, path: str) -> ValueModel:
         with torch.device("meta"):
             return ValueModel(empty_backbone(path, self.config.model))

@@ -1,17 +1,34 @@
 """Log-probabilities and entropies of response tokens under a causal language model.
 
-Shapes: b rows, r response tokens and l = p + r tokens of a micro-batch, n of its response tokens, V vocabulary.
+Shapes: b rows, r response tokens and l = p + r tokens of a micro-batch, n of its response tokens, c of a chunk of
+these; H hidden size, V vocabulary.
 """
 
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from agentrl_core.algorithms.token_log_probs import Entropies, token_log_probs
 from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.micro_batching import MicroBatch, in_place
-from agentrl_core.workers.packed_attention import ForwardPass
+from agentrl_core.workers.models import vocabulary_of
+from agentrl_core.workers.packed_attention import ForwardPass, example_rows, rounding
+
+logger = logging.getLogger(__name__)
+
+OfLogits = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
+"""Results [c, …] of logits [c, V] and labels [c]."""
+
+MOST_LOGITS = 2**28
+"""Logits of a chunk: half a GiB in bfloat16, and as much for their gradient. Smaller chunks would save little and take
+longer, for each adds a gradient as large as the whole output head."""
 
 
 def temperature_of(batch: DataProto, method: str) -> float:
@@ -29,17 +46,11 @@ def response_logits(model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
     Raises WorkerError for a model that does not know ``logits_to_keep``.
     """
     rows = ForwardPass.of(model, micro)
-    logits = model(**rows.inputs, logits_to_keep=rows.predicting, use_cache=False).logits
-    if logits.shape[1] != len(rows.predicting):
-        raise WorkerError(
-            f"{type(model).__name__} returned logits for {logits.shape[1]} positions, not {len(rows.predicting)}: its "
-            "forward() must take logits_to_keep as a tensor of positions, as the models of transformers do"
-        )
-    return logits.flatten(0, 1), rows.places
+    return _logits(model, rows), rows.places
 
 
 def response_log_probs(
-    model: Any, micro: MicroBatch, temperature: float, entropies: Entropies = "none"
+    model: Any, micro: MicroBatch, temperature: float, entropies: Entropies = "none", in_chunks: bool = False
 ) -> tuple[Tensor, ...]:
     """Log-probabilities [b, r] of the response tokens, float32, and unless ``none`` the entropies [b, r].
 
@@ -47,8 +58,108 @@ def response_log_probs(
     token; where rows are packed only for those that predict a sampled one, and the results of others are 0.
     Log-probabilities carry a gradient wherever gradients are enabled, entropies as ``entropies`` says.
 
+    Args:
+        in_chunks: :func:`chunks_logits` said so; never more than :data:`MOST_LOGITS` logits exist, neither here nor in the
+            backward pass.
+
     Raises WorkerError for a model that does not know ``logits_to_keep``.
     """
-    logits_nV, places_br = response_logits(model, micro)
-    results = token_log_probs(logits_nV, micro["responses"][places_br], temperature, entropies)
-    return tuple(in_place(result_n, places_br) for result_n in results)
+
+    def log_probs(logits_cV: Tensor, labels_c: Tensor) -> tuple[Tensor, ...]:
+        return token_log_probs(logits_cV, labels_c, temperature, entropies)
+
+    rows = ForwardPass.of(model, micro)
+    labels_n = micro["responses"][rows.places]
+    count = -(-len(labels_n) * vocabulary_of(model) // MOST_LOGITS) if in_chunks else 1
+    if count > 1:
+        results = _of_chunks(model, rows, labels_n, -(-len(labels_n) // count), log_probs)
+    else:
+        results = log_probs(_logits(model, rows), labels_n)
+    return tuple(in_place(result_n, rows.places) for result_n in results)
+
+
+def chunks_logits(model: Any, most_logits: int, device: torch.device) -> bool:
+    """Whether a model with up to so many logits in a micro-batch shall compute them in chunks.
+
+    It shall where they are more than :data:`MOST_LOGITS`, and are the same in chunks: a few rows are computed in both
+    ways. All ranks must call this.
+    """
+    if most_logits <= MOST_LOGITS:
+        return False
+    micro = example_rows(model).to(device)
+    reason = ""
+    try:
+        with torch.no_grad():
+            whole_nV, places = response_logits(model, micro)
+            labels_n = micro["responses"][places]
+            (cut_nV,) = _of_chunks(model, ForwardPass.of(model, micro), labels_n, 5, lambda logits, _: (logits,))
+        gap, largest = float((whole_nV - cut_nV).abs().max()), float(whole_nV.abs().max())
+        if not gap <= rounding(whole_nV) * largest:
+            reason = f"in chunks they differ by {gap:.2g}, the largest is {largest:.2g}"
+    except Exception as error:  # noqa: BLE001 - what cannot be cut is computed as a whole
+        reason = str(error)
+    if reason:
+        logger.info("%s computes all logits of a micro-batch at once: %s", type(model).__name__, reason)
+    return not reason
+
+
+def _logits(model: Any, rows: ForwardPass) -> Tensor:
+    logits: Tensor = model(**rows.inputs, logits_to_keep=rows.predicting, use_cache=False).logits
+    if logits.shape[1] != len(rows.predicting):
+        raise WorkerError(
+            f"{type(model).__name__} returned logits for {logits.shape[1]} positions, not {len(rows.predicting)}: its "
+            "forward() must take logits_to_keep as a tensor of positions, as the models of transformers do"
+        )
+    return logits.flatten(0, 1)
+
+
+def _of_chunks(model: Any, rows: ForwardPass, labels_n: Tensor, size: int, function: OfLogits) -> tuple[Tensor, ...]:
+    """Results [n, …] of ``function``, called with the logits of ``size`` tokens at a time.
+
+    The model's own forward runs once for the hidden states and once for each chunk of them, so whatever it does between
+    hidden states and logits is done. All of that is one call of the model, so that FSDP2 gathers its parameters once
+    and keeps them for the backward pass, in which the logits are computed again.
+    """
+    base, whole = model.get_decoder(), model.forward
+    if base is model:
+        raise WorkerError("its output head cannot be told from the rest: get_decoder() returns the model itself")
+
+    def of_chunk(states_cH: Tensor, labels_c: Tensor, outputs: Any, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
+        part = replace(outputs, last_hidden_state=states_cH.unsqueeze(0))
+        with _computing(base, lambda *args, **kwargs: part):
+            return function(whole(**inputs).logits.flatten(0, 1), labels_c)
+
+    def forward(**inputs: Any) -> tuple[Tensor, ...]:
+        computed, run = [], base.forward
+
+        def once(*args: Any, **kwargs: Any) -> Any:
+            computed.append(run(*args, **kwargs))
+            return computed[-1]
+
+        with _computing(base, once):
+            whole(**inputs, logits_to_keep=rows.predicting[:0])
+        (outputs,) = computed
+        parts = zip(rows.predicting_states(outputs.last_hidden_state).split(size), labels_n.split(size), strict=True)
+        results = [
+            checkpoint(of_chunk, *part, outputs, inputs, use_reentrant=False, preserve_rng_state=False)
+            for part in parts
+        ]
+        return tuple(torch.cat(result) for result in zip(*results, strict=True))
+
+    with _computing(model, forward):
+        found: tuple[Tensor, ...] = model(**rows.inputs, use_cache=False)
+    return found
+
+
+@contextmanager
+def _computing(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Inside, a module computes something else, and its hooks run as always."""
+    before = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del module.forward
+        else:
+            module.forward = before

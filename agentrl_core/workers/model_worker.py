@@ -28,7 +28,7 @@ from agentrl_core.workers.checkpoints import (
     save_training_state,
 )
 from agentrl_core.workers.data_parallel import DataParallel
-from agentrl_core.workers.log_probs import response_logits
+from agentrl_core.workers.log_probs import chunks_logits, response_logits
 from agentrl_core.workers.micro_batching import (
     SEQUENCE_COLUMNS,
     MicroBatch,
@@ -43,6 +43,7 @@ from agentrl_core.workers.models import (
     enable_gradient_checkpointing,
     load_causal_lm,
     resolve_device,
+    vocabulary_of,
 )
 from agentrl_core.workers.offload import HOST, Offload
 from agentrl_core.workers.optimizer import ScheduledAdamW
@@ -101,6 +102,7 @@ class ModelWorker(Worker):
         self._model: Any = None
         self._offload: Offload
         self._packing: Packing
+        self._in_chunks = False
         self._profiles = False
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -114,6 +116,7 @@ class ModelWorker(Worker):
         check_lengths(self._language_model.config, longest, key)
         check_padding(self._language_model, self._predict, self._device, key)
         self._packing = Packing(self._language_model, self._predict, model.packing, self._device)
+        self._in_chunks = chunks_logits(self._model, self._most_logits(longest), self._device)
         rest(self._model)
         self._offload = self._ready()
 
@@ -170,6 +173,10 @@ class ModelWorker(Worker):
     def _predict(self, micro: MicroBatch) -> tuple[Tensor, Tensor]:
         """What :class:`Packing` compares: predictions [n, C], and their places [b, r]."""
         return response_logits(self._model, micro)
+
+    def _most_logits(self, longest: int) -> int:
+        """Of a micro-batch; a row of ``longest`` tokens may be one."""
+        return max(int(self._settings.micro_batch_tokens), longest) * vocabulary_of(self._model)
 
     @abstractmethod
     def _ready(self) -> Offload:

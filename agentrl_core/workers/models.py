@@ -198,6 +198,11 @@ def _switch_off_dropout(model_config: Any) -> None:
                 setattr(part, name, 0.0)
 
 
+def vocabulary_of(model: Any) -> int:
+    """The number of tokens that a model knows."""
+    return int(model.config.get_text_config(decoder=True).vocab_size)
+
+
 def enable_gradient_checkpointing(model: Any) -> None:
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 

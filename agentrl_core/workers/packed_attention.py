@@ -19,6 +19,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from agentrl_core.api.errors import ConfigError, WorkerError
 from agentrl_core.workers.micro_batching import Columns, MicroBatch
+from agentrl_core.workers.models import vocabulary_of
 from agentrl_core.workers.packing import AttentionLayout, Lengths, VarlenLayout, pack
 
 logger = logging.getLogger(__name__)
@@ -167,7 +168,7 @@ class Packing:
         reason = f"only sdpa attention can be packed, this model has {_attention(model)}"
         if _attention(model) == "sdpa":
             self.is_possible = True
-            example = _example(model).to(device)
+            example = example_rows(model).to(device)
             reason = self._other_mask(compute, example) or self._choose(compute, example, device)
             self.is_possible = not reason
         if reason:
@@ -241,7 +242,7 @@ class Packing:
         gap, largest = float((padded - packed).abs().max()), float(padded.abs().max())
         return (
             ""
-            if gap <= _precision(packed) * largest
+            if gap <= rounding(packed) * largest
             else f"packed ones differ by {gap:.2g}, the largest is {largest:.2g}"
         )
 
@@ -260,8 +261,8 @@ def _is_causal(mask_function: Callable[..., Any], positions: int) -> bool:
     return True
 
 
-def _precision(values: Tensor) -> float:
-    """Wrong attention shows in the first digits; sums in another order show in the last."""
+def rounding(values: Tensor) -> float:
+    """Share of the largest value by which sums in another order may differ: what is wrong shows in the first digits."""
     return math.sqrt(torch.finfo(values.dtype).eps)
 
 
@@ -277,7 +278,7 @@ def check_padding(model: Any, compute: Compute, device: torch.device, key: str) 
     Raises:
         ConfigError: they differ, because the model counts padding as positions, or its state runs through it.
     """
-    micro = _example(model)
+    micro = example_rows(model)
     gaps, largest = [], 0.0
     with torch.no_grad():
         padded_brC = compute(micro.to(device))[0].view(*micro["responses"].shape, -1)
@@ -292,7 +293,7 @@ def check_padding(model: Any, compute: Compute, device: torch.device, key: str) 
             gaps.append(float((padded_brC[row, :response] - alone_rC).abs().max()))
             largest = max(largest, float(alone_rC.abs().max()))
     # Of all rows: half precision may send a token of one row to another expert.
-    if not min(gaps) <= _precision(padded_brC) * largest:
+    if not min(gaps) <= rounding(padded_brC) * largest:
         raise ConfigError(
             f"{key}: {type(model).__name__} computes something else for a row that has padding on its left: its "
             f"predictions differ by {min(gaps):.2g}, the largest is {largest:.2g}. Its log-probs would be wrong; train "
@@ -341,14 +342,13 @@ def _attention(model: Any) -> str:
     return str(model.config.get_text_config(decoder=True)._attn_implementation)
 
 
-def _example(model: Any) -> MicroBatch:
-    """Two prompts of different lengths with two responses each."""
-    vocabulary = int(model.config.get_text_config(decoder=True).vocab_size)
+def example_rows(model: Any) -> MicroBatch:
+    """Two prompts of different lengths with two responses each, on the CPU."""
     lengths = [(6, 3), (6, 7), (4, 7), (4, 5)]
     attention_bl = torch.zeros(4, 13, dtype=torch.long)
     for row, (prompt, response) in enumerate(lengths):
         attention_bl[row, 6 - prompt : 6 + response] = 1
-    ids_bl = (torch.arange(4 * 13).view(4, 13) * 7 + 1) % vocabulary
+    ids_bl = (torch.arange(4 * 13).view(4, 13) * 7 + 1) % vocabulary_of(model)
     ids_bl[1, :6], ids_bl[3, :6] = ids_bl[0, :6], ids_bl[2, :6]
     columns: Columns = {
         "input_ids": ids_bl,

@@ -23,7 +23,7 @@ class ReferenceWorker(ModelWorker):
             batch,
             "compute_ref_log_prob",
             ("ref_log_prob",),
-            lambda micro: response_log_probs(self._model, micro, temperature),
+            lambda micro: response_log_probs(self._model, micro, temperature, in_chunks=self._in_chunks),
         )
 
 
