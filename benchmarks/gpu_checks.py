@@ -32,7 +32,7 @@ from agentrl_core.engine_kit.ports import free_port
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.data_parallel import DP_AXIS, DataParallel
-from agentrl_core.workers.log_probs import response_log_probs
+from agentrl_core.workers.log_probs import MOST_LOGITS, chunks_logits, response_log_probs
 from agentrl_core.workers.micro_batching import columns_of, micro_batches
 
 UNIT = 2.0**-24
@@ -85,12 +85,14 @@ def _errors(
 
 
 def packing(bench: Bench) -> Iterator[Figure]:
-    """Packed rows against padded ones in bfloat16: both may differ from float32 by as much rounding."""
+    """Packed rows, with whole logits and with chunks of them, against padded ones in bfloat16: all of these may differ
+    from float32 by as much rounding."""
     batch = bench.batch()
     variants = {
         "padded, float32": ("model.compute_dtype=float32", "model.packing=false"),
         "padded, bfloat16": ("model.compute_dtype=bfloat16", "model.packing=false"),
         "packed, bfloat16": ("model.compute_dtype=bfloat16", "model.packing=true"),
+        "packed, bfloat16, in chunks": ("model.compute_dtype=bfloat16", "model.packing=true"),
     }
     exact: tuple[Tensor, Tensor] | None = None
     of_log_probs = of_gradient = math.inf
@@ -98,11 +100,14 @@ def packing(bench: Bench) -> Iterator[Figure]:
         with bench.actor(*overrides) as actor:
             if "packed" in case:
                 yield Figure(case, "the model packs", float(actor._packing.is_possible), "", 1, at_least=True)
-            found_n, gradient = _log_probs_of(actor, batch), _gradient_of(actor, batch)
+            if in_chunks := "in chunks" in case:
+                chunks = chunks_logits(actor.module, MOST_LOGITS + 1, bench.device)
+                yield Figure(case, "the model computes logits in chunks", float(chunks), "", 1, at_least=True)
+            found_n, gradient = _log_probs_of(actor, batch), _gradient_of(actor, batch, in_chunks)
             memory = bench.memory
             memory.settle()
             start = time.perf_counter()
-            _gradient_of(actor, batch)
+            _gradient_of(actor, batch, in_chunks)
             yield Figure(case, "forward and backward of the batch, second time", time.perf_counter() - start, "s")
             if memory.growth is not None:
                 yield Figure(case, "memory of it at the peak", memory.growth, "GiB")
@@ -121,14 +126,14 @@ def _log_probs_of(actor: ActorWorker, batch: DataProto) -> Tensor:
     return actor.compute_log_prob(batch).batch["old_log_probs"][batch.batch["response_mask"]]
 
 
-def _gradient_of(actor: ActorWorker, batch: DataProto) -> Tensor:
+def _gradient_of(actor: ActorWorker, batch: DataProto, in_chunks: bool = False) -> Tensor:
     """[parameters] of the log-probs, weighted with the advantages; on the host."""
     columns = columns_of(batch, ("advantages",), "update")
     tokens, packs = actor.config.actor.micro_batch_tokens, actor._packing.is_possible
     with actor._computing():
         for micro in micro_batches(columns, tokens, by_prompt=packs):
             micro = micro.to(actor._device)
-            (log_probs_br,) = response_log_probs(actor.module, micro, 1.0)
+            (log_probs_br,) = response_log_probs(actor.module, micro, 1.0, in_chunks=in_chunks)
             (log_probs_br * micro["advantages"] * micro["response_mask"]).sum().backward()
         gradients = [parameter.grad.float().cpu().flatten() for parameter in actor.module.parameters()]
         actor.module.zero_grad()

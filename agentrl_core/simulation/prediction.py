@@ -15,6 +15,7 @@ from agentrl_core.simulation.devices import GIB, NETWORK, Device, device_called
 from agentrl_core.simulation.engines import EngineShare, engine_share
 from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, PARTS, WEIGHTS, Phase
 from agentrl_core.simulation.workers import Simulated, simulate
+from agentrl_core.workers.log_probs import MOST_LOGITS
 from agentrl_core.workers.models import empty_causal_lm, resolve_device
 
 CONTEXT = int(0.8 * GIB)
@@ -240,7 +241,7 @@ def _from_sizes(config: ResolvedConfig) -> Simulated:
     width = 2 if config.model.gradient_checkpointing else 34
     activations = shape.tokens * text.hidden_size * 2 * width * text.num_hidden_layers // 2
     parts = {WEIGHTS: weights, GRADIENTS: nbytes // ranks, MOMENTS: moments, "activations": activations,
-             "logits": 4 * shape.tokens * text.vocab_size}  # fmt: skip
+             "logits": 4 * min(shape.tokens * text.vocab_size, MOST_LOGITS)}  # fmt: skip
     update = Phase(sum(parts.values()), parts)
     update.operations["bfloat16"] = 6 * count * shape.tokens
     forward = Phase(weights + moments, {WEIGHTS: weights, MOMENTS: moments})

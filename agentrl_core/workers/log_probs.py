@@ -59,8 +59,8 @@ def response_log_probs(
     Log-probabilities carry a gradient wherever gradients are enabled, entropies as ``entropies`` says.
 
     Args:
-        in_chunks: :func:`chunks_logits` said so; never more than :data:`MOST_LOGITS` logits exist, neither here nor in the
-            backward pass.
+        in_chunks: never have more than :data:`MOST_LOGITS` logits, neither here nor in the backward pass; for a model
+            that :func:`chunks_logits`.
 
     Raises WorkerError for a model that does not know ``logits_to_keep``.
     """

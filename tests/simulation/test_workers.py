@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from agentrl_core.api.errors import SimulationError
 from agentrl_core.config import ResolvedConfig
+from agentrl_core.simulation.batches import MICRO_BATCHES
 from agentrl_core.simulation.ledger import GATHERED, GRADIENTS, MOMENTS, WEIGHTS
 from agentrl_core.simulation.workers import simulate
 from agentrl_core.workers import actor, log_probs
@@ -49,6 +50,24 @@ def test_an_update_of_shards_never_holds_whole_gradients_or_moments(make_config:
     shards = simulate(make_config("actor.micro_batch_tokens=128", "model.packing=false", **wide), ranks=4)
     # A quarter of weights, gradients and moments is one time the model; gathered layers and activations come on top.
     assert shards.parameter_bytes < shards.phases["update"].peak < 2 * shards.parameter_bytes
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_logits_come_in_chunks(make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, ranks: int) -> None:
+    vocabulary, width = 8192, 128
+    config = make_config("model.packing=false", vocab_size=vocabulary)
+    whole = simulate(config, ranks=ranks)
+    tokens = whole.shape.rows * whole.shape.response
+    assert whole.logits["bfloat16"] == (tokens, vocabulary)
+    monkeypatch.setattr(log_probs, "MOST_LOGITS", 50 * vocabulary)
+    cut = simulate(config, ranks=ranks)
+    # The gradient of the head counts too, as large as 128 tokens.
+    assert max(shape[-2] for shape in cut.logits.values()) == width < tokens / 2
+    assert cut.phases["update"].peak < whole.phases["update"].peak - tokens * vocabulary
+    # The head's product with hidden states comes once more, in the backward pass.
+    for name, operations in {"log-probs": 0, "update": 2 * width * vocabulary * tokens * MICRO_BATCHES}.items():
+        found, before = (sum(each.phases[name].operations.values()) for each in (cut, whole))
+        assert found - before == pytest.approx(operations, rel=0.01)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])

@@ -53,7 +53,7 @@ SAMPLED = 12
 
 def make_model(config: Any, **arguments: Any) -> Any:
     torch.manual_seed(0)
-    return AutoModelForCausalLM.from_config(copy.deepcopy(config), **{"attn_implementation": "sdpa", **arguments}).eval()
+    return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="sdpa", **arguments).eval()
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ from agentrl_core.api.errors import WorkerError
 from agentrl_core.controller import ClassWithInitArgs, make_runtime
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.plugins.official import OFFICIAL
+from agentrl_core.workers.log_probs import MOST_LOGITS as LOGITS
 
 pytestmark = pytest.mark.ray
 
@@ -60,6 +61,20 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
             self.config.algorithm.loss = PolicyLossSlot(name, plugin.spec.config(**options), resolved=plugin)
             self.config.actor.micro_batch_tokens = micro_batch_tokens
             self._ready()
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def compute_at_once(self, logits: int) -> None:
+            """So many logits at a time, with the model as at the start."""
+            from agentrl_core.workers import log_probs
+
+            log_probs.MOST_LOGITS = logits
+            self.init_model()
+            self._widths: list[int] = []
+            self.module.lm_head.register_forward_hook(lambda _, inputs, out: self._widths.append(out.shape[1]))
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def most_tokens_of_the_head(self) -> int:
+            return max(self._widths)
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def move_weights(self) -> None:
@@ -299,6 +314,30 @@ def test_recomputed_activations_change_nothing(groups_of: Any, batches: list[Any
     groups["actor"].set_model_key("gradient_checkpointing", True)
     assert step(groups_of(2), batches[0], 0) == pytest.approx(expected, abs=1e-6, rel=1e-6)
     groups["actor"].set_model_key("gradient_checkpointing", False)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("packing", True), ("packing", False), ("gradient_checkpointing", True), ("compute_dtype", "bfloat16")],
+)
+def test_logits_in_chunks_change_nothing(groups_of: Any, batches: list[Any], ranks: int, key: str, value: Any) -> None:
+    groups, results, updated = groups_of(ranks), [], []
+    actor, before = groups["actor"], getattr(groups_of(1)["actor"].workers[0].config.model, key)
+    actor.set_model_key(key, value)
+    try:
+        for logits in (LOGITS, 3 * 40):
+            actor.compute_at_once(logits)
+            groups["critic"].init_model()
+            results.append([step(groups, batch, seed) for seed, batch in enumerate(batches[:2])])
+            assert all((most <= 3) is (logits < LOGITS) for most in actor.most_tokens_of_the_head())
+            updated.append(weights(groups))
+    finally:
+        actor.set_model_key(key, before)
+        actor.compute_at_once(LOGITS)
+    assert results[1] == [pytest.approx(expected, abs=1e-5, rel=1e-5) for expected in results[0]]
+    for name, tensor in updated[0].items():
+        np.testing.assert_allclose(updated[1][name], tensor, atol=1e-5, rtol=0, err_msg=name)
 
 
 def test_training_goes_on_with_weights_that_have_moved(groups_of: Any, batches: list[Any]) -> None:
