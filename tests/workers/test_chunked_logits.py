@@ -3,10 +3,14 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import (
@@ -22,11 +26,12 @@ from transformers import (
 
 from agentrl_core.workers import log_probs
 from agentrl_core.workers.actor import ActorWorker
+from agentrl_core.workers.data_parallel import DP_AXIS, DataParallel
 from agentrl_core.workers.log_probs import chunks_logits, response_log_probs, response_logits
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, micro_batches
 from agentrl_core.workers.models import enable_gradient_checkpointing, training_mode
 from agentrl_core.workers.packed_attention import Packing, is_packing
-from agentrl_core.workers.sharding import compute_in
+from agentrl_core.workers.sharding import compute_in, precision, shard
 
 VOCAB, TEMPERATURE = 40, 0.7
 CPU = torch.device("cpu")
@@ -172,6 +177,42 @@ def test_float32_weights_that_compute_in_bfloat16(
     torch.testing.assert_close(cut[:2], whole[:2], atol=1e-6, rtol=1e-6)
     # Sums of chunks are rounded otherwise, not more.
     assert distance(cut[2], exact(model)[2]) < 1.1 * distance(whole[2], exact(model)[2])
+
+
+@pytest.fixture
+def one_rank(tmp_path: Path) -> Iterator[DataParallel]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield DataParallel(0, init_device_mesh("cpu", (1,), mesh_dim_names=(DP_AXIS,)))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("name", ["a tied head", "a head of its own"])
+def test_fsdp_gathers_once_and_sums_what_chunks_add(
+    one_rank: DataParallel, micro: MicroBatch, monkeypatch: pytest.MonkeyPatch, name: str, compute_dtype: Any
+) -> None:
+    model = make_model(FAMILIES[name], dtype=torch.float32)
+    expected = exact(model)
+    shard(model, one_rank, precision(compute_dtype, CPU))
+    enable_gradient_checkpointing(model)
+    gathered: list[int] = []
+    gather = FSDPParamGroup.unshard
+    monkeypatch.setattr(FSDPParamGroup, "unshard", lambda self, *args: gathered.append(1) or gather(self, *args))
+    found = {}
+    for logits in (10_000, 5 * VOCAB):
+        monkeypatch.setattr(log_probs, "MOST_LOGITS", logits)
+        assert chunks_logits(model, 10_001, CPU)
+        model.reshard()
+        gathered.clear()
+        with training_mode(model):
+            *values, gradients = computed(model, micro)
+        found[logits] = values, [gradient.full_tensor() for gradient in gradients], len(gathered)
+    (whole, of_whole, gathers), (cut, of_cut, gathers_of_cut) = found.values()
+    torch.testing.assert_close(cut, whole, atol=1e-5, rtol=1e-5)
+    assert gathers_of_cut == gathers
+    if compute_dtype is None:
+        torch.testing.assert_close(of_cut, [each.float() for each in expected[2]], atol=2e-4, rtol=2e-4)
+    assert distance(of_cut, expected[2]) < 1.1 * distance(of_whole, expected[2]) + 1e-4
 
 
 class Largest(TorchDispatchMode):
