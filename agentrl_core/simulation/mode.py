@@ -238,7 +238,13 @@ def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulati
 
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign, assignment]
     try:
-        with patch.object(ShardingPropagator, shapes_of_whole.__name__, shapes_only), fake, mode:
+        with (
+            patch.object(ShardingPropagator, shapes_of_whole.__name__, shapes_only),
+            # It takes fake tensors for a trace, in which causal masks are always made.
+            patch("transformers.masking_utils.is_tracing", lambda *_: False),
+            fake,
+            mode,
+        ):
             yield mode
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]

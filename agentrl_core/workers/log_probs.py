@@ -139,7 +139,8 @@ def _of_chunks(model: Any, rows: ForwardPass, labels_n: Tensor, size: int, funct
         with _computing(base, once):
             whole(**inputs, logits_to_keep=rows.predicting[:0])
         (outputs,) = computed
-        parts = zip(rows.predicting_states(outputs.last_hidden_state).split(size), labels_n.split(size), strict=True)
+        states_nH = rows.predicting_states(outputs.last_hidden_state)
+        parts = zip(torch.split(states_nH, size), torch.split(labels_n, size), strict=True)
         results = [
             checkpoint(of_chunk, *part, outputs, inputs, use_reentrant=False, preserve_rng_state=False)
             for part in parts

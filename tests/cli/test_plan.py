@@ -37,7 +37,7 @@ def test_json_has_bytes_seconds_and_the_verdict(config_file: ConfigFile) -> None
 
 def test_a_run_that_does_not_fit_names_changes_that_fit(config_file: ConfigFile) -> None:  # noqa: F811
     overrides = ["actor.micro_batch_tokens=65536", "rollout.max_response_length=3000"]
-    result = plan(config_file(vocab_size=50_000), *overrides, "--gpu", "small:6:1:100")
+    result = plan(config_file(intermediate_size=8192), *overrides, "--gpu", "small:6:1:100")
     assert result.exit_code == 1
     assert "does not fit" in result.output and "fits with actor.micro_batch_tokens=" in result.output
 
