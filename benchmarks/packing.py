@@ -38,7 +38,7 @@ CASES = {
     "prompts of 48, responses of 8 to 120": (48, (8, 120)),
 }
 
-CHUNKS = {"at once": None, "in chunks of 2^28": 2**28, "in chunks of 2^26": 2**26, "in chunks of 2^24": 2**24}
+CHUNKS = {"at once": None, "in chunks of 2^28": 2**28, "in chunks of 2^26": 2**26}
 
 
 def make_columns(samples: int, prompt: int, responses: tuple[int, int]) -> Columns:
