@@ -15,23 +15,58 @@ PARTS = (WEIGHTS, GRADIENTS, MOMENTS, GATHERED, LOGITS, ACTIVATIONS)
 """``gathered``: parameters of other ranks, and the buffers of collectives. ``activations`` is everything else."""
 
 
+Place = tuple[str, int, int]
+"""Where code is: forward or backward pass, its number, and a layer; counted from the last layer where negative."""
+START: Place = ("start", 0, 0)
+STEP: Place = ("step", 0, 0)
+
+
 @dataclass
 class Phase:
     """What one phase of a worker did.
 
     Args:
-        peak: bytes at the moment with the most.
-        parts: bytes by part at that moment.
+        parts_at: bytes by part at the fullest moment of each place.
+        passes: forward passes that entered the first layer.
         operations: floating-point operations by dtype.
         collectives: bytes that this rank sends or receives, by collective.
         calls: number of calls, by collective.
     """
 
-    peak: int = 0
-    parts: Mapping[str, int] = field(default_factory=dict)
+    parts_at: dict[Place, Mapping[str, int]] = field(default_factory=dict)
+    passes: int = 0
     operations: Counter[str] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def parts(self) -> Mapping[str, int]:
+        """Bytes by part at the moment with the most."""
+        return max(self.parts_at.values(), key=_total, default={})
+
+    @property
+    def peak(self) -> int:
+        """Bytes at that moment."""
+        return _total(self.parts)
+
+    def deeper(self, more: "Phase", times: int) -> "Phase":
+        """The phase of a model with more layers, where ``more`` is that of one with a few more.
+
+        At each place every figure grows by the same amount with each further layer.
+        """
+
+        def grown(less: Mapping[str, int], more: Mapping[str, int]) -> Counter[str]:
+            return Counter({key: less.get(key, 0) + times * (more[key] - less.get(key, 0)) for key in more})
+
+        return Phase(
+            {place: grown(parts, more.parts_at[place]) for place, parts in self.parts_at.items()}, self.passes,
+            grown(self.operations, more.operations), grown(self.collectives, more.collectives),
+            grown(self.calls, more.calls),
+        )  # fmt: skip
+
+
+def _total(parts: Mapping[str, int]) -> int:
+    return sum(parts.values())
 
 
 @dataclass
@@ -53,14 +88,10 @@ class Ledger:
         self._references: dict[int, weakref.ref[Any]] = {}
         self._totals: Counter[str] = Counter()
         self._total = 0
-        self._phases: dict[str, Phase] = {}
+        self._peak = 0
+        self._places: tuple[Place, ...] = (START,)
         self.phase = Phase()
         """The phase that runs."""
-
-    @property
-    def phases(self) -> Mapping[str, Phase]:
-        """By name, in the order in which they ran."""
-        return self._phases
 
     @property
     def total(self) -> int:
@@ -68,14 +99,20 @@ class Ledger:
         return self._total
 
     @contextmanager
-    def during(self, name: str) -> Iterator[Phase]:
-        """A phase; one that comes again adds to its operations, and keeps the higher peak."""
-        outer, self.phase = self.phase, self._phases.setdefault(name, Phase())
-        self._note_peak()
+    def during(self) -> Iterator[Phase]:
+        """A new phase."""
+        outer, self.phase = self.phase, Phase()
+        self.at(START)
         try:
             yield self.phase
         finally:
             self.phase = outer
+            self.at(START)
+
+    def at(self, *places: Place) -> None:
+        """Code comes to a place, which may have several names."""
+        self._places, self._peak = places, -1
+        self._note_peak()
 
     def allocate(self, storage: torch.UntypedStorage, part: str = ACTIVATIONS) -> None:
         """Note a storage, unless it is known."""
@@ -114,13 +151,14 @@ class Ledger:
     def _add(self, part: str, nbytes: int) -> None:
         self._totals[part] += nbytes
         self._total += nbytes
-        if self._total > self.phase.peak:
+        if self._total > self._peak:
             self._note_peak()
 
     def _note_peak(self) -> None:
-        if self._total >= self.phase.peak:
-            self.phase.peak = self._total
-            self.phase.parts = dict(self._totals)
+        self._peak = self._total
+        for place in self._places:
+            if self._total >= _total(self.phase.parts_at.get(place, {})):
+                self.phase.parts_at[place] = dict(self._totals)
 
     def _forget(self, key: int) -> None:
         self._references.pop(key, None)

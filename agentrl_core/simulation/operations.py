@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from agentrl_core.simulation.known import known_of
+from agentrl_core.simulation.known import known_of, no_dispatch
 
 aten = torch.ops.aten
 _ATTENTION = (
@@ -47,13 +47,14 @@ def _varlen_attention(func: Any, args: Any, kwargs: Any) -> int:
     ends = [known_of(given[name]) for name in ("cu_seq_q", "cu_seq_k") if given.get(name) is not None]
     if not ends or None in ends:
         return 0
-    lengths = [each.tensor.diff().double() for each in ends if each is not None]
-    queries, keys = lengths[0], lengths[-1]
+    with no_dispatch():
+        lengths = [each.tensor.diff().tolist() for each in ends if each is not None]
     # Of a causal row, each query sees the keys up to its own place, counted from the end.
-    seen = queries * keys - (queries * (queries - 1) / 2 if given.get("is_causal") else 0)
+    hidden = 0.5 if given.get("is_causal") else 0.0
+    seen = sum(queries * (keys - hidden * (queries - 1)) for queries, keys in zip(lengths[0], lengths[-1], strict=True))
     _, heads, size = given["query"].shape
     products = 5 if any(name.startswith("grad") for name in given) else 2
-    return int(2 * float(seen.sum()) * heads * size * products)
+    return int(2 * seen * heads * size * products)
 
 
 def workspace_bytes(func: Any, args: Any, tensors: list[Tensor]) -> int:

@@ -18,9 +18,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from agentrl_core.api.errors import SimulationError
 from agentrl_core.config import ResolvedConfig
+from agentrl_core.protocol import DataProto
 from agentrl_core.simulation.batches import MICRO_BATCHES, Shape, batch_of, full_micro_batch, samples_of_a_prompt
 from agentrl_core.simulation.cuda import imitated_cuda
-from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, WEIGHTS, Ledger, Phase
+from agentrl_core.simulation.depth import EveryLayerComputes, Layers
+from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, STEP, WEIGHTS, Ledger, Phase
 from agentrl_core.simulation.mode import simulated
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.critic import CriticWorker
@@ -28,7 +30,8 @@ from agentrl_core.workers.data_parallel import DP_AXIS, DataParallel
 from agentrl_core.workers.model_worker import ModelWorker, TrainingWorker
 from agentrl_core.workers.models import empty_causal_lm
 from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
-from agentrl_core.workers.sharding import compute_in, precision, shard
+from agentrl_core.workers.optimizer import StepReport
+from agentrl_core.workers.sharding import arrange, decoder_layers
 
 BUCKET_BYTES = 256 << 20
 """Of a weight update."""
@@ -39,8 +42,10 @@ _ALLOCATION = 512
 class _Simulated(ModelWorker):
     """A worker whose model has no data, as one of several ranks."""
 
-    def on(self, device: torch.device, ranks: int) -> Any:
-        self._device, self._ranks = device, ranks
+    layers: Layers
+
+    def on(self, device: torch.device, ranks: int, ledger: Ledger) -> Any:
+        self._device, self._ranks, self._ledger = device, ranks, ledger
         return self
 
     def _join(self) -> DataParallel:
@@ -49,13 +54,11 @@ class _Simulated(ModelWorker):
         return DataParallel(0, init_device_mesh(self._device.type, (self._ranks,), mesh_dim_names=(DP_AXIS,)))
 
     def _place(self, path: str, key: str) -> Any:
-        model = self._empty(path)
-        policy = precision(self.config.model.compute_dtype, self._device)
+        self._model = model = self._empty(path)
+        text = self._language_model.config.get_text_config(decoder=True)
+        self.layers = Layers(text, decoder_layers(model), self._ledger)
         _without_data(model, self._device)
-        if self._parallel.mesh is not None:
-            shard(model, self._parallel, policy)
-        else:
-            compute_in(getattr(model, "backbone", model), policy.param_dtype, self._device)
+        arrange(model, self._parallel, self.config.model.compute_dtype, self._device)
         return model.eval()
 
 
@@ -100,8 +103,16 @@ class Simulated:
     packs: bool
 
 
-def simulate(config: ResolvedConfig, device: str = "cuda", ranks: int | None = None) -> Simulated:
-    """Run the phases of one step on one of ``ranks`` ranks (None: those of the configuration).
+def simulate(
+    config: ResolvedConfig, device: str = "cuda", ranks: int | None = None, every_layer: bool = False
+) -> Simulated:
+    """Run the phases of one step on one of several ranks.
+
+    Args:
+        config: of the run.
+        device: type of the device for torch.
+        ranks: None: those of the configuration.
+        every_layer: compute with all layers, also where a few of them are enough.
 
     Raises:
         SimulationError: the model's code needs values, or an operation has no implementation without data.
@@ -120,61 +131,83 @@ def simulate(config: ResolvedConfig, device: str = "cuda", ranks: int | None = N
                 stack.enter_context(imitated_cuda(mode))
             place = torch.device(device, 0) if device == "cuda" else torch.device(device)
             with _collected():
-                return _Step(config, ledger, place, ranks).run(mode.largest_logits)
+                return _Step(config, ledger, place, ranks, every_layer).run(mode.largest_logits)
+    except EveryLayerComputes:
+        pass
     except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         raise SimulationError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
+    return simulate(config, device, ranks, every_layer=True)
 
 
 class _Step:
-    def __init__(self, config: ResolvedConfig, ledger: Ledger, device: torch.device, ranks: int) -> None:
+    def __init__(
+        self, config: ResolvedConfig, ledger: Ledger, device: torch.device, ranks: int, every_layer: bool
+    ) -> None:
         self._config = config
         self._ledger = ledger
         self._ranks = ranks
-        self._actor = _Actor(config, 1).on(device, ranks)
-        self._critic = _Critic(config, 1).on(device, ranks) if config.needs_critic else None
-        self._reference = _Reference(config).on(device, ranks) if config.needs_reference else None
-        self._teacher = _Teacher(config).on(device, ranks) if config.teacher.path else None
+        self._every_layer = every_layer
+        place = (device, ranks, ledger)
+        self._actor = _Actor(config, 1).on(*place)
+        self._critic = _Critic(config, 1).on(*place) if config.needs_critic else None
+        self._reference = _Reference(config).on(*place) if config.needs_reference else None
+        self._teacher = _Teacher(config).on(*place) if config.teacher.path else None
 
     def run(self, logits: Mapping[str, tuple[int, ...]]) -> Simulated:
         models = [each for each in (self._actor, self._critic, self._reference, self._teacher) if each is not None]
         # Values are not compared here: whether a model can train is found out before a run, and in it.
-        with self._ledger.during("load"), patch("agentrl_core.workers.model_worker.check_padding"):
+        with patch("agentrl_core.workers.model_worker.check_padding"):
             for worker in models:
                 worker.init_model()
                 self._name(worker)
+        gc.collect()
         config, actor = self._config, self._actor
         shape = full_micro_batch(config, config.actor.micro_batch_tokens)
         shapes = [shape]
         if actor._packing.is_possible and (shared := samples_of_a_prompt(config, config.actor.micro_batch_tokens)):
             shapes.append(shared)
-        for each in shapes:
-            self._passes(each)
-        with self._ledger.during("send weights"):
+        phases: dict[str, Phase] = {}
+        for name, worker, run in self._runs():
+            phases[name] = self._phase(worker.layers, lambda: [run(each) for each in shapes])
+        with self._ledger.during() as phases["send weights"]:
             # Not a loop, whose variable would keep the last bucket.
             deque(actor._weights.buckets(BUCKET_BYTES, on_host=False), maxlen=0)
         gc.collect()
         parameters = list(actor._model.parameters())
         return Simulated(
-            dict(self._ledger.phases), self._ledger.total,
+            phases, self._ledger.total,
             sum(each.numel() for each in parameters), sum(each.numel() * each.element_size() for each in parameters),
             shapes[-1], sum(each.tokens for each in shapes) * MICRO_BATCHES, dict(logits), len(shapes) > 1,
         )  # fmt: skip
 
-    def _passes(self, shape: Shape) -> None:
-        """What a step computes from a batch of micro-batches of this shape."""
-        batch = batch_of(shape, self._ranks)
-        part = batch[: shape.rows * MICRO_BATCHES]
-        phases: list[tuple[str, Any, Callable[[Any], Any]]] = [("log-probs", part, self._actor.compute_log_prob)]
+    def _runs(self) -> Iterator[tuple[str, _Simulated, Callable[[Shape], Any]]]:
+        """Phases of a step in their order, and what each computes from micro-batches of a shape."""
+
+        def own(run: Callable[[DataProto], Any]) -> Callable[[Shape], Any]:
+            return lambda shape: run(batch_of(shape, self._ranks)[: shape.rows * MICRO_BATCHES])
+
+        def whole(run: Callable[[DataProto], Any]) -> Callable[[Shape], Any]:
+            return lambda shape: run(batch_of(shape, self._ranks))
+
+        yield "log-probs", self._actor, own(self._actor.compute_log_prob)
         for name, worker in (("reference", self._reference), ("teacher", self._teacher)):
             if worker is not None:
-                phases.append((name, part, worker.compute_ref_log_prob))
+                yield name, worker, own(worker.compute_ref_log_prob)
         if self._critic is not None:
-            phases += [("values", part, self._critic.compute_values), ("critic update", batch, self._critic.update)]
-        phases.append(("update", batch, self._actor.update))
-        for name, rows, run in phases:
-            with self._ledger.during(name):
-                run(rows)
+            yield "values", self._critic, own(self._critic.compute_values)
+            yield "critic update", self._critic, whole(self._critic.update)
+        yield "update", self._actor, whole(self._actor.update)
+
+    def _phase(self, layers: Layers, run: Callable[[], Any]) -> Phase:
+        """A phase of all layers, from those of a few."""
+        depth = layers.depth
+        found = []
+        for count in sorted({depth.layers} if self._every_layer else {depth.less, depth.more}):
+            with layers.computing(count), self._ledger.during() as phase:
+                run()
             gc.collect()
+            found.append(phase)
+        return found[0].deeper(found[-1], depth.times) if len(found) > 1 else found[0]
 
     def _name(self, worker: ModelWorker) -> None:
         for tensor in (*worker._model.parameters(), *worker._model.buffers()):
@@ -182,6 +215,7 @@ class _Step:
         if isinstance(worker, TrainingWorker):
             # As the first step makes them: the second one and all others find them.
             self._name_moments(worker)
+            self._fill_steps(worker)
             for parameter in worker._model.parameters():
                 parameter.register_post_accumulate_grad_hook(self._name_gradient)
 
@@ -189,6 +223,20 @@ class _Step:
         for name, tensor in worker._optimizer.moments().items():
             if not name.endswith(".step") and tensor.device == worker._device:
                 self._ledger.name(_local(tensor).untyped_storage(), MOMENTS)
+
+    def _fill_steps(self, worker: Any) -> None:
+        """A step has the gradients of all layers, also of those that do not compute."""
+        step = worker._optimizer.step
+
+        def whole_step() -> StepReport:
+            self._ledger.at(STEP)
+            for parameter in worker.layers.idle:
+                parameter.grad = torch.empty_like(parameter)
+                self._name_gradient(parameter)
+            report: StepReport = step()
+            return report
+
+        worker._optimizer.step = whole_step
 
     def _name_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

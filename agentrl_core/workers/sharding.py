@@ -44,17 +44,25 @@ def place(
         load: gives the model with its weights, on the host.
         skeleton: gives the same model without weights, on torch's meta device.
     """
-    policy = precision(compute_dtype, device)
     if parallel.mesh is None:
         whole = load().to(device).eval()
-        compute_in(getattr(whole, "backbone", whole), policy.param_dtype, device)
+        arrange(whole, parallel, compute_dtype, device)
         return whole
     source = parallel.on_first(load)
     model = skeleton()
-    shard(model, parallel, policy)
+    arrange(model, parallel, compute_dtype, device)
     model.to_empty(device=device)
     send_weights(model, source, device)
     return model.eval()
+
+
+def arrange(model: Any, parallel: DataParallel, compute_dtype: ComputeDtype | None, device: torch.device) -> None:
+    """Shard a model over the ranks, or let a whole one compute in ``compute_dtype``."""
+    policy = precision(compute_dtype, device)
+    if parallel.mesh is None:
+        compute_in(getattr(model, "backbone", model), policy.param_dtype, device)
+    else:
+        shard(model, parallel, policy)
 
 
 def compute_in(model: Any, dtype: torch.dtype | None, device: torch.device) -> None:

@@ -1,0 +1,129 @@
+"""How many of a model's layers are enough: what repeats costs the same each time.
+
+A phase whose model computes with a few layers is simulated twice, the second time with a few more of them. At each
+place of the code memory, operations and communication then grow by the same amount with every further repetition, so
+those of all layers follow: see :meth:`agentrl_core.simulation.ledger.Phase.deeper`. Weights, moments, optimizer steps
+and sent weights are always those of all layers.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from agentrl_core.simulation.ledger import Ledger
+
+_ENDS = 2
+"""Repetitions at each end that differ from those between: nothing is gathered ahead of or kept from a neighbour."""
+_SCALARS = (bool, int, float, str, torch.dtype)
+
+
+class EveryLayerComputes(Exception):
+    """The model's code does not stop at the number of layers of its config."""
+
+
+@dataclass(frozen=True)
+class Depth:
+    """Numbers of layers to simulate.
+
+    Args:
+        layers: of the model.
+        less: of the first simulation.
+        more: of the second one, ``less`` and one repetition; the same where all layers are simulated.
+        ends: layers from each end whose places are kept apart.
+    """
+
+    layers: int
+    less: int
+    more: int
+    ends: int
+
+    @property
+    def times(self) -> int:
+        """Repetitions that the first simulation lacks."""
+        return (self.layers - self.less) // max(self.more - self.less, 1)
+
+    @classmethod
+    def of(cls, layers: Sequence[nn.Module]) -> "Depth":
+        """The fewest that are enough, where after some first layers one or several kinds of them repeat."""
+        count, kinds = len(layers), [_kind(layer) for layer in layers]
+        found = [cls(count, count, count, count)]
+        for period in range(1, count // (2 * _ENDS) + 1):
+            same = [kinds[place] == kinds[place + period] for place in range(count - period)]
+            first = max((place + 1 for place, is_same in enumerate(same) if not is_same), default=0)
+            first += (count - first) % period
+            less = first + (2 * _ENDS - 1) * period
+            found.append(cls(count, less, less + period, first + _ENDS * period))
+        return min(found, key=lambda depth: depth.more)
+
+
+def _kind(layer: nn.Module) -> tuple[object, ...]:
+    """Equal for layers that compute alike: their modules, settings and shapes, but for the layer's number."""
+    modules = [
+        (name, type(module), [(key, value) for key, value in vars(module).items()
+                              if isinstance(value, _SCALARS) and "idx" not in key])
+        for name, module in layer.named_modules()
+    ]  # fmt: skip
+    return (modules, [(name, each.shape, each.dtype) for name, each in layer.named_parameters()])
+
+
+class Layers:
+    """The layers of one model: how many compute, and where the code is among them.
+
+    Args:
+        config: of the model, which says how many layers compute.
+        layers: of the model, before they are sharded.
+        ledger: is told the place.
+    """
+
+    def __init__(self, config: Any, layers: Sequence[nn.Module], ledger: Ledger) -> None:
+        self._config, self._layers, self._ledger = config, layers, ledger
+        self._count = len(layers)
+        self.depth = Depth.of(layers if config.num_hidden_layers == len(layers) else ())
+        for place, layer in enumerate(layers):
+            layer.register_forward_pre_hook(self._entering(place))
+            layer.register_forward_hook(self._leaving(place))
+
+    @contextmanager
+    def computing(self, count: int) -> Iterator[None]:
+        """Inside, the first ``count`` layers compute."""
+        before = self._count, self._config.num_hidden_layers
+        if self.depth.layers:
+            self._count = self._config.num_hidden_layers = count
+        try:
+            yield
+        finally:
+            self._count, self._config.num_hidden_layers = before
+
+    @property
+    def idle(self) -> Iterator[nn.Parameter]:
+        """Parameters of the layers that do not compute."""
+        for layer in self._layers[self._count :]:
+            yield from layer.parameters()
+
+    def _entering(self, place: int) -> Callable[..., None]:
+        def hook(*_: Any) -> None:
+            if place >= self._count:
+                raise EveryLayerComputes
+            # Not where activations are computed once more, in the backward pass.
+            if torch._C._current_graph_task_id() == -1:
+                self._ledger.phase.passes += place == 0
+                self._at("forward", place)
+
+        return hook
+
+    def _leaving(self, place: int) -> Callable[..., None]:
+        def hook(module: nn.Module, args: Any, output: Any) -> None:
+            states = output if isinstance(output, Tensor) else output[0]
+            if states.requires_grad and torch._C._current_graph_task_id() == -1:
+                states.register_hook(lambda _: self._at("backward", place))
+
+        return hook
+
+    def _at(self, kind: str, place: int) -> None:
+        ends = self.depth.ends
+        names = [each for each in (place, place - self._count) if -ends <= each < ends]
+        self._ledger.at(*((kind, self._ledger.phase.passes, each) for each in names))
