@@ -23,6 +23,7 @@ _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 """``c10::impl::device_guard_impl_registry``, a pointer for each type of device."""
 _CUDA, _META = 1, 14
 """Their numbers in ``c10::DeviceType``."""
+_POST_BACKWARD = FSDPParamGroup.post_backward
 _LARGEST_HEAD = 256
 """Dimensions of a head that flash attention takes."""
 
@@ -65,8 +66,9 @@ class _Calls(TorchFunctionMode):
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._device_hidden(False):
                 result = function(*args, **kwargs)
-            # Gradients that were sent are in cycles, which Python collects soon, and a simulation where it says so.
-            gc.collect()
+            if function is _POST_BACKWARD:
+                # Gradients that were sent are in cycles, which Python collects soon, and a simulation where it says so.
+                gc.collect()
             return result
 
         return run

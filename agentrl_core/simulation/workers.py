@@ -161,6 +161,8 @@ class _Step:
                 worker.init_model()
                 self._name(worker)
         gc.collect()
+        # The models stay: they are not looked at again.
+        gc.freeze()
         config, actor = self._config, self._actor
         shape = full_micro_batch(config, config.actor.micro_batch_tokens)
         shapes = [shape]
