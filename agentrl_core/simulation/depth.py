@@ -7,7 +7,6 @@ and sent weights are always those of all layers.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,11 +46,12 @@ class Depth:
         return (self.layers - self.less) // max(self.more - self.less, 1)
 
     @classmethod
-    def of(cls, layers: Sequence[nn.Module]) -> "Depth":
-        """The fewest that are enough, where after some first layers one or several kinds of them repeat."""
+    def of(cls, layers: Sequence[nn.Module], every: bool = False) -> "Depth":
+        """The fewest that are enough, where after some first layers one or several kinds of them repeat; or ``every``
+        layer."""
         count, kinds = len(layers), [_kind(layer) for layer in layers]
         found = [cls(count, count, count, count)]
-        for period in range(1, count // (2 * _ENDS) + 1):
+        for period in range(1, 0 if every else count // (2 * _ENDS) + 1):
             same = [kinds[place] == kinds[place + period] for place in range(count - period)]
             first = max((place + 1 for place, is_same in enumerate(same) if not is_same), default=0)
             first += (count - first) % period
@@ -74,29 +74,25 @@ class Layers:
     """The layers of one model: how many compute, and where the code is among them.
 
     Args:
-        config: of the model, which says how many layers compute.
+        config: of the model, which says how many layers compute: from now on so many as the depth takes at most.
         layers: of the model, before they are sharded.
         ledger: is told the place.
+        every: all layers compute.
     """
 
-    def __init__(self, config: Any, layers: Sequence[nn.Module], ledger: Ledger) -> None:
+    def __init__(self, config: Any, layers: Sequence[nn.Module], ledger: Ledger, every: bool) -> None:
         self._config, self._layers, self._ledger = config, layers, ledger
         self._count = len(layers)
-        self.depth = Depth.of(layers if config.num_hidden_layers == len(layers) else ())
+        self.depth = Depth.of(layers, every or config.num_hidden_layers != len(layers))
+        self.compute(self.depth.more)
         for place, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._entering(place))
             layer.register_forward_hook(self._leaving(place))
 
-    @contextmanager
-    def computing(self, count: int) -> Iterator[None]:
-        """Inside, the first ``count`` layers compute."""
-        before = self._count, self._config.num_hidden_layers
-        if self.depth.layers:
+    def compute(self, count: int) -> None:
+        """Let the first ``count`` layers compute."""
+        if count != self._count:
             self._count = self._config.num_hidden_layers = count
-        try:
-            yield
-        finally:
-            self._count, self._config.num_hidden_layers = before
 
     @property
     def idle(self) -> Iterator[nn.Parameter]:

@@ -44,8 +44,8 @@ class _Simulated(ModelWorker):
 
     layers: Layers
 
-    def on(self, device: torch.device, ranks: int, ledger: Ledger) -> Any:
-        self._device, self._ranks, self._ledger = device, ranks, ledger
+    def on(self, device: torch.device, ranks: int, ledger: Ledger, every_layer: bool) -> Any:
+        self._device, self._ranks, self._ledger, self._every_layer = device, ranks, ledger, every_layer
         return self
 
     def _join(self) -> DataParallel:
@@ -56,7 +56,7 @@ class _Simulated(ModelWorker):
     def _place(self, path: str, key: str) -> Any:
         self._model = model = self._empty(path)
         text = self._language_model.config.get_text_config(decoder=True)
-        self.layers = Layers(text, decoder_layers(model), self._ledger)
+        self.layers = Layers(text, decoder_layers(model), self._ledger, self._every_layer)
         _without_data(model, self._device)
         arrange(model, self._parallel, self.config.model.compute_dtype, self._device)
         return model.eval()
@@ -146,8 +146,7 @@ class _Step:
         self._config = config
         self._ledger = ledger
         self._ranks = ranks
-        self._every_layer = every_layer
-        place = (device, ranks, ledger)
+        place = (device, ranks, ledger, every_layer)
         self._actor = _Actor(config, 1).on(*place)
         self._critic = _Critic(config, 1).on(*place) if config.needs_critic else None
         self._reference = _Reference(config).on(*place) if config.needs_reference else None
@@ -202,14 +201,14 @@ class _Step:
 
     def _phase(self, layers: Layers, run: Callable[[], Any]) -> Phase:
         """A phase of all layers, from those of a few."""
-        depth = layers.depth
         found = []
-        for count in sorted({depth.layers} if self._every_layer else {depth.less, depth.more}):
-            with layers.computing(count), self._ledger.during() as phase:
+        for count in sorted({layers.depth.less, layers.depth.more}):
+            layers.compute(count)
+            with self._ledger.during() as phase:
                 run()
             gc.collect()
             found.append(phase)
-        return found[0].deeper(found[-1], depth.times) if len(found) > 1 else found[0]
+        return found[0].deeper(found[-1], layers.depth.times)
 
     def _name(self, worker: ModelWorker) -> None:
         for tensor in (*worker._model.parameters(), *worker._model.buffers()):

@@ -140,11 +140,14 @@ class ScheduledAdamW:
 
 def _buckets(parameters: list[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
     bucket: list[nn.Parameter] = []
+    size = 0
     for parameter in parameters:
-        if bucket and sum(_local(each).nbytes for each in (*bucket, parameter)) > STREAMED_BYTES:
+        nbytes = _local(parameter).nbytes
+        if bucket and size + nbytes > STREAMED_BYTES:
             yield bucket
-            bucket = []
+            bucket, size = [], 0
         bucket.append(parameter)
+        size += nbytes
     yield bucket
 
 
