@@ -20,8 +20,8 @@ _ENDS = 2
 _SCALARS = (bool, int, float, str, torch.dtype)
 
 
-class EveryLayerComputes(Exception):
-    """The model's code does not stop at the number of layers of its config."""
+class AllLayersNeeded(Exception):
+    """A few layers do not say what all of them take: the model's code does not stop at the number of its config, say."""
 
 
 @dataclass(frozen=True)
@@ -74,17 +74,18 @@ class Layers:
     """The layers of one model: how many compute, and where the code is among them.
 
     Args:
-        config: of the model, which says how many layers compute: from now on so many as the depth takes at most.
+        model: of transformers. Its config says how many layers compute: from now on so many as the depth takes at most.
         layers: of the model, before they are sharded.
         ledger: is told the place.
         every: all layers compute.
     """
 
-    def __init__(self, config: Any, layers: Sequence[nn.Module], ledger: Ledger, every: bool) -> None:
-        self._config, self._layers, self._ledger = config, layers, ledger
+    def __init__(self, model: Any, layers: Sequence[nn.Module], ledger: Ledger, every: bool) -> None:
+        self._config, self._layers, self._ledger = model.config.get_text_config(decoder=True), layers, ledger
         self._count = len(layers)
-        self.depth = Depth.of(layers, every or config.num_hidden_layers != len(layers))
+        self.depth = Depth.of(layers, every or self._config.num_hidden_layers != len(layers))
         self.compute(self.depth.more)
+        model.register_forward_hook(lambda *_: ledger.at(("after", ledger.phase.passes, 0)))
         for place, layer in enumerate(layers):
             layer.register_forward_pre_hook(self._entering(place))
             layer.register_forward_hook(self._leaving(place))
@@ -103,7 +104,7 @@ class Layers:
     def _entering(self, place: int) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if place >= self._count:
-                raise EveryLayerComputes
+                raise AllLayersNeeded
             # Not where activations are computed once more, in the backward pass.
             if torch._C._current_graph_task_id() == -1:
                 self._ledger.phase.passes += place == 0

@@ -13,7 +13,7 @@ from agentrl_core.config import ModelConfig, ResolvedConfig
 from agentrl_core.simulation.batches import full_micro_batch
 from agentrl_core.simulation.devices import GIB, NETWORK, Device, device_called
 from agentrl_core.simulation.engines import EngineShare, engine_share
-from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, PARTS, WEIGHTS, Phase
+from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, PARTS, START, WEIGHTS, Phase
 from agentrl_core.simulation.workers import Simulated, simulate
 from agentrl_core.workers.log_probs import MOST_LOGITS
 from agentrl_core.workers.models import empty_causal_lm, resolve_device
@@ -172,8 +172,6 @@ def _phases(
             resident |= {ENGINE: engine.weights, KV_CACHE: cache}
     factor = _micro_batches(config, found)
     for name, phase in found.phases.items():
-        if name == "load":
-            continue
         memory = {part: phase.parts.get(part, 0) for part in PARTS} | resident
         if name == "send weights" and engine is not None:
             memory[ENGINE] = engine.weights
@@ -242,9 +240,9 @@ def _from_sizes(config: ResolvedConfig) -> Simulated:
     activations = shape.tokens * text.hidden_size * 2 * width * text.num_hidden_layers // 2
     parts = {WEIGHTS: weights, GRADIENTS: nbytes // ranks, MOMENTS: moments, "activations": activations,
              "logits": 4 * min(shape.tokens * text.vocab_size, MOST_LOGITS)}  # fmt: skip
-    update = Phase(sum(parts.values()), parts)
+    update = Phase({START: parts})
     update.operations["bfloat16"] = 6 * count * shape.tokens
-    forward = Phase(weights + moments, {WEIGHTS: weights, MOMENTS: moments})
+    forward = Phase({START: {WEIGHTS: weights, MOMENTS: moments}})
     forward.operations["bfloat16"] = 2 * count * shape.tokens
     phases = {"log-probs": forward, "update": update}
     return Simulated(phases, weights + moments, count, nbytes, shape, shape.tokens, {}, False)

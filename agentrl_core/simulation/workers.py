@@ -21,7 +21,7 @@ from agentrl_core.config import ResolvedConfig
 from agentrl_core.protocol import DataProto
 from agentrl_core.simulation.batches import MICRO_BATCHES, Shape, batch_of, full_micro_batch, samples_of_a_prompt
 from agentrl_core.simulation.cuda import imitated_cuda
-from agentrl_core.simulation.depth import EveryLayerComputes, Layers
+from agentrl_core.simulation.depth import AllLayersNeeded, Layers
 from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, STEP, WEIGHTS, Ledger, Phase
 from agentrl_core.simulation.mode import simulated
 from agentrl_core.workers.actor import ActorWorker
@@ -55,8 +55,7 @@ class _Simulated(ModelWorker):
 
     def _place(self, path: str, key: str) -> Any:
         self._model = model = self._empty(path)
-        text = self._language_model.config.get_text_config(decoder=True)
-        self.layers = Layers(text, decoder_layers(model), self._ledger, self._every_layer)
+        self.layers = Layers(self._language_model, decoder_layers(model), self._ledger, self._every_layer)
         _without_data(model, self._device)
         arrange(model, self._parallel, self.config.model.compute_dtype, self._device)
         return model.eval()
@@ -132,7 +131,7 @@ def simulate(
             place = torch.device(device, 0) if device == "cuda" else torch.device(device)
             with _collected():
                 return _Step(config, ledger, place, ranks, every_layer).run(mode.largest_logits)
-    except EveryLayerComputes:
+    except AllLayersNeeded:
         pass
     except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         raise SimulationError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
@@ -208,7 +207,10 @@ class _Step:
                 run()
             gc.collect()
             found.append(phase)
-        return found[0].deeper(found[-1], layers.depth.times)
+        result = found[0].deeper(found[-1], layers.depth.times)
+        if min((value for parts in result.parts_at.values() for value in parts.values()), default=0) < 0:
+            raise AllLayersNeeded
+        return result
 
     def _name(self, worker: ModelWorker) -> None:
         for tensor in (*worker._model.parameters(), *worker._model.buffers()):
