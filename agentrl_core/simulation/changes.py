@@ -47,27 +47,23 @@ def candidates(config: ResolvedConfig) -> Iterator[str]:
 
 def changes(config: ResolvedConfig, attempt: Try) -> list[Change]:
     """Up to three changes of one key that fit; if there is none, one of several keys; empty if none fits either."""
-    found: list[Change] = []
     tried = list(candidates(config))
-    seen: set[str] = set()
+    last = {override.partition("=")[0]: override for override in tried}
+    everything = attempt(list(last.values()))
+    if not everything.fits:
+        return []
+    found: dict[str, Change] = {}
     for override in tried:
         key = override.partition("=")[0]
-        if key in seen:
-            continue
-        prediction = attempt([override])
-        if prediction.fits:
-            seen.add(key)
-            found.append(Change((override,), prediction.peak))
-            if len(found) == WANTED:
-                return found
+        if key not in found and len(found) < WANTED and (prediction := attempt([override])).fits:
+            found[key] = Change((override,), prediction.peak)
     if found:
-        return found
-    together: dict[str, str] = {}
-    for override in tried:
-        together[override.partition("=")[0]] = override
-        if len(together) > 1 and (prediction := attempt(list(together.values()))).fits:
-            return [Change(tuple(together.values()), prediction.peak)]
-    return []
+        return list(found.values())
+    for count in range(2, len(last)):
+        together = tuple(last.values())[:count]
+        if (prediction := attempt(together)).fits:
+            return [Change(together, prediction.peak)]
+    return [Change(tuple(last.values()), everything.peak)]
 
 
 def largest_model(prediction: Prediction) -> float:

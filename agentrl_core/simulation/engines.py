@@ -57,7 +57,7 @@ def engine_share(config: ResolvedConfig, text: Any, parameters: int) -> EngineSh
     head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     limits = [engine.max_in_flight, getattr(engine.config, "max_num_seqs", None), _REQUESTS]
     rows = -(-config.data.batch_size * config.rollout.n // config.engine_replicas)
-    in_flight = min(each for each in (*limits, rows) if each is not None)
+    in_flight = min(each for each in (*limits, rows) if each)
     own = config.cluster.runtime == "ray"
     return EngineShare(
         weights=per_gpu * parameters * size // split if own else 0,

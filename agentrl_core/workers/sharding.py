@@ -72,8 +72,9 @@ def compute_in(model: Any, dtype: torch.dtype | None, device: torch.device) -> N
     bfloat16 weight.
     """
     if dtype == torch.bfloat16 and next(model.parameters()).dtype == torch.float32:
-        # Within each forward: what autocast keeps of a weight must not outlive the optimizer's next step.
-        model.forward = torch.autocast(device.type, dtype=dtype)(model.forward)
+        # Without its cache, which would hold the casts of all weights until the end of the forward pass: each is used
+        # once there.
+        model.forward = torch.autocast(device.type, dtype=dtype, cache_enabled=False)(model.forward)
 
 
 def shard(model: nn.Module, parallel: DataParallel, policy: MixedPrecisionPolicy) -> None:

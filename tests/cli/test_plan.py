@@ -43,7 +43,7 @@ def test_a_run_that_does_not_fit_names_changes_that_fit(config_file: ConfigFile)
 
 
 def test_a_config_that_never_fits_says_which_model_would(config_file: ConfigFile) -> None:  # noqa: F811
-    result = plan(config_file(), "--gpu", "tiny:0.01:1:100")
+    result = plan(config_file(num_hidden_layers=1), "--gpu", "tiny:0.01:1:100")
     assert result.exit_code == 1 and "no change of the configuration makes it fit; a model of about" in result.output
 
 
