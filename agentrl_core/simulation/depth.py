@@ -32,13 +32,15 @@ class Depth:
         layers: of the model.
         less: of the first simulation.
         more: of the second one, ``less`` and one repetition; the same where all layers are simulated.
-        ends: layers from each end whose places are kept apart.
+        first: layers from the first one on whose places are kept apart.
+        last: the same from the last one back.
     """
 
     layers: int
     less: int
     more: int
-    ends: int
+    first: int
+    last: int
 
     @property
     def times(self) -> int:
@@ -50,13 +52,13 @@ class Depth:
         """The fewest that are enough, where after some first layers one or several kinds of them repeat; or ``every``
         layer."""
         count, kinds = len(layers), [_kind(layer) for layer in layers]
-        found = [cls(count, count, count, count)]
+        found = [cls(count, count, count, count, count)]
         for period in range(1, 0 if every else count // (2 * _ENDS) + 1):
             same = [kinds[place] == kinds[place + period] for place in range(count - period)]
             first = max((place + 1 for place, is_same in enumerate(same) if not is_same), default=0)
             first += (count - first) % period
             less = first + (2 * _ENDS - 1) * period
-            found.append(cls(count, less, less + period, first + _ENDS * period))
+            found.append(cls(count, less, less + period, first + _ENDS * period, _ENDS * period))
         return min(found, key=lambda depth: depth.more)
 
 
@@ -121,6 +123,6 @@ class Layers:
         return hook
 
     def _at(self, kind: str, place: int) -> None:
-        ends = self.depth.ends
-        names = [each for each in (place, place - self._count) if -ends <= each < ends]
+        depth = self.depth
+        names = [each for each in (place, place - self._count) if -depth.last <= each < depth.first]
         self._ledger.at(*((kind, self._ledger.phase.passes, each) for each in names))

@@ -245,4 +245,4 @@ def _from_sizes(config: ResolvedConfig) -> Simulated:
     forward = Phase({START: {WEIGHTS: weights, MOMENTS: moments}})
     forward.operations["bfloat16"] = 2 * count * shape.tokens
     phases = {"log-probs": forward, "update": update}
-    return Simulated(phases, weights + moments, count, nbytes, shape, shape.tokens, {}, False)
+    return Simulated(phases, weights + moments, count, nbytes, shape, shape.tokens, {}, False, 0)

@@ -90,6 +90,7 @@ class Simulated:
         tokens: of all rows of a rank that were simulated, prompts of each row counted.
         logits: by dtype, the shape of the largest tensor over the vocabulary.
         packs: rows can be packed.
+        layers: of the actor's model, that were computed with at most.
     """
 
     phases: Mapping[str, Phase]
@@ -100,6 +101,7 @@ class Simulated:
     tokens: int
     logits: Mapping[str, tuple[int, ...]]
     packs: bool
+    layers: int
 
 
 def simulate(
@@ -178,6 +180,7 @@ class _Step:
             phases, self._ledger.total,
             sum(each.numel() for each in parameters), sum(each.numel() * each.element_size() for each in parameters),
             shapes[-1], sum(each.tokens for each in shapes) * MICRO_BATCHES, dict(logits), len(shapes) > 1,
+            actor.layers.depth.more,
         )  # fmt: skip
 
     def _runs(self) -> Iterator[tuple[str, _Simulated, Callable[[Shape], Any]]]:
