@@ -1,4 +1,4 @@
-"""The configurations of docs/real-model.md, and what is predicted of them. Models are only the values of a config.json."""
+"""The configurations of docs/real-model.md, and predictions of them. Of models only config.json is needed."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentrl_core.config import ResolvedConfig, load_config
-from agentrl_core.simulation.devices import GIB, DEVICES
+from agentrl_core.simulation.devices import DEVICES, GIB
 from agentrl_core.simulation.prediction import Prediction, predict
 
 PAGE = Path(__file__).parents[1] / "docs/real-model.md"

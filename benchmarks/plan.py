@@ -18,7 +18,7 @@ TOKENS = {"150M": 256}
 """Of a micro-batch; the larger the model, the longer a step takes."""
 PAGE = Path(__file__).parents[1] / "docs/results/plan.md"
 START, END = "<!-- benchmarks/plan.py -->\n", "<!-- end -->\n"
-HEAD = "| model | rows | recomputation | ranks | predicted MiB | measured MiB | difference |\n|---|---|---|---|---|---|---|\n"
+HEAD = "| model | rows | recomputation | ranks | predicted MiB | measured MiB | difference |\n" + 7 * "|---" + "|\n"
 
 
 def main() -> None:
@@ -28,15 +28,13 @@ def main() -> None:
     arguments = parser.parse_args()
     rows = HEAD
     sys.stdout.write(HEAD)
-    for name, packing, checkpointing, ranks in product(
-        arguments.sizes or SIZES, (False, True), (False, True), (1, 4)
-    ):
+    for name, packing, checkpointing, ranks in product(arguments.sizes or SIZES, (False, True), (False, True), (1, 4)):
         rows += (row := _row(name, packing, checkpointing, ranks))
         sys.stdout.write(row)
         sys.stdout.flush()
-    if arguments.write:
-        before, _, rest = PAGE.read_text().partition(START)
-        PAGE.write_text(f"{before}{START}{rows}{END}{rest.partition(END)[2]}")
+        if arguments.write:
+            before, _, rest = PAGE.read_text().partition(START)
+            PAGE.write_text(f"{before}{START}{rows}{END}{rest.partition(END)[2]}")
 
 
 def _row(name: str, packing: bool, checkpointing: bool, ranks: int) -> str:

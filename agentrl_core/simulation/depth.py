@@ -21,7 +21,7 @@ _SCALARS = (bool, int, float, str, torch.dtype)
 
 
 class AllLayersNeeded(Exception):
-    """A few layers do not say what all of them take: the model's code does not stop at the number of its config, say."""
+    """A few layers do not say what all of them take; for one, if the model's code ignores the number of its config."""
 
 
 @dataclass(frozen=True)

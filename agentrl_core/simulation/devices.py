@@ -33,17 +33,21 @@ class Device:
 NETWORK = 50e9
 """Bytes per second of a GPU to those of other nodes: one port of 400 Gbit/s."""
 _DEVICES = (
-    Device("h100-80g", 79.1 * GIB, 989e12, 67e12, 3.35e12, 450e9, "NVIDIA H100 data sheet, SXM"),
-    Device("h100-pcie-80g", 79.1 * GIB, 756e12, 51e12, 2.0e12, 64e9, "NVIDIA H100 data sheet, PCIe"),
-    Device("h200-141g", 139.8 * GIB, 989e12, 67e12, 4.8e12, 450e9, "NVIDIA H200 data sheet, SXM"),
-    Device("b200-180g", 178.3 * GIB, 2250e12, 75e12, 7.7e12, 900e9, "NVIDIA HGX B200 data sheet"),
-    Device("a100-80g", 79.1 * GIB, 312e12, 19.5e12, 2.04e12, 300e9, "NVIDIA A100 data sheet, SXM"),
-    Device("a100-40g", 39.4 * GIB, 312e12, 19.5e12, 1.55e12, 300e9, "NVIDIA A100 data sheet, SXM"),
-    Device("l40s-48g", 44.4 * GIB, 362e12, 91.6e12, 0.864e12, 32e9, "NVIDIA L40S data sheet"),
-    Device("rtx-a6000-48g", 47.4 * GIB, 155e12, 38.7e12, 0.768e12, 32e9, "NVIDIA GA102 whitepaper"),
-    Device("rtx-4090-24g", 23.5 * GIB, 165e12, 82.6e12, 1.01e12, 32e9, "NVIDIA Ada whitepaper"),
-    Device("rtx-3090-24g", 23.6 * GIB, 71e12, 35.6e12, 0.936e12, 32e9, "NVIDIA GA102 whitepaper"),
+    Device("h100-80g", 79.1 * GIB, 989e12, 67e12, 3.35e12, 450e9, "H100 data sheet, SXM; memory: prime-rl"),
+    Device("h100-pcie-80g", 79.1 * GIB, 756e12, 51e12, 2.0e12, 64e9, "H100 data sheet, PCIe"),
+    Device("h200-141g", 139.8 * GIB, 989e12, 67e12, 4.8e12, 450e9, "H200 data sheet, SXM; memory: prime-rl"),
+    Device("b200-180g", 178.3 * GIB, 2250e12, 75e12, 7.7e12, 900e9, "HGX B200 data sheet; pytorch/ao#4002"),
+    Device("a100-80g", 79.1 * GIB, 312e12, 19.5e12, 2.04e12, 300e9, "A100 data sheet, SXM"),
+    Device("a100-40g", 39.4 * GIB, 312e12, 19.5e12, 1.55e12, 300e9, "A100 data sheet, SXM"),
+    Device("l40s-48g", 44.4 * GIB, 362e12, 91.6e12, 0.864e12, 32e9, "L40S data sheet"),
+    Device("rtx-a6000-48g", 47.4 * GIB, 155e12, 38.7e12, 0.768e12, 32e9, "GA102 whitepaper; memory: prime-rl"),
+    Device("rtx-4090-24g", 23.5 * GIB, 165e12, 82.6e12, 1.01e12, 32e9, "Ada whitepaper"),
+    Device("rtx-3090-24g", 23.6 * GIB, 71e12, 35.6e12, 0.936e12, 32e9, "GA102 whitepaper"),
 )
+"""Makers' peaks, without sparsity. What torch reports as the memory is less than the name says.
+
+Checked in November 2026: peaks against reprints of the sheets, memory against public measurements. Could not be checked:
+float32 of the B200, bfloat16 of the RTX A6000 and 3090, memory of the H100 PCIe, L40S and RTX 3090."""
 DEVICES = {device.name: device for device in _DEVICES}
 
 

@@ -2,7 +2,7 @@
 
 import gc
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from copy import copy
 from dataclasses import dataclass
@@ -29,8 +29,8 @@ from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.data_parallel import DP_AXIS, DataParallel
 from agentrl_core.workers.model_worker import ModelWorker, TrainingWorker
 from agentrl_core.workers.models import empty_causal_lm
-from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
 from agentrl_core.workers.optimizer import StepReport
+from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
 from agentrl_core.workers.sharding import arrange, decoder_layers
 
 BUCKET_BYTES = 256 << 20
@@ -170,7 +170,7 @@ class _Step:
             shapes.append(shared)
         phases: dict[str, Phase] = {}
         for name, worker, run in self._runs():
-            phases[name] = self._phase(worker.layers, lambda: [run(each) for each in shapes])
+            phases[name] = self._phase(worker.layers, run, shapes)
         with self._ledger.during() as phases["send weights"]:
             # Not a loop, whose variable would keep the last bucket.
             deque(actor._weights.buckets(BUCKET_BYTES, on_host=False), maxlen=0)
@@ -201,13 +201,14 @@ class _Step:
             yield "critic update", self._critic, whole(self._critic.update)
         yield "update", self._actor, whole(self._actor.update)
 
-    def _phase(self, layers: Layers, run: Callable[[], Any]) -> Phase:
+    def _phase(self, layers: Layers, run: Callable[[Shape], Any], shapes: Sequence[Shape]) -> Phase:
         """A phase of all layers, from those of a few."""
         found = []
         for count in sorted({layers.depth.less, layers.depth.more}):
             layers.compute(count)
             with self._ledger.during() as phase:
-                run()
+                for shape in shapes:
+                    run(shape)
             gc.collect()
             found.append(phase)
         result = found[0].deeper(found[-1], layers.depth.times)

@@ -13,8 +13,8 @@ MakeConfig = Callable[..., ResolvedConfig]
 SMALL = ("data.max_prompt_length=8", "rollout.max_response_length=16", "actor.micro_batch_tokens=64")
 ALIKE = {"num_hidden_layers": 7}
 EXPERTS_AFTER_TWO = {
-    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 8, "mlp_only_layers": [0, 1],
-    "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 8,
+    "mlp_only_layers": [0, 1], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
 }  # fmt: skip
 ALTERNATING = {
     "num_hidden_layers": 11, "sliding_window": 16, "use_sliding_window": True,
