@@ -46,7 +46,7 @@ _DEVICES = (
 )
 """Makers' peaks, without sparsity. What torch reports as the memory is less than the name says.
 
-Checked in November 2026: peaks against reprints of the sheets, memory against public measurements. Could not be checked:
+Checked in November 2026: peaks against reprints of the sheets, memory against public measurements. Not checked:
 float32 of the B200, bfloat16 of the RTX A6000 and 3090, memory of the H100 PCIe, L40S and RTX 3090."""
 DEVICES = {device.name: device for device in _DEVICES}
 

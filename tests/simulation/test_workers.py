@@ -15,6 +15,7 @@ from agentrl_core.simulation.workers import simulate
 from agentrl_core.workers import actor, log_probs
 
 MakeConfig = Callable[..., ResolvedConfig]
+FEW_TOKENS = ("data.max_prompt_length=8", "rollout.max_response_length=16", "actor.micro_batch_tokens=64")
 
 
 def test_weights_gradients_and_moments_are_those_of_the_parameters(make_config: MakeConfig) -> None:
@@ -108,3 +109,36 @@ def test_the_optimizer_s_moments_wait_on_the_host(make_config: MakeConfig) -> No
     kept, waiting = simulate(make_config()), simulate(make_config("actor.offload_optimizer=true"))
     assert waiting.resting == pytest.approx(kept.resting / 3, rel=0.05)
     assert waiting.phases["log-probs"].parts.get(MOMENTS, 0) < 0.1 * kept.phases["log-probs"].parts[MOMENTS]
+
+
+def test_a_critic_and_a_reference_have_phases_and_weights_of_their_own(make_config: MakeConfig) -> None:
+    config = make_config("algorithm.advantage.name=gae", "algorithm.kl_coef=0.01", *FEW_TOKENS, num_hidden_layers=1)
+    found = simulate(config)
+    assert list(found.phases) == ["log-probs", "reference", "values", "critic update", "update", "send weights"]
+    # The critic has no output head, which is tied to the embeddings here.
+    assert found.phases["update"].parts[WEIGHTS] == pytest.approx(3 * found.parameter_bytes, rel=0.02)
+    assert found.phases["update"].parts[MOMENTS] == pytest.approx(4 * found.parameter_bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_parameters_wait_on_the_host_outside_of_their_phases(make_config: MakeConfig, ranks: int) -> None:
+    overrides = ("cluster.runtime=ray", "actor.offload_parameters=true", "reference.offload_parameters=true", "algorithm.kl_coef=0.01")
+    found = simulate(make_config(*overrides, *FEW_TOKENS, num_hidden_layers=1), ranks=ranks)
+    share = found.parameter_bytes / ranks
+    assert found.resting == pytest.approx(2 * share, rel=0.05)  # the moments
+    for name in ("log-probs", "reference", "update"):
+        assert found.phases[name].parts[WEIGHTS] == pytest.approx(share, rel=0.05), name
+
+
+def test_a_forward_pass_keeps_no_copies_of_the_weights_in_bfloat16(make_config: MakeConfig) -> None:
+    wide = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 3}
+    found = simulate(make_config(*FEW_TOKENS, **wide))
+    assert found.phases["log-probs"].peak - found.resting < found.parameter_bytes / 4
+
+
+def test_packed_rows_attend_with_the_kernel_that_a_gpu_has(
+    make_config: MakeConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    found = simulate(make_config(num_hidden_layers=1))
+    assert found.packs and "cannot use" not in caplog.text
