@@ -227,7 +227,13 @@ def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulati
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     mode = Simulation(fake, ledger, device, vocabulary)
+    swap = torch.utils.swap_tensors
     shapes_of_whole = ShardingPropagator._propagate_tensor_meta_non_cached
+
+    def swapped(*tensors: Any) -> None:
+        """A module that moves its parameters; tensors to which a converter keeps references cannot be swapped."""
+        fake.fake_tensor_converter.meta_converter.tensor_memo.clear()
+        swap(*tensors)
 
     def shapes_only(*args: Any) -> Any:
         mode.only_shapes = True
@@ -242,6 +248,7 @@ def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulati
             patch.object(ShardingPropagator, shapes_of_whole.__name__, shapes_only),
             # It takes fake tensors for a trace, in which causal masks are always made.
             patch("transformers.masking_utils.is_tracing", lambda *_: False),
+            patch.object(torch.utils, swap.__name__, swapped),
             fake,
             mode,
         ):

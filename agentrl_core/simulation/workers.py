@@ -217,14 +217,22 @@ class _Step:
         return result
 
     def _name(self, worker: ModelWorker) -> None:
-        for tensor in (*worker._model.parameters(), *worker._model.buffers()):
-            self._ledger.name(_local(tensor).untyped_storage(), WEIGHTS)
+        self._name_weights(worker)
+        if worker._settings.offload_parameters:
+            # They come anew for each phase.
+            worker._model.register_forward_pre_hook(lambda *_: self._name_weights(worker))
         if isinstance(worker, TrainingWorker):
             # As the first step makes them: the second one and all others find them.
-            self._name_moments(worker)
+            with worker._offload.on_device():
+                self._name_moments(worker)
             self._fill_steps(worker)
             for parameter in worker._model.parameters():
                 parameter.register_post_accumulate_grad_hook(self._name_gradient)
+
+    def _name_weights(self, worker: ModelWorker) -> None:
+        for tensor in (*worker._model.parameters(), *worker._model.buffers()):
+            if tensor.device == worker._device:
+                self._ledger.name(_local(tensor).untyped_storage(), WEIGHTS)
 
     def _name_moments(self, worker: TrainingWorker) -> None:
         for name, tensor in worker._optimizer.moments().items():
