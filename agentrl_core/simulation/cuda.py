@@ -22,7 +22,7 @@ _FSDP = (_fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state)
 _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 """``c10::impl::device_guard_impl_registry``, a pointer for each type of device."""
 _CUDA, _META = 1, 14
-"""Their numbers in ``c10::DeviceType``."""
+"""Numbers of these types of device in ``c10::DeviceType``."""
 _POST_BACKWARD = FSDPParamGroup.post_backward
 _LARGEST_HEAD = 256
 """Dimensions of a head that flash attention takes."""

@@ -33,7 +33,7 @@ class Known:
         self._valid[0] = False
 
     def same_memory(self, tensor: Tensor) -> "Known":
-        """Of a view."""
+        """The values of a view: something unknown that is written into one spoils both."""
         return Known(tensor, self._valid)
 
 

@@ -273,7 +273,7 @@ def _written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
 
 
 def _elements(args: Any) -> int:
-    """Of what a factory makes."""
+    """Number of elements of the tensor that a factory makes."""
     sizes = args[0] if args and isinstance(args[0], tuple | list) else args
     return _product(tuple(size for size in sizes if isinstance(size, int)))
 

@@ -42,7 +42,7 @@ def _attention(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def _varlen_attention(func: Any, args: Any, kwargs: Any) -> int:
-    """The same of rows that follow each other, whose lengths are known."""
+    """Operations of attention over rows that follow each other, whose lengths are known."""
     given = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False)) | kwargs
     ends = [known_of(given[name]) for name in ("cu_seq_q", "cu_seq_k") if given.get(name) is not None]
     if not ends or None in ends:

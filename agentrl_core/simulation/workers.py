@@ -34,7 +34,7 @@ from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
 from agentrl_core.workers.sharding import arrange, decoder_layers
 
 BUCKET_BYTES = 256 << 20
-"""Of a weight update."""
+"""Size of the buckets in which weights are sent."""
 _ALLOCATION = 512
 """Bytes to which CUDA's allocator rounds up."""
 
