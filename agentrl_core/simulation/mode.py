@@ -227,7 +227,7 @@ def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulati
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
     mode = Simulation(fake, ledger, device, vocabulary)
-    swap = torch.utils.swap_tensors
+    swap: Any = torch.utils.swap_tensors
     shapes_of_whole = ShardingPropagator._propagate_tensor_meta_non_cached
 
     def swapped(*tensors: Any) -> None:

@@ -122,7 +122,8 @@ def test_a_critic_and_a_reference_have_phases_and_weights_of_their_own(make_conf
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_parameters_wait_on_the_host_outside_of_their_phases(make_config: MakeConfig, ranks: int) -> None:
-    overrides = ("cluster.runtime=ray", "actor.offload_parameters=true", "reference.offload_parameters=true", "algorithm.kl_coef=0.01")
+    waits = ("actor.offload_parameters=true", "reference.offload_parameters=true")
+    overrides = ("cluster.runtime=ray", *waits, "algorithm.kl_coef=0.01")
     found = simulate(make_config(*overrides, *FEW_TOKENS, num_hidden_layers=1), ranks=ranks)
     share = found.parameter_bytes / ranks
     assert found.resting == pytest.approx(2 * share, rel=0.05)  # the moments
