@@ -176,8 +176,8 @@ def check(results: Sequence[TrajectoryResult], lean: Sequence[tuple[list[int], f
         output = result.outputs[0]
         if output.prompt_ids + output.response_ids != ids:
             raise RuntimeError(f"{result.trajectory_id}: the ids differ from those of the lean loop")
-        if result.reward is None or result.reward.score != score or len(result.tool_calls) != TOOL_CALLS:
-            raise RuntimeError(f"{result.trajectory_id}: reward {result.reward}, tool calls {result.tool_calls}")
+        if result.reward is None or result.reward.score != score or len(result.calls) != TOOL_CALLS:
+            raise RuntimeError(f"{result.trajectory_id}: reward {result.reward}, calls {result.calls}")
 
 
 def measure_lag(benchmark: Benchmark, case: Case, concurrent: int, delay: float) -> list[Figure]:

@@ -18,6 +18,7 @@ import psutil
 import pytest
 
 from agentrl_core.api import EngineContext, SamplingParams
+from agentrl_core.api.tree import ids_of
 from agentrl_core.config import load_config
 from agentrl_core.controller import Runtime, make_runtime
 from agentrl_core.data.rows import PromptBatch
@@ -189,12 +190,13 @@ def test_turns_stay_with_the_replica_that_has_their_cache(fleet: Fleet) -> None:
     results = fleet.rollout(48)
     metrics = fleet.replicas.metrics()
     fleet.check(results)
-    served = [[replica for replica, _ in result.served] for result in results]
+    served = [[node.request.replica for node in result.turns] for result in results]
     assert all(len(each) == TURNS and len({*each}) == 1 for each in served)
     assert {replica for each in served for replica in each} == {0, 1}
-    prompts = sum(prompt for result in results for prompt, _ in result.turn_tokens)
+    tokens = [[(len(ids_of(node.path[:-1])), len(node.ids)) for node in result.turns] for result in results]
+    prompts = sum(prompt for turns in tokens for prompt, _ in turns)
     # Of each turn but the first all that was there before is cached, in whole blocks.
-    reusable = sum(prompt + sampled for result in results for prompt, sampled in result.turn_tokens[:-1])
+    reusable = sum(prompt + sampled for turns in tokens for prompt, sampled in turns[:-1])
     logger.info("%s: hit rate %.3f of at most %.3f", fleet.name, metrics["cache_hit_rate"], reusable / prompts)
     assert metrics["prompt_tokens"] == prompts
     assert metrics["cached_tokens"] >= reusable - (BLOCK + 1) * len(results) * (TURNS - 1)

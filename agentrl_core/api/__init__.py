@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 _NAMES_OF_MODULE = {
     "agent_loop": (
         "AgentLoopBase", "AgentLoopContext", "AgentLoopOutput", "ChatRenderer", "Message",
-        "Termination", "ToolOutcome", "Trajectory", "TrajectorySession", "TruncationSide", "Turn",
+        "Status", "Termination", "ToolOutcome", "Trajectory", "TrajectorySession", "TruncationSide", "Turn",
     ),
     "algorithm": (
         "AdvantageEstimator", "AdvantageInput", "AdvantageOutput", "AlgorithmContext", "CorrectionInput",
@@ -46,6 +46,7 @@ _NAMES_OF_MODULE = {
     "tool": ("FunctionTool", "Tool", "ToolContext", "ToolResponse", "ToolResult", "function_schema", "schema_of"),
     "tool_parser": ("ParsedText", "ToolCall", "ToolParser", "ToolParserContext"),
     "tracker": ("Tracker", "TrackerContext", "trajectory_table"),
+    "tree": ("Call", "Earned", "Node", "Request", "Tree", "TreePath"),
     "weights": ("ArrayBucket", "WeightUpdate", "map_safetensors"),
 }  # fmt: skip
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}

@@ -31,6 +31,23 @@ Message = dict[str, Any]
 TruncationSide = Literal["left", "right", "middle"]
 
 
+class Status(StrEnum):
+    """What becomes of a trajectory."""
+
+    TRAINED = "trained"
+    EXCLUDED = "excluded"
+    """It is recorded, and enters neither the loss nor the statistics of its group."""
+    REPLACED = "replaced"
+    """Another prompt is trained in its place; it enters the statistics."""
+    FAILED = "failed"
+    """The infrastructure failed: it starts again from a fresh state, and is excluded after the last attempt."""
+
+    @property
+    def counts(self) -> bool:
+        """Whether it enters the statistics."""
+        return self in (Status.TRAINED, Status.REPLACED)
+
+
 class Termination(StrEnum):
     """Why a trajectory ended. Failure is data: it decides what is trained, retried or excluded."""
 
@@ -47,28 +64,24 @@ class Termination(StrEnum):
     SKIPPED = "skipped"
 
     @property
-    def trained(self) -> bool:
-        """The trajectory enters the loss and the statistics of its group."""
-        return self in _TRAINED
-
-    @property
-    def retried(self) -> bool:
-        """Infrastructure failed: the trajectory starts again from a fresh state."""
-        return self in _RETRIED
+    def status(self) -> Status:
+        """What becomes of a trajectory that ends so."""
+        return _STATUS.get(self, Status.TRAINED)
 
 
-_TRAINED = frozenset({
-    Termination.COMPLETED, Termination.LENGTH, Termination.MAX_TURNS, Termination.TOOL_ERROR, Termination.ENV_ERROR,
-})  # fmt: skip
-_RETRIED = frozenset({
-    Termination.EPISODE_ERROR, Termination.ENGINE_ERROR, Termination.REWARD_ERROR, Termination.TIMEOUT,
-    Termination.ABORTED,
-})  # fmt: skip
+_STATUS = {
+    Termination.EPISODE_ERROR: Status.FAILED, Termination.ENGINE_ERROR: Status.FAILED,
+    Termination.REWARD_ERROR: Status.FAILED, Termination.TIMEOUT: Status.FAILED, Termination.ABORTED: Status.FAILED,
+    Termination.SKIPPED: Status.EXCLUDED,
+}  # fmt: skip
 
 
 @dataclass
 class AgentLoopOutput:
     """One finished row: what a loop returns, one or several (``trajectory_id`` ties those together).
+
+    A loop gets it from :meth:`Trajectory.finish`; its tokens are then those of a path through the trajectory's tree.
+    One that a loop fills by hand becomes a path of its own.
 
     Args:
         prompt_ids: ids before the first sampled token.
@@ -83,18 +96,15 @@ class AgentLoopOutput:
         agent: who sampled the row, where several agents act. Each agent is scored on its own, and compared with the
             same agent in the other samples of the prompt.
         trained: False: the row is recorded, and enters neither the loss nor the statistics of its group.
-        path_length: tokens after the first prompt of the path that ends with this row, which count against
-            ``rollout.max_response_length``; 0: the path goes on in another row. None: the row is a path of its own.
         num_turns: messages of user, assistant and tools in the conversation, the system prompt not counted.
         policy_versions: number of the weights that sampled each id, -1 where mask is 0.
-        turn_ids: number of the trajectory's turn that sampled each id, from 0 over all rows, -1 where mask is 0; empty:
-            a turn begins where the mask rises.
+        turn_ids: number of the agent's turn that sampled each id, from 0 over all rows, -1 where mask is 0. Of a row
+            that is filled by hand, a turn begins where they change; empty: where the mask rises.
         reward_score: set by a loop only if it scores itself; otherwise by the reward manager.
-        tool_rewards: rewards returned by ``execute`` and ``calc_reward``, in order.
-        tool_reward_names: the tool of each of ``tool_rewards``; empty if the loop set those itself.
-        tool_reward_turns: the turn of each of ``tool_rewards``, as in ``turn_ids``; empty as above.
-        turn_scores: rewards returned by interactions, in order.
-        turn_score_turns: the turn of each of ``turn_scores``; empty if the loop set those itself.
+        tool_rewards: set by a loop only if it collects rewards of tools itself; rewards then see these, and not what
+            the session collected.
+        tool_reward_names: the tool of each of ``tool_rewards``, if the loop knows it.
+        turn_scores: the same, of interactions.
         messages: the conversation.
         prompt_text: the prompt, decoded with its special tokens.
         segments: the response in runs of equal mask, ``(mask, decoded text)``.
@@ -116,16 +126,13 @@ class AgentLoopOutput:
     agent: str = ""
     trained: bool = True
     log_prob_settings: list[dict[str, Any]] = field(default_factory=list)
-    path_length: int | None = None
     num_turns: int = 0
     policy_versions: list[int] = field(default_factory=list)
     turn_ids: list[int] = field(default_factory=list)
     reward_score: float | None = None
     tool_rewards: list[float] = field(default_factory=list)
     tool_reward_names: list[str] = field(default_factory=list)
-    tool_reward_turns: list[int] = field(default_factory=list)
     turn_scores: list[float] = field(default_factory=list)
-    turn_score_turns: list[int] = field(default_factory=list)
     messages: list[Message] = field(default_factory=list)
     prompt_text: str = ""
     segments: list[tuple[int, str]] = field(default_factory=list)
@@ -210,7 +217,13 @@ class Trajectory(ABC):
 
     @abstractmethod
     def finish(self, termination: Termination) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """The finished rows: one, or one per segment where the template was not append-only."""
+        """The finished rows: one, or one per segment where the template was not append-only.
+
+        It closes the branch.
+
+        Raises:
+            ProtocolError: the branch is closed already. So do the other methods; the trajectory fails.
+        """
 
 
 @dataclass(frozen=True)

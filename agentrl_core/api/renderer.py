@@ -29,8 +29,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
-from agentrl_core.api.agent_loop import AgentLoopOutput, ChatRenderer, Message
+from agentrl_core.api.agent_loop import ChatRenderer, Message
 from agentrl_core.api.tool_parser import ParsedText, ToolParser
+from agentrl_core.api.tree import Node, ids_of
 
 
 class Rendered(NamedTuple):
@@ -64,37 +65,31 @@ class Conversation:
     Args:
         messages: all of them; the last one is the turn that the policy has just sampled, as :class:`ParsedTurn` said.
         tools: function schemas that the model is shown.
-        row: the tokens so far; those that the policy sampled have mask 1.
-        pieces: the text of this row in order, that of the branch in which it began included: 0 and a text that was
-            rendered (the prompt, and what followed each turn), or 1 and a turn.
-        generation_prompt: the last rendered one ended with a generation prompt.
+        path: the nodes so far, from the prompt that the model sees to the newest one.
+        generation_prompt: the last text that was rendered ended with a generation prompt.
         trajectory_id: for log lines.
     """
 
     messages: Sequence[Message]
     tools: Sequence[dict[str, Any]]
-    row: AgentLoopOutput
-    pieces: Sequence[tuple[int, str]]
+    path: Sequence[Node]
     generation_prompt: bool = True
     trajectory_id: str = ""
 
     @property
     def ids(self) -> list[int]:
-        """All tokens of the row."""
-        return self.row.prompt_ids + self.row.response_ids
+        """All tokens."""
+        return ids_of(self.path)
 
     @property
     def text(self) -> str:
-        """All text of the row."""
-        return self.row.prompt_text + "".join(text for _, text in self.row.segments)
+        """All text."""
+        return "".join(node.text for node in self.path)
 
     @property
     def turn_ids(self) -> list[int]:
         """What the policy sampled last; empty where a context is last."""
-        mask, start = self.row.response_mask, len(self.row.response_mask)
-        while start and mask[start - 1]:
-            start -= 1
-        return self.row.response_ids[start:]
+        return self.path[-1].ids if self.path[-1].kind == "turn" else []
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from agentrl_core.api.tree import Node
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -27,14 +29,13 @@ class ToolCall:
         name: of the function.
         arguments: what the model wrote, decoded.
         id: unique within its branch of the trajectory.
-        turn: number of the trajectory's turn that wrote it, as in ``AgentLoopOutput.turn_ids``, to which its reward
-            goes. Set by the core; None: the turn that was sampled last.
+        turn: the turn that wrote it, to which its reward goes. Set by the core; None: the turn that was sampled last.
     """
 
     name: str
     arguments: dict[str, Any]
     id: str = ""
-    turn: int | None = field(default=None, compare=False)
+    turn: Node | None = field(default=None, compare=False, repr=False)
 
     def as_message(self) -> dict[str, Any]:
         """The entry of an assistant message's ``tool_calls``; arguments stay an object, as chat templates expect."""

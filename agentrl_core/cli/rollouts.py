@@ -12,7 +12,7 @@ from rich.console import Console
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
 from agentrl_core.cli._shared import command_group, console_of_stdout, set_up_logging, warn
-from agentrl_core.runs.records import SCHEMA_VERSION, read_rollouts
+from agentrl_core.runs.records import read_rollouts, to_json
 from agentrl_core.runs.run_dir import RunDir, ranges
 from agentrl_core.runs.trajectory_view import legend, show_trajectory
 
@@ -29,7 +29,7 @@ def show(
     color: Annotated[
         bool | None, typer.Option("--color/--no-color", help="By default: color if the output is a terminal.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: the records as they are on disk.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON: the rows of the trajectories.")] = False,
 ) -> None:
     """Print decoded trajectories: mask in color, tool calls, reward."""
     split: Split = "validation" if validation else "train"
@@ -39,8 +39,8 @@ def show(
     if not records:
         raise DataError(f"{path}: holds no trajectory")
     if as_json:
-        trajectories = [json.loads(record.to_json()) for record in records]
-        typer.echo(json.dumps({"schema_version": SCHEMA_VERSION, "trajectories": trajectories}, indent=2))
+        trajectories = [json.loads(to_json(record.content)) for record in records]
+        typer.echo(json.dumps({"schema_version": 1, "trajectories": trajectories}, indent=2))
         return
     console = Console(color_system=None) if color is False else Console()
     if color:

@@ -123,19 +123,20 @@ class Bridge:
         """
         messages = so_far.messages
         turns = [number for number, message in enumerate(messages) if message.get("role") == "assistant"]
-        first = len(turns) - sum(sampled for sampled, _ in so_far.pieces)
+        first = len(turns) - sum([node.kind == "turn" for node in so_far.path])
         if first < 0:  # somebody has removed messages
             return False
         turns = turns[first:]
         at = 0
-        for number, (sampled, text) in enumerate(so_far.pieces):
+        for number, node in enumerate(so_far.path):
+            text = node.text
             written: str | None = text
             following = ""
-            if sampled:
+            if node.kind == "turn":
                 message = turns.pop(0)
-                if number + 1 == len(so_far.pieces):
+                if number + 1 == len(so_far.path):
                     break
-                following = so_far.pieces[number + 1][1]
+                following = so_far.path[number + 1].text
                 if not whole.startswith(text + following, at):
                     written = self._written_alone(text, messages[message:], so_far.tools)
             if written is None or not whole.startswith(shown(written) + following, at):

@@ -80,7 +80,7 @@ class ChatTemplateRenderer(Renderer):
             so_far.messages[-1],
             added,
             generation_prompt=generation_prompt,
-            stopped=bool(self._stop(so_far.row.response_ids)),
+            stopped=bool(self._stop(so_far.turn_ids)),
             whole=whole,
         )
         framed = suffix is not None

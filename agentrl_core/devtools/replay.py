@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from agentrl_core.api.agent_loop import Status
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.engine import EngineContext
 from agentrl_core.api.engine_client import Engines
@@ -30,7 +31,7 @@ from agentrl_core.plugins.resolution import resolve
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import AGENT
 from agentrl_core.runs.atomic import open_file
-from agentrl_core.runs.records import RolloutRecord, read_rollouts, reward_trajectory_of
+from agentrl_core.runs.records import RolloutRecord, read_rollouts, records_of, reward_trajectory_of, to_json
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.trainer.outcomes import make_records
@@ -286,8 +287,8 @@ def _generated(
         try:
             for (name, step), batch in batches.items():
                 results = manager.generate_sequences(PromptBatch(batch, step, name, {}))
-                for record in make_records(step, split, results):
-                    new[_whole(record.trajectory_id)].append(record)
+                for line in make_records(step, split, results):
+                    new[line["trajectory_id"]] += records_of(to_json(line))
         finally:
             manager.close()
     return new
@@ -295,7 +296,7 @@ def _generated(
 
 def _differences(name: str, old: Sequence[RolloutRecord], new: Sequence[RolloutRecord]) -> Iterator[Replayed]:
     """What differs in one trajectory, in the part of each agent where several act."""
-    failed = not new[-1].termination.trained
+    failed = new[-1].termination.status is not Status.TRAINED
     for agent in dict.fromkeys(row.agent for row in (*old, *(() if failed else new))):
         before, after = ([row for row in rows if row.agent == agent] for rows in (old, new))
         part = f"{name}{AGENT}{agent}" if agent else name

@@ -3,12 +3,13 @@
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl_core.api import AgentLoopOutput, Termination
+from agentrl_core.api import Termination
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.hosting.rewards import HostedRewardFunction
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins.boundary import traced
-from agentrl_core.rollout.results import reward_trajectory
+from agentrl_core.rollout.loop_output import TreeRow
+from agentrl_core.rollout.results import TrajectoryResult, reward_trajectory
 from agentrl_core.serving.clients import absent_clients
 
 _SAMPLES: dict[Any, Any] = {"string": "1", "integer": 1, "number": 1.0, "boolean": True, "array": [], "object": {}}
@@ -33,11 +34,12 @@ async def trial_lines(config: ResolvedConfig, row: Mapping[str, Any]) -> list[st
         finally:
             await tool.release("trial", {})
             await tool.close()
-    ended = [AgentLoopOutput([], [], [], None, Termination.COMPLETED, messages=list(row["raw_prompt"]))]
+    empty = TreeRow.empty(Termination.COMPLETED, row["raw_prompt"])
+    ended = TrajectoryResult(dict(row), "trial", Termination.COMPLETED, [empty])
     for reward in config.reward.functions:
         function = HostedRewardFunction(reward, clients)
         try:
-            result = await function(reward_trajectory(dict(row), ended, Termination.COMPLETED))
+            result = await function(reward_trajectory(ended))
             lines.append(f"reward function {function.name} returned {result.score:g} for an empty answer")
         except Exception as error:  # noqa: BLE001 - as above
             lines.append(f"reward function {function.name} failed:\n{traced(error)}")

@@ -4,23 +4,17 @@ Legend: B rows, P prompt tokens, R response tokens.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from itertools import takewhile
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 
 from agentrl_core.api import AgentLoopOutput, RewardResult
+from agentrl_core.api.agent_loop import Status
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
-
-COLUMNS = frozenset({
-    "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rm_scores", "outcomes",
-    "scores", "turn_ids", "turn_rewards", "policy_versions", "rollout_log_probs", "uid", "trajectory_id", "data_source",
-    "num_turns", "termination", "reward_components", "baselines", "log_prob_settings",
-})  # fmt: skip
-"""What :func:`to_data_proto` names itself; the extra fields of a row have other names."""
 
 
 def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_info: dict[str, Any]) -> DataProto:
@@ -33,7 +27,8 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
     prompt's group), ``trajectory_id``, ``data_source``, ``num_turns``, ``termination``, ``log_prob_settings``,
     ``reward_components`` (numbers by name), and a column for each extra field of the rows, None in the rows without it.
     """
-    pairs = [(result, output) for result in results if result.trained for output in result.outputs if output.trained]
+    trained = [result for result in results if result.status is Status.TRAINED]
+    pairs = [(result, output) for result in trained for output in result.outputs if output.trained]
     outputs = [output for _, output in pairs]
     prompts, prompt_mask = pad([output.prompt_ids for output in outputs], pad_token_id, left=True)
     responses, filled = pad([output.response_ids for output in outputs], pad_token_id, left=False)
@@ -46,14 +41,10 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
         "input_ids": np.concatenate([prompts, responses], axis=1),
         "attention_mask": attention,
         "position_ids": np.maximum(attention.cumsum(axis=1) - 1, 0),
-        "turn_ids": pad([output.turn_ids or turns_of(output.response_mask) for output in outputs], -1, left=False)[0],
-        "policy_versions": pad(
-            [output.policy_versions or [sampled - 1 for sampled in output.response_mask] for output in outputs],
-            -1,
-            left=False,
-        )[0],
+        "turn_ids": pad([output.turn_ids for output in outputs], -1, left=False)[0],
+        "policy_versions": pad([output.policy_versions for output in outputs], -1, left=False)[0],
     }
-    tensors |= reward_columns(pairs, mask.astype(bool), tensors["turn_ids"])
+    tensors |= reward_columns(trained, mask.astype(bool), tensors["turn_ids"])
     baselines = [result.baseline for result, _ in pairs]
     if all(value is not None for value in baselines):
         tensors["baselines"] = np.array(baselines, dtype=np.float32)
@@ -82,18 +73,8 @@ def pad(
     return padded, filled
 
 
-def turns_of(response_mask: Sequence[int], first: int = 0) -> list[int]:
-    """``AgentLoopOutput.turn_ids`` of a row whose turns, from number ``first``, begin where the mask rises."""
-    turn, before, turns = first - 1, 0, list[int]()
-    for sampled in response_mask:
-        turn += sampled > before
-        turns.append(turn if sampled else -1)
-        before = sampled
-    return turns
-
-
 def reward_columns(
-    pairs: Sequence[tuple[TrajectoryResult, AgentLoopOutput]],
+    trained: Sequence[TrajectoryResult],
     mask_BR: np.ndarray[Any, Any],
     turns_BR: np.ndarray[Any, Any],
 ) -> dict[str, np.ndarray[Any, Any]]:
@@ -103,36 +84,43 @@ def reward_columns(
     What turns and tokens earned that are in no row of the batch, because the template rewrote history or their row is
     not trained, adds to the outcome.
     """
-    rewards = [result.reward or RewardResult(0.0) for result, _ in pairs]
+    owners = [result for result in trained for output in result.outputs if output.trained]
+    rewards = [result.reward or RewardResult(0.0) for result in owners]
     turns = max([int(turns_BR.max(initial=-1)) + 1, *(len(reward.turn_rewards) for reward in rewards)])
-    by_turn_BT = np.zeros((len(pairs), turns), dtype=np.float64)
+    by_turn_BT = np.zeros((len(owners), turns), dtype=np.float64)
     for row, reward in enumerate(rewards):
         by_turn_BT[row, : len(reward.turn_rewards)] = reward.turn_rewards
     present: dict[str, set[int]] = defaultdict(set)
-    for (result, _), turns_R in zip(pairs, turns_BR, strict=True):
+    for result, turns_R in zip(owners, turns_BR, strict=True):
         present[result.trajectory_id].update(turns_R[turns_R >= 0].tolist())
     for row in np.flatnonzero(by_turn_BT.any(axis=1)).tolist():
-        absent = [turn for turn in range(turns) if turn not in present[pairs[row][0].trajectory_id]]
+        absent = [turn for turn in range(turns) if turn not in present[owners[row].trajectory_id]]
         by_turn_BT[row, absent] = 0.0
     scores_B = np.array([reward.score for reward in rewards], dtype=np.float64)
-    by_token: dict[int, list[float]] = {}
+    by_token = [part for result in trained for part in _by_row(result)]
     of_tokens: dict[str, float] = defaultdict(float)
-    for row, ((result, output), reward) in enumerate(zip(pairs, rewards, strict=True)):
-        if reward.token_rewards:
-            before = takewhile(lambda each: each is not output, result.outputs)  # noqa: B023 - used at once
-            start = sum(sum(each.response_mask) for each in before)
-            by_token[row] = list(reward.token_rewards[start : start + sum(output.response_mask)])
-            of_tokens[result.trajectory_id] += sum(by_token[row])
-    earned_B = np.array([of_tokens[result.trajectory_id] for result, _ in pairs], dtype=np.float64)
+    for result, part in zip(owners, by_token, strict=True):
+        of_tokens[result.trajectory_id] += sum(part)
+    earned_B = np.array([of_tokens[result.trajectory_id] for result in owners], dtype=np.float64)
     outcomes_B = scores_B - by_turn_BT.sum(axis=1) - earned_B
     rewards_BR = outcome_scores(mask_BR, outcomes_B.tolist())
     for row in np.flatnonzero(by_turn_BT.any(axis=1)).tolist():
         for turn in np.unique(turns_BR[row][mask_BR[row]]).tolist():
             rewards_BR[row, np.flatnonzero(turns_BR[row] == turn)[-1]] += by_turn_BT[row, turn]
-    for row, values in by_token.items():
-        rewards_BR[row, np.flatnonzero(mask_BR[row])] += np.asarray(values, dtype=np.float32)
+    for row, part in enumerate(by_token):
+        if part:
+            rewards_BR[row, np.flatnonzero(mask_BR[row])] += np.asarray(part, dtype=np.float32)
     columns = {"scores": scores_B, "outcomes": outcomes_B, "turn_rewards": by_turn_BT, "rm_scores": rewards_BR}
     return {name: column.astype(np.float32) for name, column in columns.items()}
+
+
+def _by_row(result: TrajectoryResult) -> Iterator[list[float]]:
+    """The token rewards of each row that is trained."""
+    rewards = iter(result.reward.token_rewards if result.reward else ())
+    for output in result.outputs:
+        part = list(islice(rewards, sum(output.response_mask)))
+        if output.trained:
+            yield part
 
 
 def outcome_scores(mask_BR: np.ndarray[Any, Any], scores: Sequence[float | None]) -> np.ndarray[Any, Any]:

@@ -16,6 +16,7 @@ from agentrl_core.api import (
     WorkerError,
     together,
 )
+from agentrl_core.api.agent_loop import Status
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorDiedError, ActorHandle, ActorOptions, Runtime
 from agentrl_core.data.rows import PromptBatch
@@ -98,11 +99,11 @@ class AgentLoopManager:
             work = engines.watched(work)
         results = self._runtime.run(work)
         self._check_failed(results)
-        _report_failed([result for result in results if result.failed])
+        _report_failed([result for result in results if result.status is Status.FAILED])
         return results
 
     def _check_failed(self, results: Sequence[TrajectoryResult]) -> None:
-        failed = [result for result in results if result.failed]
+        failed = [result for result in results if result.status is Status.FAILED]
         total = sum(not result.other_agent for result in results)
         if len(failed) > self._config.rollout.max_failed_fraction * total:
             raise RolloutError(

@@ -6,7 +6,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, Self
 
 from agentrl_core.api import (
     ConfigError,
@@ -33,6 +33,7 @@ from agentrl_core.api import (
     ToolUnavailableError,
     TrajectorySession,
 )
+from agentrl_core.api.tree import Call, Earned, Request, Source, Span
 from agentrl_core.config.schema import InteractionSlot
 from agentrl_core.hosting.environments import HostedEnvironment, HostedEpisode
 from agentrl_core.hosting.tools import HostedTool, check_result, is_finite, select_tools
@@ -61,12 +62,16 @@ class HostedInteraction:
 
     interaction: Interaction
     timeout: float
-    kind: str = "interaction"
+    kind: Source = "interaction"
 
     @property
     def title(self) -> str:
         """For messages."""
         return f"{self.kind} {self.interaction.context.name!r}"
+
+    def earned(self, value: float) -> Earned:
+        """A reward that it gave."""
+        return Earned(self.interaction.context.name, value, self.kind)
 
 
 def interaction_context(slot: InteractionSlot, seed: int, clients: Mapping[str, EngineClient]) -> InteractionContext:
@@ -100,22 +105,26 @@ class CallError(ToolError):
 
 class _Timed:
     # Not a generator with @contextmanager: a trajectory has twenty of these blocks.
-    __slots__ = ("_session", "_what", "_state", "_start")
+    __slots__ = ("_session", "_what", "_state", "_of_node", "_begun", "start", "seconds")
 
-    def __init__(self, session: "RolloutSession", what: str, state: str) -> None:
+    def __init__(self, session: "RolloutSession", what: str, state: str, of_node: bool) -> None:
         self._session = session
         self._what = what
         self._state = state
+        self._of_node = of_node
 
-    def __enter__(self) -> None:
-        self._start = self._session.enter(self._state)
+    def __enter__(self) -> Self:
+        self._begun = self._session.enter(self._state)
+        return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         # A cancelled block keeps its state: the message of a trajectory's deadline says what was under way.
         now = self._session.enter(self._state if kind is asyncio.CancelledError else "in its loop")
         report = self._session.report
-        report.timings[self._what] = report.timings.get(self._what, 0.0) + now - self._start
-        report.spans.append((self._what, round(self._start + _EPOCH, 4), round(now - self._start, 5)))
+        report.timings[self._what] = report.timings.get(self._what, 0.0) + now - self._begun
+        self.start, self.seconds = round(self._begun + _EPOCH, 4), round(now - self._begun, 5)
+        if kind is not None or not self._of_node:
+            report.waits.append(Span(self._what, self.start, self.seconds))
 
 
 class RolloutSession(TrajectorySession):
@@ -130,6 +139,7 @@ class RolloutSession(TrajectorySession):
     def __init__(self, key: TrajectoryKey, row: Mapping[str, Any], environment: SessionEnvironment) -> None:
         self.trajectory_id = key.trajectory_id
         self.report = TrajectoryResult(dict(row), key.trajectory_id, Termination.ABORTED)
+        self.tree = self.report.tree
         self.state = "starting"
         self.state_since = time.monotonic()
         self._key = key
@@ -144,28 +154,28 @@ class RolloutSession(TrajectorySession):
         self._calling: set[asyncio.Task[Any]] = set()
         self._engine_sessions: set[str] = set()
         self._sampling: set[str] = set()
-        self.turn_agents: dict[int, str] = {}
-        """Who had each turn that was answered."""
-        self.builder: TrajectoryBuilder | None = None
+        self._builder: TrajectoryBuilder | None = None
+
+    @property
+    def agent(self) -> str:
+        return self.tree.agent
+
+    @agent.setter
+    def agent(self, agent: str) -> None:
+        self.tree.agent = agent
 
     def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> TrajectoryBuilder:
-        self.builder = TrajectoryBuilder(
-            self._key,
-            messages,
-            tools,
-            self._env.renderer,
-            self._env.limits,
-            self._sample,
-            sibling=self.builder,
+        builder = TrajectoryBuilder(
+            self._key, messages, tools, self._env.renderer, self._env.limits, self._sample, self._builder, self.tree
         )
-        limits = self._env.limits
-        longest = limits.max_model_len - limits.max_response_length
-        if self._episode is not None and self.builder.num_tokens > longest and not self.builder.counts.turns:
+        self._builder = builder
+        longest = self._env.limits.max_model_len - self._env.limits.max_response_length
+        if self._episode is not None and builder.num_tokens > longest and not self.tree.turns():
             raise EpisodeError(
-                f"the first messages of {self._episode.title} have {self.builder.num_tokens} tokens (tool schemas "
+                f"the first messages of {self._episode.title} have {builder.num_tokens} tokens (tool schemas "
                 f"included), more than data.max_prompt_length={longest}; raise it, or let the environment write less"
             )
-        return self.builder
+        return builder
 
     @property
     def greedy(self) -> bool:
@@ -177,9 +187,13 @@ class RolloutSession(TrajectorySession):
         self.state, self.state_since = state, time.monotonic()
         return self.state_since
 
-    def timed(self, what: str, state: str) -> "_Timed":
-        """Add the time of a ``with`` block to ``timings`` and show its state to the watchdog."""
-        return _Timed(self, what, state)
+    def timed(self, what: str, state: str, *, of_node: bool = False) -> "_Timed":
+        """Add the time of a ``with`` block to ``timings`` and show its state to the watchdog.
+
+        Args:
+            of_node: a node keeps when the block was, unless it fails.
+        """
+        return _Timed(self, what, state, of_node)
 
     async def open_engine(self) -> None:
         """Announce the trajectory to the engine, before its first request; once."""
@@ -190,24 +204,20 @@ class RolloutSession(TrajectorySession):
             self._engine_sessions.add(request_id)
             await self._env.servers.open_session(request_id)
 
-    async def _sample(self, prompt_ids: list[int], params: SamplingParams, request_id: str) -> TokenOutput:
+    async def _sample(
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str
+    ) -> tuple[TokenOutput, Request]:
         self._sampling.add(request_id)
         try:
             await self._announce(request_id)
             if self._env.deterministic:
                 await self._close_idle_branches()
-            sampled, served = 0, (-1, 0.0)
-            try:
-                with self.timed("generate", "generating"):
-                    output = await self._env.servers.generate(request_id, prompt_ids, params)
-                sampled, served = len(output.token_ids), (output.replica, round(output.queued, 5))
-            finally:
-                self.report.turn_tokens.append((len(prompt_ids), sampled))
-                self.report.served.append(served)
+            with self.timed("generate", "generating", of_node=True) as timed:
+                output = await self._env.servers.generate(request_id, prompt_ids, params)
         finally:
             self._sampling.discard(request_id)
         await self._env.pacer.wait()
-        return output
+        return output, Request(output.replica, round(output.queued, 5), timed.start, timed.seconds)
 
     async def _close_idle_branches(self) -> None:
         """Close the engine sessions of branches that rest, for which the engine would wait; their next turn reopens."""
@@ -260,35 +270,39 @@ class RolloutSession(TrajectorySession):
         return self.report.tool_schemas
 
     async def call_tool(self, call: ToolCall) -> ToolOutcome:
-        turn = self._last_turn if call.turn is None else call.turn
-        self.turn_agents[turn] = self.agent
+        turn = self.tree.newest if call.turn is None else call.turn
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         self._calling.add(task)
-        with self.timed("tools", f"calling tool {call.name!r}"):
-            try:
-                with boundary(ToolError, keep=(EngineError,)):
-                    result = await self._execute(call, turn)
-                text, failed, done = result.response.text, False, result.done
-            except ToolUnavailableError:
-                raise
-            except ToolError as error:
-                text, failed, done = f"Error: {error}", True, False
-                if not isinstance(error, CallError):
-                    self._report_failure(call.name, error.__cause__ or error)
-            finally:
-                self._calling.discard(task)
+        done = Call(call.name, call.arguments)
+        # Before it runs: concurrent calls stand in the order in which the policy wrote them.
+        turn.calls.append(done)
+        ended = False
+        try:
+            with self.timed("tools", f"calling tool {call.name!r}", of_node=True) as timed:
+                try:
+                    with boundary(ToolError, keep=(EngineError,)):
+                        result = await self._execute(call, done)
+                    text, ended = result.response.text, result.done
+                except ToolUnavailableError:
+                    raise
+                except ToolError as error:
+                    text, done.failed = f"Error: {error}", True
+                    if not isinstance(error, CallError):
+                        self._report_failure(call.name, error.__cause__ or error)
+        except BaseException:
+            # Without an answer it is no call.
+            turn.calls.remove(done)
+            raise
+        finally:
+            self._calling.discard(task)
+        done.response, done.start, done.seconds = text[:2000], timed.start, timed.seconds
         self.report.count("tool_calls")
-        self.report.count("tool_failures", float(failed))
-        self.report.tool_spans.append(self.report.spans[-1][1:])
-        self.report.tool_call_turns.append(turn)
-        self.report.tool_calls.append(
-            {"name": call.name, "arguments": call.arguments, "response": text[:2000], "failed": failed}
-        )
+        self.report.count("tool_failures", float(done.failed))
         message: Message = {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
-        return ToolOutcome(message, ToolResponse(text), failed, done)
+        return ToolOutcome(message, ToolResponse(text), done.failed, ended)
 
-    async def _execute(self, call: ToolCall, turn: int) -> ToolResult:
+    async def _execute(self, call: ToolCall, done: Call) -> ToolResult:
         tool = self._functions.get(call.name)
         if tool is None:
             raise CallError(f"there is no tool {call.name!r}; available: {', '.join(self._functions) or 'none'}")
@@ -302,8 +316,10 @@ class RolloutSession(TrajectorySession):
             )
         kwargs = self._tool_kwargs(tool.name, "execute_kwargs")
         result = check_result(call.name, await tool.execute(self._key.request_id, call.name, call.arguments, kwargs))
+        done.source = "environment" if tool is self._episode else "tool"
         if result.reward is not None:
-            self._tool_reward(call.name, float(result.reward), turn)
+            done.reward = float(result.reward)
+            self.report.count(f"tool/{call.name}/reward", done.reward)
         for name, value in result.metrics.items():
             self.report.count(f"tool/{call.name}/{name}", float(value))
         return result
@@ -320,17 +336,6 @@ class RolloutSession(TrajectorySession):
             "tool %r failed in trajectory %s, and the model reads the error. rollout/tool_failures counts further "
             "failures of this kind. %s%s", name, self.trajectory_id, error, trace and f"\n{trace}",
         )  # fmt: skip
-
-    @property
-    def _last_turn(self) -> int:
-        """Number of the turn that was sampled last, over all branches."""
-        return max(self.builder.counts.turns - 1, 0) if self.builder is not None else 0
-
-    def _tool_reward(self, name: str, reward: float, turn: int) -> None:
-        self.report.tool_rewards.append(reward)
-        self.report.tool_reward_names.append(name)
-        self.report.tool_reward_turns.append(turn)
-        self.report.count(f"tool/{name}/reward", reward)
 
     # Interaction ------------------------------------------------------------------------------------------------
 
@@ -355,8 +360,7 @@ class RolloutSession(TrajectorySession):
         if not await self.open_interaction() or self._interaction is None:
             raise InteractionError(f"trajectory {self.trajectory_id} has no interaction")
         # Before the answer: another branch may sample while it is awaited.
-        number = self.builder.counts.turn_of(messages) if self.builder is not None else 0
-        self.turn_agents[number] = self.agent
+        node = self.tree.turn_of(messages)
         answer = self._interaction.interaction.generate_response(self._key.request_id, messages)
         turn: InteractionTurn = await self._interact(self._interaction, answer, "waiting for")
         if not isinstance(turn, InteractionTurn) or not isinstance(turn.text, str):
@@ -370,8 +374,7 @@ class RolloutSession(TrajectorySession):
             if not is_finite(value):
                 raise InteractionError(f"generate_response returned the {what}={value!r}, not a finite number")
         if turn.reward is not None:
-            self.report.turn_scores.append(float(turn.reward))
-            self.report.turn_score_turns.append(number)
+            node.rewards.append(self._interaction.earned(float(turn.reward)))
         for name, value in turn.metrics.items():
             self.report.count(f"interaction/{name}", float(value))
         self.agent = self.agent if turn.agent is None else turn.agent
@@ -395,45 +398,31 @@ class RolloutSession(TrajectorySession):
             with self.timed("tools", f"calc_reward of tool {name!r}"):
                 reward = await tool.call("calc_reward", self._key.request_id, kwargs=kwargs)
             if reward is not None:
-                self._tool_reward(name, _number(reward, f"calc_reward of tool {name!r}"), self._last_turn)
+                value = _number(reward, f"calc_reward of tool {name!r}")
+                self.tree.newest.rewards.append(Earned(name, value, "tool"))
+                self.report.count(f"tool/{name}/reward", value)
         if self._interaction is not None:
             score = self._interaction.interaction.calculate_score(self._key.request_id)
             value = await self._interact(self._interaction, score, "scoring")
             if value is not None:
-                self.report.turn_scores.append(_number(value, "calculate_score of the interaction"))
-                self.report.turn_score_turns.append(self._last_turn)
+                value = _number(value, "calculate_score of the interaction")
+                self.tree.newest.rewards.append(self._interaction.earned(value))
 
-    async def score_episode(self, trajectory: RewardTrajectory, seen: TrajectoryResult) -> RewardTrajectory:
+    async def score_episode(self, trajectory: RewardTrajectory, part: TrajectoryResult) -> RewardTrajectory:
         """The trajectory with what its environment gives: what its calls and replies earned is only there.
 
         Args:
             trajectory: of one agent.
-            seen: what that agent earned; ``report``, where only one acts.
+            part: its result.
 
         Raises:
             RewardError: its score failed, or is not a finite number.
         """
         if self._episode is None:
             return trajectory
-        own = self._episode.schemas
-        calls = list(zip(seen.tool_reward_names, seen.tool_reward_turns, seen.tool_rewards, strict=True))
-        earned = [(turn, reward) for name, turn, reward in calls if name in own]
-        earned += zip(seen.turn_score_turns, seen.turn_scores, strict=True)
+        earned = [(turn, reward.value) for turn, reward in part.earned("environment")]
         with self.timed("environment", f"being scored by {self._episode.title}"):
-            result = await self._episode.score(trajectory, earned)
-        trajectory = replace(trajectory, environment=result)
-        # A loop may have set rewards of its own in place of what was collected.
-        if trajectory.tool_rewards is seen.tool_rewards:
-            others = [call for call in calls if call[0] not in own]
-            trajectory = replace(
-                trajectory,
-                tool_reward_names=[name for name, _, _ in others],
-                tool_reward_turns=[turn for _, turn, _ in others],
-                tool_rewards=[reward for _, _, reward in others],
-            )
-        if trajectory.turn_scores is seen.turn_scores:
-            trajectory = replace(trajectory, turn_scores=(), turn_score_turns=())
-        return trajectory
+            return replace(trajectory, environment=await self._episode.score(trajectory, earned))
 
     async def close(self) -> None:
         """Release everything that was opened. Never raises: a failure is logged and counted."""

@@ -1,6 +1,6 @@
-"""The token record of a trajectory.
+"""Builds the tree of a trajectory.
 
-Token in, token out: what the policy sampled is appended as it came, and the prompt of the next turn starts with the
+Token in, token out: what the policy sampled becomes a node as it came, and the prompt of the next turn starts with the
 exact ids of the turn before. The renderer says what follows when messages are added. Where history is rewritten,
 ``rollout.template_break`` decides.
 """
@@ -8,7 +8,7 @@ exact ids of the turn before. The renderer says what follows when messages are a
 import math
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from agentrl_core.api import (
@@ -18,6 +18,7 @@ from agentrl_core.api import (
     Message,
     PluginError,
     PolicySpan,
+    ProtocolError,
     Renderer,
     SamplingParams,
     TemplateError,
@@ -28,11 +29,13 @@ from agentrl_core.api import (
     Turn,
 )
 from agentrl_core.api.engine import RESHAPING
+from agentrl_core.api.tree import Node, Request, Tree, TreePath, ids_of
 from agentrl_core.config.schema import TemplateBreak
 from agentrl_core.hosting.wire import MAX_DEPTH, is_too_deep
 from agentrl_core.rollout.identity import TrajectoryKey
+from agentrl_core.rollout.loop_output import TreeRow
 
-Sample = Callable[[list[int], SamplingParams, str], Awaitable[TokenOutput]]
+Sample = Callable[[list[int], SamplingParams, str], Awaitable[tuple[TokenOutput, Request]]]
 _ENGINE_SAMPLING = ("temperature", "top_p", "top_k", *RESHAPING, "json_schema")
 _SAMPLING = (*_ENGINE_SAMPLING, "max_tokens", "stop", "seed")
 
@@ -50,67 +53,8 @@ class TrajectoryLimits:
     template_break: TemplateBreak = "fork"
 
 
-@dataclass
-class SharedCounts:
-    """What the branches of one trajectory count together."""
-
-    branches: int = 0
-    tool_calls: int = 0
-    parse_errors: int = 0
-    template_breaks: int = 0
-    template_mismatches: int = 0
-    answers: list[Message] = field(default_factory=list)
-    """The policy's message of each turn."""
-
-    @property
-    def turns(self) -> int:
-        """How many turns there are."""
-        return len(self.answers)
-
-    def turn_of(self, messages: Sequence[Message]) -> int:
-        """The turn that ends a conversation; the last of all turns where a loop wrote the conversation itself."""
-        last = next((message for message in reversed(messages) if message.get("role") == "assistant"), None)
-        return next((turn for turn, answer in enumerate(self.answers) if answer is last), max(self.turns - 1, 0))
-
-
-class TokenRow(AgentLoopOutput):
-    """A row that grows: the parallel lists of the response grow together or not at all."""
-
-    def __init__(self, prompt_ids: list[int], prompt_text: str) -> None:
-        super().__init__(prompt_ids, [], [], [], Termination.ABORTED, prompt_text=prompt_text)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.prompt_ids) + len(self.response_ids)
-
-    def append_context(self, ids: Sequence[int], text: str) -> None:
-        """Tokens that the policy did not sample."""
-        self.response_ids += ids
-        self.response_mask += [0] * len(ids)
-        self.policy_versions += [-1] * len(ids)
-        self.turn_ids += [-1] * len(ids)
-        if self.response_logprobs is not None:
-            self.response_logprobs += [0.0] * len(ids)
-        self.segments.append((0, text))
-
-    def append_sampled(self, output: TokenOutput, text: str, turn: int, settings: dict[str, Any]) -> None:
-        """Tokens that the policy sampled in this turn of the trajectory, their log-probs under these settings."""
-        if settings not in self.log_prob_settings:
-            self.log_prob_settings.append(settings)
-        self.response_ids += output.token_ids
-        self.response_mask += [1] * len(output.token_ids)
-        for span in output.spans:
-            self.policy_versions += [span.version] * (span.end - span.start)
-        self.turn_ids += [turn] * len(output.token_ids)
-        if output.log_probs is None:
-            self.response_logprobs = None
-        elif self.response_logprobs is not None:
-            self.response_logprobs += output.log_probs
-        self.segments.append((1, text))
-
-
 class TrajectoryBuilder(Trajectory):
-    """Builds the rows of one trajectory.
+    """Builds one branch of a trajectory.
 
     Args:
         key: its identity, for seeds and the request id.
@@ -120,6 +64,7 @@ class TrajectoryBuilder(Trajectory):
         limits: budgets.
         sample: sends a request to an engine.
         sibling: another branch of the same trajectory.
+        tree: of the trajectory.
     """
 
     def __init__(
@@ -131,8 +76,10 @@ class TrajectoryBuilder(Trajectory):
         limits: TrajectoryLimits,
         sample: Sample,
         sibling: "TrajectoryBuilder | None" = None,
+        tree: Tree | None = None,
     ) -> None:
         self.messages = list(messages)
+        self.tree = Tree() if tree is None else tree
         self._key = key
         self._tools = tools
         self._renderer = renderer
@@ -141,27 +88,29 @@ class TrajectoryBuilder(Trajectory):
         self._turns = 0
         # A branch may repeat messages of another one: its own calls have other ids.
         self._calls: int = 0 if sibling is None else sibling._calls
-        self._used = 0
         # Each branch has its own engine sessions and seeds.
-        self.counts: SharedCounts = SharedCounts() if sibling is None else sibling.counts
         self._branch = 0 if sibling is None else self._next_branch()
-        self._texts: list[str] = []
-        self._full_text = ""
         prompt = renderer.render(self.messages, tools, generation_prompt=True)
-        self._pieces: list[tuple[int, str]] = [(0, prompt.text)]
+        self._path = [Node(None, "prompt", prompt.ids, prompt.text, tuple(self.messages))]
+        """The nodes whose tokens the model sees."""
+        self.tree.nodes += self._path
+        self._start: Node | None = None
+        """The node that the branch was forked from."""
+        self._num_tokens = len(prompt.ids)
+        self._used = 0
         self._asked = True
         self._assumed = False
-        self._rows = [TokenRow(prompt.ids, prompt.text)]
+        self._finished: Termination | None = None
 
     @property
-    def row(self) -> TokenRow:
+    def row(self) -> TreeRow:
         """The row that grows."""
-        return self._rows[-1]
+        return self._row(self._path)
 
     @property
     def template_breaks(self) -> int:
         """How often the template rewrote history, in all branches."""
-        return self.counts.template_breaks
+        return self.tree.template_breaks
 
     @property
     def request_id(self) -> str:
@@ -170,13 +119,15 @@ class TrajectoryBuilder(Trajectory):
 
     @property
     def remaining(self) -> int:
-        return min(self._limits.max_response_length - self._used, self._limits.max_model_len - self.row.num_tokens)
+        return min(self._limits.max_response_length - self._used, self._limits.max_model_len - self._num_tokens)
 
     @property
     def num_tokens(self) -> int:
-        return self.row.num_tokens
+        return self._num_tokens
 
     async def generate(self, sampling_params: Mapping[str, Any]) -> Turn:
+        if self._finished is not None:
+            raise self._closed("generate")
         if unknown := [name for name in sampling_params if name not in _SAMPLING]:
             raise PluginError(
                 f"Trajectory.generate: unknown sampling parameter {', '.join(unknown)}; allowed: {', '.join(_SAMPLING)}"
@@ -191,13 +142,15 @@ class TrajectoryBuilder(Trajectory):
             stop_token_ids=(*self._renderer.stop_token_ids, *self._stop_ids(sampling_params.get("stop") or ())),
             **{name: sampling_params[name] for name in _ENGINE_SAMPLING if name in sampling_params},
         )
-        row = self.row
-        output = await self._sample(row.prompt_ids + row.response_ids, params, self.request_id)
+        agent, known = self.tree.agent, len(self._path)
+        output, request = await self._sample(ids_of(self._path), params, self.request_id)
+        if self._finished is not None or len(self._path) != known:
+            raise self._closed("generate")
         check_output(output, max_tokens)
         if stops := sampling_params.get("stop"):
             output = cut_after(output, stops, self._renderer.chat.decode)
         self._turns += 1
-        return self._record_turn(output, params)
+        return self._record_turn(output, params, request, agent)
 
     def _stop_ids(self, stops: Sequence[str]) -> list[int]:
         """Those of the stop texts that are one token: the engine need not sample beyond them."""
@@ -207,55 +160,60 @@ class TrajectoryBuilder(Trajectory):
             )
         return [ids[0] for stop in stops if len(ids := self._renderer.chat.encode(stop)) == 1]
 
-    def _record_turn(self, output: TokenOutput, params: SamplingParams) -> Turn:
+    def _record_turn(self, output: TokenOutput, params: SamplingParams, request: Request, agent: str) -> Turn:
         ids = output.token_ids
         parsed = self._renderer.parse(ids, self._tools)
-        whole = parsed.text + (self._renderer.stop_texts.get(ids[-1], "") if ids else "")
-        number = self.counts.turns
-        self.row.append_sampled(output, whole, number, params.log_prob_settings)
-        self._used += len(ids)
-        self._full_text += whole
-        self._pieces.append((1, whole))
-        self._texts.append(parsed.text)
-        calls = [self._number(call, number) for call in parsed.calls if not is_too_deep(call.arguments)]
+        stop = self._renderer.stop_texts.get(ids[-1], "") if ids else ""
+        node = Node(
+            self._path[-1], "turn", ids, parsed.text + stop, (), agent, output.log_probs, output.spans,
+            output.finish_reason, params.log_prob_settings, stop, request,
+        )  # fmt: skip
+        calls = [self._number(call, node) for call in parsed.calls if not is_too_deep(call.arguments)]
         errors = parsed.errors
         if len(calls) < len(parsed.calls):
             errors = [*errors, f"Error: invalid tool call: arguments nested more than {MAX_DEPTH} levels deep"]
-        self.counts.parse_errors += len(errors)
+        self.tree.parse_errors += len(errors)
         content = parsed.content if calls or not parsed.calls else parsed.text
         message: Message = {"role": "assistant", "content": content, **parsed.fields}
         if calls:
             message["tool_calls"] = [call.as_message() for call in calls]
-        self.messages.append(message)
-        self.counts.answers.append(message)
+        node.messages = (message,)
+        self._grow(node)
         return Turn(ids, parsed.text, output.finish_reason, content, calls, errors, output.log_probs)
 
-    def _number(self, call: ToolCall, turn: int) -> ToolCall:
+    def _grow(self, node: Node) -> None:
+        """Add what follows, and its messages."""
+        self._path.append(node)
+        self.tree.nodes.append(node)
+        self._num_tokens += len(node.ids)
+        self._used += len(node.ids)
+        self.messages += node.messages
+
+    def _number(self, call: ToolCall, turn: Node) -> ToolCall:
         # Nine characters: some chat templates accept no other length.
         self._calls += 1
-        self.counts.tool_calls += 1
+        self.tree.tool_calls += 1
         return ToolCall(call.name, call.arguments, f"call{self._calls:05d}", turn)
 
     def add_messages(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> bool:
+        if self._finished is not None:
+            raise self._closed("add_messages")
         suffix = self._renderer.bridge(self._conversation, messages, generation_prompt=generation_prompt)
         if suffix is None:
-            return self._start_new_row(messages, generation_prompt)
+            return self._rewrite(messages, generation_prompt)
         if len(suffix.ids) > self.remaining:
             return False
-        self.row.append_context(suffix.ids, suffix.text)
-        self._used += len(suffix.ids)
-        self._full_text += suffix.text
-        self._pieces.append((0, suffix.text))
+        self._grow(Node(self._path[-1], "context", suffix.ids, suffix.text, tuple(messages)))
         self._asked = generation_prompt
         self._assumed |= suffix.assumed
-        self.messages += messages
         return True
 
     @property
     def _conversation(self) -> Conversation:
-        return Conversation(self.messages, self._tools, self.row, self._pieces, self._asked, self._key.trajectory_id)
+        return Conversation(self.messages, self._tools, self._path, self._asked, self._key.trajectory_id)
 
-    def _start_new_row(self, messages: Sequence[Message], generation_prompt: bool) -> bool:
+    def _rewrite(self, messages: Sequence[Message], generation_prompt: bool) -> bool:
+        """Go on with a prompt that holds the rewritten history: the tokens so far are no beginning of it."""
         if self._limits.template_break == "error":
             raise TemplateBreakError(
                 f"trajectory {self._key.trajectory_id}: the chat template rewrites the history when a message of role "
@@ -265,41 +223,73 @@ class TrajectoryBuilder(Trajectory):
         prompt = self._renderer.render([*self.messages, *messages], self._tools, generation_prompt=generation_prompt)
         if len(prompt.ids) >= self._limits.max_model_len or self._limits.max_response_length <= self._used:
             return False
-        self.counts.template_breaks += 1
-        if self._limits.template_break == "mask":
-            self._rows.clear()
-        self._rows.append(TokenRow(prompt.ids, prompt.text))
-        self._pieces, self._asked = [(0, prompt.text)], generation_prompt
-        self._full_text += "".join(f"\n{message.get('content') or ''}\n" for message in messages)
+        self.tree.template_breaks += 1
+        self._path = [Node(self._path[-1], "prompt", prompt.ids, prompt.text, tuple(messages))]
+        self.tree.nodes += self._path
+        self._num_tokens = len(prompt.ids)
+        self._asked = generation_prompt
         self.messages += messages
         return True
 
     def fork(self) -> "TrajectoryBuilder":
+        if self._finished is not None:
+            raise self._closed("fork")
         twin = object.__new__(type(self))
         twin.__dict__.update(self.__dict__)
         twin._branch = self._next_branch()
         twin.messages = list(self.messages)
-        twin._texts = list(self._texts)
-        twin._pieces = list(self._pieces)
-        twin._rows = [TokenRow(self._conversation.ids, self._conversation.text)]
+        twin._path = list(self._path)
+        twin._start = self._path[-1]
         return twin
 
     def _next_branch(self) -> int:
-        self.counts.branches += 1
-        return self.counts.branches
+        self.tree.branches += 1
+        return self.tree.branches
+
+    def _closed(self, method: str) -> ProtocolError:
+        where = f"trajectory {self._key.trajectory_id}, branch {self._branch}: {method}()"
+        if self._finished is None:
+            return ProtocolError(
+                f"{where} was still waiting for the engine when the branch grew. Await generate() before the next "
+                "call, or fork() for turns at the same time"
+            )
+        return ProtocolError(
+            f"{where} after finish({self._finished.value}), which closes a branch. Call finish() once, last, or fork() "
+            "before it"
+        )
 
     def finish(self, termination: Termination) -> AgentLoopOutput | list[AgentLoopOutput]:
+        if self._finished is not None:
+            raise self._closed("finish")
+        self._finished = termination
         if self._assumed and not self._renderer.check(self._conversation):
-            self.counts.template_mismatches += 1
-        rows: list[AgentLoopOutput] = [row for row in self._rows if any(row.response_mask)] or [self._rows[-1]]
+            self.tree.template_mismatches += 1
+        line, paths = self._path[-1].line, [self._path]
+        if self._limits.template_break == "fork" and self.tree.template_breaks:
+            # Of a branch, what was before its fork belongs to the one that it was forked from.
+            own = line if self._start is None else line[line.index(self._start) + 1 :]
+            paths = [node.parent.path for node in own if node.kind == "prompt" and node.parent is not None] + paths
+        rows: list[AgentLoopOutput] = [row for row in map(self._row, paths) if row.tokens.sampled_tokens]
+        rows = rows or [self._row(self._path)]
+        rest = line[1:]
+        texts = [node.said for node in rest if node.kind == "turn"]
+        full_text = "".join([node.text if node.kind != "prompt" else _shown(node.messages) for node in rest])
+        num_turns = sum([message.get("role") != "system" for message in self.messages])
         for row in rows:
-            row.path_length = self._used if row is rows[-1] else 0
             row.termination = termination
             row.trajectory_id = self._key.trajectory_id
-            row.num_turns = sum(message.get("role") != "system" for message in self.messages)
+            row.num_turns = num_turns
             row.messages = self.messages
-            row.turn_texts, row.full_text = self._texts, self._full_text
+            row.turn_texts, row.full_text = texts, full_text
         return rows if len(rows) > 1 else rows[0]
+
+    def _row(self, path: Sequence[Node]) -> TreeRow:
+        shared = path.index(self._start) + 1 if self._start in path else 1
+        return TreeRow(TreePath(self.tree, path, shared))
+
+
+def _shown(messages: Sequence[Message]) -> str:
+    return "".join(f"\n{message.get('content') or ''}\n" for message in messages)
 
 
 def cut_after(output: TokenOutput, stops: Sequence[str], decode: Callable[[list[int]], str]) -> TokenOutput:

@@ -4,21 +4,16 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
 from typing import Any
-
-import numpy as np
 
 from agentrl_core.api import (
     AgentLoopBase,
     AgentLoopContext,
-    AgentLoopOutput,
     ConfigError,
     DeadlineError,
     EngineError,
     EpisodeError,
     PluginError,
-    ProtocolError,
     RewardError,
     RewardResult,
     Termination,
@@ -26,18 +21,18 @@ from agentrl_core.api import (
     WorkerError,
     together,
 )
+from agentrl_core.api.agent_loop import Status
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.data.chat_template import build_renderer
 from agentrl_core.data.row_sampling import with_row_sampling
 from agentrl_core.data.rows import PromptBatch
-from agentrl_core.engine_kit.requests import all_known
 from agentrl_core.hosting.environments import HostedEnvironment
 from agentrl_core.hosting.rewards import check_score
-from agentrl_core.hosting.tools import HostedTool, is_finite
+from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins.boundary import deadline, traced
-from agentrl_core.rollout.batching import COLUMNS, turns_of
 from agentrl_core.rollout.identity import TrajectoryKey
+from agentrl_core.rollout.loop_output import adopt
 from agentrl_core.rollout.pacing import fewer_collections
 from agentrl_core.rollout.results import TrajectoryResult, by_agent, reward_trajectory
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment, interaction_context
@@ -203,13 +198,17 @@ class AgentLoopWorker:
             await self._environment.pacer.wait()
             result = await self._attempt(key, session, sampling)
             # What was sampled and only could not be scored has been scored again already.
-            while result.failed and result.reward_input is None and result.attempts <= self._config.rollout.retries:
+            while (
+                result.status is Status.FAILED
+                and result.reward_input is None
+                and result.attempts <= self._config.rollout.retries
+            ):
                 key = key.next_attempt()
                 attempts = result.attempts
                 result = await self._attempt(key, RolloutSession(key, row, self._environment), sampling)
                 result.attempts += attempts
             self._ended += 1
-            if result.failed or not result.agents:
+            if result.status is Status.FAILED or not result.agents:
                 return [result]
             result.agents[0].attempts = result.attempts
             return result.agents
@@ -236,13 +235,13 @@ class AgentLoopWorker:
             finally:
                 del self._live[key.request_id]
         result.timings["total"] = time.perf_counter() - start
-        if session.builder is not None:
-            counts = session.builder.counts
-            result.metrics["template_breaks"] = float(counts.template_breaks)
-            result.metrics["template_mismatches"] = float(counts.template_mismatches)
-            result.metrics["parse_errors"] = float(counts.parse_errors)
+        tree = result.tree
+        if tree.nodes:
+            result.metrics["template_breaks"] = float(tree.template_breaks)
+            result.metrics["template_mismatches"] = float(tree.template_mismatches)
+            result.metrics["parse_errors"] = float(tree.parse_errors)
             # An agent behind the endpoint runs its own tools; a loop may call tools that the policy did not ask for.
-            result.metrics["tool_calls"] = float(max(len(result.tool_calls), counts.tool_calls))
+            result.metrics["tool_calls"] = max(result.metrics.get("tool_calls", 0.0), float(tree.tool_calls))
         return result
 
     async def _trajectory(self, session: RolloutSession, sampling: Mapping[str, Any]) -> None:
@@ -255,20 +254,14 @@ class AgentLoopWorker:
             raise ConfigError(f"agent_name is {name!r}; rollout.agent.loops lists {', '.join(self._loops)}")
         sampling = with_row_sampling(sampling, session.row.get("extra_info") or {}, greedy=session.greedy)
         returned = await self._loops[name].run(sampling, session=session, **session.row)
-        outputs = check_outputs(name, returned)
-        check_tokens(name, outputs, self._vocab_size)
-        outputs = [output for output in outputs if any(output.response_mask)] or outputs[-1:]
-        result.outputs, result.termination, result.error = outputs, outputs[-1].termination, outputs[-1].error
-        if not result.termination.trained:
+        limits = self._environment.limits
+        rows = adopt(name, result.tree, returned, self._vocab_size, limits.max_model_len)
+        result.outputs, result.termination, result.error = rows, rows[-1].termination, rows[-1].error
+        if result.termination.status is not Status.TRAINED:
             result.error = result.error or f"the agent loop {name!r} ended with {result.termination.value}"
             return
         await session.collect_rewards()
-        turns = 0
-        for output in outputs:
-            output.turn_ids = output.turn_ids or turns_of(output.response_mask, turns)
-            turns = max(turns, 1 + max(output.turn_ids, default=-1))
-        check_agents(name, outputs, session.turn_agents)
-        parts = by_agent(result, session.turn_agents)
+        parts = by_agent(result)
         for part in parts:
             await self._score_agent(name, session, part)
         result.agents = [] if parts[0] is result else parts
@@ -277,17 +270,12 @@ class AgentLoopWorker:
         """Give one agent's part of the trajectory, or the whole one, its reward."""
         for output in part.outputs:
             output.trajectory_id = part.trajectory_id
-            if not output.tool_rewards:
-                output.tool_rewards, output.tool_reward_names = part.tool_rewards, part.tool_reward_names
-                output.tool_reward_turns = part.tool_reward_turns
-            if not output.turn_scores:
-                output.turn_scores, output.turn_score_turns = part.turn_scores, part.turn_score_turns
         if part.sampled_tokens:
             own = part.outputs[-1].reward_score
             part.reward = None if own is None else check_score(f"agent loop {loop!r}", own)
-            seen = reward_trajectory(part.row, part.outputs, part.termination)
             # On the whole one too: it says that what fails now is not to be sampled again.
-            part.reward_input = session.report.reward_input = await session.score_episode(seen, part)
+            seen = await session.score_episode(reward_trajectory(part), part)
+            part.reward_input = session.report.reward_input = seen
             if part.reward is None:
                 with session.timed("reward", "being scored"):
                     part.reward = await self._score(part, session.report)
@@ -299,7 +287,7 @@ class AgentLoopWorker:
             rewarder = self._rewarders[self._next_rewarder % len(self._rewarders)]
             try:
                 reward: RewardResult = await rewarder.call("score", part.reward_input)
-                check_places(reward, part.outputs)
+                check_places(reward, part)
                 return reward
             except (RewardError, WorkerError) as error:
                 if whole.attempts > self._config.rollout.retries:
@@ -339,51 +327,16 @@ async def uninterrupted(cleanup: Coroutine[Any, Any, None]) -> None:
     task.result()
 
 
-def check_places(reward: RewardResult, outputs: Sequence[AgentLoopOutput]) -> None:
+def check_places(reward: RewardResult, part: TrajectoryResult) -> None:
     """Refuse rewards of turns or tokens that the trajectory does not have.
 
     Raises:
         RewardError: with both numbers.
     """
-    turns = 1 + max((max(output.turn_ids, default=-1) for output in outputs), default=-1)
-    tokens = sum(sum(output.response_mask) for output in outputs)
-    if len(reward.turn_rewards) > turns:
+    if reward.turn_rewards and len(reward.turn_rewards) > (turns := len(part.turns)):
         raise RewardError(f"{len(reward.turn_rewards)} turn_rewards for a trajectory of {turns} turns")
-    if reward.token_rewards and len(reward.token_rewards) != tokens:
+    if reward.token_rewards and len(reward.token_rewards) != (tokens := part.sampled_tokens):
         raise RewardError(f"{len(reward.token_rewards)} token_rewards for a trajectory of {tokens} sampled tokens")
-
-
-def check_tokens(loop: str, outputs: Sequence[AgentLoopOutput], vocab_size: int) -> None:
-    """Refuse token ids that the model does not have: an embedding would fail on them, for all rows of the step.
-
-    Raises:
-        ProtocolError: naming the row and the id. The trajectory fails, no other one.
-    """
-    for number, output in enumerate(outputs, 1):
-        for name, ids in (("prompt_ids", output.prompt_ids), ("response_ids", output.response_ids)):
-            with suppress(TypeError):
-                if not len(ids) or all_known(ids, vocab_size):
-                    continue
-            for place, token in enumerate(ids):
-                if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-                    raise ProtocolError(
-                        f"agent loop {loop!r}, row {number} of {len(outputs)}: {name}[{place}] is {token!r}; allowed "
-                        f"are the token ids 0 to {vocab_size - 1} of the model"
-                    )
-
-
-def check_agents(loop: str, outputs: Sequence[AgentLoopOutput], turn_agents: Mapping[int, str]) -> None:
-    """Refuse one conversation of several agents.
-
-    Raises:
-        ConfigError: the loop did not tell the agents apart.
-    """
-    agents = sorted(set(turn_agents.values()))
-    if len(agents) > 1 and not any(output.agent for output in outputs):
-        raise ConfigError(
-            f"rollout.agent.loops: {loop!r} plays one agent, and the environment lets {', '.join(agents)} act; "
-            "use the loop multi_agent"
-        )
 
 
 def classify(error: Exception) -> Termination:
@@ -397,32 +350,3 @@ def classify(error: Exception) -> Termination:
     if isinstance(error, (DeadlineError, TimeoutError)):
         return Termination.TIMEOUT
     return Termination.ABORTED
-
-
-def check_outputs(loop: str, returned: Any) -> list[AgentLoopOutput]:
-    """The rows that a loop returned, lists within lists flattened.
-
-    Raises:
-        PluginError: it returned something else, or lists whose lengths differ.
-    """
-    flat = returned if isinstance(returned, list) else [returned]
-    outputs = [output for item in flat for output in (item if isinstance(item, list) else [item])]
-    if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
-        kinds = sorted({type(output).__name__ for output in outputs}) or ["an empty list"]
-        raise PluginError(f"agent loop {loop!r} returned {', '.join(kinds)}; allowed are one AgentLoopOutput or a list")
-    for output in outputs:
-        lengths = {"response_ids": len(output.response_ids), "response_mask": len(output.response_mask)}
-        if output.response_logprobs is not None:
-            lengths["response_logprobs"] = len(output.response_logprobs)
-        for name in ("policy_versions", "turn_ids"):
-            if getattr(output, name):
-                lengths[name] = len(getattr(output, name))
-        if len(set(lengths.values())) > 1:
-            raise PluginError(f"agent loop {loop!r} returned lists of different lengths: {lengths}")
-        if not output.prompt_ids:
-            raise PluginError(f"agent loop {loop!r} returned a row without prompt_ids")
-        if wrong := {name: value for name, value in output.metrics.items() if not is_finite(value)}:
-            raise PluginError(f"agent loop {loop!r} returned the metrics {wrong}; allowed are finite numbers")
-        if taken := sorted(COLUMNS & output.extra_fields.keys()):
-            raise PluginError(f"agent loop {loop!r}: extra_fields {', '.join(taken)}: the batch uses these names")
-    return outputs

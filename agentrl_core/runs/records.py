@@ -1,4 +1,4 @@
-"""Rollout files: one line per row of a trajectory, complete enough to show it and to score it again."""
+"""Rollout files: one line per trajectory, complete enough to show it and to score it again."""
 
 import builtins
 import collections.abc
@@ -11,7 +11,7 @@ import shutil
 import types
 import typing
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
@@ -19,11 +19,11 @@ from typing import Any, BinaryIO, cast
 from agentrl_core.api.agent_loop import AgentLoopOutput, Termination
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
+from agentrl_core.api.record_format import rows_of
 from agentrl_core.api.reward import RewardResult, RewardTrajectory
 from agentrl_core.runs.atomic import open_file, replace_file
 from agentrl_core.runs.run_dir import rollout_file_name
 
-SCHEMA_VERSION = 1
 PLAIN_STEPS = 10
 """The files of this many newest steps stay plain; older ones are compressed."""
 _REMEDY = ". The file is damaged: copy it back from where you have it, or take another step"
@@ -31,7 +31,7 @@ _REMEDY = ". The file is damaged: copy it back from where you have it, or take a
 
 @dataclass(kw_only=True)
 class RolloutRecord(AgentLoopOutput):
-    """One row of a step: the row that the loop returned, and its outcome.
+    """One row of a step as it is read: the row that the loop returned, and its outcome.
 
     Args:
         step: step of the run; 0 is the validation before training.
@@ -44,12 +44,14 @@ class RolloutRecord(AgentLoopOutput):
         reward: None where the trajectory has none.
         reward_components: its parts by name, not weighted.
         turn_rewards: what each turn of the policy earned; part of ``reward``.
+        tool_reward_turns, turn_score_turns: the turn of each of ``tool_rewards`` and ``turn_scores``.
         reward_metrics: details of the reward. NaN, here or elsewhere, reads back as None.
         ground_truth: of the dataset row.
         timings: seconds by name.
         spans: when each of them was: name, start as Unix time, seconds.
         served: of each ``generate`` span, in order: number of the engine replica that answered, -1 where none did, and
             the seconds that the request waited in it.
+        status, reason: what became of the trajectory, a value of ``Status``, and why; empty in version 1.
         advantage: mean advantage of the row's sampled tokens.
         advantages: of each id, to five decimals, 0.0 where mask is 0; empty where ``advantage`` is that of all tokens.
         old_log_probs: the actor's log-probability of each id before the update, in the same form; empty where it was
@@ -59,7 +61,7 @@ class RolloutRecord(AgentLoopOutput):
             last row of a scored trajectory has it; None in the others.
     """
 
-    schema_version: int = SCHEMA_VERSION
+    schema_version: int = 1
     step: int
     split: Split
     uid: str
@@ -72,47 +74,33 @@ class RolloutRecord(AgentLoopOutput):
     reward: float | None = None
     reward_components: dict[str, float] = field(default_factory=dict)
     turn_rewards: list[float] = field(default_factory=list)
+    tool_reward_turns: list[int] = field(default_factory=list)
+    turn_score_turns: list[int] = field(default_factory=list)
     reward_metrics: dict[str, float] = field(default_factory=dict)
     ground_truth: Any = None
     timings: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     served: list[tuple[int, float]] = field(default_factory=list)
+    status: str = ""
+    reason: str = ""
     advantage: float | None = None
     advantages: list[float] = field(default_factory=list)
     old_log_probs: list[float] = field(default_factory=list)
     reward_input: dict[str, Any] | None = None
 
-    def to_json(self) -> str:
-        """Return one line: arrays as lists, NaN and infinities as null, other types without JSON as their ``str``."""
+    @property
+    def content(self) -> dict[str, Any]:
+        """As a line of schema version 1."""
         # Not asdict, which copies every id.
-        content = {name: getattr(self, name) for name in _FIELDS}
-        try:
-            line = json.dumps(content, ensure_ascii=False, allow_nan=False, default=_plain)
-            line.encode()
-        except ValueError:
-            # NaN, or half of a surrogate pair, which a model can write as an escape in a tool call's JSON.
-            finite = _without_nan(json.loads(json.dumps(content, default=_plain)))
-            line = json.dumps(finite, allow_nan=False)
-        return line
+        return {name: getattr(self, name) for name in _FIELDS}
 
     @classmethod
-    def from_json(cls, line: str) -> "RolloutRecord":
-        """Read what :meth:`to_json` wrote; unknown keys are ignored.
+    def from_content(cls, content: dict[str, Any]) -> "RolloutRecord":
+        """Read a row, as ``rows_of`` gives it; unknown keys are ignored.
 
         Raises:
-            DataError: no JSON object, a required key is absent, or another schema version.
+            DataError: a required key is absent, or a value is of the wrong type.
         """
-        try:
-            content = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"a rollout record that is not JSON: {error}") from error
-        if not isinstance(content, dict):
-            raise DataError(f"a rollout record must be a JSON object, found {type(content).__name__}")
-        if content.get("schema_version") != SCHEMA_VERSION:
-            raise DataError(
-                f"a rollout record of schema version {content.get('schema_version')!r}; this agentrl reads "
-                f"{SCHEMA_VERSION}. Read it with the agentrl that wrote it"
-            )
         missing = [name for name in _REQUIRED if name not in content]
         if missing:
             raise DataError(f"a rollout record without {', '.join(missing)}")
@@ -135,6 +123,33 @@ class RolloutRecord(AgentLoopOutput):
         except (TypeError, ValueError) as error:
             raise DataError(f"a rollout record whose segments are no pairs of mask and text: {error}") from None
         return record
+
+
+def to_json(content: Mapping[str, Any]) -> str:
+    """Return one line: arrays as lists, NaN and infinities as null, other types without JSON as their ``str``."""
+    try:
+        line = json.dumps(content, ensure_ascii=False, allow_nan=False, default=_plain)
+        line.encode()
+    except ValueError:
+        # NaN, or half of a surrogate pair, which a model can write as an escape in a tool call's JSON.
+        finite = _without_nan(json.loads(json.dumps(content, default=_plain)))
+        line = json.dumps(finite, allow_nan=False)
+    return line
+
+
+def records_of(line: str) -> list[RolloutRecord]:
+    """Read the rows of one line.
+
+    Raises:
+        DataError: no JSON object, a damaged one, or one of an unknown schema version.
+    """
+    try:
+        content = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"a rollout record that is not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise DataError(f"a rollout record must be a JSON object, found {type(content).__name__}")
+    return [RolloutRecord.from_content(row) for row in rows_of(content)]
 
 
 _REWARD_INPUT = (
@@ -161,11 +176,11 @@ class RolloutWriter:
     def __init__(self, rollouts_dir: Path) -> None:
         self.rollouts_dir = rollouts_dir
 
-    def write(self, step: int, split: Split, records: Iterable[RolloutRecord]) -> Path:
+    def write(self, step: int, split: Split, lines: Iterable[Mapping[str, Any]]) -> Path:
         """Write or replace the file of a step, atomically; return its path."""
         self.rollouts_dir.mkdir(parents=True, exist_ok=True)
         path = self.rollouts_dir / rollout_file_name(step, split)
-        replace_file(path, "".join(record.to_json() + "\n" for record in records))
+        replace_file(path, "".join(to_json(line) + "\n" for line in lines))
         for file in self.rollouts_dir.glob("*step-*.jsonl"):
             if int(file.stem.rpartition("-")[2]) <= step - PLAIN_STEPS:
                 _compress(file)
@@ -194,7 +209,7 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
             content = cast(BinaryIO, gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
             file = io.TextIOWrapper(content, encoding="utf-8", newline="\n")
             for number, line in enumerate(file, start=1):  # noqa: B007 - the messages below name it
-                yield RolloutRecord.from_json(line)
+                yield from records_of(line)
     except DataError as error:
         raise DataError(f"{path}:{number}: {error}{_REMEDY}") from error
     except FileNotFoundError:
@@ -206,9 +221,7 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
 
 def reward_input(trajectory: RewardTrajectory) -> dict[str, Any]:
     """What :attr:`RolloutRecord.reward_input` keeps."""
-    # Of an environment the record has what its calls earned; rewards see that in the environment's result only.
-    names = _REWARD_INPUT + (_COLLECTED if trajectory.environment is not None else ())
-    return {name: getattr(trajectory, name) for name in names}
+    return {name: getattr(trajectory, name) for name in _REWARD_INPUT}
 
 
 def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:

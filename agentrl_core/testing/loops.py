@@ -17,6 +17,7 @@ from agentrl_core.api import (
     EngineError,
     InteractionTurn,
     Message,
+    ProtocolError,
     Termination,
     ToolCall,
     ToolError,
@@ -90,6 +91,11 @@ class FakeTrajectory(Trajectory):
         )
         self.ids: list[int] = []
         self.mask: list[int] = []
+        self.is_closed = False
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ProtocolError("a branch is used after finish(), which closes it; call finish() once, last")
 
     @property
     def remaining(self) -> int:
@@ -100,6 +106,7 @@ class FakeTrajectory(Trajectory):
         return len(self.prompt_ids) + len(self.ids)
 
     async def generate(self, sampling_params: Mapping[str, Any]) -> Turn:
+        self._check_open()
         self.sampling_params.append(sampling_params)
         if self.remaining <= 0:
             return Turn((), "", "length", "")
@@ -112,6 +119,7 @@ class FakeTrajectory(Trajectory):
         return turn
 
     def add_messages(self, messages: Sequence[Message], *, generation_prompt: bool = True) -> bool:
+        self._check_open()
         renderer = self.session.renderer
         ids = renderer.encode(renderer.render(messages, generation_prompt=generation_prompt))
         if len(ids) > self.remaining:
@@ -122,11 +130,14 @@ class FakeTrajectory(Trajectory):
         return True
 
     def fork(self) -> "FakeTrajectory":
+        self._check_open()
         branch = FakeTrajectory(self.session, self.messages, self.tools)
         branch.prompt_ids, branch.ids, branch.mask = self.prompt_ids, list(self.ids), [0] * len(self.ids)
         return branch
 
     def finish(self, termination: Termination) -> AgentLoopOutput:
+        self._check_open()
+        self.is_closed = True
         return AgentLoopOutput(
             prompt_ids=self.prompt_ids,
             response_ids=self.ids,

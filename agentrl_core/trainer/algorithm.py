@@ -14,6 +14,7 @@ from torch import Tensor
 from agentrl_core.algorithms.kl import kl_estimate
 from agentrl_core.algorithms.outcome import advantage_input, outcomes_only
 from agentrl_core.api import AlgorithmContext, ConfigError, CorrectionInput
+from agentrl_core.api.agent_loop import Status
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
@@ -139,7 +140,7 @@ def add_baselines(results: Sequence[TrajectoryResult], greedy: Sequence[Trajecto
     baselines = {result.row["uid"]: result.reward.score for result in greedy if result.reward is not None}
     groups: dict[str, list[float]] = defaultdict(list)
     for result in results:
-        if result.trained and result.reward is not None:
+        if result.status is Status.TRAINED and result.reward is not None:
             groups[result.row["uid"]].append(result.reward.score)
     missing = groups.keys() - baselines.keys()
     if missing:

@@ -67,6 +67,6 @@ def _has_signal(samples: Sequence[TrajectoryResult]) -> bool:
     """Whether an agent has different rewards in the samples of a prompt."""
     rewards: dict[str, set[float]] = defaultdict(set)
     for result in samples:
-        if result.counts and result.reward is not None:
+        if result.status.counts and result.reward is not None:
             rewards[result.row["uid"]].add(result.reward.score)
     return any(len(scores) > 1 for scores in rewards.values())

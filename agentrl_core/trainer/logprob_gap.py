@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from agentrl_core.api import (
-    AgentLoopOutput,
     EngineContext,
     EngineError,
     SamplingParams,
@@ -18,9 +17,11 @@ from agentrl_core.api import (
     TokenOutput,
     WorkerError,
 )
+from agentrl_core.api.tree import Node, Tree, TreePath
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
+from agentrl_core.rollout.loop_output import TreeRow
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.workers.log_probs import temperature_of
@@ -146,16 +147,13 @@ def gap_of_answers(
     answers: Sequence[tuple[Sequence[int], TokenOutput]], temperature: float, actor: Actor
 ) -> dict[str, float]:
     """As :func:`logprob_gap`, for prompts with an engine's answers; empty if no answer has log-probs."""
-    results = [
-        TrajectoryResult(
-            {"uid": "probe"}, f"answer {number}", Termination.COMPLETED,
-            [AgentLoopOutput(
-                list(prompt), output.token_ids, [1] * len(output.token_ids), output.log_probs, Termination.COMPLETED
-            )],
-        )
-        for number, (prompt, output) in enumerate(answers)
-        if output.token_ids and output.log_probs is not None
-    ]  # fmt: skip
+    results = []
+    for number, (prompt, output) in enumerate(answers):
+        if output.token_ids and output.log_probs is not None:
+            asked = Node(None, "prompt", list(prompt))
+            turn = Node(asked, "turn", output.token_ids, log_probs=output.log_probs, spans=output.spans)
+            rows = [TreeRow(TreePath(Tree.of(asked, turn), (asked, turn)))]
+            results.append(TrajectoryResult({"uid": "probe"}, f"answer {number}", Termination.COMPLETED, rows))
     if not results:
         return {}
     batch = to_data_proto(results, 0, {"temperature": temperature})

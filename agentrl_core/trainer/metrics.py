@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import torch
 
+from agentrl_core.api.agent_loop import Status
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 
@@ -120,7 +121,7 @@ def source_metrics(results: Sequence[TrajectoryResult], correct_above: float) ->
     """
     by_source: dict[str, list[float]] = defaultdict(list)
     for result in results:
-        if result.counts and result.reward is not None:
+        if result.status.counts and result.reward is not None:
             by_source[result.row.get("data_source") or "default"].append(result.reward.score)
     metrics: dict[str, float] = {}
     for source, scores in by_source.items():
@@ -135,14 +136,14 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     the slowest one under ``timing/slowest_trajectory/``."""
     whole = [result for result in results if not result.other_agent]
     total = max(len(whole), 1)
-    trained = [result for result in results if result.counts]
+    trained = [result for result in results if result.status.counts]
     rewards = [result.reward.score for result in trained if result.reward is not None]
     metrics = spread("reward", rewards) | _by_agent(results)
     if rewards:
         metrics["reward/std"] = float(np.std(rewards))
     details = means({**r.reward.components, **r.reward.metrics} for r in trained if r.reward is not None)
     metrics |= {f"reward/{name}": mean for name, mean in details.items()}
-    lengths = [length for result in trained for length in path_lengths(result)]
+    lengths = [length for result in trained for length in result.path_lengths]
     metrics |= spread("response_length", lengths)
     metrics |= spread("prompt_length", [len(output.prompt_ids) for r in trained for output in r.outputs[:1]])
     if lengths:
@@ -150,14 +151,14 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     for name, count in Counter(result.termination.value for result in whole).items():
         metrics[f"rollout/termination/{name}"] = count / total
     metrics |= {
-        "rollout/tool_call_share": sum(result.metrics.get("tool_calls", 0) > 0 for result in results) / total,
-        "rollout/tool_calls_mean": sum(result.metrics.get("tool_calls", 0) for result in results) / total,
+        "rollout/tool_call_share": sum(result.metrics.get("tool_calls", 0) > 0 for result in whole) / total,
+        "rollout/tool_calls_mean": sum(result.metrics.get("tool_calls", 0) for result in whole) / total,
         "rollout/turns_mean": float(np.mean([r.outputs[-1].num_turns for r in trained])) if trained else 0.0,
-        "rollout/failed_fraction": sum(result.failed for result in whole) / total,
+        "rollout/failed_fraction": sum(result.status is Status.FAILED for result in whole) / total,
         "rollout/retries": float(sum(result.attempts - 1 for result in whole)),
         "rollout/sampled_tokens": float(sum(result.sampled_tokens for result in results)),
     }
-    if replaced := sum(result.replaced for result in results):
+    if replaced := sum(result.status is Status.REPLACED for result in results):
         metrics["rollout/replaced_share"] = replaced / len(results)
     groups: dict[object, list[list[list[int]]]] = defaultdict(list)
     for result in trained:
@@ -165,29 +166,27 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     if several := [samples for samples in groups.values() if len(samples) > 1]:
         identical = [all(sample == samples[0] for sample in samples) for samples in several]
         metrics["rollout/identical_groups_share"] = float(np.mean(identical))
-    counters = _by_name(result.metrics for result in results)
+    counters = _by_name(result.metrics for result in whole)
     metrics |= {f"rollout/{name}": sum(values) / total for name, values in counters.items() if name != "tool_calls"}
     by_loops = means(means(output.metrics for output in result.outputs) for result in results)
     metrics |= {f"loop/{name}": mean for name, mean in by_loops.items()}
-    for kind in dict.fromkeys(kind for result in results for kind in result.timings):
+    for kind in dict.fromkeys(kind for result in whole for kind in result.timings):
         metrics |= spread(f"timing/trajectory/{kind}", [result.timings.get(kind, 0.0) for result in whole])
-    slowest = max(results, key=lambda result: result.timings.get("total", 0.0), default=None)
+    slowest = max(whole, key=lambda result: result.timings.get("total", 0.0), default=None)
     timings = slowest.timings if slowest is not None else {}
     return metrics | {f"timing/slowest_trajectory/{name}": seconds for name, seconds in timings.items()}
-
-
-def path_lengths(result: TrajectoryResult) -> list[int]:
-    """Tokens after the prompt of each path of a trajectory: branches and compacted parts have a budget each, the rows
-    into which a rewritten history splits a path have one together."""
-    lengths = [len(row.response_ids) if row.path_length is None else row.path_length for row in result.outputs]
-    return [length for row, length in zip(result.outputs, lengths, strict=True) if row.path_length != 0]
 
 
 def _by_agent(results: Sequence[TrajectoryResult]) -> dict[str, float]:
     """``reward/agent/<name>``: the mean reward of each agent, also of those that are not trained."""
     scores: dict[str, list[float]] = defaultdict(list)
     for result in results:
-        if result.termination.trained and result.reward is not None and result.outputs and result.outputs[0].agent:
+        if (
+            result.termination.status.counts
+            and result.reward is not None
+            and result.outputs
+            and result.outputs[0].agent
+        ):
             scores[result.outputs[0].agent].append(result.reward.score)
     return {f"reward/agent/{name}": float(np.mean(values)) for name, values in scores.items()}
 

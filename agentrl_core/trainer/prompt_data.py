@@ -86,7 +86,7 @@ class PromptData:
         """Give the sampler the rewards of a finished step."""
         rewards: list[list[float]] = [[] for _ in range(self.batch_size)]
         for result in results:
-            if result.counts and result.reward is not None:
+            if result.status.counts and result.reward is not None:
                 rewards[result.row["prompt_index"]].append(result.reward.score)
         with hang_reported(f"data.sampler, learning from step {step},"):
             numbers = self.sampler.batch(step)

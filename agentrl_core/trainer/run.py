@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import Any
 
 import rich
 
@@ -25,7 +26,7 @@ from agentrl_core.config import ResolvedConfig, to_dict, to_yaml
 from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.plugins.lock import write_lock
 from agentrl_core.runs.atomic import replace_file
-from agentrl_core.runs.records import RolloutRecord, RolloutWriter
+from agentrl_core.runs.records import RolloutWriter, records_of, to_json
 from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus
 from agentrl_core.runs.trajectory_view import show_trajectory
 from agentrl_core.trainer.algorithm import Algorithm
@@ -308,14 +309,14 @@ class Run:
         self._state = replace(self._state, best=value, best_step=step)
         return True
 
-    def write_records(self, step: int, split: Split, records: Sequence[RolloutRecord]) -> None:
-        """Write a step's trajectories, and show the first one of the run."""
+    def write_records(self, step: int, split: Split, records: Sequence[Mapping[str, Any]]) -> None:
+        """Write the line of each trajectory of a step, and show the first one of the run."""
         if self._config.trainer.save_rollouts:
             self._writer.write(step, split, records)
         if split == "train" and step == self.first_step and records:
             console = rich.get_console()
             console.print(f"[bold]The first trajectory of step {step}[/bold], as the model was trained on it:")
-            show_trajectory(records[0], console)
+            show_trajectory(records_of(to_json(records[0]))[0], console)
 
     def log_trajectories(self, step: int, trajectories: Sequence[EndedTrajectory]) -> None:
         """Report the trajectories of a rollout to hooks and trackers."""

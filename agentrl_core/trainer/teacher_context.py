@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from agentrl_core.api import DataError, Message, Renderer
+from agentrl_core.api.agent_loop import Status
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import pad
 from agentrl_core.rollout.results import TrajectoryResult
@@ -29,7 +30,9 @@ def add_teacher_prompts(
     Raises:
         DataError: a row lacks a field of the context, or a trajectory does not begin with its first messages.
     """
-    prompts = [ids for result in results if result.trained for ids in _prompts(result, context, renderer)]
+    prompts = [
+        ids for result in results if result.status is Status.TRAINED for ids in _prompts(result, context, renderer)
+    ]
     batch.non_tensor_batch[TEACHER_PROMPTS] = np.fromiter(iter(prompts), dtype=object, count=len(prompts))
 
 

@@ -24,7 +24,7 @@ def run_dir(tmp_path: Path) -> Path:
     path = tmp_path / "calculator"
     writer = RolloutWriter(path / "rollouts")
     for step in (1, 2, 3, 10):
-        writer.write(step, "train", [record(step, sample) for sample in range(5)])
+        writer.write(step, "train", [record(step, sample).content for sample in range(5)])
     return path
 
 
@@ -61,7 +61,7 @@ def test_colour_can_be_forced(
 def test_validation_has_its_own_files(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(DataError, match="no validation rollouts.*leave out --validation"):
         show(run_dir, None, 1, True, None)
-    RolloutWriter(run_dir / "rollouts").write(0, "validation", [record(0, 0)])
+    RolloutWriter(run_dir / "rollouts").write(0, "validation", [record(0, 0).content])
     show(run_dir, None, 1, True, None)
     assert "step 0 " in capsys.readouterr().out
 
@@ -90,7 +90,7 @@ def test_an_empty_file_is_named(run_dir: Path) -> None:
 
 
 def test_branches_of_a_trajectory_have_titles_of_their_own(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    RolloutWriter(run_dir / "rollouts").write(4, "train", [record(4, 0), record(4, 0), record(4, 1)])
+    RolloutWriter(run_dir / "rollouts").write(4, "train", [record(*each).content for each in ((4, 0), (4, 0), (4, 1))])
     show(run_dir, 4, 3, False, None)
     titles = [line for line in capsys.readouterr().out.splitlines() if " of p4" in line]
     assert ["branch 2" in title for title in titles] == [False, True, False]
@@ -99,8 +99,8 @@ def test_branches_of_a_trajectory_have_titles_of_their_own(run_dir: Path, capsys
 def test_old_steps_are_compressed_and_still_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     writer = RolloutWriter(tmp_path / "rollouts")
     for step in range(1, 13):
-        writer.write(step, "train", [record(step, 0)])
-    writer.write(12, "validation", [record(12, 0)])
+        writer.write(step, "train", [record(step, 0).content])
+    writer.write(12, "validation", [record(12, 0).content])
     names = sorted(file.name for file in writer.rollouts_dir.iterdir())
     assert names[:3] == ["step-000001.jsonl.gz", "step-000002.jsonl.gz", "step-000003.jsonl"]
     run = RunDir(tmp_path)

@@ -19,6 +19,7 @@ from agentrl_core.api import (
     ToolParserContext,
     function_schema,
 )
+from agentrl_core.api.tree import Request
 from agentrl_core.data.call_format import call_format
 from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
@@ -156,9 +157,10 @@ def rows_of(renderer: HFChatRenderer, parser: ToolParser, turns: list[str]) -> A
     """A call, its answer, words, a question, words: the rows, and how often a frame was wrong."""
     answers = iter(turns)
 
-    async def sample(prompt: list[int], params: SamplingParams, request_id: str) -> TokenOutput:
+    async def sample(prompt: list[int], params: SamplingParams, request_id: str) -> tuple[TokenOutput, Request]:
         ids = renderer.encode(next(answers))
-        return TokenOutput(ids, [-0.5] * len(ids), "stop", [PolicySpan(1, 0, len(ids))])
+        output = TokenOutput(ids, [-0.5] * len(ids), "stop", [PolicySpan(1, 0, len(ids))])
+        return output, Request(0, 0.0, 0.0, 0.0)
 
     async def converse() -> Any:
         limits = TrajectoryLimits(max_response_length=100_000, max_model_len=100_000)
@@ -167,7 +169,7 @@ def rows_of(renderer: HFChatRenderer, parser: ToolParser, turns: list[str]) -> A
         for added in ([RESULT], [{"role": "user", "content": "And <|im_end|>?"}], []):
             await builder.generate({})
             assert not added or builder.add_messages(added)
-        return builder.finish(Termination.COMPLETED), builder.counts.template_mismatches
+        return builder.finish(Termination.COMPLETED), builder.tree.template_mismatches
 
     return asyncio.run(converse())
 

@@ -10,7 +10,14 @@ from typer.testing import CliRunner, Result
 
 from agentrl_core.api import RewardTrajectory
 from agentrl_core.cli.main import app
-from agentrl_core.runs.records import RolloutRecord, RolloutWriter, reward_input, reward_trajectory_of
+from agentrl_core.runs.records import (
+    RolloutRecord,
+    RolloutWriter,
+    records_of,
+    reward_input,
+    reward_trajectory_of,
+    to_json,
+)
 from agentrl_core.runs.run_dir import RunDir
 
 REWARD = """
@@ -47,7 +54,7 @@ def trajectory(sample: int, text: str) -> RewardTrajectory:
     )  # fmt: skip
 
 
-def record(sample: int, text: str, **fields: Any) -> RolloutRecord:
+def record(sample: int, text: str, **fields: Any) -> dict[str, Any]:
     seen = trajectory(sample, text)
     return RolloutRecord(
         **{
@@ -56,7 +63,7 @@ def record(sample: int, text: str, **fields: Any) -> RolloutRecord:
             "ground_truth": "4", "data_source": "sums", "tool_rewards": [0.5], "turn_scores": [1.0], "num_turns": 2,
             "reward": 0.0, "reward_input": reward_input(seen), **fields,
         }
-    )  # fmt: skip
+    ).content  # fmt: skip
 
 
 @pytest.fixture
@@ -121,7 +128,7 @@ def test_a_coroutine_with_details_and_in_this_process(rollouts: Path) -> None:
 
 def test_a_reward_sees_what_it_saw_in_the_run() -> None:
     seen = trajectory(3, "4")
-    again = reward_trajectory_of(RolloutRecord.from_json(record(3, "4").to_json()))
+    again = reward_trajectory_of(records_of(to_json(record(3, "4")))[0])
     assert again == seen
 
 
@@ -168,7 +175,7 @@ def test_missing_and_empty_files(rollouts: Path) -> None:
     missing = replay("absent.jsonl", "--reward", "./reward.py:same")
     assert "absent.jsonl: no such file; expected rollouts/step-….jsonl of a run directory" in missing.stderr
     empty = rollouts.with_name("empty.jsonl")
-    empty.write_text(record(0, "", reward_input=None).to_json() + "\n")
+    empty.write_text(to_json(record(0, "", reward_input=None)) + "\n")
     assert "holds no trajectory that a reward has seen" in replay(empty, "--reward", "./reward.py:same").stderr
     empty.write_text("{}\n")
     assert f"{empty}:1: a rollout record of schema version None" in replay(empty, "--reward", "./reward.py:same").stderr

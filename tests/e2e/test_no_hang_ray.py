@@ -179,7 +179,7 @@ class Run:
         for _ in range(20):
             self.manager._runtime.run(self.engines.watched(all_back()))
             results = self.rollout()
-            if not any(result.failed for result in results):
+            if not any(result.status == "failed" for result in results):
                 return results
         raise AssertionError(f"every rollout has a failure:\n{self.log.text}")
 

@@ -218,8 +218,10 @@ def test_tool_that_raises_returns_megabytes_or_nonsense_is_an_observation(hosted
         assert died.failed and "its process died with exit code 3" in died.response.text
         assert (await call("pid")).response.text != pid
         assert session.report.metrics["tool_calls"] == 14 and session.report.metrics["tool_failures"] == 9
-        assert session.report.tool_rewards == [0.5] * 3 and session.report.metrics["tool/stateless/calls"] == 3
-        assert max(len(call["response"]) for call in session.report.tool_calls) <= 2000
+        assert [call.reward for call in session.report.calls].count(0.5) == 3 and session.report.metrics[
+            "tool/stateless/calls"
+        ] == 3
+        assert max(len(call.response) for call in session.report.calls) <= 2000
         await session.close()
 
     run(tool, scenario)
@@ -263,7 +265,7 @@ def test_a_stateful_tool_owns_its_process_and_calls_come_in_order(hosted, make_s
         assert [int(count) for count, _ in texts] == [11, 12, 13, 14, 15, 1]
         assert len({pid for _, pid in texts[:5]}) == 1 and texts[5][1] != texts[0][1]
         await one.collect_rewards()
-        assert one.report.tool_rewards == [15.0]
+        assert [reward.value for _, reward in one.report.earned("tool")] == [15.0]
         process = tool._owned[one._key.request_id]._process
         await one.close()
         await two.close()

@@ -154,8 +154,10 @@ class PlainRun:
         return weights | ({f"head.{name}": tensor for name, tensor in load_file(head).items()} if head.exists() else {})
 
     def records(self, step: int) -> list[dict[str, Any]]:
+        """The rows of a step's trees, one agent each."""
         file = self.path / "rollouts" / f"step-{step:06d}.jsonl"
-        return [json.loads(line) for line in file.read_text().splitlines()]
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        return [row_of(line, agent, row) for line in lines for agent in line["agents"] for row in agent["rows"] or [{}]]
 
     def metrics(self) -> dict[int, dict[str, float]]:
         lines = (self.path / "metrics.jsonl").read_text().splitlines()
@@ -401,6 +403,32 @@ class PlainRun:
             "rollout/sampled_tokens": float(sum(sum(record["response_mask"]) for record in records)),
             "rollout/turns_mean": float(np.mean([rows[-1]["num_turns"] for rows in trained])),
         }
+
+
+def row_of(line: dict[str, Any], agent: dict[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    """A row of a trajectory's tree: the nodes from its prompt to its leaf."""
+    nodes = line["nodes"]
+    turns = [at for at, node in enumerate(nodes) if node["kind"] == "turn" and node.get("agent", "") == agent["agent"]]
+    path, at = [], row.get("leaf")
+    while at is not None:
+        path.insert(0, at)
+        at = None if nodes[at]["kind"] == "prompt" else nodes[at]["parent"]
+    prompt, response = path[: row.get("shared", 0)], path[row.get("shared", 0) :]
+    found: dict[str, Any] = {**agent, "data_source": line["data_source"], "num_turns": row.get("num_turns", 0)}
+    found["prompt_ids"] = [token for at in prompt for token in nodes[at]["ids"]]
+    found["tool_calls"] = [call for at in turns for call in nodes[at]["calls"]]
+    columns: dict[str, list[Any]] = {
+        "response_ids": [], "response_mask": [], "turn_ids": [], "response_logprobs": [], "advantages": [],
+    }  # fmt: skip
+    for at in response:
+        node, count = nodes[at], len(nodes[at]["ids"])
+        sampled = node["kind"] == "turn"
+        columns["response_ids"] += node["ids"]
+        columns["response_mask"] += [int(sampled)] * count
+        columns["turn_ids"] += [turns.index(at) if sampled else -1] * count
+        columns["response_logprobs"] += node["log_probs"] or [math.nan] * count if sampled else [0.0] * count
+        columns["advantages"] += node.get("advantages") or [node.get("advantage", math.nan)] * count
+    return found | columns
 
 
 def spread(name: str, values: Sequence[float]) -> dict[str, float]:

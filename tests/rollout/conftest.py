@@ -19,6 +19,7 @@ from agentrl_core.api import (
     ToolCall,
     ToolParser,
 )
+from agentrl_core.api.tree import Request
 from agentrl_core.config import Config, Slot, load_config
 from agentrl_core.controller import LocalRuntime
 from agentrl_core.data.chat_template import ChatTemplateRenderer
@@ -140,8 +141,11 @@ class Conversation:
         self.policy = Policy(self.renderer, turns)
         self.builder = TrajectoryBuilder(
             KEY, messages, tools, ChatTemplateRenderer.of(self.renderer, TagParser()),
-            TrajectoryLimits(response, context, template_break), self.policy,
+            TrajectoryLimits(response, context, template_break), self._sample,
         )  # fmt: skip
+
+    async def _sample(self, *request: Any) -> tuple[TokenOutput, Request]:
+        return await self.policy(*request), Request(0, 0.0, 0.0, 0.0)
 
     @property
     def ids(self) -> list[int]:

@@ -7,7 +7,9 @@ from hypothesis import strategies as st
 
 from agentrl_core.algorithms.outcome import advantage_input
 from agentrl_core.api import AgentLoopOutput, RewardResult, Termination
+from agentrl_core.api.tree import Node, Tree, paths_of
 from agentrl_core.rollout.batching import outcome_scores, pad, to_data_proto
+from agentrl_core.rollout.loop_output import TreeRow, adopt
 from agentrl_core.rollout.results import TrajectoryResult
 
 PAD = 99
@@ -21,7 +23,9 @@ def output(prompt: list[int], response: list[int], mask: list[int], log_probs: b
 def result(*outputs: AgentLoopOutput, score: float | None = 1.0, uid: str = "u", **fields) -> TrajectoryResult:
     reward = None if score is None else RewardResult(score)
     fields = {"trajectory_id": "t", "termination": Termination.COMPLETED, "reward": reward, **fields}
-    return TrajectoryResult(row={"uid": uid, "data_source": "d"}, outputs=list(outputs), **fields)
+    tree = Tree()
+    rows = adopt("by hand", tree, list(outputs))
+    return TrajectoryResult(row={"uid": uid, "data_source": "d"}, outputs=rows, tree=tree, **fields)
 
 
 IDS = st.integers(0, 50)
@@ -157,10 +161,13 @@ def test_what_a_row_earned_that_is_not_trained_adds_to_the_outcome() -> None:
 
 
 def test_each_row_of_a_trajectory_has_the_turns_that_it_sampled() -> None:
-    first = AgentLoopOutput([1], [5, 6], [1, 1], None, Termination.COMPLETED, turn_ids=[0, 0])
-    second = AgentLoopOutput([1, 5, 6], [7, 8], [1, 0], None, Termination.COMPLETED, turn_ids=[2, -1])
+    prompt, rewritten = Node(None, "prompt", [1]), Node(None, "prompt", [1, 5, 6])
+    first, lost, third = Node(prompt, "turn", [5, 6]), Node(prompt, "turn", [9]), Node(rewritten, "turn", [7])
+    last = Node(third, "context", [8])
+    tree = Tree.of(prompt, first, lost, rewritten, third, last)
     reward = RewardResult(1.0, turn_rewards=[0.25, 0.125, 0.5], token_rewards=[0.0, 1.0, -1.0])
-    batch = to_data_proto([result(first, second, reward=reward)], 0, {})
+    rows = [TreeRow(path) for path in paths_of(tree, [first, last])]
+    batch = to_data_proto([TrajectoryResult({"uid": "u"}, "t", Termination.COMPLETED, [*rows], reward)], 0, {})
     # Turn 1 is in no row: its reward adds to the outcome, 1.0 - 0.25 - 0.5.
     assert batch.batch["rm_scores"].tolist() == [[0.0, 0.25 + 1.0 + 0.25], [0.5 - 1.0 + 0.25, 0.0]]
     assert batch.batch["turn_rewards"].tolist() == [[0.25, 0.0, 0.5]] * 2

@@ -48,7 +48,7 @@ def test_frames_give_the_tokens_of_the_whole_conversation(conversation, render_w
     for text in TEXTS:
         talk, reference = (converse(conversation, each, stop, text, calls) for each in (renderer, whole))
         assert talk.rows == reference.rows
-        assert talk.builder.counts.template_mismatches == 0
+        assert talk.builder.tree.template_mismatches == 0
 
 
 @pytest.mark.parametrize("name", ["qwen2", "hermes", "trims", "respaced"])
@@ -100,10 +100,10 @@ def test_a_frame_that_was_wrong_is_counted_and_never_used_again(
     converse(conversation, renderer, "<|im_end|>", "4")
     with caplog.at_level(logging.WARNING):
         talk = converse(conversation, renderer, "<|im_end|>", "odd")
-    assert talk.builder.counts.template_mismatches == 1
+    assert talk.builder.tree.template_mismatches == 1
     assert caplog.text.count("renders the whole conversation in other words than turn by turn") == 1
     later = converse(conversation, renderer, "<|im_end|>", "odd")
-    assert later.builder.counts.template_mismatches == 0
+    assert later.builder.tree.template_mismatches == 0
     assert "something else" in later.text and "something else" not in talk.text
 
 
@@ -126,4 +126,4 @@ def test_a_policy_cannot_hide_a_wrong_frame_by_writing_the_context_itself(conver
         assert talk.builder.add_messages([{"role": "user", "content": "and?"}])
         asyncio.run(talk.builder.generate({}))
         talk.builder.finish(Termination.COMPLETED)
-        assert talk.builder.counts.template_mismatches == 1
+        assert talk.builder.tree.template_mismatches == 1

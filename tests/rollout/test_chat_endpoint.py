@@ -148,7 +148,7 @@ def test_an_agent_that_asks_nothing_fails_its_trajectory(run_agent) -> None:
         seen()
         """
     )
-    assert result.failed and "returned without asking the endpoint" in result.error
+    assert result.status == "failed" and "returned without asking the endpoint" in result.error
 
 
 def test_a_spent_budget_ends_with_length(run_agent) -> None:

@@ -126,13 +126,14 @@ def test_a_manager_that_weighs_tool_rewards_counts_those_of_an_environment_once(
     result = play(["hello", CALL, "done"], **{"reward.manager": {"name": "naive", "config": weights}})
     assert result.reward.score == 0.5 + 0.0625 + 0.125 + 0.0625
     assert result.reward.turn_rewards == [0.0625, 0.125, 0.0625]
-    assert result.outputs[-1].tool_rewards == [0.125]
+    earned = [(turn, reward.value) for turn, reward in result.earned("environment")]
+    assert earned == [(0, 0.0625), (1, 0.125), (2, 0.0625)] and result.calls[0].source == "environment"
 
 
 def test_a_call_ends_the_trajectory_and_later_ones_are_refused(play: Callable[..., Any]) -> None:
     result = play([f"{CALL}\n{CALL}", f"{CALL}\n{CALL}", "never said"])
     assert result.termination is Termination.COMPLETED
-    texts = [call["response"] for call in result.tool_calls]
+    texts = [call.response for call in result.calls]
     assert texts[:3] == ["pushed 1", "pushed 2", "pushed 3"] and "the episode has ended" in texts[3]
     assert "never said" not in result.outputs[-1].full_text
 
@@ -147,7 +148,7 @@ def test_what_a_call_raises_is_an_observation(play: Callable[..., Any]) -> None:
     result = play([CALL, "hello"], "break", **{"rollout.agent.loops": [
         {"name": "tool_agent", "config": {"max_assistant_turns": 2}}
     ]})  # fmt: skip
-    assert "the lever broke" in result.tool_calls[0]["response"] and result.tool_calls[0]["failed"]
+    assert "the lever broke" in result.calls[0].response and result.calls[0].failed
     assert result.termination is Termination.MAX_TURNS
 
 
@@ -169,7 +170,7 @@ def test_a_failure_costs_one_trajectory_and_says_where(
     result = play(["hello"], does)
     assert result.termination is termination
     assert re.search(message, result.error), result.error
-    assert result.termination.trained == (termination is Termination.ENV_ERROR)
+    assert (result.status == "trained") == (termination is Termination.ENV_ERROR)
 
 
 def test_prompts_that_are_too_long_fail_as_data_too_long(play: Callable[..., Any]) -> None:

@@ -18,7 +18,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.config.schema import ToolSlot
 from agentrl_core.hosting.tools import HostedTool
-from agentrl_core.rollout.session import HostedInteraction
+from agentrl_core.rollout.session import HostedInteraction, RolloutSession
 
 TOOLS = '''
 import asyncio
@@ -88,6 +88,10 @@ def spy(make_slot) -> HostedTool:
 @pytest.fixture
 def other(make_slot) -> HostedTool:
     return HostedTool(make_slot(ToolSlot, TOOLS, "Other"), seed=0)
+
+
+def earned(session: RolloutSession, source: Any) -> list[tuple[str, float]]:
+    return [(reward.name, reward.value) for _, reward in session.report.earned(source)]
 
 
 def methods(tool: HostedTool) -> list[str]:
@@ -164,7 +168,7 @@ def test_a_tool_message_answers_its_call(spy, make_session) -> None:
         assert outcome.message == {
             "role": "tool", "name": "spy", "tool_call_id": "call00001", "content": "saw this",
         }  # fmt: skip
-        assert session.report.tool_rewards == [0.25] and not outcome.failed
+        assert earned(session, "tool") == [("spy", 0.25)] and not outcome.failed
 
     asyncio.run(scenario())
 
@@ -194,7 +198,7 @@ def test_a_tool_that_is_unavailable_fails_the_trajectory(spy, make_session, erro
         spy.tool.misbehave["execute"] = error
         with pytest.raises(type(error), match=str(error)):
             await session.call_tool(CALL)
-        assert not session.report.tool_calls
+        assert not session.report.calls and [span.kind for span in session.report.waits] == ["tools", "tools"]
 
     asyncio.run(scenario())
 
@@ -245,7 +249,7 @@ def test_whatever_a_tool_does_is_an_observation(spy, make_session, action, messa
         spy.tool.misbehave["execute"] = action
         outcome = await session.call_tool(CALL)
         assert outcome.failed and message in outcome.response.text
-        assert session.report.tool_rewards == [] and session.report.metrics["tool_failures"] == 1
+        assert earned(session, "tool") == [] and session.report.metrics["tool_failures"] == 1
         del spy.tool.misbehave["execute"]
         assert not (await session.call_tool(CALL)).failed
 
@@ -271,7 +275,7 @@ def test_parallel_calls_are_reported_and_answered_in_the_order_of_the_calls(spy,
         calls = [ToolCall("spy", {"x": str(number)}, f"id{number}") for number in range(5)]
         outcomes = await asyncio.gather(*map(session.call_tool, calls))
         assert [outcome.message["tool_call_id"] for outcome in outcomes] == [call.id for call in calls]
-        assert [call["arguments"]["x"] for call in session.report.tool_calls] == list("01234")
+        assert [call.arguments["x"] for call in session.report.calls] == list("01234")
 
     asyncio.run(scenario())
 
@@ -366,7 +370,8 @@ def test_an_interaction_is_started_once_scored_and_finalized(tutor, tutored) -> 
     asyncio.run(scenario())
     assert [name for name, _ in tutor.calls] == ["start", "answer", "score", "finalize"]
     assert tutor.calls[0][1] == {"level": 3}
-    assert tutored.report.turn_scores == [0.5, 2.0] and tutored.report.metrics["interaction/hints"] == 1.0
+    assert earned(tutored, "interaction") == [("tutor", 0.5), ("tutor", 2.0)]
+    assert tutored.report.metrics["interaction/hints"] == 1.0
 
 
 def test_a_row_without_an_interaction_has_none(make_session) -> None:
@@ -405,7 +410,7 @@ def test_an_interaction_that_fails_is_finalized_all_the_same(tutor, tutored, ans
         await tutored.close()
 
     asyncio.run(scenario())
-    assert tutor.calls[-1][0] == "finalize" and tutored.report.turn_scores == []
+    assert tutor.calls[-1][0] == "finalize" and earned(tutored, "interaction") == []
 
 
 def test_a_conversations_score_that_is_no_number_is_a_reward_error(tutor, tutored) -> None:
@@ -452,7 +457,7 @@ def test_a_tools_rewards_are_counted_and_named_by_tool(spy, make_session) -> Non
         session = make_session([spy])
         await session.open_tools()
         await session.call_tool(ToolCall("spy", {"x": "1"}))
-        assert (session.report.tool_rewards, session.report.tool_reward_names) == ([0.25], ["spy"])
+        assert earned(session, "tool") == [("spy", 0.25)]
         assert session.report.metrics["tool/spy/reward"] == 0.25
 
     asyncio.run(scenario())

@@ -68,7 +68,7 @@ def test_mask_logprob_and_id_lengths_are_equal_after_every_turn(conversation, re
         assert lengths_are_equal(builder)
         assert builder.remaining >= 0
         assert len(builder.row.response_ids) <= response
-        assert builder.row.num_tokens <= context
+        assert builder.num_tokens == len(talk.ids) <= context
     for prompt, params, _ in talk.policy.requests:
         assert params.max_tokens >= 1 and len(prompt) + params.max_tokens <= context
     outputs = builder.finish(Termination.COMPLETED)
@@ -255,8 +255,8 @@ def test_a_path_counts_against_its_budget_from_the_first_prompt_to_its_end(conve
     branch = talk.builder.fork()
     generate(talk.builder), generate(branch)
     trunk, twig = finish(talk.builder), finish(branch)
-    assert trunk.path_length == len(trunk.response_ids) == 10_000 - talk.builder.remaining
-    assert twig.path_length == shared + len(twig.response_ids) == 10_000 - branch.remaining
+    assert trunk.tokens.leaf.used == len(trunk.response_ids) == 10_000 - talk.builder.remaining
+    assert twig.tokens.leaf.used == shared + len(twig.response_ids) == 10_000 - branch.remaining
 
 
 def test_a_fork_shares_what_was_and_trains_only_what_it_samples_itself(conversation) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import ConfigError, EngineError, PluginError, RolloutError, Termination, WorkerError
+from agentrl_core.api import ConfigError, EngineError, PluginError, RolloutError, Status, Termination, WorkerError
 from agentrl_core.rollout import worker
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
@@ -243,9 +243,11 @@ def test_the_calculator_end_to_end(make_rollout, make_row) -> None:
     right, wrong = rollout([make_row("What is 37 * 45?", "1665"), make_row("What is 37 * 45?", "7")])
     assert (right.reward.score, wrong.reward.score) == (1.0, 0.0)
     assert right.termination is Termination.COMPLETED and right.attempts == 1 and right.error is None
-    assert right.tool_calls == [
-        {"name": "calculator", "arguments": {"expression": "37 * 45"}, "response": "1665", "failed": False}
+    assert [(call.name, call.arguments, call.response, call.failed) for call in right.calls] == [
+        ("calculator", {"expression": "37 * 45"}, "1665", False)
     ]
+    kinds = [(node.kind, bool(node.request), len(node.calls)) for node in right.tree.nodes]
+    assert kinds == [("prompt", False, 0), ("turn", True, 1), ("context", False, 0), ("turn", True, 0)]
     (output,) = right.outputs
     assert output.num_turns == 4 and output.trajectory_id == right.trajectory_id == "train-000001-00000-000"
     assert [message["role"] for message in output.messages] == ["user", "assistant", "tool", "assistant"]
@@ -287,7 +289,7 @@ def test_retry_has_fresh_state(make_rollout, make_row) -> None:
     assert given == make_row(extra_info={"interaction_kwargs": {"name": "Judge"}})
     tool = rollout.tool("holding")
     assert len(set(tool.created)) == 2 and tool.released == tool.created
-    assert result.outputs[0].tool_rewards == [0.5] and result.outputs[0].turn_scores == [4.0]
+    assert result.reward_input.tool_rewards == [0.5] and result.reward_input.turn_scores == [4.0]
     assert rollout.engines[0]._turns == {}
     assert result.row["raw_prompt"] == [{"role": "user", "content": "question"}]
 
@@ -304,7 +306,7 @@ def test_a_failure_is_excluded_after_its_retries_and_the_others_are_trained(make
     results = rollout([make_row(agent_name="Once"), make_row(agent_name="Raises")])
     assert [result.termination for result in results] == [Termination.COMPLETED, Termination.ABORTED]
     failed = results[1]
-    assert failed.attempts == 3 and failed.failed and failed.reward is None
+    assert failed.attempts == 3 and failed.status is Status.FAILED and failed.reward is None
     assert "ValueError: a bug in the loop" in failed.error
     assert "is excluded after 3 attempts: aborted: ValueError: a bug in the loop" in caplog.text
     assert len(to_data_proto(results, 0, {})) == 1
@@ -369,7 +371,6 @@ def test_tool_and_turn_rewards_reach_the_reward_manager(make_rollout, make_row) 
     (result,) = rollout([make_row(extra_info={"interaction_kwargs": {"name": "Judge"}})])
     assert result.reward_input.tool_rewards == [0.25, 0.5] and result.reward_input.turn_scores == [2.0, 4.0]
     assert result.reward.score == 0.75 + 60.0
-    assert result.outputs[0].tool_rewards == [0.25, 0.5]
 
 
 def test_rewards_of_concurrent_branches_go_to_the_turn_that_earned_them(make_rollout, make_row) -> None:
@@ -383,12 +384,14 @@ def test_rewards_of_concurrent_branches_go_to_the_turn_that_earned_them(make_rol
     )  # fmt: skip
     (result,) = rollout([make_row(extra_info={"interaction_kwargs": {"name": "Echo"}})])
     assert result.error is None
-    turns = {row.turn_ids[0]: int(row.messages[0]["content"]) for row in result.outputs}
+    asked = [int(row.messages[0]["content"]) for row in result.outputs]
+    turns = {row.turn_ids[0]: number for row, number in zip(result.outputs, asked, strict=True)}
     assert turns == {0: 1, 1: 2}
-    arguments = [call["arguments"]["x"] for call in result.tool_calls]
-    assert [turns[turn] for turn in result.tool_call_turns] == arguments
-    assert [turns[turn] for turn in result.tool_reward_turns] == result.tool_rewards
-    assert [10.0 * turns[turn] for turn in result.turn_score_turns] == result.turn_scores
+    for row, number in zip(result.outputs, asked, strict=True):
+        (call,) = row.tokens.leaf.calls
+        assert (call.arguments["x"], call.reward) == (number, number)
+        assert row.tokens.leaf.rewards == [("Echo", 10.0 * number, "interaction")]
+    assert [reward.value for _, reward in result.earned("tool")] == [1.0, 2.0]
     assert list(result.reward.turn_rewards) == [11.0 * turns[turn] for turn in (0, 1)]
 
 
@@ -549,7 +552,7 @@ def test_an_id_outside_the_vocabulary_costs_one_trajectory(make_rollout, make_ro
     rollout = make_rollout(loops("Once", "Returns", **changes), FILES)
     rollout.loop("Returns").answer = [output(), output(response_ids=[260, token])]
     bad, good = rollout([make_row(agent_name="Returns"), make_row(agent_name="Once")])
-    assert bad.termination is Termination.ABORTED and bad.failed and good.termination.trained
+    assert bad.termination is Termination.ABORTED and bad.status is Status.FAILED and good.status is Status.TRAINED
     expected = f"agent loop 'Returns', row 2 of 2: response_ids[1] is {token!r}; allowed are the token ids 0 to 260"
     assert expected in bad.error
     batch = to_data_proto([bad, good], 0, {})
@@ -570,7 +573,7 @@ def test_skipped_is_neither_trained_nor_retried_nor_failed(make_rollout, make_ro
     rollout = make_rollout(loops("Returns", **{"rollout.max_failed_fraction": 0.0}), FILES)
     rollout.loop("Returns").answer = output(termination=Termination.SKIPPED)
     (result,) = rollout([make_row()])
-    assert result.attempts == 1 and not result.failed and result.reward is None
+    assert result.attempts == 1 and result.status is Status.EXCLUDED and result.reward is None
     assert len(to_data_proto([result], 0, {})) == 0
 
 

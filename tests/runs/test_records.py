@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl_core.api.errors import DataError
-from agentrl_core.runs.records import RolloutRecord, RolloutWriter, read_rollouts
+from agentrl_core.runs.records import RolloutRecord, RolloutWriter, read_rollouts, records_of, to_json
 
 
 def record(**changes: Any) -> RolloutRecord:
@@ -42,15 +42,15 @@ def test_a_record_survives_the_file(
         segments=[(1, text), (0, "\n")], ground_truth=truth, reward=reward, prompt_text=text,
         tool_calls=[{"name": text, "arguments": arguments, "response": text, "failed": False}],
     )  # fmt: skip
-    path = RolloutWriter(tmp_path_factory.mktemp("rollouts")).write(10, "train", [written, written])
+    path = RolloutWriter(tmp_path_factory.mktemp("rollouts")).write(10, "train", [written.content, written.content])
     assert list(read_rollouts(path)) == [written, written]
 
 
 def test_arrays_and_nan_become_strict_json() -> None:
-    line = record(
+    line = to_json(record(
         ground_truth=np.array([1, 2]), reward=float("nan"), reward_metrics={"a": np.float32(0.5)},
         response_logprobs=[-0.5, float("-inf"), 0.0], messages=[{"role": "user", "content": Path("x")}],
-    ).to_json()  # fmt: skip
+    ).content)  # fmt: skip
     content = json.loads(line, parse_constant=lambda name: pytest.fail(f"{name} is not JSON"))
     assert content["ground_truth"] == [1, 2]
     assert content["reward"] is None
@@ -60,13 +60,13 @@ def test_arrays_and_nan_become_strict_json() -> None:
 
 
 def test_text_of_any_language_stays_readable_in_the_file() -> None:
-    assert "答え é" in record(prompt_text="答え é").to_json()
+    assert "答え é" in to_json(record(prompt_text="答え é").content)
 
 
 def test_writer_names_files_by_step_and_split(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path / "rollouts")
-    assert writer.write(10, "train", [record()]).name == "step-000010.jsonl"
-    assert writer.write(0, "validation", [record()]).name == "validation-step-000000.jsonl"
+    assert writer.write(10, "train", [record().content]).name == "step-000010.jsonl"
+    assert writer.write(0, "validation", [record().content]).name == "validation-step-000000.jsonl"
     assert sorted(path.name for path in (tmp_path / "rollouts").iterdir()) == [
         "step-000010.jsonl", "validation-step-000000.jsonl",
     ]  # fmt: skip
@@ -74,11 +74,11 @@ def test_writer_names_files_by_step_and_split(tmp_path: Path) -> None:
 
 def test_writer_leaves_the_old_file_whole_if_a_record_fails(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path)
-    path = writer.write(1, "train", [record()])
+    path = writer.write(1, "train", [record().content])
     before = path.read_bytes()
 
     def broken() -> Any:
-        yield record()
+        yield record().content
         raise RuntimeError("half way")
 
     with pytest.raises(RuntimeError):
@@ -91,20 +91,32 @@ def test_writer_leaves_the_old_file_whole_if_a_record_fails(tmp_path: Path) -> N
     [
         ("{", "not JSON"),
         ("[]", "JSON object, found list"),
-        ('{"schema_version": 2}', "schema version 2"),
+        (
+            '{"schema_version": 3}',
+            "schema version 3; this agentrl reads 1 and 2. Read it with the agentrl that wrote it",
+        ),
+        ('{"schema_version": 2}', "a rollout record that is damaged: KeyError: 'nodes'"),
+        (
+            '{"schema_version": 2, "nodes": [{"parent": 0, "kind": "prompt"}]}',
+            "node 0 has the parent 0; a parent stands",
+        ),
+        (
+            '{"schema_version": 2, "nodes": [{"parent": null, "kind": "turn", "ids": 5, "text": ""}], "agents": [{}]}',
+            "damaged: KeyError",
+        ),
         ('{"schema_version": 1, "step": 1}', "without split, uid, trajectory_id, prompt_ids"),
     ],
 )
 def test_a_broken_line_is_named_with_its_number(tmp_path: Path, line: str, message: str) -> None:
     path = tmp_path / "step-000001.jsonl"
-    path.write_text(record().to_json() + "\n" + line + "\n")
+    path.write_text(to_json(record().content) + "\n" + line + "\n")
     with pytest.raises(DataError, match=rf"step-000001.jsonl:2: .*{message}"):
         list(read_rollouts(path))
 
 
 def test_keys_of_a_newer_writer_are_passed_over() -> None:
-    content = {**json.loads(record().to_json()), "colour": "blue"}
-    assert RolloutRecord.from_json(json.dumps(content)) == record()
+    newer = {**json.loads(to_json(record().content)), "colour": "blue"}
+    assert records_of(json.dumps(newer)) == [record()]
 
 
 @pytest.mark.parametrize(
@@ -118,10 +130,10 @@ def test_keys_of_a_newer_writer_are_passed_over() -> None:
     ids=lambda value: repr(value)[:20],
 )  # fmt: skip
 def test_a_field_of_a_wrong_type_is_a_data_error(name: str, value: Any) -> None:
-    content = json.loads(RolloutRecord(
+    whole = json.loads(to_json(RolloutRecord(
         step=1, split="train", uid="u", trajectory_id="t", prompt_ids=[1], response_ids=[2], response_mask=[1],
         response_logprobs=[math.nan], reward=1.0,
-    ).to_json())  # fmt: skip
-    assert RolloutRecord.from_json(json.dumps(content)).response_logprobs == [None]
+    ).content))  # fmt: skip
+    assert records_of(json.dumps(whole))[0].response_logprobs == [None]
     with pytest.raises(DataError, match=f"a rollout record whose {name} is|with the tool call"):
-        RolloutRecord.from_json(json.dumps(content | {name: value}))
+        records_of(json.dumps(whole | {name: value}))

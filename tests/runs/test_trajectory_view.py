@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from agentrl_core.runs.records import RolloutRecord
+from agentrl_core.runs.records import RolloutRecord, to_json
 from agentrl_core.runs.trajectory_view import show_trajectory
 
 
@@ -65,10 +65,10 @@ def test_a_trajectory_without_tokens_and_reward_is_shown() -> None:
 def test_a_record_that_held_nan_is_shown_after_reading() -> None:
     nan = float("nan")
     content = json.loads(
-        RolloutRecord(
+        to_json(RolloutRecord(
             step=1, split="train", uid="p", trajectory_id="p", prompt_ids=[], response_ids=[1, 2], reward=nan,
             response_mask=[1, 1], response_logprobs=[nan, -0.5], reward_metrics={"a": nan}, turn_scores=[nan],
-        ).to_json()
+        ).content)
     )  # fmt: skip
     text = shown(**content)
     assert "none  a none  turn scores none" in text and "mean log-prob -0.500" in text

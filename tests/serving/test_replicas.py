@@ -151,7 +151,7 @@ def test_a_replica_that_cannot_serve_any_more_is_replaced(
             worker._engines._turn_timeout = 2.0
     for _ in range(20):
         results = fleet.rollout([make_row(str(index)) for index in range(4)])
-        assert all(not result.failed and result.attempts == 1 for result in results)
+        assert all(result.status == "trained" and result.attempts == 1 for result in results)
         assert {version for result in results for version in result.outputs[0].policy_versions} == {5}
         if fleet.rollout.engines[0] is not faulty and fleet.versions() == [5] * replicas:
             break
@@ -168,7 +168,7 @@ def test_a_replica_that_computes_is_not_replaced_however_long_its_requests_wait(
     for worker in fleet.rollout.workers:
         worker._engines._turn_timeout = 0.2
     (result,) = fleet.rollout([make_row("a")])
-    assert not result.failed and result.attempts > 1
+    assert result.status == "trained" and result.attempts > 1
     assert len(fleet.rollout.engines) == 1 and "restarts" not in fleet.replicas.metrics()
 
 
@@ -181,7 +181,7 @@ def test_a_replica_that_computes_nothing_is_replaced_before_a_request_has_timed_
         # On Ray the request would fail with the process.
         worker._engines._turn_timeout = 2.0
     (result,) = fleet.rollout([make_row("a")])
-    assert (result.failed, result.attempts) == (False, 1)
+    assert (result.status, result.attempts) == ("trained", 1)
     assert fleet.rollout.engines[0] is not faulty and fleet.replicas.metrics()["restarts"] == 1
 
 
@@ -226,7 +226,7 @@ def test_the_hosts_of_a_replica_are_started_and_replaced_together(make_rollout: 
             await asyncio.sleep(0.01)
 
     fleet.replicas.runtime.run(asyncio.wait_for(fleet.replicas.watched(until_replaced()), 10))
-    assert not fleet.rollout([make_row()])[0].failed
+    assert fleet.rollout([make_row()])[0].status == "trained"
     after = [server._instance._engine for server in member.servers]
     assert after[0] is not before[0] and after[0].version == 5
     assert after[1] is not before[1] and [each.context.node_rank for each in after] == [0, 1]
@@ -258,7 +258,7 @@ def test_a_replica_that_is_still_starting_when_engines_go_to_sleep_sleeps_too(
 ) -> None:
     fleet = Fleet(make_rollout, {0: "ill", 2: "slow"}, replicas=2, restarts=1, sleep=level)
     plugin = plugin_of(fleet)
-    assert not fleet.rollout([make_row(), make_row()])[0].failed
+    assert fleet.rollout([make_row(), make_row()])[0].status == "trained"
     plugin.OPEN.set()
     fleet.replicas.sleep()
     assert plugin.MADE[2].calls == (["update 5"] if level == 1 else []) + [f"sleep {level}"]
@@ -349,7 +349,7 @@ def test_requests_beyond_the_limit_queue_at_the_replica(make_rollout: Any, make_
     fleet = Fleet(make_rollout, {}, max_in_flight=3)
     results = fleet.rollout([make_row(str(index)) for index in range(10)])
     metrics = fleet.replicas.metrics()
-    queued = sorted(seconds for result in results for _, seconds in result.served)
+    queued = sorted(seconds for result in results for seconds in [node.request.wait for node in result.turns])
     assert len(queued) == 10 and queued[:3] == [0.0] * 3 and queued[-1] > 0
     assert metrics["running_max"] == 3 and metrics["queue_max"] > 0 and metrics["requests"] == 10
     assert fleet.replicas.metrics() == {}
@@ -368,7 +368,9 @@ def test_engines_sleep_from_the_rollout_to_the_next_weights(make_rollout: Any, m
 def test_results_say_which_replica_served_each_request(make_rollout: Any, make_row: Any) -> None:
     fleet = Fleet(make_rollout, {0: "ill"}, replicas=2, restarts=0)
     results = fleet.rollout([make_row(str(index)) for index in range(4)])
-    assert [result.served for result in results] == [[(1, 0.0)]] * 4
+    assert [[(node.request.replica, node.request.wait) for node in result.turns] for result in results] == [
+        [(1, 0.0)]
+    ] * 4
 
 
 def test_engines_do_not_sleep_unless_told_to(make_rollout: Any) -> None:

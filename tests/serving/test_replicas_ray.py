@@ -175,7 +175,7 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
 
     assert not (tiny_run.folder / "kill").exists(), "the replica was killed"
     assert len({result.trajectory_id for result in results}) == len(results) == 64
-    assert all(not result.failed and result.attempts == 1 for result in results)
+    assert all(result.status == "trained" and result.attempts == 1 for result in results)
     batch = to_data_proto(results, 0, {})
     assert len(batch) == 64 and batch.batch["response_mask"].sum() == 64 * TURNS * 2
     assert all(set(output.policy_versions) == {7, -1} for result in results for output in result.outputs)

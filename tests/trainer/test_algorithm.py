@@ -7,8 +7,10 @@ import pytest
 import torch
 
 from agentrl_core.api import AgentLoopOutput, ConfigError, RewardResult, RolloutError, Termination
+from agentrl_core.api.tree import Tree
 from agentrl_core.config import load_config
 from agentrl_core.rollout.batching import to_data_proto
+from agentrl_core.rollout.loop_output import adopt
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.algorithm import Algorithm, add_baselines
 from agentrl_core.trainer.dynamic_sampling import fill
@@ -19,7 +21,7 @@ ROWS = [("a", "a0", [1, 0, 1], 1.0), ("a", "a1", [1, 1, 0], 0.0), ("b", "b0", [1
 def trajectory(uid: str, name: str, mask: list[int], score: float | None) -> TrajectoryResult:
     output = AgentLoopOutput([1], [5] * len(mask), mask, [-0.5 * each for each in mask], Termination.COMPLETED)
     reward = None if score is None else RewardResult(score)
-    return TrajectoryResult({"uid": uid}, name, Termination.COMPLETED, [output], reward)
+    return TrajectoryResult({"uid": uid}, name, Termination.COMPLETED, adopt("by hand", Tree(), output), reward)
 
 
 @pytest.fixture

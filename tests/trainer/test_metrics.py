@@ -11,7 +11,9 @@ import pytest
 import torch
 
 from agentrl_core.api import AgentLoopOutput, RewardResult, Termination
+from agentrl_core.api.tree import Node, Tree, paths_of
 from agentrl_core.protocol import DataProto
+from agentrl_core.rollout.loop_output import TreeRow, adopt
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer.metrics import batch_metrics, rollout_metrics, signal_metrics, source_metrics, throughput
@@ -66,7 +68,7 @@ def test_share_of_groups_without_signal(
 def test_share_of_prompts_whose_samples_are_equal() -> None:
     def sample(uid: str, *rows: list[int]) -> TrajectoryResult:
         outputs = [AgentLoopOutput([1], row, [1] * len(row), None, Termination.COMPLETED) for row in rows]
-        return TrajectoryResult({"uid": uid}, uid, Termination.COMPLETED, outputs)
+        return TrajectoryResult({"uid": uid}, uid, Termination.COMPLETED, adopt("by hand", Tree(), outputs))
 
     alone, equal = [sample("a", [1])], [sample("b", [1], [2]), sample("b", [1], [2])]
     other = [sample("c", [1], [2]), sample("c", [1], [3])]
@@ -85,7 +87,7 @@ def result(source: str, score: float | None, **timings: float) -> TrajectoryResu
     failed = score is None
     return TrajectoryResult(
         {"uid": "u", "data_source": source}, "t", Termination.ENGINE_ERROR if failed else Termination.COMPLETED,
-        [] if failed else [AgentLoopOutput([1], [2], [1], None, Termination.COMPLETED)],
+        [] if failed else adopt("by hand", Tree(), AgentLoopOutput([1], [2], [1], None, Termination.COMPLETED)),
         None if failed else RewardResult(score), timings=timings,
     )  # fmt: skip
 
@@ -119,12 +121,21 @@ def test_times_of_trajectories_count_one_without_tools_as_0() -> None:
 
 
 def test_each_path_of_a_trajectory_has_a_length_and_a_budget_of_its_own() -> None:
-    def row(tokens: int, path_length: int | None) -> AgentLoopOutput:
-        return AgentLoopOutput([1], [2] * tokens, [1] * tokens, None, Termination.COMPLETED, path_length=path_length)
+    def prompt(parent: Node | None = None) -> Node:
+        return Node(parent, "prompt", [1, 1])
 
-    # Branches of 6 and 4 tokens; a history that was rewritten after 5 of 8; a fork after 3; a loop's own row.
-    paths = [[row(6, 6), row(4, 4)], [row(5, 0), row(3, 8)], [row(5, 5), row(4, 7)], [row(2, None)]]
-    results = [replace(result("a", 1.0), outputs=rows) for rows in paths]
+    def turn(parent: Node, tokens: int) -> Node:
+        return Node(parent, "turn", [2] * tokens)
+
+    rewritten, forked = turn(prompt(), 5), turn(prompt(), 3)
+    leaves = [
+        [turn(prompt(), 6), turn(prompt(), 4)],  # two branches, each with a prompt of its own
+        [rewritten, turn(prompt(rewritten), 3)],  # a history that was rewritten after 5 of 8 tokens
+        [turn(forked, 2), turn(forked, 4)],  # a fork after 3 tokens
+        [turn(prompt(), 2)],
+    ]
+    rows = [[TreeRow(path) for path in paths_of(Tree(), each)] for each in leaves]
+    results = [replace(result("a", 1.0), outputs=each) for each in rows]
     metrics = rollout_metrics(results, 8)
     lengths = [6, 4, 8, 5, 7, 2]
     assert metrics["response_length/mean"] == pytest.approx(sum(lengths) / 6)

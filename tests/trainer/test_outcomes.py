@@ -6,9 +6,11 @@ import pytest
 import torch
 
 from agentrl_core.api import AgentLoopOutput, Termination
+from agentrl_core.api.tree import Tree
 from agentrl_core.rollout.batching import to_data_proto
-from agentrl_core.rollout.results import TrajectoryResult
-from agentrl_core.runs.records import RolloutRecord
+from agentrl_core.rollout.loop_output import adopt
+from agentrl_core.rollout.results import Span, TrajectoryResult
+from agentrl_core.runs.records import RolloutRecord, records_of, to_json
 from agentrl_core.trainer.outcomes import make_records
 
 
@@ -18,7 +20,10 @@ def result(name: str, *rows: list[int]) -> TrajectoryResult:
         for mask in rows
     ]
     row = {"uid": name, "sample_index": 0}
-    return TrajectoryResult(row, name, Termination.COMPLETED, outputs, spans=[("generate", 10.0, 0.5)])
+    tree = Tree()
+    rows = adopt("by hand", tree, outputs)
+    waits = [Span("generate", 10.0, 0.5)]
+    return TrajectoryResult(row, name, Termination.COMPLETED, rows, tree=tree, waits=waits)
 
 
 def records(results: list[TrajectoryResult], **tensors: Any) -> list[RolloutRecord]:
@@ -26,7 +31,7 @@ def records(results: list[TrajectoryResult], **tensors: Any) -> list[RolloutReco
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     for name, values in tensors.items():
         batch.batch[name] = torch.tensor(values)
-    return [RolloutRecord.from_json(each.to_json()) for each in make_records(1, "train", results, batch)]
+    return [row for line in make_records(1, "train", results, batch) for row in records_of(to_json(line))]
 
 
 def test_columns_stand_in_the_row_of_their_tokens() -> None:
@@ -51,4 +56,5 @@ def test_rows_of_a_batch_that_a_hook_cut_are_not_guessed() -> None:
     batch = to_data_proto(results, 0, {})
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     batch.batch["advantages"] = torch.ones(2, 2)
-    assert [each.advantage for each in make_records(1, "train", results, batch.select_idxs([1]))] == [None, None]
+    (line,) = make_records(1, "train", results, batch.select_idxs([1]))
+    assert [row.advantage for row in records_of(to_json(line))] == [None, None]

@@ -14,6 +14,7 @@ from agentrl_core.api import (
     InteractionContext,
     InteractionTurn,
     Message,
+    Status,
     Termination,
 )
 from agentrl_core.api.config import NoConfig
@@ -82,7 +83,9 @@ class AgentLoopContract(PluginContract):
         world = plugin.world()
         outputs = run(plugin.alone(world))
         check_rows(outputs, world.policy.requests)
-        assert outputs[-1].termination.trained, f"an ordinary conversation ended with {outputs[-1].termination}"
+        assert outputs[-1].termination.status is Status.TRAINED, (
+            f"an ordinary conversation ended with {outputs[-1].termination}"
+        )
         assert any(any(output.response_mask) for output in outputs), "nothing that was sampled is trained"
 
     def test_each_turn_begins_with_the_ids_of_the_turn_before(self, plugin: AgentLoopCase) -> None:
@@ -119,7 +122,9 @@ class AgentLoopContract(PluginContract):
         except Exception as error:
             ended = classify(error)
             raise AssertionError(f"an engine failure became {type(error).__name__} ({ended}): let it pass") from error
-        assert not outputs[-1].termination.trained, f"an engine failure ended with {outputs[-1].termination}"
+        assert outputs[-1].termination.status is not Status.TRAINED, (
+            f"an engine failure ended with {outputs[-1].termination}"
+        )
 
     def test_an_aborted_request_is_not_trained(self, plugin: AgentLoopCase) -> None:
         """What an abort leaves is half an answer."""
@@ -128,7 +133,9 @@ class AgentLoopContract(PluginContract):
         except Exception:  # noqa: BLE001 - a loop may raise: the worker does not train it
             return
         ended = outputs[-1].termination
-        assert not ended.trained, f"an aborted request ended with {ended}: return turn.termination where it is the end"
+        assert ended.status is not Status.TRAINED, (
+            f"an aborted request ended with {ended}: return turn.termination where it is the end"
+        )
 
     def test_a_cancelled_trajectory_ends(self, plugin: AgentLoopCase) -> None:
         """Deadlines are cancellations: a loop that swallows them hangs the step."""
@@ -195,14 +202,18 @@ class AgentLoopContract(PluginContract):
         world = plugin.world([call, "Then I do not know."], tools={"add": add, "broken": broken})
         outputs = run(plugin.alone(world))
         check_rows(outputs, world.policy.requests)
-        assert outputs[-1].termination.trained, f"a bad call of the model ended with {outputs[-1].termination}"
+        assert outputs[-1].termination.status is Status.TRAINED, (
+            f"a bad call of the model ended with {outputs[-1].termination}"
+        )
 
     def test_endless_bad_calls_end(self, plugin: AgentLoopCase) -> None:
         """A policy that only writes bad calls meets a limit or the budget."""
         needs(plugin, "tools")
         world = plugin.world([tool_call("missing", {"a": 1})], tools={"add": add}, max_response_length=3000)
         outputs = run(plugin.alone(world))
-        assert outputs[-1].termination.trained, f"endless bad calls ended with {outputs[-1].termination}"
+        assert outputs[-1].termination.status is Status.TRAINED, (
+            f"endless bad calls ended with {outputs[-1].termination}"
+        )
 
     def test_interactions_answer(self, plugin: AgentLoopCase) -> None:
         """What the partner says is in the next prompt, with mask 0, and its verdict ends the conversation."""

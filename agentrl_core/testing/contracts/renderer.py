@@ -7,17 +7,16 @@ from functools import cached_property
 from typing import Any
 
 from agentrl_core.api import (
-    AgentLoopOutput,
     Conversation,
     Message,
     ParsedTurn,
     Rendered,
     Renderer,
     RendererContext,
-    Termination,
     ToolCall,
     function_schema,
 )
+from agentrl_core.api.tree import Node
 from agentrl_core.testing.contracts.case import PluginCase, PluginContract
 
 TOOLS = [function_schema("forecast", "The weather.", {"city": {"type": "string"}, "days": {"type": "integer"}})]
@@ -71,11 +70,9 @@ class RendererCase(PluginCase):
             calls = [ToolCall(call.name, call.arguments, "call00001") for call in parsed.calls]
             message["tool_calls"] = [call.as_message() for call in calls]
         text = self.renderer.chat.decode(turn)
-        row = AgentLoopOutput(
-            prompt.ids, list(turn), [1] * len(turn), None, Termination.COMPLETED,
-            prompt_text=prompt.text, segments=[(1, text)],
-        )  # fmt: skip
-        return Conversation([QUESTION, message], TOOLS, row, [(0, prompt.text), (1, text)])
+        path = [Node(None, "prompt", prompt.ids, prompt.text)]
+        path.append(Node(path[0], "turn", list(turn), text))
+        return Conversation([QUESTION, message], TOOLS, path)
 
     def follow(self, turn: Sequence[int], added: Sequence[Message]) -> Rendered | None:
         """What the renderer writes after a turn."""

@@ -29,9 +29,9 @@ from agentrl_core.api.tool import schema_of
 from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.rollout.identity import TrajectoryKey
+from agentrl_core.rollout.loop_output import adopt
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment
 from agentrl_core.rollout.trajectory import TrajectoryLimits
-from agentrl_core.rollout.worker import check_outputs
 from agentrl_core.testing.tiny_model import tiny_tokenizer
 
 
@@ -194,7 +194,7 @@ class LoopRun:
             await session.open_engine()
             params = {"temperature": 1.0, **(sampling or {})}
             returned = await self.loop.run(params, session=session, **session.row)
-            return check_outputs(type(self.loop).__name__, returned)
+            return [*adopt(type(self.loop).__name__, session.tree, returned)]
         finally:
             await session.close()
 

@@ -48,6 +48,7 @@ class TrainingTrace(Strict):
 ASKED, CALLED = {"role": "user", "content": "2*3?"}, {"role": "assistant", "content": "call"}
 TOLD, SAID = {"role": "tool", "name": "calculator", "content": "6"}, {"role": "assistant", "content": "6"}
 TWO_TURNS: dict[str, Any] = {
+    "schema_version": 1,
     "trajectory_id": "train-000001-00000-00",
     "step": 1,
     "uid": "train-000001-00000",
@@ -63,6 +64,26 @@ TWO_TURNS: dict[str, Any] = {
     "tool_schemas": [{"type": "function", "function": {"name": "calculator"}}],
     "reward": 0.75,
 }
+TREE: dict[str, Any] = {
+    "schema_version": 2,
+    **{name: TWO_TURNS[name] for name in ("trajectory_id", "step", "data_source", "tool_schemas")},
+    "waits": [],
+    "timings": {},
+    "nodes": [
+        {"parent": None, "kind": "prompt", "ids": [1, 2], "text": "", "messages": [ASKED]},
+        {"parent": 0, "kind": "turn", "ids": [3, 4], "text": "", "messages": [CALLED], "log_probs": [-0.5, 1e-9]},
+        {"parent": 1, "kind": "context", "ids": [5, 6], "text": "", "messages": [TOLD]},
+        {"parent": 2, "kind": "turn", "ids": [7], "text": "", "messages": [SAID], "log_probs": [-1.5]},
+    ],
+    "agents": [
+        {
+            **{name: TWO_TURNS[name] for name in ("trajectory_id", "uid", "termination", "reward")},
+            "agent": "",
+            "rows": [{"leaf": 3, "shared": 1, "trained": True}],
+        }
+    ],
+}
+"""The same in schema version 2."""
 TURN: dict[str, Any] = {
     "node_id": "a", "prompt_token_ids": [1, 2], "completion_token_ids": [3], "per_token_logps": [-1.0],
     "loss_mask": [0, 0, 1],
@@ -91,9 +112,12 @@ def convert(tmp_path: Path) -> Callable[..., Path]:
     return made
 
 
+@pytest.mark.parametrize("record", [TWO_TURNS, TREE], ids=["version 1", "version 2"])
 @pytest.mark.parametrize("suffix", [".jsonl", ".jsonl.gz"])
-def test_each_turn_of_the_policy_is_a_call_with_its_own_prompt(convert: Callable[..., Path], suffix: str) -> None:
-    (trace,) = map(TrainingTrace.model_validate, lines(convert("write", [TWO_TURNS], "1 traces; 0", suffix=suffix)))
+def test_each_turn_of_the_policy_is_a_call_with_its_own_prompt(
+    convert: Callable[..., Path], suffix: str, record: dict[str, Any]
+) -> None:
+    (trace,) = map(TrainingTrace.model_validate, lines(convert("write", [record], "1 traces; 0", suffix=suffix)))
     first, second = trace.turns
     assert (first.prompt_token_ids, first.completion_token_ids) == ([1, 2], [3, 4])
     assert (second.prompt_token_ids, second.completion_token_ids) == ([1, 2, 3, 4, 5, 6], [7])

@@ -141,6 +141,27 @@ def test_tokens(page: Any, viewer: Viewer) -> None:
     expect(page.locator(".tree .branch")).to_have_count(2)
 
 
+def test_branches_stand_side_by_side_with_what_they_earned(page: Any, tmp_path: Path) -> None:
+    """A file of a run: a fork, a summary, and a second agent."""
+    (tmp_path / "rollouts").mkdir()
+    shutil.copy(Path(__file__).parent / "data/tree.jsonl", tmp_path / "rollouts/step-000001.jsonl")
+    with Viewer([Run(tmp_path, "run")]) as viewer:
+        page.goto(viewer.url + "#/trajectory?run=run&split=train&step=1&line=1")
+        page.get_by_role("tab", name="Tree").click()
+        expect(page.locator(".nodes > .fork > .limb")).to_have_count(3)
+        expect(page.locator(".limb > .fork > .limb")).to_have_count(2)
+        left, right = (page.locator(".limb > .fork > .limb").nth(number).bounding_box() for number in (0, 1))
+        other = page.locator(".nodes > .fork > .limb").nth(1).bounding_box()
+        assert left["x"] + left["width"] <= right["x"] and right["x"] + right["width"] <= other["x"]
+        turn = page.locator(".node.turn.here").last
+        expect(turn).to_contain_text("turn 3")
+        expect(turn.locator(".badge")).to_have_text(["planner", "reward +4", "advantage -11.5", "earned +4"])
+        expect(page.locator(".node.turn")).to_have_count(6)
+        expect(page.locator(".tree .branch")).to_have_count(3)
+        page.locator(".tree .branch").first.dispatch_event("click")
+        expect(page.locator(".node.turn.here")).to_have_count(3)
+
+
 def test_side_by_side(page: Any, viewer: Viewer) -> None:
     page.goto(viewer.url + "#/compare?run=shop&split=train&step=5&uid=train-000005-00001")
     expect(page.locator(".column")).to_have_count(6)

@@ -12,7 +12,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from agentrl_core.api import DataError, Termination
+from agentrl_core.api import DataError, Status, Termination
+from agentrl_core.api.record_format import rows_of
 
 Json = dict[str, Any]
 SCHEMA_VERSION = 1
@@ -49,17 +50,21 @@ def traces(path: Path) -> Iterator[Json | None]:
     Raises:
         DataError: the file holds no records, or the engine gave no log-probabilities.
     """
-    for name, group in groupby(read_lines(path), key=lambda line: _trajectory_id(*line)):
-        records = [record for _, record in group]
-        failed = not Termination(records[-1]["termination"]).trained
+    rows = (row for place, line in read_lines(path) for row in _rows(place, line))
+    for name, group in groupby(rows, key=lambda row: str(row["trajectory_id"])):
+        records = list(group)
+        failed = Termination(records[-1]["termination"]).status is not Status.TRAINED
         turns = [] if failed else list(_turns(f"{path}: {name}", name, records))
         yield {"schema_version": SCHEMA_VERSION, "turns": turns} if turns else None
 
 
-def _trajectory_id(place: str, record: Any) -> str:
-    if not isinstance(record, dict) or "response_mask" not in record:
+def _rows(place: str, line: Any) -> list[Json]:
+    if not isinstance(line, dict) or "trajectory_id" not in line:
         raise DataError(f"{place}: no record of a trajectory; expected RUN/rollouts/step-….jsonl")
-    return str(record["trajectory_id"])
+    try:
+        return rows_of(line)
+    except DataError as error:
+        raise DataError(f"{place}: {error}") from error
 
 
 def _turns(where: str, name: str, records: Sequence[Json]) -> Iterator[Json]:

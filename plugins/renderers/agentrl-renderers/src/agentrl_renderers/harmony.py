@@ -78,14 +78,14 @@ class HarmonyRenderer(Renderer):
         self, so_far: Conversation, added: Sequence[Message], *, generation_prompt: bool = True
     ) -> Rendered | None:
         found = self._base.bridge(so_far, added, generation_prompt=generation_prompt)
-        ids, segments = so_far.row.response_ids, so_far.row.segments
-        if found is not None or ids[-1:] != [self._ids["return"]]:
+        if found is not None or so_far.turn_ids[-1:] != [self._ids["return"]]:
             return found
         # The template ends an answer in the history with <|end|>, where the policy sampled <|return|>. That stays.
-        mask, text = segments[-1]
-        ended = text.removesuffix("<|return|>") + "<|end|>"
-        row = replace(so_far.row, response_ids=[*ids[:-1], self._ids["end"]], segments=[*segments[:-1], (mask, ended)])
-        return self._base.bridge(replace(so_far, row=row), added, generation_prompt=generation_prompt)
+        *before, turn = so_far.path
+        ended = replace(
+            turn, ids=[*turn.ids[:-1], self._ids["end"]], text=turn.text.removesuffix("<|return|>") + "<|end|>"
+        )
+        return self._base.bridge(replace(so_far, path=[*before, ended]), added, generation_prompt=generation_prompt)
 
     def parse(self, ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> ParsedTurn:
         text = self.chat.decode(ids[:-1] if ids and ids[-1] in self.stop_token_ids else ids)

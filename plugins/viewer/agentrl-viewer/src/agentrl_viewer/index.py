@@ -1,4 +1,4 @@
-"""An SQLite index of a run's trajectories: one row per line of its rollout files, with what lists and filters need.
+"""An SQLite index of a run's trajectories: one entry per row of its rollout files, with what lists and filters need.
 
 Rollout files are replaced as a whole, compressed later, and moved away when a run resumes. The index therefore keeps
 one entry per file, re-reads a file whose size, time or inode changed, and drops what is gone. A line without its end
@@ -19,10 +19,15 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
 from typing import Any, BinaryIO
 
-VERSION = 3
+from agentrl_core.api import DataError
+from agentrl_core.api.record_format import rows_of
+from agentrl_viewer.tree import drawn
+
+VERSION = 4
 TEXT_CHARS = 16_000
 """Characters of a trajectory that the text filter sees: half of them from its start, half from its end."""
 PREVIEW_CHARS = 160
@@ -230,7 +235,8 @@ class Index:
         split = "validation" if match["validation"] else "train"
         signature = (name, stat.st_size, stat.st_mtime_ns, stat.st_ino, zlib.crc32(content), len(content))
         rows = list(_rows(content, split, int(match["step"])))
-        missing = len([line for line in content.split(b"\n") if line.strip()]) - len(rows)
+        whole = len({start for _, start, *_ in rows})
+        missing = len([line for line in content.split(b"\n") if line.strip()]) - whole
         if missing or not rows:
             damage = damage or (f"{missing} lines are no trajectories" if missing else "it is empty")
         sql = "INSERT INTO files (name, size, mtime, inode, crc, length, damage) VALUES (?, ?, ?, ?, ?, ?, ?)"
@@ -273,20 +279,28 @@ class Index:
         return {"steps": counts, "terminations": terminations, "tools": names, "total": sum(c["n"] for c in counts)}
 
     def trajectory(self, split: str, step: int, line: int) -> list[dict[str, Any]]:
-        """All records of one line's trajectory, each with its ``line``; empty if there is no such line."""
+        """All rows of one entry's trajectory, each with the number of its entry as ``line``, and the nodes of its tree
+        in the first one; empty if there is no such entry."""
         here = "SELECT trajectory FROM rows WHERE split = ? AND step = ? AND line = ?"
         sql = (
-            "SELECT name, mtime, line, start, rows.size AS size FROM rows JOIN files ON files.id = rows.file "
+            "SELECT name, mtime, line, start, rows.size AS size, trajectory FROM rows "
+            "JOIN files ON files.id = rows.file "
             f"WHERE trajectory = ({here}) AND split = ? AND step = ? ORDER BY line"
         )
         with self._connected() as database:
             places = database.execute(sql, (split, step, line, split, step)).fetchall()
-        records = []
-        for place in places:
+        records: list[dict[str, Any]] = []
+        for _, group in groupby(places, key=lambda place: (place["name"], place["start"])):
+            here_too = list(group)
+            place = here_too[0]
             content = self._kept(place["name"], place["mtime"])
-            record = parsed(content[place["start"] : place["start"] + place["size"]])
-            if record is not None:
-                records.append(record | {"line": place["line"]})
+            whole = content[place["start"] : place["start"] + place["size"]]
+            name = here_too[0]["trajectory"]
+            rows = [row for row in parsed(whole) if row["trajectory_id"] == name]
+            records += [row | {"line": at["line"]} for row, at in zip(rows, here_too, strict=False)]
+        if records:
+            nodes = drawn(json.loads(whole), records)
+            records[0]["nodes"] = nodes
         return records
 
     def records(self, split: str, step: int) -> list[dict[str, Any]]:
@@ -296,9 +310,8 @@ class Index:
             file = database.execute(sql, (split, step)).fetchone()
         if file is None:
             return []
-        lines = self._kept(file["name"], file["mtime"]).split(b"\n")
-        records = ((number, parsed(line)) for number, line in enumerate(lines))
-        return [record | {"line": number} for number, record in records if record is not None]
+        lines = _numbered(self._kept(file["name"], file["mtime"]))
+        return [record | {"line": number} for number, _, _, record in lines]
 
     def _kept(self, name: str, mtime: int) -> bytes:
         """The content of a file; the last few stay in memory, because compressed ones are read from their start."""
@@ -320,17 +333,21 @@ class Index:
         return content
 
 
-def parsed(line: bytes) -> dict[str, Any] | None:
-    """A record, or None for a line that is cut or no record."""
+def parsed(line: bytes) -> list[dict[str, Any]]:
+    """The rows of a line; none for a line that is cut or no record."""
     try:
-        record = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    if not isinstance(record, dict) or "trajectory_id" not in record:
-        return None
+        content = json.loads(line)
+        rows = rows_of(content) if isinstance(content, dict) and "trajectory_id" in content else []
+    except (ValueError, RecursionError, DataError):
+        return []
+    return rows if all(map(_is_well_formed, rows)) else []
+
+
+def _is_well_formed(record: Mapping[str, Any]) -> bool:
     lists = [record.get(name) or [] for name in ("tool_calls", "segments", "messages", "response_mask", "spans")]
-    well = (
-        all(isinstance(record.get(name), str | None) for name in ("prompt_text", "error"))
+    return (
+        isinstance(record.get("trajectory_id"), str)
+        and all(isinstance(record.get(name), str | None) for name in ("prompt_text", "error"))
         and all(isinstance(record.get(name, 0), int) for name in ("sample", "num_turns"))
         and isinstance(record.get("timings"), dict | None)
         and all(isinstance(each, list) for each in lists)
@@ -338,7 +355,17 @@ def parsed(line: bytes) -> dict[str, Any] | None:
         and all(isinstance(segment, list) and [type(part) for part in segment] == [int, str] for segment in lists[1])
         and {int}.issuperset(map(type, lists[3]))
     )
-    return record if well else None
+
+
+def _numbered(content: bytes) -> Iterator[tuple[int, int, int, dict[str, Any]]]:
+    """Each row of a file: its number, start and size of its line, and the row. A line without rows counts as one."""
+    number = start = 0
+    for line in content.split(b"\n"):
+        rows = parsed(line)
+        for place, row in enumerate(rows):
+            yield number + place, start, len(line), row
+        number += max(len(rows), 1)
+        start += len(line) + 1
 
 
 def conversation(record: Mapping[str, Any]) -> str:
@@ -401,14 +428,10 @@ def _trailer(path: Path) -> tuple[int, int] | None:
 def _rows(content: bytes, split: str, step: int) -> Iterator[tuple[Any, ...]]:
     """The rows of a file without its number, in the order of the table's columns."""
     branches: dict[str, int] = {}
-    start = 0
-    for number, line in enumerate(content.split(b"\n")):
-        record = parsed(line)
-        if record is not None:
-            name = str(record["trajectory_id"])
-            branches[name] = branches.get(name, -1) + 1
-            yield (number, start, len(line), split, step, *_columns(record, name, branches[name]))
-        start += len(line) + 1
+    for number, start, size, record in _numbered(content):
+        name = str(record["trajectory_id"])
+        branches[name] = branches.get(name, -1) + 1
+        yield (number, start, size, split, step, *_columns(record, name, branches[name]))
 
 
 def _columns(record: Mapping[str, Any], name: str, branch: int) -> tuple[Any, ...]:

@@ -150,6 +150,7 @@ class Run:
         rows = self.index.trajectory(split, step, line)
         if not rows:
             return None
+        nodes = rows[0].pop("nodes")
         for row in rows:
             row["prompt_tokens"] = self._texts(row.get("prompt_ids") or [])
             row["response_tokens"] = self._texts(row.get("response_ids") or [])
@@ -162,6 +163,7 @@ class Run:
             "step": step,
             "line": line,
             "rows": rows,
+            "nodes": nodes,
             "samples": here["rows"],
             "same_prompt": [row for row in same if (row["split"], row["step"]) != (split, step)],
         }

@@ -165,24 +165,31 @@ function token(text, id, attributes) {
   return h("span", { ...attributes, class: `token ${attributes.class}${shown === "" ? " part" : ""}` }, shown === "" ? "·" : shown.replace(/\n/g, "↵\n"));
 }
 
-// Branches -------------------------------------------------------------------------------------------------------
+// The tree -------------------------------------------------------------------------------------------------------
 
-// The parent of each row: the earlier row with which it shares most of its first tokens.
-function parents(rows) {
-  const all = rows.map((row) => [...(row.prompt_ids ?? []), ...(row.response_ids ?? [])]);
-  return all.map((ids, i) => {
+// The numbers of the nodes from the first prompt to this one.
+function line(nodes, leaf) {
+  const found = [];
+  for (let i = leaf; i !== null && i !== undefined; i = nodes[i].parent) found.unshift(i);
+  return found;
+}
+
+// The parent of each row: the earlier row with which it shares most tokens.
+function parents(rows, nodes) {
+  const lines = rows.map((row) => line(nodes, row.leaf));
+  const tokens_ = (part) => part.reduce((sum, i) => sum + nodes[i].tokens, 0);
+  return lines.map((own, i) => {
     let best = { parent: -1, shared: 0 };
     for (let j = 0; j < i; j++) {
-      let shared = 0;
-      while (shared < ids.length && ids[shared] === all[j][shared]) shared++;
+      const shared = tokens_(own.filter((node, at_) => lines[j][at_] === node));
       if (shared > best.shared) best = { parent: j, shared };
     }
-    return { ...best, length: ids.length };
+    return { ...best, length: tokens_(own) };
   });
 }
 
-function tree(rows, chosen, choose) {
-  const links = parents(rows);
+function branches(rows, nodes, chosen, choose) {
+  const links = parents(rows, nodes);
   const width = 260;
   const longest = Math.max(...links.map((link) => link.length), 1);
   const x = (tokens_) => 6 + (tokens_ / longest) * (width - 12);
@@ -194,6 +201,43 @@ function tree(rows, chosen, choose) {
     svg("title", {}, `branch ${i + 1}: ${length} tokens${parent >= 0 ? `, ${shared} shared with branch ${parent + 1}` : ""}`)),
   ]);
   return svg("svg", { viewBox: `0 0 ${width} ${rows.length * 24 + 6}`, class: "tree", role: "img" }, parts);
+}
+
+const badge = (name, value) => h("span", { class: `badge ${value > 0 ? "good" : value < 0 ? "bad" : ""}` }, `${name} ${signed(value, 2)}`);
+
+// Branches stand side by side from their fork; each node shows what it earned and how it was trained.
+function tree(found, chosen) {
+  const { nodes } = found;
+  const children = new Map();
+  nodes.forEach((node, i) => children.set(node.parent, [...(children.get(node.parent) ?? []), i]));
+  const here = new Set(line(nodes, found.rows[chosen].leaf));
+  const scale = Math.max(1e-9, ...nodes.map((node) => Math.abs(node.advantage ?? 0)));
+
+  function card(i) {
+    const node = nodes[i];
+    const trained = node.advantage !== null && node.advantage !== undefined;
+    const rewrites = node.kind === "prompt" && node.parent !== null;
+    const name = node.kind === "turn" ? `turn ${node.turn + 1}` : rewrites ? "history rewritten" : node.kind;
+    return h("article", { class: `node ${node.kind}${here.has(i) ? " here" : ""}`, style: trained ? { "border-left-color": paint("advantage", node.advantage, scale) || "var(--dim)" } : {} },
+      h("header", {}, h("b", {}, name), node.agent && h("span", { class: "badge" }, node.agent), h("small", {}, plural(node.tokens, "token")),
+        node.seconds != null && h("small", {}, seconds(node.seconds)),
+        node.turn_reward ? badge("reward", node.turn_reward) : "",
+        (node.rewards ?? []).map((reward) => badge(reward.name, reward.value)),
+        trained ? badge("advantage", node.advantage) : node.kind === "turn" && h("small", {}, "not trained")),
+      h("pre", {}, node.text || "(no text)"),
+      (node.calls ?? []).map((call) => h("div", { class: `tool${call.failed ? " failed" : ""}` }, h("code", {}, `${call.name}(${JSON.stringify(call.arguments)})`),
+        ` → ${String(call.response).slice(0, 160)}`, call.reward != null && badge("earned", call.reward), call.failed && h("span", { class: "badge bad" }, "failed"))));
+  }
+  function from(i) {
+    const cards = [];
+    let next = [i];
+    while (next.length === 1) {
+      cards.push(card(next[0]));
+      next = children.get(next[0]) ?? [];
+    }
+    return h("div", { class: "limb" }, cards, next.length > 1 && h("div", { class: "fork" }, next.map(from)));
+  }
+  return h("div", { class: "nodes" }, h("div", { class: "fork" }, (children.get(null) ?? []).map(from)));
 }
 
 // Pages ----------------------------------------------------------------------------------------------------------
@@ -255,18 +299,18 @@ export async function trajectory(view, app, query) {
       seconds(row.timings?.total), row.data_source,
     ].filter(Boolean);
     const tab = (name, label) => h("button", { role: "tab", "aria-selected": String(kept.tab === name), onclick: () => { kept.tab = name; draw(); } }, label);
-    const content = { chat, tokens, record }[kept.tab](row);
+    const content = { chat, tokens, record, tree: () => tree(found, chosen) }[kept.tab](row);
     main.replaceChildren(
       h("div", { class: "trail" },
         h("a", { href: "#/trajectories?" + new URLSearchParams(app.listQuery ?? { run: query.run }) }, "← Trajectories"),
         h("span", { class: "dim" }, query.run), h("b", {}, `step ${found.step}`), h("span", {}, `${found.split} · sample ${row.sample}`), rewardBadge(row.reward), terminationBadge(row.termination),
         h("span", { class: "dim facts" }, facts.join(" · "))),
-      h("div", { class: "tabs", role: "tablist" }, tab("chat", "Chat"), tab("tokens", "Tokens"), tab("record", "Record"),
+      h("div", { class: "tabs", role: "tablist" }, tab("chat", "Chat"), tab("tree", "Tree"), tab("tokens", "Tokens"), tab("record", "Record"),
         h("span", { class: "steppers" }, h("button", { class: "icon", title: "Previous  k", disabled: !neighbour(-1), onclick: () => go(-1) }, "↑"),
           h("button", { class: "icon", title: "Next  j", disabled: !neighbour(1), onclick: () => go(1) }, "↓"))), content);
     side.replaceChildren(...[
       rewards(row),
-      found.rows.length > 1 && panel(`Branches (${found.rows.length})`, tree(found.rows, chosen, (i) => { chosen = i; draw(); })),
+      found.rows.length > 1 && panel(`Branches (${found.rows.length})`, branches(found.rows, found.nodes, chosen, (i) => { chosen = i; draw(); })),
       ...samples(query.run, found),
       panel("Time", (row.spans ?? []).length ? lane(row.spans) : "", h("table", {}, h("tbody", {}, Object.entries(row.timings ?? {}).map(([name, value]) =>
         h("tr", {}, h("th", {}, h("i", { class: "dot", style: { background: `var(${colorName(name)})` } }), name), h("td", {}, seconds(value)))))),
@@ -277,7 +321,7 @@ export async function trajectory(view, app, query) {
   }
   view.replaceChildren(h("div", { class: "columns trajectory" }, main, side));
   draw();
-  const tabs = ["chat", "tokens", "record"];
+  const tabs = ["chat", "tree", "tokens", "record"];
   return {
     keys: {
       j: () => go(1), k: () => go(-1), Escape: () => app.go("#/trajectories?" + new URLSearchParams(app.listQuery ?? { run: query.run })),

@@ -1,0 +1,345 @@
+"""What an agent did, as a tree of nodes: from the agent loop to rewards, batches, records and the viewer.
+
+A node is what was added in one go: a prompt, a turn that the policy sampled, or what tools, users and the template
+wrote between two turns. A row that is trained is a path from a prompt to a node. Rows share nodes: what they share is
+kept once and trained once. Everything else is read off the tree: turns, agents, lengths, and who earned which reward.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Self
+
+from agentrl_core.api.engine import FinishReason, PolicySpan
+
+NodeKind = Literal["prompt", "turn", "context"]
+Source = Literal["tool", "interaction", "environment"]
+
+
+@dataclass(slots=True)
+class Request:
+    """The request that sampled a turn.
+
+    Args:
+        replica: number of the engine replica that answered.
+        wait: seconds that it waited there.
+        start: Unix time.
+        seconds: until the answer.
+    """
+
+    replica: int
+    wait: float
+    start: float
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """A tool call that was run.
+
+    Args:
+        name: of the function.
+        arguments: what the model wrote, decoded.
+        response: what the model saw, its first 2,000 characters.
+        failed: the response is an error.
+        reward: what the tool returned; None: nothing.
+        source: who ran it.
+        start: Unix time.
+        seconds: until the response.
+    """
+
+    name: str
+    arguments: dict[str, Any]
+    response: str = ""
+    failed: bool = False
+    reward: float | None = None
+    source: Source = "tool"
+    start: float = 0.0
+    seconds: float = 0.0
+
+
+class Earned(NamedTuple):
+    """A reward that belongs to a turn, other than those of its calls.
+
+    Args:
+        name: of the tool, the interaction or the environment.
+        value: a finite number.
+        source: who gave it.
+    """
+
+    name: str
+    value: float
+    source: Source
+
+
+class Span(NamedTuple):
+    """When something took its time: kind, start as Unix time, seconds."""
+
+    kind: str
+    start: float
+    seconds: float
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """What was added in one go.
+
+    Args:
+        parent: what it follows; None: it begins the trajectory, or a branch with a prompt of its own.
+        kind: ``prompt`` (with a parent: the history before it was rewritten, and its ids hold all of it), ``turn``
+            (the policy sampled it) or ``context`` (tools, users, the template).
+        ids: its tokens.
+        text: of the tokens, decoded; a turn's with the token that ended it.
+        messages: those that it added to the conversation.
+        agent: whose turn it was; empty where only one agent acts.
+        log_probs: of a turn's tokens; None if the engine has none.
+        spans: which weights sampled which of a turn's tokens.
+        finish_reason: of a turn.
+        settings: ``SamplingParams.log_prob_settings`` of a turn; None: not known.
+        stop: text of the token that ended a turn; empty without one.
+        request: that sampled the turn.
+        calls: that the turn made, in order.
+        rewards: that the turn earned in other ways.
+    """
+
+    parent: "Node | None"
+    kind: NodeKind
+    ids: list[int]
+    text: str = ""
+    messages: Sequence[dict[str, Any]] = ()
+    agent: str = ""
+    log_probs: list[float] | None = None
+    spans: Sequence[PolicySpan] = ()
+    finish_reason: FinishReason | None = None
+    settings: dict[str, Any] | None = None
+    stop: str = ""
+    request: Request | None = None
+    calls: list[Call] = field(default_factory=list)
+    rewards: list[Earned] = field(default_factory=list)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the policy sampled it."""
+        return self.kind == "turn"
+
+    @property
+    def said(self) -> str:
+        """A turn's text without the token that ended it."""
+        return self.text.removesuffix(self.stop)
+
+    @property
+    def line(self) -> "list[Node]":
+        """All nodes from the first prompt to this one."""
+        nodes, node = [self], self
+        while node.parent is not None:
+            node = node.parent
+            nodes.append(node)
+        return nodes[::-1]
+
+    @property
+    def path(self) -> "list[Node]":
+        """The nodes whose tokens the model sees: :attr:`line` from its last prompt on."""
+        nodes, node = [self], self
+        while node.kind != "prompt" and node.parent is not None:
+            node = node.parent
+            nodes.append(node)
+        return nodes[::-1]
+
+    @property
+    def used(self) -> int:
+        """Tokens of :attr:`line` that count against ``rollout.max_response_length``."""
+        return sum(len(node.ids) for node in self.line if node.kind != "prompt")
+
+    @property
+    def earned(self) -> list[Earned]:
+        """All that a turn earned, the rewards of its calls first."""
+        calls = [Earned(call.name, call.reward, call.source) for call in self.calls if call.reward is not None]
+        return calls + self.rewards
+
+    @property
+    def versions(self) -> list[int]:
+        """The version of the weights that sampled each token; 0 where that is not known, -1 where the policy did not
+        sample."""
+        if not self.sampled:
+            return [-1] * len(self.ids)
+        if not self.spans:
+            return [0] * len(self.ids)
+        versions: list[int] = []
+        for span in self.spans:
+            versions += [span.version] * (span.end - span.start)
+        return versions
+
+
+class Tree:
+    """The nodes of a trajectory, in the order in which they were added.
+
+    Attributes:
+        nodes: a parent stands before its children.
+        early: stands for a turn: it has what calls earned before the first one.
+        agent: whose turn it is now.
+        branches: token records that were begun or forked after the first one.
+        tool_calls: calls that the policy wrote and that could be read.
+        parse_errors: calls that could not.
+        template_breaks: how often the template rewrote history.
+        template_mismatches: records of which the template renders the whole in other words than turn by turn.
+    """
+
+    def __init__(self) -> None:
+        self.nodes: list[Node] = []
+        self.early = Node(None, "turn", [])
+        self.agent = ""
+        self.branches = 0
+        self.tool_calls = 0
+        self.parse_errors = 0
+        self.template_breaks = 0
+        self.template_mismatches = 0
+
+    @classmethod
+    def of(cls, *nodes: Node) -> Self:
+        """The tree of these nodes."""
+        tree = cls()
+        tree.nodes = list(nodes)
+        return tree
+
+    def turns(self, agent: str | None = None) -> list[Node]:
+        """The policy's turns in the order in which they were sampled; those of one agent, or all."""
+        return [node for node in self.nodes if node.kind == "turn" and agent in (None, node.agent)]
+
+    @property
+    def numbers(self) -> dict[Node, int]:
+        """The number of each turn among those of its agent, from 0: rewards and estimators know turns by it."""
+        counts: dict[str, int] = {}
+        numbers: dict[Node, int] = {}
+        for node in self.turns():
+            numbers[node] = counts[node.agent] = counts.get(node.agent, -1) + 1
+        return numbers
+
+    @property
+    def newest(self) -> Node:
+        """The turn that was sampled last."""
+        return next((node for node in reversed(self.nodes) if node.kind == "turn"), self.early)
+
+    def turn_of(self, messages: Sequence[Mapping[str, Any]]) -> Node:
+        """The turn that ends a conversation; the newest turn where a loop wrote the conversation itself."""
+        last = next((message for message in reversed(messages) if message.get("role") == "assistant"), None)
+        turns = reversed(self.turns())
+        return next((node for node in turns if node.messages and node.messages[0] is last), self.newest)
+
+
+class TreePath(NamedTuple):
+    """The tokens of a row: what the model saw and what it sampled, up to a node.
+
+    Args:
+        tree: that the nodes belong to.
+        nodes: ``path`` of the last one.
+        shared: number of nodes at its beginning that are its prompt: the first one, and what an earlier row trains.
+    """
+
+    tree: Tree
+    nodes: Sequence[Node]
+    shared: int = 1
+
+    @property
+    def leaf(self) -> Node:
+        """The last node."""
+        return self.nodes[-1]
+
+    @property
+    def response(self) -> Sequence[Node]:
+        """The nodes after its prompt."""
+        return self.nodes[self.shared :]
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        return ids_of(self.nodes[: self.shared])
+
+    @property
+    def prompt_text(self) -> str:
+        return "".join(node.text for node in self.nodes[: self.shared])
+
+    @property
+    def response_ids(self) -> list[int]:
+        return ids_of(self.nodes[self.shared :])
+
+    @property
+    def response_mask(self) -> list[int]:
+        mask: list[int] = []
+        for node in self.nodes[self.shared :]:
+            mask += [1 if node.kind == "turn" else 0] * len(node.ids)
+        return mask
+
+    @property
+    def response_logprobs(self) -> list[float] | None:
+        values: list[float] = []
+        for node in self.nodes[self.shared :]:
+            if node.kind == "turn" and node.log_probs is None:
+                return None
+            values += node.log_probs or [0.0] * len(node.ids)
+        return values
+
+    @property
+    def log_prob_settings(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for node in self.nodes[self.shared :]:
+            if node.kind == "turn" and node.settings is None:
+                return []
+            if node.settings is not None and node.settings not in found:
+                found.append(node.settings)
+        return found
+
+    @property
+    def policy_versions(self) -> list[int]:
+        versions: list[int] = []
+        for node in self.nodes[self.shared :]:
+            versions += node.versions
+        return versions
+
+    @property
+    def turn_ids(self) -> list[int]:
+        numbers, ids = self.tree.numbers, list[int]()
+        for node in self.nodes[self.shared :]:
+            ids += [numbers.get(node, -1)] * len(node.ids)
+        return ids
+
+    @property
+    def segments(self) -> list[tuple[int, str]]:
+        return [(1 if node.kind == "turn" else 0, node.text) for node in self.nodes[self.shared :] if node.text]
+
+    @property
+    def sampled_tokens(self) -> int:
+        """Tokens that this row trains."""
+        count = 0
+        for node in self.nodes[self.shared :]:
+            count += len(node.ids) if node.kind == "turn" else 0
+        return count
+
+
+def ids_of(nodes: Sequence[Node]) -> list[int]:
+    """All tokens of some nodes."""
+    ids: list[int] = []
+    for node in nodes:
+        ids += node.ids
+    return ids
+
+
+def paths_of(tree: Tree, leaves: Sequence[Node]) -> Iterator[TreePath]:
+    """The rows that end with these nodes; each trains the turns that no earlier one does."""
+    trained: set[Node] = set()
+    for leaf in leaves:
+        nodes = leaf.path
+        shared = next((at for at, node in enumerate(nodes) if node not in trained), len(nodes))
+        trained.update(nodes)
+        yield TreePath(tree, nodes, max(shared, 1))
+
+
+def spans_of(tree: Tree, waits: Sequence[Span]) -> list[tuple[Span, Node | None]]:
+    """All that took time, in the order of the ends; with the turn, where a request sampled one.
+
+    Args:
+        waits: what no node has.
+    """
+    found: list[tuple[Span, Node | None]] = [(span, None) for span in waits]
+    for node in (*tree.turns(), tree.early):
+        if node.request is not None:
+            found.append((Span("generate", node.request.start, node.request.seconds), node))
+        found += [(Span("tools", call.start, call.seconds), None) for call in node.calls]
+    return sorted(found, key=lambda each: each[0].start + each[0].seconds)

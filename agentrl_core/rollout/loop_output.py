@@ -1,0 +1,295 @@
+"""The border to agent loops: what a loop returns becomes rows of its trajectory's tree, or an error that names it."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import fields
+from itertools import groupby
+from typing import Any
+
+import numpy as np
+
+from agentrl_core.api import (
+    AgentLoopOutput,
+    ConfigError,
+    Message,
+    PluginError,
+    PolicySpan,
+    ProtocolError,
+    Termination,
+)
+from agentrl_core.api.record_format import OF_TOKENS
+from agentrl_core.api.tree import Node, Tree, TreePath, paths_of
+from agentrl_core.engine_kit.requests import all_known
+from agentrl_core.hosting.tools import is_finite
+
+COLUMNS = frozenset({
+    "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rm_scores", "outcomes",
+    "scores", "turn_ids", "turn_rewards", "policy_versions", "rollout_log_probs", "uid", "trajectory_id", "data_source",
+    "num_turns", "termination", "reward_components", "baselines", "log_prob_settings",
+})  # fmt: skip
+"""What ``to_data_proto`` names itself; the extra fields of a row have other names."""
+
+_OF_TOKENS = frozenset(OF_TOKENS)
+
+
+class TreeRow(AgentLoopOutput):
+    """A row of a tree: its tokens are read off the tree when they are used.
+
+    Args:
+        tokens: where they are.
+    """
+
+    def __new__(cls, tokens: TreePath | None = None, **given: Any) -> Any:
+        # dataclasses.replace makes a copy with all fields, which then belong to the loop.
+        return AgentLoopOutput(**given) if given else super().__new__(cls)
+
+    def __init__(self, tokens: TreePath) -> None:
+        # First: a pickle then has parents before their children.
+        self.tokens = tokens
+        super().__init__([], [], [], None, Termination.ABORTED)
+        self.forget()
+
+    @classmethod
+    def empty(cls, termination: Termination, messages: Sequence[Message] = ()) -> "TreeRow":
+        """A row without tokens, of a trajectory that has none."""
+        row: TreeRow = cls(TreePath(Tree(), ()))
+        row.termination, row.messages = termination, list(messages)
+        return row
+
+    def forget(self) -> None:
+        """Read the tokens off the tree again."""
+        for name in _OF_TOKENS & self.__dict__.keys():
+            del self.__dict__[name]
+
+    @property
+    def is_edited(self) -> bool:
+        """Whether a loop has changed a list that it read."""
+        read = _OF_TOKENS & self.__dict__.keys()
+        return any([self.__dict__[name] != getattr(self.tokens, name) for name in read])
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in self.__dict__.items() if name not in _OF_TOKENS}
+
+
+class _OfTokens:
+    """A field of :class:`TreeRow`; what was read or written stands in the object until :meth:`TreeRow.forget`."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, row: TreeRow, owner: type[TreeRow]) -> Any:
+        value = row.__dict__[self._name] = getattr(row.tokens, self._name)
+        return value
+
+
+for _name in _OF_TOKENS:
+    setattr(TreeRow, _name, _OfTokens(_name))
+
+
+def adopt(
+    loop: str, tree: Tree, returned: Any, vocab_size: int | None = None, max_model_len: int | None = None
+) -> list[TreeRow]:
+    """The rows of a tree that a loop returned, without those that train nothing. A row that the loop filled by hand
+    becomes a path of its own.
+
+    Raises:
+        PluginError: the loop returned something else, or lists whose lengths differ.
+        ProtocolError: a row of another trajectory, a row that is longer than the context, or an id that the model does
+            not have; the trajectory fails.
+        ConfigError: the loop did not tell the agents apart.
+    """
+    outputs = check_outputs(loop, returned)
+    for number, output in enumerate(outputs, 1):
+        if isinstance(output, TreeRow) and output.tokens.tree is not tree:
+            raise ProtocolError(
+                f"agent loop {loop!r}, row {number} of {len(outputs)}: it belongs to another trajectory, "
+                f"{output.trajectory_id}. Return the rows that this run's own Trajectory.finish() gave, and keep none"
+            )
+    leaves = [_leaf_of(tree, output) for output in outputs]
+    if vocab_size is not None:
+        check_tokens(loop, outputs, vocab_size)
+    if max_model_len is not None:
+        check_lengths(loop, outputs, max_model_len)
+    before = tree.turns()
+    rows, ends, by_hand = list[TreeRow](), list[Node](), list[Node]()
+    for output, found in zip(outputs, leaves, strict=True):
+        leaf = _grown(tree, output) if found is None else found
+        by_hand += [node for node in leaf.path if node.sampled] if found is None else []
+        row = output if isinstance(output, TreeRow) else TreeRow(TreePath(tree, ()))
+        if row is not output:
+            for item in fields(AgentLoopOutput):
+                if item.name not in _OF_TOKENS:
+                    setattr(row, item.name, getattr(output, item.name))
+        rows.append(row)
+        ends.append(leaf)
+    for row, path in zip(rows, paths_of(tree, ends), strict=True):
+        row.tokens = path
+        row.forget()
+    _move_what_was_earned(tree, rows, before, by_hand)
+    rows = [row for row in rows if row.tokens.sampled_tokens] or rows[-1:]
+    _name_agents(loop, tree, rows)
+    return rows
+
+
+def _leaf_of(tree: Tree, output: AgentLoopOutput) -> Node | None:
+    """Where a row ends in the tree; None: a loop filled or changed its lists by hand."""
+    if isinstance(output, TreeRow):
+        return None if output.is_edited else output.tokens.leaf
+    # A copy of a row, as dataclasses.replace makes it.
+    whole = [*output.prompt_ids, *output.response_ids]
+    for leaf in tree.nodes:
+        path = leaf.path
+        if sum(len(node.ids) for node in path) == len(whole):
+            found = (TreePath(tree, path, shared) for shared in range(1, len(path) + 1))
+            names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
+            if any(all(getattr(each, name) == getattr(output, name) for name in names) for each in found):
+                return leaf
+    return None
+
+
+def _grown(tree: Tree, output: AgentLoopOutput) -> Node:
+    """The last node of a path that says what the lists of a row say."""
+    node = Node(None, "prompt", list(output.prompt_ids), output.prompt_text, tuple(output.messages))
+    tree.nodes.append(node)
+    turns = output.turn_ids or turns_of(output.response_mask)
+    runs = [(bool(bit), len(list(run))) for (bit, _), run in groupby(zip(output.response_mask, turns, strict=True))]
+    texts = [text for _, text in output.segments] if len(output.segments) == len(runs) else [""] * len(runs)
+    settings: list[dict[str, Any] | None] = list(output.log_prob_settings)
+    if len(settings) != 1 and len(settings) != sum(bit for bit, _ in runs):
+        settings = [None]
+    number = end = 0
+    for (sampled, length), text in zip(runs, texts, strict=True):
+        part = slice(end, end := end + length)
+        ids = list(output.response_ids[part])
+        node = Node(node, "turn" if sampled else "context", ids, text)
+        tree.nodes.append(node)
+        if sampled:
+            node.log_probs = None if output.response_logprobs is None else list(output.response_logprobs[part])
+            node.spans = _spans(output.policy_versions[part])
+            node.settings = settings[min(number, len(settings) - 1)]
+            number += 1
+    return node
+
+
+def turns_of(response_mask: Sequence[int]) -> list[int]:
+    """``AgentLoopOutput.turn_ids`` of a row whose turns begin where the mask rises."""
+    turn, before, turns = -1, 0, list[int]()
+    for sampled in response_mask:
+        turn += sampled > before
+        turns.append(turn if sampled else -1)
+        before = sampled
+    return turns
+
+
+def _spans(versions: Sequence[int]) -> list[PolicySpan]:
+    spans, end = list[PolicySpan](), 0
+    for version, run in groupby(versions):
+        spans.append(PolicySpan(version, end, end := end + len(list(run))))
+    return spans
+
+
+def _move_what_was_earned(tree: Tree, rows: Sequence[TreeRow], before: Sequence[Node], by_hand: Sequence[Node]) -> None:
+    """Give calls and rewards to the turns that are left: those before the first turn to the first one, those of turns
+    that a loop replaced by lists of its own, in order, to the turns of these lists."""
+    moves = []
+    if by_hand:
+        kept = {node for row in rows for node in row.tokens.leaf.line}
+        tree.nodes = [node for node in tree.nodes if node in kept]
+        lost = [node for node in before if node not in kept]
+        moves = [(node, by_hand[min(number, len(by_hand) - 1)]) for number, node in enumerate(lost)]
+    if tree.early.calls or tree.early.rewards:
+        moves += [(tree.early, turn) for turn in tree.turns()[:1]]
+    for node, turn in moves:
+        turn.calls += node.calls
+        turn.rewards += node.rewards
+        node.calls, node.rewards = [], []
+
+
+def _name_agents(loop: str, tree: Tree, rows: Sequence[TreeRow]) -> None:
+    """Say whose each turn was: the agent of its row, or nobody's where the rows name none.
+
+    Raises:
+        ConfigError: the loop makes one conversation of several agents.
+    """
+    if any([row.agent for row in rows]):
+        for row in rows:
+            for node in row.tokens.response:
+                node.agent = row.agent
+        return
+    agents = sorted({node.agent for node in tree.nodes if node.kind == "turn"})
+    if len(agents) > 1:
+        raise ConfigError(
+            f"rollout.agent.loops: {loop!r} plays one agent, and the environment lets {', '.join(agents)} act; "
+            "use the loop multi_agent"
+        )
+    if agents != [""]:
+        for node in tree.nodes:
+            node.agent = ""
+
+
+def check_tokens(loop: str, outputs: Sequence[AgentLoopOutput], vocab_size: int) -> None:
+    """Refuse token ids that the model does not have: an embedding would fail on them, for all rows of the step.
+
+    Raises:
+        ProtocolError: naming the row and the id. The trajectory fails, no other one.
+    """
+    for number, output in enumerate(outputs, 1):
+        lists: Any = output.tokens if isinstance(output, TreeRow) and not output.is_edited else output
+        for name, ids in (("prompt_ids", lists.prompt_ids), ("response_ids", lists.response_ids)):
+            with suppress(TypeError):
+                if not len(ids) or all_known(ids, vocab_size):
+                    continue
+            for place, token in enumerate(ids):
+                if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
+                    raise ProtocolError(
+                        f"agent loop {loop!r}, row {number} of {len(outputs)}: {name}[{place}] is {token!r}; allowed "
+                        f"are the token ids 0 to {vocab_size - 1} of the model"
+                    )
+
+
+def check_lengths(loop: str, outputs: Sequence[AgentLoopOutput], max_model_len: int) -> None:
+    """Refuse rows that the model cannot read.
+
+    Raises:
+        ProtocolError: naming the row and its length. The trajectory fails, no other one.
+    """
+    for number, output in enumerate(outputs, 1):
+        # The builder keeps within the context.
+        if not isinstance(output, TreeRow) and (n := len(output.prompt_ids) + len(output.response_ids)) > max_model_len:
+            raise ProtocolError(
+                f"agent loop {loop!r}, row {number} of {len(outputs)}: it has {n} tokens, more than the context of "
+                f"{max_model_len}. Return shorter rows, or raise data.max_prompt_length or rollout.max_response_length"
+            )
+
+
+def check_outputs(loop: str, returned: Any) -> list[AgentLoopOutput]:
+    """The rows that a loop returned, lists within lists flattened.
+
+    Raises:
+        PluginError: it returned something else, or lists whose lengths differ.
+    """
+    flat = returned if isinstance(returned, list) else [returned]
+    outputs = [output for item in flat for output in (item if isinstance(item, list) else [item])]
+    if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
+        kinds = sorted({type(output).__name__ for output in outputs}) or ["an empty list"]
+        raise PluginError(f"agent loop {loop!r} returned {', '.join(kinds)}; allowed are one AgentLoopOutput or a list")
+    for output in outputs:
+        # Those of a tree are equal by construction.
+        lengths = {} if isinstance(output, TreeRow) and not output.is_edited else _lengths(output)
+        if len(set(lengths.values())) > 1:
+            raise PluginError(f"agent loop {loop!r} returned lists of different lengths: {lengths}")
+        if lengths and not len(output.prompt_ids):
+            raise PluginError(f"agent loop {loop!r} returned a row without prompt_ids")
+        if wrong := {name: value for name, value in output.metrics.items() if not is_finite(value)}:
+            raise PluginError(f"agent loop {loop!r} returned the metrics {wrong}; allowed are finite numbers")
+        if taken := sorted(COLUMNS & output.extra_fields.keys()):
+            raise PluginError(f"agent loop {loop!r}: extra_fields {', '.join(taken)}: the batch uses these names")
+    return outputs
+
+
+def _lengths(output: AgentLoopOutput) -> dict[str, int]:
+    """Of the lists that go with the response."""
+    names = ["response_ids", "response_mask"]
+    names += ["response_logprobs"] if output.response_logprobs is not None else []
+    names += [name for name in ("policy_versions", "turn_ids") if getattr(output, name)]
+    return {name: len(getattr(output, name)) for name in names}
