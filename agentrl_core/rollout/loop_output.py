@@ -141,7 +141,7 @@ def _leaf_of(tree: Tree, output: AgentLoopOutput) -> Node | None:
         path = leaf.path
         if sum(len(node.ids) for node in path) == len(whole):
             found = (TreePath(tree, path, shared) for shared in range(1, len(path) + 1))
-            names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs")
+            names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "log_prob_settings")
             if any(all(getattr(each, name) == getattr(output, name) for name in names) for each in found):
                 return leaf
     return None

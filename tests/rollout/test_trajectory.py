@@ -2,12 +2,22 @@
 
 import asyncio
 import math
+import pickle
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl_core.api import AgentLoopOutput, EngineError, PluginError, PolicySpan, Termination, TokenOutput
+from agentrl_core.api import (
+    AgentLoopOutput,
+    EngineError,
+    PluginError,
+    PolicySpan,
+    ProtocolError,
+    Termination,
+    TokenOutput,
+)
+from agentrl_core.rollout.loop_output import adopt
 from agentrl_core.rollout.trajectory import TrajectoryBuilder
 
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "1"}}\n</tool_call>'
@@ -385,3 +395,48 @@ def test_an_empty_stop_text_is_refused(conversation, renderer) -> None:
     talk = conversation(["x" + STOP], template=renderer, tools=())
     with pytest.raises(PluginError, match="stop: an empty text would end every turn"):
         generate(talk.builder, stop=[""])
+
+
+def test_a_branch_that_grows_while_the_engine_answers_is_an_error(conversation) -> None:
+    """What the engine sampled would stand behind messages that it did not see."""
+    talk = conversation(["first" + STOP, "second" + STOP])
+    generate(talk.builder)
+    answer = talk.builder._sample
+
+    async def overtaken(*request):
+        talk.builder.add_messages([TOOL])
+        return await answer(*request)
+
+    talk.builder._sample = overtaken
+    with pytest.raises(ProtocolError, match="still waiting for the engine when the branch grew. Await generate"):
+        generate(talk.builder)
+    assert [node.kind for node in talk.builder.tree.nodes] == ["prompt", "turn", "context"]
+
+
+def test_branches_share_the_nodes_before_their_fork(conversation) -> None:
+    """The first row that is returned trains them, whichever that is."""
+    talk = conversation(["first" + STOP, "left" + STOP, "right" + STOP])
+    generate(talk.builder)
+    branch = talk.builder.fork()
+    generate(talk.builder), generate(branch)
+    trunk, twig = finish(talk.builder), finish(branch)
+    tree = talk.builder.tree
+    assert [node.kind for node in tree.nodes] == ["prompt", "turn", "turn", "turn"]
+    assert tree.nodes[2].parent is tree.nodes[3].parent is tree.nodes[1]
+    for order in ([trunk, twig], [twig, trunk]):
+        first, second = adopt("a loop", tree, order)
+        assert [first.turn_ids[0], second.turn_ids[0]] == [0, tree.numbers[second.tokens.leaf]]
+        assert second.prompt_ids == first.prompt_ids + tree.nodes[1].ids
+        assert second.response_ids == second.tokens.leaf.ids
+    (alone,) = adopt("a loop", tree, twig)
+    assert alone.response_ids == tree.nodes[1].ids + tree.nodes[3].ids and all(alone.response_mask)
+
+
+def test_a_tree_of_many_turns_is_pickled(conversation) -> None:
+    """A parent stands before its children, so that no depth is reached."""
+    talk = conversation([f"{number}" + STOP for number in range(2000)], context=200_000, response=190_000)
+    for _ in range(2000):
+        generate(talk.builder)
+    (row,) = adopt("a loop", talk.builder.tree, finish(talk.builder))
+    again = pickle.loads(pickle.dumps(row))
+    assert again.response_ids == row.response_ids and again.tokens.leaf.parent is again.tokens.nodes[-2]

@@ -749,3 +749,113 @@ def test_weights_reach_every_replica_and_metrics_are_added_up(make_rollout, make
         engine.metrics = lambda value=value: {"cached_tokens": value}
     metrics = rollout.replicas.metrics()
     assert metrics["cached_tokens"] == 3.0 and metrics["requests"] >= 1 and metrics["tokens_per_second"] > 0
+
+
+MISUSES = """
+from dataclasses import replace
+from agentrl_core.api import AgentLoopBase, AgentLoopOutput, Termination
+
+class Base(AgentLoopBase):
+    kept = None
+
+    async def run(self, sampling_params, *, session, raw_prompt, prompt_index, **row):
+        trajectory = session.trajectory(raw_prompt)
+        turn = await trajectory.generate(sampling_params)
+        return await self.misuse(trajectory, prompt_index) if prompt_index else trajectory.finish(turn.termination)
+
+class Twice(Base):
+    async def misuse(self, trajectory, index):
+        trajectory.finish(Termination.COMPLETED)
+        return trajectory.finish(Termination.COMPLETED)
+
+class Adds(Base):
+    async def misuse(self, trajectory, index):
+        row = trajectory.finish(Termination.COMPLETED)
+        trajectory.add_messages([{"role": "user", "content": "more"}])
+        return row
+
+class Samples(Base):
+    async def misuse(self, trajectory, index):
+        row = trajectory.finish(Termination.LENGTH)
+        await trajectory.generate({})
+        return row
+
+class Keeps(Base):
+    async def misuse(self, trajectory, index):
+        row = trajectory.finish(Termination.COMPLETED)
+        Keeps.kept, kept = row, Keeps.kept
+        return kept or row
+
+class Long(Base):
+    async def misuse(self, trajectory, index):
+        return AgentLoopOutput([1] * 4000, [2] * 97, [1] * 97, None, Termination.COMPLETED)
+"""
+
+
+@pytest.mark.parametrize(
+    ("loop", "message"),
+    [
+        ("Twice", "branch 0: finish() after finish(completed), which closes a branch. Call finish() once"),
+        ("Adds", "branch 0: add_messages() after finish(completed), which closes a branch"),
+        ("Samples", "branch 0: generate() after finish(length), which closes a branch"),
+        ("Keeps", "'Keeps', row 1 of 1: it belongs to another trajectory, train-000001-00001-000. Return the rows"),
+        ("Long", "'Long', row 1 of 1: it has 4097 tokens, more than the context of 4096. Return shorter rows"),
+    ],
+)
+def test_a_loop_that_misuses_its_tree_loses_that_trajectory_only(make_rollout, make_row, loop, message) -> None:
+    changes = {"rollout.max_failed_fraction": 0.5, "rollout.retries": 0, "rollout.agent.num_workers": 1}
+    rollout = make_rollout({"rollout.agent.loops": [f"./misuses.py:{loop}"], **changes}, {"misuses.py": MISUSES})
+    good, *bad = rollout([make_row(), *([make_row()] * (2 if loop == "Keeps" else 1))])
+    assert good.status is Status.TRAINED
+    assert bad[-1].status is Status.FAILED and bad[-1].reason == "it ended with aborted"
+    assert message in bad[-1].error, bad[-1].error
+
+
+BY_HAND = '''
+from dataclasses import replace
+from agentrl_core.api import AgentLoopBase, AgentLoopOutput, Termination
+
+class ByHand(AgentLoopBase):
+    """Two turns, each with a call; what is returned depends on the prompt."""
+    capabilities = frozenset({"tools"})
+
+    async def run(self, sampling_params, *, session, raw_prompt, prompt_index, **row):
+        trajectory = session.trajectory(raw_prompt, tools=await session.open_tools())
+        for earns in (1.0, 2.0):
+            turn = await trajectory.generate(sampling_params)
+            (call,) = turn.tool_calls
+            outcome = await session.call_tool(replace(call, arguments={"x": earns}))
+            trajectory.add_messages([outcome.message])
+        row = trajectory.finish(Termination.COMPLETED)
+        if prompt_index == 1:
+            return replace(row, error="a copy")
+        if prompt_index == 2:
+            row.response_mask[: row.turn_ids.index(-1)] = [0] * row.turn_ids.index(-1)
+        if prompt_index == 3:
+            return AgentLoopOutput(row.prompt_ids, row.response_ids, row.response_mask, None, Termination.COMPLETED)
+        return row
+'''
+
+
+def test_rows_that_a_loop_fills_or_changes_by_hand_are_paths_of_their_own(make_rollout, make_row) -> None:
+    """A copy stays the path that it was; of changed lists, what was earned goes to the turns that are left."""
+    says = ['<tool_call>\n{"name": "weigh", "arguments": {"x": 0}}\n</tool_call>']
+    tool = TOOLS.replace("while self.arrived < 2:", "while False:")
+    changes = {
+        "rollout.engine": {"name": "scripted", "config": {"turns": says}}, "tools": ["./parts.py:Weighs"],
+        "rollout.agent.loops": ["./hand.py:ByHand"], "reward.functions": [], "rollout.max_response_length": 900,
+        "reward.manager": {"name": "naive", "config": {"tool_reward_weight": 1.0}},
+    }  # fmt: skip
+    rollout = make_rollout(changes, {"hand.py": BY_HAND, "parts.py": tool})
+    results = rollout([make_row()] * 4)
+    assert [result.error for result in results] == [None, "a copy", None, None]
+    plain, copy, masked, filled = results
+    for result in (plain, copy, filled):
+        assert [[call.reward for call in turn.calls] for turn in result.turns] == [[1.0], [2.0]]
+        assert list(result.reward.turn_rewards) == [1.0, 2.0]
+        assert result.outputs[0].response_ids == plain.outputs[0].response_ids
+    assert [[call.reward for call in turn.calls] for turn in masked.turns] == [[1.0, 2.0]]
+    assert masked.sampled_tokens * 2 == plain.sampled_tokens and masked.reward.score == 3.0
+    assert plain.outputs[0].log_prob_settings == copy.outputs[0].log_prob_settings != []
+    assert filled.outputs[0].log_prob_settings == [] and filled.outputs[0].response_logprobs is None
+    assert len({len(result.tree.nodes) for result in results}) == 1

@@ -60,7 +60,7 @@ def test_each_agent_has_its_own_row_and_texts() -> None:
         ["Play.", "news 1", "b", "news 3", "d"],
     ]
     assert all(row.termination is Termination.COMPLETED and row.trained for row in rows)
-    assert [turn for row in rows for turn in sorted(set(row.turn_ids) - {-1})] == [0, 1, 3, 2]
+    assert [turn for row in rows for turn in sorted(set(row.turn_ids) - {-1})] == [0, 0, 1, 0]
 
 
 def test_only_the_named_agents_are_trained() -> None:
