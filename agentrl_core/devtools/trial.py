@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from agentrl_core.api import Termination
+from agentrl_core.api.tree import Tree, TreePath
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.hosting.rewards import HostedRewardFunction
 from agentrl_core.hosting.tools import HostedTool
@@ -34,7 +35,8 @@ async def trial_lines(config: ResolvedConfig, row: Mapping[str, Any]) -> list[st
         finally:
             await tool.release("trial", {})
             await tool.close()
-    empty = TreeRow.empty(Termination.COMPLETED, row["raw_prompt"])
+    empty = TreeRow(TreePath(Tree(), ()))
+    empty.messages = list(row["raw_prompt"])
     ended = TrajectoryResult(dict(row), "trial", Termination.COMPLETED, [empty])
     for reward in config.reward.functions:
         function = HostedRewardFunction(reward, clients)

@@ -11,7 +11,6 @@ import numpy as np
 from agentrl_core.api import (
     AgentLoopOutput,
     ConfigError,
-    Message,
     PluginError,
     PolicySpan,
     ProtocolError,
@@ -48,13 +47,6 @@ class TreeRow(AgentLoopOutput):
         self.tokens = tokens
         super().__init__([], [], [], None, Termination.ABORTED)
         self.forget()
-
-    @classmethod
-    def empty(cls, termination: Termination, messages: Sequence[Message] = ()) -> "TreeRow":
-        """A row without tokens, of a trajectory that has none."""
-        row: TreeRow = cls(TreePath(Tree(), ()))
-        row.termination, row.messages = termination, list(messages)
-        return row
 
     def forget(self) -> None:
         """Read the tokens off the tree again."""
@@ -98,18 +90,31 @@ def adopt(
             not have; the trajectory fails.
         ConfigError: the loop did not tell the agents apart.
     """
-    outputs = check_outputs(loop, returned)
+    flat = returned if isinstance(returned, list) else [returned]
+    outputs = [output for item in flat for output in (item if isinstance(item, list) else [item])]
+    if not outputs or not all([isinstance(output, AgentLoopOutput) for output in outputs]):
+        kinds = sorted({type(output).__name__ for output in outputs}) or ["an empty list"]
+        raise PluginError(f"agent loop {loop!r} returned {', '.join(kinds)}; allowed are one AgentLoopOutput or a list")
+    leaves: list[Node | None] = []
     for number, output in enumerate(outputs, 1):
+        where = f"agent loop {loop!r}, row {number} of {len(outputs)}"
         if isinstance(output, TreeRow) and output.tokens.tree is not tree:
             raise ProtocolError(
-                f"agent loop {loop!r}, row {number} of {len(outputs)}: it belongs to another trajectory, "
-                f"{output.trajectory_id}. Return the rows that this run's own Trajectory.finish() gave, and keep none"
+                f"{where}: it belongs to another trajectory, {output.trajectory_id}. Return the rows that this run's "
+                "own Trajectory.finish() gave, and keep none"
             )
-    leaves = [_leaf_of(tree, output) for output in outputs]
-    if vocab_size is not None:
-        check_tokens(loop, outputs, vocab_size)
-    if max_model_len is not None:
-        check_lengths(loop, outputs, max_model_len)
+        if isinstance(output, TreeRow) and not output.is_edited:
+            # Its lists fit together, and within the context.
+            leaves.append(output.tokens.leaf)
+            check_tokens(where, output.tokens, vocab_size)
+        else:
+            check_lists(where, output, max_model_len)
+            check_tokens(where, output, vocab_size)
+            leaves.append(None if isinstance(output, TreeRow) else _leaf_of(tree, output))
+        if wrong := {name: value for name, value in output.metrics.items() if not is_finite(value)}:
+            raise PluginError(f"{where} has the metrics {wrong}; allowed are finite numbers")
+        if taken := sorted(COLUMNS & output.extra_fields.keys()):
+            raise PluginError(f"{where}: extra_fields {', '.join(taken)}: the batch uses these names")
     before = tree.turns()
     rows, ends, by_hand = list[TreeRow](), list[Node](), list[Node]()
     for output, found in zip(outputs, leaves, strict=True):
@@ -132,10 +137,7 @@ def adopt(
 
 
 def _leaf_of(tree: Tree, output: AgentLoopOutput) -> Node | None:
-    """Where a row ends in the tree; None: a loop filled or changed its lists by hand."""
-    if isinstance(output, TreeRow):
-        return None if output.is_edited else output.tokens.leaf
-    # A copy of a row, as dataclasses.replace makes it.
+    """Where a copy of a row ends, as ``dataclasses.replace`` makes it; None: a loop filled it by hand."""
     whole = [*output.prompt_ids, *output.response_ids]
     for leaf in tree.nodes:
         path = leaf.path
@@ -227,69 +229,42 @@ def _name_agents(loop: str, tree: Tree, rows: Sequence[TreeRow]) -> None:
             node.agent = ""
 
 
-def check_tokens(loop: str, outputs: Sequence[AgentLoopOutput], vocab_size: int) -> None:
+def check_tokens(where: str, lists: AgentLoopOutput | TreePath, vocab_size: int | None) -> None:
     """Refuse token ids that the model does not have: an embedding would fail on them, for all rows of the step.
 
     Raises:
-        ProtocolError: naming the row and the id. The trajectory fails, no other one.
+        ProtocolError: naming the id. The trajectory fails, no other one.
     """
-    for number, output in enumerate(outputs, 1):
-        lists: Any = output.tokens if isinstance(output, TreeRow) and not output.is_edited else output
-        for name, ids in (("prompt_ids", lists.prompt_ids), ("response_ids", lists.response_ids)):
-            with suppress(TypeError):
-                if not len(ids) or all_known(ids, vocab_size):
-                    continue
-            for place, token in enumerate(ids):
-                if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
-                    raise ProtocolError(
-                        f"agent loop {loop!r}, row {number} of {len(outputs)}: {name}[{place}] is {token!r}; allowed "
-                        f"are the token ids 0 to {vocab_size - 1} of the model"
-                    )
+    if vocab_size is None:
+        return
+    for name, ids in (("prompt_ids", lists.prompt_ids), ("response_ids", lists.response_ids)):
+        with suppress(TypeError):
+            if not len(ids) or all_known(ids, vocab_size):
+                continue
+        for place, token in enumerate(ids):
+            if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
+                raise ProtocolError(
+                    f"{where}: {name}[{place}] is {token!r}; allowed are the token ids 0 to {vocab_size - 1} of the "
+                    "model"
+                )
 
 
-def check_lengths(loop: str, outputs: Sequence[AgentLoopOutput], max_model_len: int) -> None:
-    """Refuse rows that the model cannot read.
+def check_lists(where: str, output: AgentLoopOutput, max_model_len: int | None) -> None:
+    """Refuse a row that a loop filled by hand, if its lists do not fit together or into the context.
 
     Raises:
-        ProtocolError: naming the row and its length. The trajectory fails, no other one.
+        PluginError, ProtocolError: with the lengths.
     """
-    for number, output in enumerate(outputs, 1):
-        # The builder keeps within the context.
-        if not isinstance(output, TreeRow) and (n := len(output.prompt_ids) + len(output.response_ids)) > max_model_len:
-            raise ProtocolError(
-                f"agent loop {loop!r}, row {number} of {len(outputs)}: it has {n} tokens, more than the context of "
-                f"{max_model_len}. Return shorter rows, or raise data.max_prompt_length or rollout.max_response_length"
-            )
-
-
-def check_outputs(loop: str, returned: Any) -> list[AgentLoopOutput]:
-    """The rows that a loop returned, lists within lists flattened.
-
-    Raises:
-        PluginError: it returned something else, or lists whose lengths differ.
-    """
-    flat = returned if isinstance(returned, list) else [returned]
-    outputs = [output for item in flat for output in (item if isinstance(item, list) else [item])]
-    if not outputs or not all(isinstance(output, AgentLoopOutput) for output in outputs):
-        kinds = sorted({type(output).__name__ for output in outputs}) or ["an empty list"]
-        raise PluginError(f"agent loop {loop!r} returned {', '.join(kinds)}; allowed are one AgentLoopOutput or a list")
-    for output in outputs:
-        # Those of a tree are equal by construction.
-        lengths = {} if isinstance(output, TreeRow) and not output.is_edited else _lengths(output)
-        if len(set(lengths.values())) > 1:
-            raise PluginError(f"agent loop {loop!r} returned lists of different lengths: {lengths}")
-        if lengths and not len(output.prompt_ids):
-            raise PluginError(f"agent loop {loop!r} returned a row without prompt_ids")
-        if wrong := {name: value for name, value in output.metrics.items() if not is_finite(value)}:
-            raise PluginError(f"agent loop {loop!r} returned the metrics {wrong}; allowed are finite numbers")
-        if taken := sorted(COLUMNS & output.extra_fields.keys()):
-            raise PluginError(f"agent loop {loop!r}: extra_fields {', '.join(taken)}: the batch uses these names")
-    return outputs
-
-
-def _lengths(output: AgentLoopOutput) -> dict[str, int]:
-    """Of the lists that go with the response."""
     names = ["response_ids", "response_mask"]
     names += ["response_logprobs"] if output.response_logprobs is not None else []
     names += [name for name in ("policy_versions", "turn_ids") if getattr(output, name)]
-    return {name: len(getattr(output, name)) for name in names}
+    lengths = {name: len(getattr(output, name)) for name in names}
+    if len(set(lengths.values())) > 1:
+        raise PluginError(f"{where} has lists of different lengths: {lengths}")
+    if not len(output.prompt_ids):
+        raise PluginError(f"{where} is a row without prompt_ids")
+    if max_model_len is not None and (n := len(output.prompt_ids) + len(output.response_ids)) > max_model_len:
+        raise ProtocolError(
+            f"{where}: it has {n} tokens, more than the context of {max_model_len}. Return shorter rows, or raise "
+            "data.max_prompt_length or rollout.max_response_length"
+        )

@@ -114,13 +114,16 @@ class _Timed:
         self._of_node = of_node
 
     def __enter__(self) -> Self:
-        self._begun = self._session.enter(self._state)
+        session = self._session
+        session.state, session.state_since = self._state, time.monotonic()
+        self._begun = session.state_since
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         # A cancelled block keeps its state: the message of a trajectory's deadline says what was under way.
-        now = self._session.enter(self._state if kind is asyncio.CancelledError else "in its loop")
-        report = self._session.report
+        session, report = self._session, self._session.report
+        session.state = self._state if kind is asyncio.CancelledError else "in its loop"
+        now = session.state_since = time.monotonic()
         report.timings[self._what] = report.timings.get(self._what, 0.0) + now - self._begun
         self.start, self.seconds = round(self._begun + _EPOCH, 4), round(now - self._begun, 5)
         if kind is not None or not self._of_node:
@@ -181,11 +184,6 @@ class RolloutSession(TrajectorySession):
     def greedy(self) -> bool:
         """Whether this is the greedy answer to its prompt."""
         return self._key.split.endswith(".greedy")
-
-    def enter(self, state: str) -> float:
-        """Show the watchdog another state; returns the time (``time.monotonic``)."""
-        self.state, self.state_since = state, time.monotonic()
-        return self.state_since
 
     def timed(self, what: str, state: str, *, of_node: bool = False) -> "_Timed":
         """Add the time of a ``with`` block to ``timings`` and show its state to the watchdog.
