@@ -213,7 +213,8 @@ class Trajectory(ABC):
 
     @abstractmethod
     def fork(self) -> "Trajectory":
-        """A second branch that shares everything so far; its tokens so far are context (mask 0) there."""
+        """A second branch that shares everything so far. A turn before the fork is trained once, in the first row that
+        has it; in the others it is part of the prompt."""
 
     @abstractmethod
     def finish(self, termination: Termination) -> AgentLoopOutput | list[AgentLoopOutput]:

@@ -104,6 +104,8 @@ def _reward(record: RolloutRecord) -> Text:
 
 def _ending(record: RolloutRecord) -> Text:
     text = Text(f"{record.termination} after {record.num_turns} turns")
+    if record.status not in ("", "trained"):
+        text.append(f"  {record.status}: {record.reason}", style="bold red")
     if record.data_source:
         text.append(f"  data source {_visible(record.data_source)}", style="dim")
     if record.error:

@@ -92,7 +92,8 @@ def _by_node(path: TreePath, column: dict[str, Any]) -> dict[Node, dict[str, Any
         if node.kind == "turn":
             advantages = column["advantages"][start:end]
             same = len(set(advantages)) < 2
-            found[node] = {"advantage": advantages[0]} if same else {"advantages": advantages}
+            rounded = [round(value, 5) for value in advantages]
+            found[node] = {"advantage": advantages[0]} if same else {"advantages": rounded}
             if "old_log_probs" in column:
                 found[node]["old_log_probs"] = column["old_log_probs"][start:end]
     return found
@@ -143,7 +144,7 @@ def _token_columns(batch: DataProto) -> dict[str, list[dict[str, Any]]]:
     )
     columns: dict[str, list[dict[str, Any]]] = {}
     for row, name in enumerate(batch.non_tensor_batch["trajectory_id"].tolist()):
-        column = {"advantages": advantages_BR[row].round(5)[: lengths[row]].tolist()}
+        column = {"advantages": advantages_BR[row][: lengths[row]].tolist()}
         if not reused:
             column["old_log_probs"] = old_BR[row, : lengths[row]].tolist()
         columns.setdefault(name, []).append(column)
