@@ -157,6 +157,7 @@ def test_branches_stand_side_by_side_with_what_they_earned(page: Any, tmp_path: 
         expect(turn).to_contain_text("turn 3")
         expect(turn.locator(".badge")).to_have_text(["planner", "reward +4", "advantage -11.5", "earned +4"])
         expect(page.locator(".node.turn")).to_have_count(6)
+        picture(page, "tree")
         expect(page.locator(".tree .branch")).to_have_count(3)
         page.locator(".tree .branch").first.dispatch_event("click")
         expect(page.locator(".node.turn.here")).to_have_count(3)
