@@ -40,7 +40,7 @@ class TreeRow(AgentLoopOutput):
 
     def __new__(cls, tokens: TreePath | None = None, **given: Any) -> Any:
         # dataclasses.replace makes a copy with all fields, which then belong to the loop.
-        return AgentLoopOutput(**given) if given else super().__new__(cls)
+        return AgentLoopOutput(**given) if given else object.__new__(cls)
 
     def __init__(self, tokens: TreePath) -> None:
         # First: a pickle then has parents before their children.
@@ -57,10 +57,15 @@ class TreeRow(AgentLoopOutput):
     def is_edited(self) -> bool:
         """Whether a loop has changed a list that it read."""
         read = _OF_TOKENS & self.__dict__.keys()
-        return any([self.__dict__[name] != getattr(self.tokens, name) for name in read])
+        return not all([_is_same(self.__dict__[name], getattr(self.tokens, name)) for name in read])
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_TOKENS}
+
+
+def _is_same(left: Any, right: Any) -> bool:
+    """Whether two lists, which may be arrays, or None are the same."""
+    return left is right or (left is not None and right is not None and list(left) == list(right))
 
 
 class _OfTokens:
@@ -95,6 +100,8 @@ def adopt(
     if not outputs or not all([isinstance(output, AgentLoopOutput) for output in outputs]):
         kinds = sorted({type(output).__name__ for output in outputs}) or ["an empty list"]
         raise PluginError(f"agent loop {loop!r} returned {', '.join(kinds)}; allowed are one AgentLoopOutput or a list")
+    # A row that is returned twice is one row.
+    outputs = list({id(output): output for output in outputs}.values())
     leaves: list[Node | None] = []
     for number, output in enumerate(outputs, 1):
         where = f"agent loop {loop!r}, row {number} of {len(outputs)}"
@@ -105,7 +112,7 @@ def adopt(
             )
         if isinstance(output, TreeRow) and not output.is_edited:
             # Its lists fit together, and within the context.
-            leaves.append(output.tokens.leaf)
+            leaves.append(output.tokens.nodes[-1])
             check_tokens(where, output.tokens, vocab_size)
         else:
             check_lists(where, output, max_model_len)
@@ -115,8 +122,10 @@ def adopt(
             raise PluginError(f"{where} has the metrics {wrong}; allowed are finite numbers")
         if taken := sorted(COLUMNS & output.extra_fields.keys()):
             raise PluginError(f"{where}: extra_fields {', '.join(taken)}: the batch uses these names")
-    before = tree.turns()
-    rows, ends, by_hand = list[TreeRow](), list[Node](), list[Node]()
+    before = tree.turns() if None in leaves else []
+    rows: list[TreeRow] = []
+    ends: list[Node] = []
+    by_hand: list[Node] = []
     for output, found in zip(outputs, leaves, strict=True):
         leaf = _grown(tree, output) if found is None else found
         by_hand += [node for node in leaf.path if node.sampled] if found is None else []
@@ -144,7 +153,7 @@ def _leaf_of(tree: Tree, output: AgentLoopOutput) -> Node | None:
         if sum(len(node.ids) for node in path) == len(whole):
             found = (TreePath(tree, path, shared) for shared in range(1, len(path) + 1))
             names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "log_prob_settings")
-            if any(all(getattr(each, name) == getattr(output, name) for name in names) for each in found):
+            if any(all(_is_same(getattr(each, name), getattr(output, name)) for name in names) for each in found):
                 return leaf
     return None
 

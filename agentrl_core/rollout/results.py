@@ -146,8 +146,9 @@ def reward_trajectory(result: TrajectoryResult) -> RewardTrajectory:
     texts = last.turn_texts or [""]
     reward_model = row.get("reward_model") or {}
     named = {"raw_prompt", "reward_model", "data_source", "extra_info", "uid"}
-    tools, names, tool_turns = list(last.tool_rewards), list(last.tool_reward_names), list[int]()
-    scores, score_turns = list(last.turn_scores), list[int]()
+    tools, names, scores = [*last.tool_rewards], [*last.tool_reward_names], [*last.turn_scores]
+    tool_turns: list[int] = []
+    score_turns: list[int] = []
     for turn, reward in result.earned("tool", "interaction"):
         # What a loop collected itself stands in place of what the session did.
         if reward.source == "tool" and not last.tool_rewards:

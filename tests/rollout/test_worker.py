@@ -831,6 +831,10 @@ class ByHand(AgentLoopBase):
             return replace(row, error="a copy")
         if prompt_index == 2:
             row.response_mask[: row.turn_ids.index(-1)] = [0] * row.turn_ids.index(-1)
+        if prompt_index == 4:
+            import numpy as np
+            row.response_mask = np.array(row.response_mask)
+            return [row, row, replace(row, prompt_ids=np.array(row.prompt_ids))]
         if prompt_index == 3:
             return AgentLoopOutput(row.prompt_ids, row.response_ids, row.response_mask, None, Termination.COMPLETED)
         return row
@@ -847,10 +851,10 @@ def test_rows_that_a_loop_fills_or_changes_by_hand_are_paths_of_their_own(make_r
         "reward.manager": {"name": "naive", "config": {"tool_reward_weight": 1.0}},
     }  # fmt: skip
     rollout = make_rollout(changes, {"hand.py": BY_HAND, "parts.py": tool})
-    results = rollout([make_row()] * 4)
-    assert [result.error for result in results] == [None, "a copy", None, None]
-    plain, copy, masked, filled = results
-    for result in (plain, copy, filled):
+    results = rollout([make_row()] * 5)
+    assert [result.error for result in results] == [None, "a copy", None, None, None]
+    plain, copy, masked, filled, arrays = results
+    for result in (plain, copy, filled, arrays):
         assert [[call.reward for call in turn.calls] for turn in result.turns] == [[1.0], [2.0]]
         assert list(result.reward.turn_rewards) == [1.0, 2.0]
         assert result.outputs[0].response_ids == plain.outputs[0].response_ids
