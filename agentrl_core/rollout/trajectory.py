@@ -269,8 +269,11 @@ class TrajectoryBuilder(Trajectory):
             # Of a branch, what was before its fork belongs to the one that it was forked from.
             own = line if self._start is None else line[line.index(self._start) + 1 :]
             paths = [node.parent.path for node in own if node.kind == "prompt" and node.parent is not None] + paths
-        rows: list[AgentLoopOutput] = [row for row in map(self._row, paths) if row.tokens.sampled_tokens]
-        rows = rows or [self._row(self._path)]
+        built = [self._row(path) for path in paths]
+        rows: list[AgentLoopOutput] = (
+            [row for row in built if row.tokens.sampled_tokens] if len(built) > 1 else [*built]
+        )
+        rows = rows or [*built[-1:]]
         rest = line[1:]
         texts = [node.said for node in rest if node.kind == "turn"]
         full_text = "".join([node.text if node.kind != "prompt" else _shown(node.messages) for node in rest])
