@@ -1,6 +1,7 @@
 """A run with every tracker of requirements-dev.txt at once, offline, and its resumption."""
 
 import os
+import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,8 @@ def test_a_run_and_its_resumption_with_all_trackers(
     # Trackio reads it once, when it is imported.
     os.environ.setdefault("TRACKIO_DIR", str(tmp_path / "trackio"))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
-    project = tmp_path.name.replace("_", "-")
+    # Where trackio was imported before, its directory is that of all sessions.
+    project = f"{tmp_path.name.replace('_', '-')}-{uuid.uuid4().hex}"
     trackers: list[Any] = ["console", "jsonl", "tensorboard", "curve", "wandb", "mlflow", "otel"]
     trackers += [{"name": "trackio", "config": {"project": project}}]
     for steps in (1, 2):

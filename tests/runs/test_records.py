@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from agentrl_core.api.errors import DataError
@@ -30,7 +30,7 @@ json_values = st.recursive(
 )
 
 
-@settings(max_examples=50)
+@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     text=anything, truth=json_values, arguments=st.dictionaries(anything, json_values, max_size=3),
     reward=st.none() | st.floats(-10, 10),
