@@ -154,8 +154,9 @@ def _read() -> tuple[list[importlib.metadata.EntryPoint], list[str]]:
             # Reading hundreds of distributions takes little, parsing them all would not.
             if text is None or "agentrl." not in text:
                 continue
-            if isinstance(dist, importlib.metadata.PathDistribution):
-                files.append(str(dist._path / _ENTRY_POINTS))
+            # Those of the package importlib_metadata, which takes the place of Python's own, have it too.
+            if (path := getattr(dist, "_path", None)) is not None:
+                files.append(str(path / _ENTRY_POINTS))
             name = canonicalize_name(_name_and_version(dist)[0])
             if name not in seen and _is_first_on_path(name, text):
                 found.extend(each for each in dist.entry_points if each.group.startswith("agentrl."))

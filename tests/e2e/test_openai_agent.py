@@ -7,6 +7,7 @@ import pytest
 
 from agentrl_core.api import ConfigError
 from agentrl_core.config import load_config
+from agentrl_core.runs.records import read_rollouts
 
 AGENT = """
 from openai import AsyncOpenAI
@@ -37,9 +38,8 @@ def test_an_agent_of_the_official_client_trains(fit, tiny_run, runtime: str) -> 
     )
     first, second = run.read_metrics()
     assert first["rollout/logprob_gap_max"] < 1e-4 and second["rollout/logprob_gap_max"] < 1e-4
-    lines = (run.path / "rollouts" / "step-000002.jsonl").read_text().splitlines()
-    for entry in map(json.loads, lines):
-        assert entry["num_turns"] >= 3 and entry["termination"] in ("completed", "length")
+    for entry in read_rollouts(run.rollout_file(2, "train")):
+        assert entry.num_turns >= 3 and entry.termination in ("completed", "length")
     locked = json.loads((run.path / "plugins.lock.json").read_text())["plugins"]
     digest = hashlib.sha256(AGENT.encode()).hexdigest()
     assert {"kind": "agent_loop", "name": "agent.py:solve", "dist": "file", "version": digest} in locked

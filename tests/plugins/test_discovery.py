@@ -1,3 +1,5 @@
+import importlib
+import importlib.machinery
 import os
 import shutil
 import sys
@@ -57,9 +59,16 @@ def test_good_plugin_is_listed_without_importing_its_implementation(isolated_plu
     assert "acme_tools.shout" not in sys.modules
 
 
+@pytest.mark.parametrize("package", ["importlib.metadata", "importlib_metadata"])
 def test_metadata_is_read_again_only_after_a_change(
-    isolated_plugins: IsolatedPlugins, monkeypatch: pytest.MonkeyPatch
+    isolated_plugins: IsolatedPlugins, monkeypatch: pytest.MonkeyPatch, package: str
 ) -> None:
+    # Where the second one was imported, it finds the distributions also for the first one.
+    finder = importlib.import_module(package).MetadataPathFinder
+    others = [each for each in sys.meta_path if not hasattr(each, "find_distributions")]
+    monkeypatch.setattr(sys, "meta_path", [*others, importlib.machinery.PathFinder, finder()])
+    if package == "importlib_metadata":
+        monkeypatch.delattr(importlib.machinery.PathFinder, "find_distributions", raising=False)
     reads = []
     read = registration._read
     monkeypatch.setattr(registration, "_read", lambda: reads.append(1) or read())
