@@ -10,13 +10,14 @@ reward of each agent. In version 1 a line was a row. :func:`rows_of` reads both:
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
-from typing import Any
+from typing import Any, get_args
 
 from agentrl_core.api.engine import PolicySpan
 from agentrl_core.api.errors import DataError
-from agentrl_core.api.tree import Call, Earned, Node, Request, Source, Span, Tree, TreePath, spans_of
+from agentrl_core.api.tree import Call, Earned, Node, NodeKind, Request, Source, Span, Tree, TreePath, spans_of
 
 SCHEMA_VERSION = 2
+KINDS = get_args(NodeKind)
 OF_TOKENS = (
     "prompt_ids", "prompt_text", "response_ids", "response_mask", "response_logprobs", "log_prob_settings",
     "policy_versions", "turn_ids", "segments",
@@ -66,7 +67,7 @@ def rows_of(content: Mapping[str, Any]) -> list[dict[str, Any]]:
     try:
         tree = _tree(content["nodes"])
         return [row for number, agent in enumerate(content["agents"]) for row in _rows(content, tree, agent, number)]
-    except (LookupError, TypeError, ValueError, AttributeError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"a rollout record that is damaged: {type(error).__name__}: {error}") from error
 
 
@@ -76,19 +77,24 @@ def _tree(nodes: list[dict[str, Any]]) -> Tree:
         parent = each["parent"]
         if parent is not None and not 0 <= parent < number:
             raise ValueError(f"node {number} has the parent {parent}; a parent stands before its children")
+        if each["kind"] not in KINDS:
+            raise ValueError(f"node {number} is of the kind {each['kind']!r}; allowed are {', '.join(KINDS)}")
+        spans = [PolicySpan(*span) for span in each.get("spans", ())]
+        lengths = [span.end - span.start for span in spans]
+        if lengths and (min(lengths) < 0 or sum(lengths) != len(each["ids"])):
+            raise ValueError(f"the spans of node {number} do not cover its {len(each['ids'])} ids")
         request = each.get("request")
         tree.nodes.append(Node(
             None if parent is None else tree.nodes[parent], each["kind"], each["ids"], each["text"],
-            each.get("messages", ()), each.get("agent", ""), each.get("log_probs"),
-            [PolicySpan(*span) for span in each.get("spans", ())], each.get("finish_reason"), each.get("settings"),
-            each.get("stop", ""), None if request is None else Request(**request),
+            each.get("messages", ()), each.get("agent", ""), each.get("log_probs"), spans, each.get("finish_reason"),
+            each.get("settings"), each.get("stop", ""), None if request is None else Request(**request),
             [Call(**call) for call in each.get("calls", ())], [Earned(**reward) for reward in each.get("rewards", ())],
         ))  # fmt: skip
     return tree
 
 
 def _rows(line: Mapping[str, Any], tree: Tree, agent: Mapping[str, Any], number: int) -> Iterator[dict[str, Any]]:
-    turns = tree.turns(agent["agent"] if len(line["agents"]) > 1 else None)
+    turns = tree.turns(agent["agent"] if len(line["agents"]) > 1 else agent["agent"] or None)
     known = {name: line[name] for name in _OF_LINE if name in line}
     known |= {"schema_version": 1, **_collected(turns, "tool", "interaction", "environment")}
     known["tool_calls"] = [{key: getattr(call, key) for key in _OF_CALL} for node in turns for call in node.calls]
@@ -151,7 +157,8 @@ def _credit(path: TreePath, nodes: Sequence[Mapping[str, Any]]) -> dict[str, Any
         return {"advantage": None}
     differ = any(value != sampled[0] for value in sampled)
     return {
-        "advantage": sum(sampled) / max(len(sampled), 1),
+        # None stands for NaN.
+        "advantage": None if None in sampled else sum(sampled) / max(len(sampled), 1),
         "advantages": advantages if differ else [],
         "old_log_probs": old if any("old_log_probs" in nodes[numbers[node]] for node in path.response) else [],
     }

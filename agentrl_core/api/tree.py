@@ -214,6 +214,15 @@ class Tree:
         return numbers
 
     @property
+    def lengths(self) -> dict[Node, int]:
+        """The number of tokens of each node's :attr:`Node.path`."""
+        lengths: dict[Node, int] = {}
+        for node in self.nodes:
+            before = 0 if node.kind == "prompt" or node.parent is None else lengths[node.parent]
+            lengths[node] = before + len(node.ids)
+        return lengths
+
+    @property
     def newest(self) -> Node:
         """The turn that was sampled last."""
         return next((node for node in reversed(self.nodes) if node.kind == "turn"), self.early)

@@ -2,9 +2,10 @@
 
 from collections.abc import Sequence
 from contextlib import suppress
+from copy import deepcopy
 from dataclasses import fields
 from itertools import groupby
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 
@@ -62,6 +63,18 @@ class TreeRow(AgentLoopOutput):
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_TOKENS}
 
+    def __copy__(self) -> Self:
+        copy: Self = super().__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        return copy
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # Of the same tree: it is a row of the same trajectory.
+        copy: Self = super().__new__(type(self))
+        for name, value in self.__dict__.items():
+            copy.__dict__[name] = value if name == "tokens" else deepcopy(value, memo)
+        return copy
+
 
 def _is_same(left: Any, right: Any) -> bool:
     """Whether two lists, which may be arrays, or None are the same."""
@@ -102,7 +115,8 @@ def adopt(
         raise PluginError(f"agent loop {loop!r} returned {', '.join(kinds)}; allowed are one AgentLoopOutput or a list")
     # A row that is returned twice is one row.
     outputs = list({id(output): output for output in outputs}.values())
-    leaves: list[Node | None] = []
+    leaves = {output.tokens.leaf for output in outputs if isinstance(output, TreeRow)}
+    paths: list[TreePath | None] = []
     for number, output in enumerate(outputs, 1):
         where = f"agent loop {loop!r}, row {number} of {len(outputs)}"
         if isinstance(output, TreeRow) and output.tokens.tree is not tree:
@@ -112,22 +126,20 @@ def adopt(
             )
         if isinstance(output, TreeRow) and not output.is_edited:
             # Its lists fit together, and within the context.
-            leaves.append(output.tokens.nodes[-1])
+            paths.append(output.tokens)
             check_tokens(where, output.tokens, vocab_size)
         else:
             check_lists(where, output, max_model_len)
             check_tokens(where, output, vocab_size)
-            leaves.append(None if isinstance(output, TreeRow) else _leaf_of(tree, output))
+            paths.append(None if isinstance(output, TreeRow) else _path_of(tree, output, leaves))
         if wrong := {name: value for name, value in output.metrics.items() if not is_finite(value)}:
             raise PluginError(f"{where} has the metrics {wrong}; allowed are finite numbers")
         if taken := sorted(COLUMNS & output.extra_fields.keys()):
             raise PluginError(f"{where}: extra_fields {', '.join(taken)}: the batch uses these names")
-    before = tree.turns() if None in leaves else []
-    rows: list[TreeRow] = []
-    ends: list[Node] = []
-    by_hand: list[Node] = []
-    for output, found in zip(outputs, leaves, strict=True):
-        leaf = _grown(tree, output) if found is None else found
+    before = tree.turns() if None in paths else []
+    rows, ends, by_hand = list[TreeRow](), list[Node](), list[Node]()
+    for output, found in zip(outputs, paths, strict=True):
+        leaf = _grown(tree, output) if found is None else found.leaf
         by_hand += [node for node in leaf.path if node.sampled] if found is None else []
         row = output if isinstance(output, TreeRow) else TreeRow(TreePath(tree, ()))
         if row is not output:
@@ -136,8 +148,10 @@ def adopt(
                     setattr(row, item.name, getattr(output, item.name))
         rows.append(row)
         ends.append(leaf)
-    for row, path in zip(rows, paths_of(tree, ends), strict=True):
-        row.tokens = path
+    for row, found, path in zip(rows, paths, paths_of(tree, ends), strict=True):
+        # What one row shared with one that the loop then changed stays prompt: the loop may have masked it there.
+        least = found.shared if found is not None and by_hand else 1
+        row.tokens = path._replace(shared=max(path.shared, least))
         row.forget()
     _move_what_was_earned(tree, rows, before, by_hand)
     rows = [row for row in rows if row.tokens.sampled_tokens] or rows[-1:]
@@ -145,17 +159,26 @@ def adopt(
     return rows
 
 
-def _leaf_of(tree: Tree, output: AgentLoopOutput) -> Node | None:
-    """Where a copy of a row ends, as ``dataclasses.replace`` makes it; None: a loop filled it by hand."""
-    whole = [*output.prompt_ids, *output.response_ids]
+def _path_of(tree: Tree, output: AgentLoopOutput, taken: set[Node]) -> TreePath | None:
+    """The path of a copy of a row, as ``dataclasses.replace`` makes it; None: a loop filled it by hand.
+
+    Args:
+        taken: where other rows end. Branches can have equal tokens: a copy is first of one that no row has yet.
+    """
+    whole, lengths, known = [*output.prompt_ids, *output.response_ids], tree.lengths, None
+    names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "log_prob_settings")
     for leaf in tree.nodes:
+        if lengths[leaf] != len(whole) or whole[len(whole) - len(leaf.ids) :] != leaf.ids or (leaf in taken and known):
+            continue
         path = leaf.path
-        if sum(len(node.ids) for node in path) == len(whole):
-            found = (TreePath(tree, path, shared) for shared in range(1, len(path) + 1))
-            names = ("prompt_ids", "response_ids", "response_mask", "response_logprobs", "log_prob_settings")
-            if any(all(_is_same(getattr(each, name), getattr(output, name)) for name in names) for each in found):
-                return leaf
-    return None
+        ends = [at for at, node in enumerate(path, 1) if lengths[node] == len(output.prompt_ids)]
+        for found in (TreePath(tree, path, shared) for shared in ends):
+            if all(_is_same(getattr(found, name), getattr(output, name)) for name in names):
+                if leaf not in taken:
+                    taken.add(leaf)
+                    return found
+                known = known or found
+    return known
 
 
 def _grown(tree: Tree, output: AgentLoopOutput) -> Node:

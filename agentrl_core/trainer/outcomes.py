@@ -9,7 +9,7 @@ import torch
 from agentrl_core.api import EndedTrajectory
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.record_format import SCHEMA_VERSION, nodes_of
-from agentrl_core.api.tree import Call, Node, Tree, TreePath, ids_of, spans_of
+from agentrl_core.api.tree import Call, Node, Tree, TreePath, spans_of
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.loop_output import TreeRow
 from agentrl_core.rollout.results import AGENT, TrajectoryResult
@@ -89,7 +89,7 @@ def _by_node(path: TreePath, column: dict[str, Any]) -> dict[Node, dict[str, Any
     end = 0
     for node in path.response:
         start, end = end, end + len(node.ids)
-        if node.kind == "turn":
+        if node.kind == "turn" and node.ids:
             advantages = column["advantages"][start:end]
             same = len(set(advantages)) < 2
             rounded = [round(value, 5) for value in advantages]
@@ -102,7 +102,7 @@ def _by_node(path: TreePath, column: dict[str, Any]) -> dict[Node, dict[str, Any
 def ended_trajectory(split: Split, result: TrajectoryResult) -> EndedTrajectory:
     """Make what hooks get of a trajectory."""
     last = result.outputs[-1] if result.outputs else None
-    spans = [] if result.other_agent else spans_of(result.tree, result.waits)
+    spans, lengths = [] if result.other_agent else spans_of(result.tree, result.waits), result.tree.lengths
     return EndedTrajectory(
         trajectory_id=result.trajectory_id,
         uid=result.row["uid"],
@@ -119,7 +119,7 @@ def ended_trajectory(split: Split, result: TrajectoryResult) -> EndedTrajectory:
         attempts=result.attempts,
         spans=[span for span, _ in spans],
         turn_tokens=[
-            (len(ids_of(node.path[:-1])), len(node.ids)) if node else (0, 0)
+            (lengths[node] - len(node.ids), len(node.ids)) if node else (0, 0)
             for span, node in spans
             if span.kind == "generate"
         ],

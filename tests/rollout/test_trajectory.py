@@ -1,6 +1,8 @@
 """The token record: token in, token out; lists of equal length; budgets."""
 
 import asyncio
+import copy
+import dataclasses
 import math
 import pickle
 
@@ -440,3 +442,55 @@ def test_a_tree_of_many_turns_is_pickled(conversation) -> None:
     (row,) = adopt("a loop", talk.builder.tree, finish(talk.builder))
     again = pickle.loads(pickle.dumps(row))
     assert again.response_ids == row.response_ids and again.tokens.leaf.parent is again.tokens.nodes[-2]
+
+
+def fork_of(talk) -> tuple[AgentLoopOutput, AgentLoopOutput]:
+    """The rows of a trajectory and its fork: one turn before it, one in each after it."""
+    builder = talk.builder
+    generate(builder)
+    fork = builder.fork()
+    for branch in (builder, fork):
+        branch.add_messages([TOOL])
+        generate(branch)
+    return finish(builder), finish(fork)
+
+
+SAME = ["first" + STOP, "same" + STOP, "same" + STOP]
+
+
+def test_a_row_that_is_returned_twice_is_trained_once(conversation) -> None:
+    talk = conversation(SAME)
+    row, fork = fork_of(talk)
+    alone = len(talk.renderer.encode(SAME[1]))
+    rows = adopt("loop", talk.builder.tree, [row, fork, row, fork])
+    assert [each.tokens.sampled_tokens for each in rows] == [len(talk.renderer.encode(SAME[0])) + alone, alone]
+
+
+@pytest.mark.parametrize("copied", [dataclasses.replace, copy.copy, copy.deepcopy])
+def test_copies_of_branches_with_equal_tokens_are_trained_once_each(conversation, copied) -> None:
+    talk = conversation(SAME)
+    rows = fork_of(talk)
+    expected = [(row.prompt_ids, row.response_ids, row.turn_ids) for row in rows]
+    found = adopt("loop", talk.builder.tree, [copied(row) for row in rows])
+    assert [(row.prompt_ids, row.response_ids, row.turn_ids) for row in found] == expected
+    assert len(talk.builder.tree.nodes) == 6
+
+
+def test_a_copy_of_a_changed_row_is_changed(conversation) -> None:
+    for copied in (copy.copy, copy.deepcopy):
+        talk = conversation(["said" + STOP])
+        generate(talk.builder)
+        row = finish(talk.builder)
+        row.response_mask[0] = 0
+        (found,) = adopt("loop", talk.builder.tree, copied(row))
+        assert found.response_mask[:2] == [0, 1]
+
+
+def test_a_token_that_a_loop_masked_in_one_row_is_not_trained_in_another(conversation) -> None:
+    talk = conversation(["first" + STOP, "left" + STOP, "right" + STOP])
+    row, fork = fork_of(talk)
+    prompt, shared = fork.prompt_ids, row.turn_ids.index(-1)
+    row.response_mask[:shared] = [0] * shared
+    left, right = adopt("loop", talk.builder.tree, [row, fork])
+    assert right.prompt_ids == prompt
+    assert left.tokens.sampled_tokens == len(talk.renderer.encode("left" + STOP))

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -137,3 +138,29 @@ def test_a_field_of_a_wrong_type_is_a_data_error(name: str, value: Any) -> None:
     assert records_of(json.dumps(whole))[0].response_logprobs == [None]
     with pytest.raises(DataError, match=f"a rollout record whose {name} is|with the tool call"):
         records_of(json.dumps(whole | {name: value}))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"kind": "image"}, "node 1 is of the kind 'image'; allowed are prompt, turn, context"),
+        ({"spans": [[7, 0, 10**12]]}, "the spans of node 1 do not cover its 2 ids"),
+        ({"spans": [[7, 0, 10**12], [7, 10**12, 2]]}, "the spans of node 1 do not cover its 2 ids"),
+        ({"parent": 1}, "node 1 has the parent 1; a parent stands before its children"),
+        ({"request": {"replica": 0, "wait": 0.0, "start": 10**400, "seconds": 0.5}}, "OverflowError"),
+    ],
+)
+def test_a_damaged_node_is_a_data_error(changes: dict[str, Any], message: str) -> None:
+    turn = {"parent": 0, "kind": "turn", "ids": [1, 2], "text": "ab", "log_probs": [-0.5, -0.5]}
+    turn |= {"spans": [[7, 0, 2]], "request": None, "calls": [], "rewards": []}
+    row = {"leaf": 1, "shared": 1, "trained": True, "num_turns": 2}
+    line = {
+        "schema_version": 2, "step": 1, "split": "train", "trajectory_id": "t", "timings": {}, "waits": [],
+        "nodes": [{"parent": None, "kind": "prompt", "ids": [3], "text": "q"}, turn],
+        "agents": [{"agent": "", "trajectory_id": "t", "uid": "u", "reward_input": None, "rows": [row]}],
+    }  # fmt: skip
+    (good,) = records_of(json.dumps(line))
+    assert good.policy_versions == [7, 7]
+    line["nodes"][1] = turn | changes
+    with pytest.raises(DataError, match=re.escape(message)):
+        records_of(json.dumps(line))

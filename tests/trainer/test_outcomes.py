@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from agentrl_core.api import AgentLoopOutput, Termination
-from agentrl_core.api.tree import Tree
+from agentrl_core.api.tree import Node, Request, Tree, TreePath
 from agentrl_core.rollout.batching import to_data_proto
-from agentrl_core.rollout.loop_output import adopt
+from agentrl_core.rollout.loop_output import TreeRow, adopt
 from agentrl_core.rollout.results import Span, TrajectoryResult
 from agentrl_core.runs.records import RolloutRecord, records_of, to_json
-from agentrl_core.trainer.outcomes import make_records
+from agentrl_core.trainer.outcomes import ended_trajectory, make_records
 
 
 def result(name: str, *rows: list[int]) -> TrajectoryResult:
@@ -58,3 +58,30 @@ def test_rows_of_a_batch_that_a_hook_cut_are_not_guessed() -> None:
     batch.batch["advantages"] = torch.ones(2, 2)
     (line,) = make_records(1, "train", results, batch.select_idxs([1]))
     assert [row.advantage for row in records_of(to_json(line))] == [None, None]
+
+
+def test_an_advantage_that_is_nan_reads_back_as_none() -> None:
+    nan = float("nan")
+    all_nan, one = records([result("a", [1, 1], [1, 1])], advantages=[[nan, nan], [0.5, nan]])
+    assert (all_nan.advantage, all_nan.advantages) == (None, [])
+    assert (one.advantage, one.advantages) == (None, [0.5, None])
+
+
+def test_a_turn_without_tokens_takes_part_in_no_credit() -> None:
+    """An engine may abort before the first token, and the loop may go on."""
+    made = result("a", [1, 0, 1])
+    first, context = made.tree.nodes[1:3]
+    empty = Node(first, "turn", [], log_probs=[], finish_reason="abort", request=Request(0, 0.0, 1.0, 0.5))
+    context.parent = empty
+    made.tree.nodes.insert(2, empty)
+    made.outputs = adopt("loop", made.tree, TreeRow(TreePath(made.tree, made.tree.nodes[-1].path)))
+    (record,) = records([made], advantages=[[0.25, 0.0, -0.75]])
+    assert record.advantages == [0.25, 0.0, -0.75] and record.turn_ids == [0, -1, 2]
+
+
+def test_hooks_get_the_tokens_before_each_turn() -> None:
+    made = result("a", [1, 0, 1], [1, 1])
+    for number, node in enumerate(made.turns):
+        node.request = Request(0, 0.0, float(number), 0.5)
+    made.waits = []
+    assert ended_trajectory("train", made).turn_tokens == [(1, 1), (3, 1), (1, 2)]

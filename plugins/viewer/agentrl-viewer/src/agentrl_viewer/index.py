@@ -344,10 +344,11 @@ def parsed(line: bytes) -> list[dict[str, Any]]:
 
 
 def _is_well_formed(record: Mapping[str, Any]) -> bool:
-    lists = [record.get(name) or [] for name in ("tool_calls", "segments", "messages", "response_mask", "spans")]
+    names = ("tool_calls", "segments", "messages", "response_mask", "spans", "turn_rewards")
+    lists = [record.get(name) or [] for name in names]
     return (
         isinstance(record.get("trajectory_id"), str)
-        and all(isinstance(record.get(name), str | None) for name in ("prompt_text", "error"))
+        and all(isinstance(record.get(name), str | None) for name in ("prompt_text", "error", "agent"))
         and all(isinstance(record.get(name, 0), int) for name in ("sample", "num_turns"))
         and isinstance(record.get("timings"), dict | None)
         and all(isinstance(each, list) for each in lists)

@@ -1,5 +1,6 @@
 """What the page draws of a trajectory's tree: its nodes, and where each row ends."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -18,16 +19,17 @@ def drawn(line: Mapping[str, Any], rows: Sequence[Json]) -> list[Json]:
     if "nodes" not in line:
         return _of_rows(rows)
     by_agent = {agent["agent"]: agent.get("turn_rewards") or [] for agent in line["agents"]}
-    counts = dict.fromkeys(by_agent, 0)
+    counts: Counter[str] = Counter()
     nodes = []
     for node in line["nodes"]:
         shown = _node(node.get("parent"), str(node["kind"]), str(node.get("text", "")), len(node["ids"]))
         shown["agent"] = str(node.get("agent", ""))
         if node["kind"] == "turn":
-            agent = shown["agent"] if shown["agent"] in by_agent else next(iter(by_agent))
+            # A line without names counts all turns as those of one agent.
+            agent = "" if list(by_agent) == [""] else shown["agent"]
             shown["turn"], counts[agent] = counts[agent], counts[agent] + 1
             shown["calls"], shown["rewards"] = node.get("calls") or [], node.get("rewards") or []
-            shown["turn_reward"] = _at(by_agent[agent], shown["turn"])
+            shown["turn_reward"] = _at(by_agent.get(agent, []), shown["turn"])
             given = node.get("advantages") or [node.get("advantage")]
             shown["advantage"] = None if None in given else sum(given) / len(given)
             shown["seconds"] = (node.get("request") or {}).get("seconds")
