@@ -116,6 +116,10 @@ class Node:
     calls: list[Call] = field(default_factory=list)
     rewards: list[Earned] = field(default_factory=list)
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        # What a copied tool call earns belongs to the same turn.
+        return self
+
     @property
     def sampled(self) -> bool:
         """Whether the policy sampled it."""

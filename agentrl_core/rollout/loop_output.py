@@ -234,8 +234,9 @@ def _move_what_was_earned(tree: Tree, rows: Sequence[TreeRow], before: Sequence[
     if tree.early.calls or tree.early.rewards:
         moves += [(tree.early, turn) for turn in tree.turns()[:1]]
     for node, turn in moves:
-        turn.calls += node.calls
-        turn.rewards += node.rewards
+        # What was before the first turn stands before what that earned.
+        first, then = (node, turn) if node is tree.early else (turn, node)
+        turn.calls, turn.rewards = first.calls + then.calls, first.rewards + then.rewards
         node.calls, node.rewards = [], []
 
 

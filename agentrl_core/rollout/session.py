@@ -268,7 +268,8 @@ class RolloutSession(TrajectorySession):
         return self.report.tool_schemas
 
     async def call_tool(self, call: ToolCall) -> ToolOutcome:
-        turn = self.tree.newest if call.turn is None else call.turn
+        # A call that was pickled, or kept from another trajectory, names a turn that is not of this tree.
+        turn = next((node for node in reversed(self.tree.nodes) if node is call.turn), self.tree.newest)
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         self._calling.add(task)

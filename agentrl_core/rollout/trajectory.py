@@ -142,9 +142,9 @@ class TrajectoryBuilder(Trajectory):
             stop_token_ids=(*self._renderer.stop_token_ids, *self._stop_ids(sampling_params.get("stop") or ())),
             **{name: sampling_params[name] for name in _ENGINE_SAMPLING if name in sampling_params},
         )
-        agent, known = self.tree.agent, len(self._path)
+        agent, end = self.tree.agent, self._path[-1]
         output, request = await self._sample(ids_of(self._path), params, self.request_id)
-        if self._finished is not None or len(self._path) != known:
+        if self._finished is not None or self._path[-1] is not end:
             raise self._closed("generate")
         check_output(output, max_tokens)
         if stops := sampling_params.get("stop"):

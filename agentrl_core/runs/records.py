@@ -12,7 +12,7 @@ import types
 import typing
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -282,7 +282,8 @@ def _holds(values: list[Any]) -> bool:
 
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
-        return asdict(value)
+        # Without the turn of a tool call, from which the whole tree can be reached.
+        return {item.name: getattr(value, item.name) for item in fields(value) if item.repr}
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

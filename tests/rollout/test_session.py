@@ -1,7 +1,10 @@
 """A trajectory's tools and interaction: opened once, bounded in time, always released."""
 
 import asyncio
+import copy
 import math
+import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +19,7 @@ from agentrl_core.api import (
     ToolCall,
     ToolUnavailableError,
 )
+from agentrl_core.api.tree import Node
 from agentrl_core.config.schema import ToolSlot
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession
@@ -278,6 +282,22 @@ def test_parallel_calls_are_reported_and_answered_in_the_order_of_the_calls(spy,
         assert [call.arguments["x"] for call in session.report.calls] == list("01234")
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("copied", [copy.copy, copy.deepcopy, lambda call: pickle.loads(pickle.dumps(call))])
+def test_a_copied_call_is_a_call_of_this_trajectory(spy, make_session, copied) -> None:
+    async def scenario() -> RolloutSession:
+        session = make_session([spy])
+        await session.open_tools()
+        first = Node(None, "turn", [1])
+        session.tree.nodes += [first, Node(first, "turn", [2])]
+        await session.call_tool(copied(replace(CALL, turn=first)))
+        return session
+
+    first, second = asyncio.run(scenario()).tree.nodes
+    assert [call.name for call in (*first.calls, *second.calls)] == ["spy"]
+    # A turn that was pickled is none of this trajectory: the newest one stands for it.
+    assert bool(first.calls) is (copied in (copy.copy, copy.deepcopy))
 
 
 def test_a_tool_whose_create_fails_is_released_too(spy, make_session) -> None:

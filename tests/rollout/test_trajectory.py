@@ -19,6 +19,7 @@ from agentrl_core.api import (
     Termination,
     TokenOutput,
 )
+from agentrl_core.api.tree import Call, Earned
 from agentrl_core.rollout.loop_output import adopt
 from agentrl_core.rollout.trajectory import TrajectoryBuilder
 
@@ -494,3 +495,30 @@ def test_a_token_that_a_loop_masked_in_one_row_is_not_trained_in_another(convers
     left, right = adopt("loop", talk.builder.tree, [row, fork])
     assert right.prompt_ids == prompt
     assert left.tokens.sampled_tokens == len(talk.renderer.encode("left" + STOP))
+
+
+def test_what_is_earned_before_the_first_turn_stands_before_what_that_earns(conversation) -> None:
+    talk = conversation(["said" + STOP])
+    tree = talk.builder.tree
+    tree.newest.calls.append(Call("early", {}, reward=1.0))
+    tree.newest.rewards.append(Earned("partner", 3.0, "interaction"))
+    generate(talk.builder)
+    tree.newest.calls.append(Call("later", {}, reward=2.0))
+    adopt("loop", tree, finish(talk.builder))
+    assert [each.value for each in tree.newest.earned] == [1.0, 2.0, 3.0]
+
+
+def test_a_history_that_is_rewritten_while_a_turn_is_sampled_is_refused(conversation) -> None:
+    """The rewritten path is as long as the path before, and other tokens."""
+    talk = conversation(["said" + STOP])
+    builder = talk.builder
+    sample = builder._sample
+
+    async def meanwhile(*request):
+        builder.add_messages([{"role": "user", "content": "more"}])
+        return await sample(*request)
+
+    builder._sample = meanwhile
+    with pytest.raises(ProtocolError, match="still waiting for the engine when the branch grew"):
+        generate(builder)
+    assert builder.template_breaks == 1 and not builder.tree.turns()

@@ -11,7 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from agentrl_core.api import ToolCall
 from agentrl_core.api.errors import DataError
+from agentrl_core.api.tree import Node
 from agentrl_core.runs.records import RolloutRecord, RolloutWriter, read_rollouts, records_of, to_json
 
 
@@ -164,3 +166,11 @@ def test_a_damaged_node_is_a_data_error(changes: dict[str, Any], message: str) -
     line["nodes"][1] = turn | changes
     with pytest.raises(DataError, match=re.escape(message)):
         records_of(json.dumps(line))
+
+
+def test_a_tool_call_in_a_record_does_not_hold_its_trajectory() -> None:
+    node = None
+    for _ in range(2000):
+        node = Node(node, "turn", [1])
+    line = to_json({"extra_fields": {"calls": [ToolCall("f", {"x": 1}, "call00001", node)]}})
+    assert json.loads(line) == {"extra_fields": {"calls": [{"name": "f", "arguments": {"x": 1}, "id": "call00001"}]}}
