@@ -42,11 +42,14 @@ def nodes_of(tree: Tree, credit: Mapping[Node, Mapping[str, Any]]) -> list[dict[
         if node.kind == "turn":
             content |= {"log_probs": node.log_probs, "spans": [[s.version, s.start, s.end] for s in node.spans]}
             content["request"] = None if node.request is None else asdict(node.request)
-            content["calls"] = [asdict(call) for call in node.calls]
-            content["rewards"] = [reward._asdict() for reward in node.rewards]
-            content |= credit.get(node, {})
+            content |= earned_of(node) | credit.get(node, {})
         lines.append(content)
     return lines
+
+
+def earned_of(node: Node) -> dict[str, Any]:
+    """The calls and the rewards of a turn."""
+    return {"calls": [asdict(call) for call in node.calls], "rewards": [reward._asdict() for reward in node.rewards]}
 
 
 def rows_of(content: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -65,14 +68,15 @@ def rows_of(content: Mapping[str, Any]) -> list[dict[str, Any]]:
             "the agentrl that wrote it"
         )
     try:
-        tree = _tree(content["nodes"])
+        tree = _tree(content["nodes"], content.get("early") or {})
         return [row for number, agent in enumerate(content["agents"]) for row in _rows(content, tree, agent, number)]
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
         raise DataError(f"a rollout record that is damaged: {type(error).__name__}: {error}") from error
 
 
-def _tree(nodes: list[dict[str, Any]]) -> Tree:
+def _tree(nodes: list[dict[str, Any]], early: Mapping[str, Any]) -> Tree:
     tree = Tree()
+    tree.early.calls, tree.early.rewards = _earned(early)
     for number, each in enumerate(nodes):
         parent = each["parent"]
         if parent is not None and not 0 <= parent < number:
@@ -88,13 +92,18 @@ def _tree(nodes: list[dict[str, Any]]) -> Tree:
             None if parent is None else tree.nodes[parent], each["kind"], each["ids"], each["text"],
             each.get("messages", ()), each.get("agent", ""), each.get("log_probs"), spans, each.get("finish_reason"),
             each.get("settings"), each.get("stop", ""), None if request is None else Request(**request),
-            [Call(**call) for call in each.get("calls", ())], [Earned(**reward) for reward in each.get("rewards", ())],
+            *_earned(each),
         ))  # fmt: skip
     return tree
 
 
+def _earned(node: Mapping[str, Any]) -> tuple[list[Call], list[Earned]]:
+    return [Call(**call) for call in node.get("calls", ())], [Earned(**each) for each in node.get("rewards", ())]
+
+
 def _rows(line: Mapping[str, Any], tree: Tree, agent: Mapping[str, Any], number: int) -> Iterator[dict[str, Any]]:
     turns = tree.turns(agent["agent"] if len(line["agents"]) > 1 else agent["agent"] or None)
+    turns = turns or [tree.early]
     known = {name: line[name] for name in _OF_LINE if name in line}
     known |= {"schema_version": 1, **_collected(turns, "tool", "interaction", "environment")}
     known["tool_calls"] = [{key: getattr(call, key) for key in _OF_CALL} for node in turns for call in node.calls]

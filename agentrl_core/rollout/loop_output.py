@@ -237,6 +237,7 @@ def _move_what_was_earned(tree: Tree, rows: Sequence[TreeRow], before: Sequence[
         # What was before the first turn stands before what that earned.
         first, then = (node, turn) if node is tree.early else (turn, node)
         turn.calls, turn.rewards = first.calls + then.calls, first.rewards + then.rewards
+        turn.request = turn.request or node.request
         node.calls, node.rewards = [], []
 
 

@@ -8,7 +8,7 @@ import torch
 
 from agentrl_core.api import EndedTrajectory
 from agentrl_core.api.dataset import Split
-from agentrl_core.api.record_format import SCHEMA_VERSION, nodes_of
+from agentrl_core.api.record_format import SCHEMA_VERSION, earned_of, nodes_of
 from agentrl_core.api.tree import Call, Node, Tree, TreePath, spans_of
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.loop_output import TreeRow
@@ -49,7 +49,10 @@ def make_records(
             credit |= _by_node(output.tokens, column)
         lines[-1]["agents"].append(_agent(result))
     for line in lines:
-        line["nodes"] = nodes_of(*line.pop("tree"))
+        tree, credit = line.pop("tree")
+        line["nodes"] = nodes_of(tree, credit)
+        if tree.early.calls or tree.early.rewards:
+            line["early"] = earned_of(tree.early)
     return lines
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from agentrl_core.api import AgentLoopOutput, Termination
-from agentrl_core.api.tree import Node, Request, Tree, TreePath
+from agentrl_core.api.tree import Call, Node, Request, Tree, TreePath
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.loop_output import TreeRow, adopt
 from agentrl_core.rollout.results import Span, TrajectoryResult
@@ -85,3 +85,13 @@ def test_hooks_get_the_tokens_before_each_turn() -> None:
         node.request = Request(0, 0.0, float(number), 0.5)
     made.waits = []
     assert ended_trajectory("train", made).turn_tokens == [(1, 1), (3, 1), (1, 2)]
+
+
+def test_a_record_has_what_was_called_before_a_turn_that_never_came() -> None:
+    made = result("a", [0])
+    made.tree.early.calls.append(Call("look", {"x": 1}, "found", reward=0.5))
+    made.outputs = []
+    (record,) = [row for line in make_records(1, "train", [made]) for row in records_of(to_json(line))]
+    assert record.tool_calls == [{"name": "look", "arguments": {"x": 1}, "response": "found", "failed": False}]
+    assert (record.tool_rewards, record.tool_reward_names, record.tool_reward_turns) == ([0.5], ["look"], [0])
+    assert sorted(span[0] for span in record.spans) == ["generate", "tools"]
