@@ -10,6 +10,7 @@ import pytest
 
 from agentrl_viewer.index import ORDERS, Filter, Index, conversation
 from agentrl_viewer.run import Run
+from agentrl_viewer.tree import drawn
 from benchmarks._sample_run import SampleRun
 
 
@@ -185,3 +186,24 @@ def test_tokens_join_to_the_text_that_was_recorded(sample: SampleRun) -> None:
     for row in found["rows"]:
         assert "".join(row["response_tokens"]) == "".join(text for _, text in row["segments"])
         assert "".join(row["prompt_tokens"]) == row["prompt_text"]
+
+
+def test_a_number_that_is_too_large_costs_one_line(sample: SampleRun) -> None:
+    turn = {"parent": None, "kind": "turn", "ids": [1], "text": "a"}
+    turn["request"] = {"replica": 0, "wait": 0.0, "start": 10**400, "seconds": 0.5}
+    line = {
+        "schema_version": 2, "trajectory_id": "t", "timings": {}, "waits": [], "nodes": [turn],
+        "agents": [{"agent": "", "trajectory_id": "t", "rows": []}],
+    }  # fmt: skip
+    file = sample.path / "rollouts" / "step-000006.jsonl"
+    file.write_text(file.read_text() + json.dumps(line) + "\n")
+    index = Index(sample.path)
+    index.refresh()
+    (damage,) = index.damaged()
+    assert "step-000006.jsonl: 1 lines are no trajectories" in damage
+
+
+def test_a_turn_of_no_row_does_not_move_the_numbers_of_an_agent() -> None:
+    turns = [{"parent": None, "kind": "turn", "ids": [1], "text": "", "agent": name} for name in ("", "a", "a")]
+    line = {"nodes": turns, "agents": [{"agent": "a", "turn_rewards": [1.0, 2.0]}]}
+    assert [(node["turn"], node["turn_reward"]) for node in drawn(line, [])] == [(0, None), (0, 1.0), (1, 2.0)]

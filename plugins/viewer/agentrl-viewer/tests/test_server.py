@@ -109,3 +109,21 @@ def test_export_keeps_problems_and_says_what_it_leaves_out(run: Run, tmp_path: P
 def test_what_is_no_run(tmp_path: Path) -> None:
     result = CliRunner().invoke(app, [str(tmp_path)])
     assert "no run directory; give one such as runs/calculator" in str(result.exception)
+
+
+def test_an_export_has_each_trajectory_once_with_all_its_rows(tmp_path: Path) -> None:
+    (tmp_path / "forked" / "rollouts").mkdir(parents=True)
+    turn = {"parent": 0, "kind": "turn", "ids": [1], "text": "a", "log_probs": None, "calls": [], "rewards": []}
+    agent = {"agent": "", "trajectory_id": "t", "uid": "u", "turn_rewards": []}
+    agent["rows"] = [{"leaf": leaf, "shared": 1, "trained": True} for leaf in range(1, 31)]
+    line = {
+        "schema_version": 2, "step": 1, "split": "train", "trajectory_id": "t", "timings": {}, "waits": [],
+        "nodes": [{"parent": None, "kind": "prompt", "ids": [3], "text": "q"}, *[turn] * 30], "agents": [agent],
+    }  # fmt: skip
+    (tmp_path / "forked" / "rollouts" / "step-000001.jsonl").write_text(json.dumps(line) + "\n")
+    run = Run(tmp_path / "forked", "forked")
+    run.index.refresh()
+    content, kept, _ = exported([run], 100)
+    (data,) = json.loads(content.partition(b'id="data">')[2].partition(b"</script>")[0])["runs"]
+    (trajectory,) = data["trajectories"]
+    assert kept == len(data["list"]) == len(trajectory["rows"]) == 30 and data["places"] == [0] * 30

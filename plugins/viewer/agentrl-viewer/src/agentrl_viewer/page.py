@@ -67,13 +67,18 @@ def exported(runs: Sequence[Run], count: int) -> tuple[bytes, int, int]:
         facets = run.index.facets()
         chosen = _chosen(run, count // len(runs))
         steps = {(row["split"], row["step"]) for row in chosen}
+        # Each row of a trajectory is listed, and the trajectory has all of them: it is in the file once.
+        names = [(row["split"], row["step"], row["trajectory"]) for row in chosen]
+        first = dict(zip(reversed(names), reversed(chosen), strict=True))
+        places = {name: place for place, name in enumerate(first)}
         data["runs"].append({
             "summary": run.summary(),
             "series": run.series(),
             "config": run.flat_config(),
             "facets": facets,
             "list": chosen,
-            "trajectories": [run.trajectory(row["split"], row["step"], row["line"]) for row in chosen],
+            "trajectories": [run.trajectory(row["split"], row["step"], row["line"]) for row in first.values()],
+            "places": [places[name] for name in names],
             "timelines": {f"{split}/{step}": run.timeline(split, step) for split, step in sorted(steps)[-3:]},
         })  # fmt: skip
         kept, total = kept + len(chosen), total + facets["total"]

@@ -27,7 +27,7 @@ const ORDERS = {
 const TRAINED = ["completed", "length", "max_turns", "tool_error", "env_error"];
 
 function textOf(run, row) {
-  const whole = run.trajectories[run.list.indexOf(row)];
+  const whole = run.trajectories[run.places[run.list.indexOf(row)]];
   const rows = whole.rows.filter((each) => each.line === row.line);
   return rows.map((each) => each.prompt_text + (each.segments ?? []).map(([, text]) => text).join("")).join("\n");
 }
@@ -63,9 +63,9 @@ function answer(name, query) {
   }
   if (name === "trajectory") {
     const at = (row) => row.split === query.split && row.step === +query.step && row.line === +query.line;
-    const found = run.trajectories[run.list.findIndex(at)];
+    const found = run.trajectories[run.places[run.list.findIndex(at)]];
     if (!found) throw new Error("this file does not hold that trajectory");
-    return found;
+    return { ...found, line: +query.line };
   }
   if (name === "timeline") return run.timelines[`${query.split}/${query.step}`] ?? { lanes: [], timing: {}, spans: [], others: [], phases: [] };
   return run[name];
