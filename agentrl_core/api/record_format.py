@@ -42,7 +42,8 @@ def nodes_of(tree: Tree, credit: Mapping[Node, Mapping[str, Any]]) -> list[dict[
         if node.kind == "turn":
             content |= {"log_probs": node.log_probs, "spans": [[s.version, s.start, s.end] for s in node.spans]}
             content["request"] = None if node.request is None else asdict(node.request)
-            content |= earned_of(node) | credit.get(node, {})
+            content |= earned_of(node)
+            content |= credit.get(node, {})
         lines.append(content)
     return lines
 
