@@ -43,11 +43,16 @@ def run(
     from agentrl_core.simulation.changes import changes, largest_model, spare
     from agentrl_core.simulation.devices import device_of
     from agentrl_core.simulation.prediction import Prediction, predict
+    from agentrl_core.trainer.plan import check_context, max_model_len
+    from agentrl_core.workers.models import check_architecture, check_lengths
 
     set_up_logging(stderr=as_json)
     device = device_of(gpu)
     given = [*(overrides or []), *_given(nodes, gpus_per_node, model)]
     loaded = _loaded(config, given)
+    built = check_architecture(loaded.model.path, loaded.model)
+    check_context(loaded, built.config.get_text_config())
+    check_lengths(built.config, max_model_len(loaded), "model.path")
     prediction = predict(loaded, device)
 
     def attempt(more: Sequence[str]) -> Prediction:
@@ -58,10 +63,7 @@ def run(
         advice = [spare(loaded, prediction, attempt)]
     elif advise:
         advice = [f"fits with {change}" for change in changes(loaded, attempt)]
-        advice = advice or [
-            f"no change of the configuration makes it fit; a model of about {largest_model(prediction) / 1e9:.1f} "
-            f"billion parameters would (this one has {prediction.parameters / 1e9:.1f})"
-        ]
+        advice = advice or [f"no change of the configuration makes it fit; {largest_model(prediction)}"]
     if as_json:
         typer.echo(json.dumps({"schema_version": 1, **prediction.to_dict(), "advice": advice}, indent=2))
     else:

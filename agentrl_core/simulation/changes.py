@@ -66,20 +66,25 @@ def changes(config: ResolvedConfig, attempt: Try) -> list[Change]:
     return [Change(tuple(last.values()), everything.peak)]
 
 
-def largest_model(prediction: Prediction) -> float:
-    """Parameters of the largest model that would fit, where memory grows with them; an estimate."""
+def largest_model(prediction: Prediction) -> str:
+    """Which model would fit, where memory grows with its parameters; an estimate."""
     phase = prediction.phases[prediction.worst]
     fixed = phase.memory.get(RESERVED, 0)
-    return prediction.parameters * max(prediction.usable - fixed, 0) / max(phase.total - fixed, 1)
+    if prediction.usable <= fixed:
+        return f"{RESERVED} alone take {fixed / GIB:.1f} GiB"
+    most, count = (prediction.usable - fixed) / max(phase.total - fixed, 1), prediction.parameters / 1e9
+    return f"a model of about {most * count:.3g} billion parameters would (this one has {count:.3g})"
 
 
 def spare(config: ResolvedConfig, prediction: Prediction, attempt: Try) -> str:
     """What is left, and the key that uses it."""
-    left = (prediction.usable - prediction.peak) / GIB
+    engine, cache = prediction.engine, prediction.phases["rollout"].memory[KV_CACHE] if prediction.engine else 0
+    # While engines sample, the KV cache takes what is left.
+    peak = max(phase.total for name, phase in prediction.phases.items() if name != "rollout")
+    left = f"{(prediction.usable - peak) / GIB:.1f} GiB are left while it trains"
     more = f"actor.micro_batch_tokens={2 * config.actor.micro_batch_tokens}"
-    if attempt([more]).fits:
-        return f"{left:.1f} GiB are left: {more} fits too"
-    engine = prediction.engine
-    if engine is not None and prediction.phases["rollout"].memory[KV_CACHE] < engine.kv_cache:
-        return f"{left:.1f} GiB are left; the KV cache holds fewer than all {engine.in_flight} requests in flight"
-    return f"{left:.1f} GiB are left, too little for {more}"
+    found = f"{left}: {more} fits too" if attempt([more]).fits else f"{left}, too little for {more}"
+    if engine is not None and cache < engine.kv_cache:
+        count = cache // engine.request
+        found += f"; the KV cache holds {count} of the {engine.in_flight} requests in flight at full length"
+    return found

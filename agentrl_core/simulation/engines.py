@@ -53,15 +53,17 @@ def engine_share(config: ResolvedConfig, text: Any, parameters: int) -> EngineSh
     size = _BYTES.get(str(dtype), 2)
     per_gpu = max(config.engine_replicas * engine.devices // config.cluster.processes, 1)
     split = engine.tensor_parallel * engine.pipeline_parallel
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    head = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    # A model without attention has no keys; devices that are more than the heads of keys hold copies of them.
+    queries = getattr(text, "num_attention_heads", None) or 0
+    heads = -(-(getattr(text, "num_key_value_heads", None) or queries) // engine.tensor_parallel) if queries else 0
+    head = getattr(text, "head_dim", None) or text.hidden_size // max(queries, 1)
     limits = [engine.max_in_flight, getattr(engine.config, "max_num_seqs", None), _REQUESTS]
     rows = -(-config.data.batch_size * config.rollout.n // config.engine_replicas)
     in_flight = min(each for each in (*limits, rows) if each)
     own = config.cluster.runtime == "ray"
     return EngineShare(
         weights=per_gpu * parameters * size // split if own else 0,
-        kv_per_token=2 * text.num_hidden_layers * heads * head * size // split,
+        kv_per_token=2 * text.num_hidden_layers * heads * head * size // engine.pipeline_parallel,
         in_flight=per_gpu * in_flight,
         request_tokens=config.data.max_prompt_length + config.rollout.max_response_length,
         while_training=None if own and engine.sleep == 0 else 0,

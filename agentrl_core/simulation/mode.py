@@ -1,5 +1,6 @@
 """Runs torch code on tensors without data, and keeps account of what it does."""
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -249,6 +250,8 @@ def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulati
             # It takes fake tensors for a trace, in which causal masks are always made.
             patch("transformers.masking_utils.is_tracing", lambda *_: False),
             patch.object(torch.utils, swap.__name__, swapped),
+            # It logs a traceback of each operation that fails, whose message is in the error too.
+            patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
             fake,
             mode,
         ):

@@ -26,6 +26,8 @@ def operations_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
         return _attention(func, args, kwargs)
     if func.namespace == "torch_attn":
         return _varlen_attention(func, args, kwargs)
+    if func is aten._grouped_mm.default:
+        return _grouped(*args[:2])
     formula = flop_registry.get(func._overloadpacket)
     return int(formula(*args, **kwargs, out_val=result)) if formula is not None else 0
 
@@ -39,6 +41,12 @@ def _attention(func: Any, args: Any, kwargs: Any) -> int:
     backward = "grad_out" in given or "grad_out_" in given
     count = 2 * pairs * (3 * size + 2 * value.shape[-1] if backward else size + value.shape[-1])
     return int(count // 2 if given.get("is_causal") else count)
+
+
+def _grouped(one: Tensor, other: Tensor) -> int:
+    """Each row, or with a gradient of weights each column, of ``one`` meets the matrix of its own group only."""
+    count = 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
+    return count * (one.shape[0] if one.dim() == other.dim() == 3 else 1)
 
 
 def _varlen_attention(func: Any, args: Any, kwargs: Any) -> int:

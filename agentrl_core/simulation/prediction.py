@@ -16,7 +16,7 @@ from agentrl_core.simulation.engines import EngineShare, engine_share
 from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, PARTS, START, WEIGHTS, Phase
 from agentrl_core.simulation.workers import Simulated, simulate
 from agentrl_core.workers.log_probs import MOST_LOGITS
-from agentrl_core.workers.models import empty_causal_lm, resolve_device
+from agentrl_core.workers.models import check_architecture, empty_causal_lm, resolve_device
 
 CONTEXT = int(0.8 * GIB)
 """CUDA's context, libraries and their workspaces, for each process on the GPU; an estimate."""
@@ -130,7 +130,7 @@ def predict_here(config: ResolvedConfig) -> Prediction:
 
 def training_bytes(path: str, model: ModelConfig) -> dict[str, int]:
     """Weights, gradients and AdamW's moments of a model, together, on however many devices."""
-    nbytes = sum(each.numel() * each.element_size() for each in empty_causal_lm(path, model).parameters())
+    nbytes = sum(each.numel() * each.element_size() for each in check_architecture(path, model).parameters())
     return {WEIGHTS: nbytes, GRADIENTS: nbytes, MOMENTS: 2 * nbytes}
 
 
@@ -141,8 +141,14 @@ def predict(config: ResolvedConfig, device: Device, kind: Literal["cuda", "cpu"]
         config: of the run.
         device: of each training process.
         kind: type of the device for torch.
+
+    Raises:
+        ConfigError: transformers cannot build one of the models.
     """
-    text = empty_causal_lm(config.model.path, config.model).config.get_text_config()
+    text = check_architecture(config.model.path, config.model).config.get_text_config()
+    for path in (config.critic.path, config.reference.path, config.teacher.path):
+        if path not in (None, config.model.path):
+            check_architecture(str(path), config.model)
     reason = ""
     try:
         if kind == "cpu" and config.actor.micro_batch_tokens * text.vocab_size > _MOST_LOGITS_ON_CPU:
@@ -230,12 +236,16 @@ def _from_sizes(config: ResolvedConfig) -> Simulated:
     """Weights, gradients and moments of a model, and a guess at its activations."""
     model = empty_causal_lm(config.model.path, config.model)
     text, shape = model.config.get_text_config(), full_micro_batch(config, config.actor.micro_batch_tokens)
-    ranks, models = config.cluster.processes, 1 + config.needs_critic
-    frozen = int(config.needs_reference) + int(config.teacher.path is not None)
+    ranks, actor = config.cluster.processes, config.actor
+    trained: list[Any] = [actor, *([config.critic] if config.needs_critic else [])]
+    frozen: list[Any] = [config.reference] if config.needs_reference else []
+    frozen += [config.teacher] if config.teacher.path else []
     parameters = list(model.parameters())
     count = sum(each.numel() for each in parameters)
     nbytes = sum(each.numel() * each.element_size() for each in parameters)
-    weights, moments = nbytes * (models + frozen) // ranks, 2 * nbytes * models // ranks
+    resting = nbytes * sum(not each.offload_parameters for each in (*trained, *frozen)) // ranks
+    weights = resting + nbytes * actor.offload_parameters // ranks
+    moments = 2 * nbytes * sum(not each.offload_optimizer for each in trained) // ranks
     width = 2 if config.model.gradient_checkpointing else 34
     activations = shape.tokens * text.hidden_size * 2 * width * text.num_hidden_layers // 2
     parts = {WEIGHTS: weights, GRADIENTS: nbytes // ranks, MOMENTS: moments, "activations": activations,
@@ -245,4 +255,4 @@ def _from_sizes(config: ResolvedConfig) -> Simulated:
     forward = Phase({START: {WEIGHTS: weights, MOMENTS: moments}})
     forward.operations["bfloat16"] = 2 * count * shape.tokens
     phases = {"log-probs": forward, "update": update}
-    return Simulated(phases, weights + moments, count, nbytes, shape, shape.tokens, {}, False, 0)
+    return Simulated(phases, resting + moments, count, nbytes, shape, shape.tokens, {}, False, 0)

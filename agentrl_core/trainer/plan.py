@@ -26,16 +26,28 @@ def devices(config: ResolvedConfig) -> int:
     return config.cluster.processes + own + named
 
 
-def check_context(config: ResolvedConfig, max_position_embeddings: int | None) -> None:
-    """Reject lengths that the model does not support.
+def check_context(config: ResolvedConfig, text_config: Any) -> None:
+    """Reject lengths that the model does not support, and engines that cannot split it.
+
+    Args:
+        config: of the run.
+        text_config: the model's.
 
     Raises:
         ConfigError: with both numbers.
     """
-    if max_position_embeddings is not None and max_model_len(config) > max_position_embeddings:
+    context, heads = (getattr(text_config, key, None) for key in ("max_position_embeddings", "num_attention_heads"))
+    if context is not None and max_model_len(config) > context:
         raise ConfigError(
             f"data.max_prompt_length + rollout.max_response_length = {max_model_len(config)} tokens, but the model in "
-            f"model.path has a context of {max_position_embeddings}. Lower one of the two"
+            f"model.path has a context of {context}. Lower one of the two"
+        )
+    split = config.rollout.engine.tensor_parallel
+    if heads and heads % split:
+        allowed = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
+        raise ConfigError(
+            f"rollout.engine.tensor_parallel: {split} devices cannot share the {heads} attention heads of the model in "
+            f"model.path equally; allowed are {allowed}"
         )
 
 

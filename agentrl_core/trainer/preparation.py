@@ -115,7 +115,7 @@ class Preparation:
             if (config.tools or config.environments) and config.rollout.renderer.has("tool_parser"):
                 check_call_format(config, chat)
         data = PromptLoader(config, renderer, tools).load()
-        check_context(config, getattr(text_config, "max_position_embeddings", None))
+        check_context(config, text_config)
         if training:
             check_best_metric(config, data.validation)
             if listeners:  # A run that starts reads the whole checkpoint itself, before anything else.

@@ -15,7 +15,7 @@ from transformers.utils import logging as transformers_logging
 
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config.schema import Config, DeviceName, ModelConfig
-from agentrl_core.plugins.boundary import boundary
+from agentrl_core.plugins.boundary import boundary, described
 
 logger = logging.getLogger(__name__)
 
@@ -84,19 +84,20 @@ def _empty(auto_class: Any, path: str, config: ModelConfig) -> Any:
         ).eval()
 
 
-def check_architecture(path: str, config: ModelConfig) -> None:
-    """Reject a config.json from which transformers cannot build a model, without reading its weights.
+def check_architecture(path: str, config: ModelConfig) -> Any:
+    """The model of :func:`empty_causal_lm`, or the reason why transformers cannot build it from its config.json.
 
     Raises:
         ConfigError: with what transformers says.
     """
-    with (
-        boundary(ConfigError, f"transformers cannot build a model from {Path(path) / 'config.json'}:"),
-        quiet_progress(),
-    ):
-        model_config = AutoConfig.from_pretrained(path, trust_remote_code=config.trust_remote_code)
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(model_config, trust_remote_code=config.trust_remote_code)
+    message = f"transformers cannot build a model from {Path(path) / 'config.json'}:"
+    with boundary(ConfigError, message, describe=_with_key), quiet_progress():
+        return empty_causal_lm(path, config)
+
+
+def _with_key(failure: Exception) -> str:
+    named = [f"model.{key}" for key in ("trust_remote_code", "attn_implementation") if f"{key}=" in str(failure)]
+    return "\n".join([described(failure), *(f"In agentrl this argument is the key {key}" for key in named)])
 
 
 def _model_config(path: str, config: ModelConfig) -> Any:

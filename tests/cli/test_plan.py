@@ -43,8 +43,9 @@ def test_a_run_that_does_not_fit_names_changes_that_fit(config_file: ConfigFile)
 
 
 def test_a_config_that_never_fits_says_which_model_would(config_file: ConfigFile) -> None:  # noqa: F811
-    result = plan(config_file(num_hidden_layers=1), "--gpu", "tiny:0.01:1:100")
-    assert result.exit_code == 1 and "no change of the configuration makes it fit; a model of about" in result.output
+    result = plan(config_file(intermediate_size=65536), "--gpu", "tiny:1:1:100")
+    assert result.exit_code == 1
+    assert "no change of the configuration makes it fit; a model of about 0.0" in result.output
 
 
 def test_an_unknown_gpu_is_an_error_that_says_how_to_add_it(config_file: ConfigFile) -> None:  # noqa: F811
@@ -70,3 +71,81 @@ def test_several_gpus_share_the_model(config_file: ConfigFile) -> None:  # noqa:
     found = json.loads(result.stdout)
     assert found["processes"] == 4
     assert found["phases"]["update"]["collectives"]["all-gather"] > 0
+
+
+@pytest.mark.parametrize("figures", ["nan:1:1", "-5:1:1", "0:1:1", "inf:1:1", "24:0:1", "24:1:0", "24:one:1", "24"])
+def test_a_gpu_that_cannot_be_is_an_error(config_file: ConfigFile, figures: str) -> None:  # noqa: F811
+    result = plan(config_file(), "--gpu", f"my-gpu:{figures}")
+    assert result.exit_code == 2 and f"unknown GPU 'my-gpu:{figures}'" in result.output
+    assert "three numbers above 0" in result.output
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("", "not a valid JSON"),
+        ('{"model_type": "qwen3", "hid', "not a valid JSON"),
+        ("[1]", "Unrecognized model"),
+        ('{"temperature": 1.0}', "Unrecognized model"),
+        ('{"model_type": "no-such-model"}', "`no-such-model`"),
+        ('{"model_type": "t5"}', "T5Config"),
+        ('{"model_type": "qwen3", "num_hidden_layers": "two"}', "expected int, got str"),
+        ('{"model_type": "mamba"}', "In agentrl this argument is the key model.attn_implementation"),
+        (
+            '{"model_type": "x", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}',
+            "In agentrl this argument is the key model.trust_remote_code",
+        ),
+    ],
+)
+def test_a_config_json_that_is_no_language_models_is_an_error(
+    config_file: ConfigFile,  # noqa: F811
+    content: str,
+    reason: str,
+) -> None:
+    file = config_file()
+    (file.parent / "model" / "config.json").write_text(content)
+    result = plan(file, "--gpu", "h100-80g", "--json")
+    assert result.exit_code == 2 and result.stdout == ""
+    assert "transformers cannot build a model from" in result.stderr and reason in result.stderr
+
+
+def test_a_model_that_another_role_has_must_have_a_config_too(config_file: ConfigFile) -> None:  # noqa: F811
+    file = config_file()
+    (file.parent / "critic").mkdir()
+    (file.parent / "critic" / "config.json").write_text("{}")
+    result = plan(file, "algorithm.advantage.name=gae", f"critic.path={file.parent}/critic")
+    assert result.exit_code == 2 and "critic/config.json: ValueError: Unrecognized model" in result.output
+
+
+def test_rows_that_are_longer_than_the_context_are_an_error(config_file: ConfigFile) -> None:  # noqa: F811
+    result = plan(config_file(), "rollout.max_response_length=5000")
+    assert result.exit_code == 2 and "= 5032 tokens, but the model in model.path has a context of 4096" in result.output
+
+
+def test_what_is_left_is_that_of_the_phases_which_could_use_it(config_file: ConfigFile) -> None:  # noqa: F811
+    """The KV cache takes what the trainer leaves, which is less than all requests at their full length would take."""
+    overrides = ["cluster.runtime=ray", "data.batch_size=400", "rollout.max_response_length=4000"]
+    result = plan(config_file(num_key_value_heads=4, head_dim=128), *overrides, "--gpu", "small:3:1:100")
+    assert result.exit_code == 0, result.output
+    assert " GiB are left while it trains" in result.output and "\n0.0 GiB" not in result.output
+    assert "of the 256 requests in flight at full length" in result.output
+
+
+def test_a_gpu_without_room_for_cuda_needs_no_smaller_model(config_file: ConfigFile) -> None:  # noqa: F811
+    result = plan(config_file(), "--gpu", "tiny:0.1:1:100")
+    assert result.exit_code == 1 and "makes it fit; CUDA contexts alone take 0.8 GiB" in result.output
+
+
+def test_what_torch_logs_of_a_failed_operation_is_no_output_of_the_command(
+    config_file: ConfigFile,  # noqa: F811
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """A mixture of experts with float32 weights on one GPU."""
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    found = {}
+    for offload in ("false", "true"):
+        result = plan(config_file(**experts), f"actor.offload_optimizer={offload}", "--json", "--no-advise")
+        content = json.loads(result.stdout)
+        assert "BF16" in content["estimated"] and "Traceback" not in result.stderr + capfd.readouterr().err
+        found[offload] = content["phases"]["update"]["memory"]["moments"]
+    assert found == {"false": 8 * content["parameters"], "true": 0}

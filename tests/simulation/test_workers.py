@@ -35,6 +35,24 @@ def test_operations_are_six_for_each_parameter_and_token(make_config: MakeConfig
     assert 0.8 * expected < sum(found.phases["update"].operations.values()) < 1.2 * expected
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_expert_computes_the_tokens_that_chose_it(make_config: MakeConfig, ranks: int) -> None:
+    config = make_config(
+        "model.gradient_checkpointing=false", "model.packing=false", "model.dtype=bfloat16",
+        model_type="qwen3_moe", num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64,
+    )  # fmt: skip
+    found = simulate(config, ranks=ranks)
+    attention, router, experts = 128 * 32 * (4 + 2 + 2 + 4), 8 * 128, 2 * 3 * 128 * 64
+    head, shape = 512 * 128, found.shape
+    rows, length = MICRO_BATCHES * shape.rows, shape.prompt + shape.response
+    scores = 4 * 4 * 32 * rows * length**2 / 2
+    products = 2 * (attention + router + experts) * rows * length
+    of_head = 2 * head * rows * shape.response
+    for name, times, passes in (("log-probs", 1, 1), ("update", 3, 3.5)):
+        expected = times * (2 * products + of_head) + passes * 2 * scores
+        assert sum(found.phases[name].operations.values()) == pytest.approx(expected, rel=1e-3)
+
+
 def test_a_rank_of_four_holds_a_quarter_and_gathers_the_rest(make_config: MakeConfig) -> None:
     config = make_config()
     alone, shared = simulate(config, ranks=1), simulate(config, ranks=4)
