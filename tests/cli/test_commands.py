@@ -73,10 +73,10 @@ def test_dry_run_prints_plugins_and_arithmetic_and_starts_nothing(tiny_run: Any)
     (tiny_run.folder / "many.py").write_text(
         "class Many:\n    capabilities = {'logprobs', 'weight_update', 'parallel', 'multi_node'}\n"
     )
-    engine = {"name": "./many.py:Many", "tensor_parallel": 4, "pipeline_parallel": 2, "nodes": 2}
+    engine = {"name": "./many.py:Many", "tensor_parallel": 2, "pipeline_parallel": 4, "nodes": 2}
     cluster = {"runtime": "ray", "nodes": 2, "processes_per_node": 8}
     large = agentrl("train", tiny_run({"rollout.engine": engine, "cluster": cluster}), "--dry-run")
-    shape = "each with 8 devices on 2 hosts (tensor 4 x pipeline 2 x data 1 parallel), colocated"
+    shape = "each with 8 devices on 2 hosts (tensor 2 x pipeline 4 x data 1 parallel), colocated"
     assert f"engines 2 x Many, {shape}" in " ".join(large.output.split()), large.output
 
 

@@ -65,7 +65,8 @@ class Sees:
 @pytest.fixture
 def duel(fit: Callable[..., RunDir], tiny_run: Any) -> Callable[..., RunDir]:
     """One step of two prompts with two samples each."""
-    (tiny_run.folder / "duel.py").write_text(DUEL)
+    # Equal files are one module, which would count on.
+    (tiny_run.folder / "duel.py").write_text(f"{DUEL}\n# {tiny_run.folder}\n")
 
     def run(loop: Any = "multi_agent", **changes: Any) -> RunDir:
         return fit({
@@ -181,7 +182,8 @@ def by_token(trajectory):
 def test_a_row_that_is_not_trained_is_left_out_of_the_batch_and_its_tokens_keep_their_rewards(
     fit: Callable[..., RunDir], tiny_run: Any
 ) -> None:
-    (tiny_run.folder / "duel.py").write_text(DUEL)
+    # Equal files are one module, which would count on.
+    (tiny_run.folder / "duel.py").write_text(f"{DUEL}\n# {tiny_run.folder}\n")
     (tiny_run.folder / "loop.py").write_text(LOOP)
     run = fit({
         "rollout.engine": {"name": "scripted", "config": {"turns": ["one two", "three four five"]}},
