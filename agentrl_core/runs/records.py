@@ -21,6 +21,7 @@ from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
 from agentrl_core.api.record_format import rows_of
 from agentrl_core.api.reward import RewardResult, RewardTrajectory
+from agentrl_core.api.tree import Node
 from agentrl_core.runs.atomic import open_file, replace_file
 from agentrl_core.runs.run_dir import rollout_file_name
 
@@ -283,7 +284,8 @@ def _holds(values: list[Any]) -> bool:
 def _plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         # Without the turn of a tool call, from which the whole tree can be reached.
-        return {item.name: getattr(value, item.name) for item in fields(value) if item.repr}
+        content = ((item.name, getattr(value, item.name)) for item in fields(value))
+        return {name: item for name, item in content if not isinstance(item, Node)}
     return value.tolist() if hasattr(value, "tolist") else str(value)
 
 

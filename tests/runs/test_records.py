@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -174,3 +175,14 @@ def test_a_tool_call_in_a_record_does_not_hold_its_trajectory() -> None:
         node = Node(node, "turn", [1])
     line = to_json({"extra_fields": {"calls": [ToolCall("f", {"x": 1}, "call00001", node)]}})
     assert json.loads(line) == {"extra_fields": {"calls": [{"name": "f", "arguments": {"x": 1}, "id": "call00001"}]}}
+
+
+def test_an_object_of_a_loop_keeps_the_fields_that_its_repr_hides() -> None:
+    @dataclass
+    class Found:
+        shown: int = 1
+        hidden: int = field(default=2, repr=False)
+
+    assert json.loads(to_json({"extra_fields": {"found": Found()}})) == {
+        "extra_fields": {"found": {"shown": 1, "hidden": 2}}
+    }
