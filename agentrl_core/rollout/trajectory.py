@@ -270,10 +270,7 @@ class TrajectoryBuilder(Trajectory):
             own = line if self._start is None else line[line.index(self._start) + 1 :]
             paths = [node.parent.path for node in own if node.kind == "prompt" and node.parent is not None] + paths
         built = [self._row(path) for path in paths]
-        rows: list[AgentLoopOutput] = (
-            [row for row in built if row.tokens.sampled_tokens] if len(built) > 1 else [*built]
-        )
-        rows = rows or [*built[-1:]]
+        rows = [row for row in built if row.tokens.sampled_tokens] or built[-1:]
         rest = line[1:]
         texts = [node.said for node in rest if node.kind == "turn"]
         full_text = "".join([node.text if node.kind != "prompt" else _shown(node.messages) for node in rest])
@@ -284,7 +281,7 @@ class TrajectoryBuilder(Trajectory):
             row.num_turns = num_turns
             row.messages = self.messages
             row.turn_texts, row.full_text = texts, full_text
-        return rows if len(rows) > 1 else rows[0]
+        return [*rows] if len(rows) > 1 else rows[0]
 
     def _row(self, path: Sequence[Node]) -> TreeRow:
         shared = path.index(self._start) + 1 if self._start in path else 1
