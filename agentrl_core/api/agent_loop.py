@@ -81,7 +81,7 @@ class AgentLoopOutput:
     """One finished row: what a loop returns, one or several (``trajectory_id`` ties those together).
 
     A loop gets it from :meth:`Trajectory.finish`; its tokens are then those of a path through the trajectory's tree.
-    One that a loop fills by hand becomes a path of its own.
+    A row that a loop fills by hand becomes a separate path.
 
     Args:
         prompt_ids: ids before the first sampled token.

@@ -84,7 +84,7 @@ class Node:
     """What was added in one go.
 
     Args:
-        parent: what it follows; None: it begins the trajectory, or a branch with a prompt of its own.
+        parent: what it follows; None: it begins the trajectory, or a branch that starts with another prompt.
         kind: ``prompt`` (with a parent: the history before it was rewritten, and its ids hold all of it), ``turn``
             (the policy sampled it) or ``context`` (tools, users, the template).
         ids: its tokens.

@@ -100,7 +100,7 @@ def adopt(
     loop: str, tree: Tree, returned: Any, vocab_size: int | None = None, max_model_len: int | None = None
 ) -> list[TreeRow]:
     """The rows of a tree that a loop returned, without those that train nothing. A row that the loop filled by hand
-    becomes a path of its own.
+    becomes a separate path.
 
     Raises:
         PluginError: the loop returned something else, or lists whose lengths differ.
@@ -224,7 +224,7 @@ def _spans(versions: Sequence[int]) -> list[PolicySpan]:
 
 def _move_what_was_earned(tree: Tree, rows: Sequence[TreeRow], before: Sequence[Node], by_hand: Sequence[Node]) -> None:
     """Give calls and rewards to the turns that are left: those before the first turn to the first one, those of turns
-    that a loop replaced by lists of its own, in order, to the turns of these lists."""
+    that a loop replaced by its own lists, in order, to the turns of these lists."""
     moves = []
     if by_hand:
         kept = {node for row in rows for node in row.tokens.leaf.line}

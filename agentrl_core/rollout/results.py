@@ -111,8 +111,8 @@ class TrajectoryResult:
 
     @property
     def path_lengths(self) -> list[int]:
-        """Tokens after the first prompt of each of its paths, which have a budget each: branches and compacted parts
-        are paths of their own, and the rows into which a rewritten history splits a path are one together."""
+        """Tokens after the first prompt of each of its paths. Each has a budget: branches and compacted parts are
+        separate paths. Where a rewritten history splits a path into rows, they count as one path."""
         leaves = [row.tokens.leaf for row in self.outputs]
         rewritten = {node.parent for leaf in leaves for node in leaf.line if node.kind == "prompt"}
         return [leaf.used for leaf in leaves if leaf not in rewritten]
@@ -121,8 +121,8 @@ class TrajectoryResult:
 def by_agent(result: TrajectoryResult) -> list[TrajectoryResult]:
     """One result for each agent of a trajectory, or the result itself where its rows name none.
 
-    Each has its agent's rows, and a ``uid`` and a ``trajectory_id`` of its own: it is compared with the same agent in
-    the other samples of its prompt.
+    Each has its agent's rows, and its own ``uid`` and ``trajectory_id``: it is compared with the same agent in the
+    other samples of its prompt.
     """
     agents = dict.fromkeys(output.agent for output in result.outputs)
     if not any(agents):

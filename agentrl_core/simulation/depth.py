@@ -78,7 +78,7 @@ class Layers:
     Args:
         model: of transformers. Its config says how many layers compute: from now on so many as the depth takes at most.
         layers: of the model, before they are sharded.
-        ledger: is told the place.
+        ledger: where the code's place is noted.
         every: all layers compute.
     """
 

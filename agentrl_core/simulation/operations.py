@@ -44,7 +44,8 @@ def _attention(func: Any, args: Any, kwargs: Any) -> int:
 
 
 def _grouped(one: Tensor, other: Tensor) -> int:
-    """Each row, or with a gradient of weights each column, of ``one`` meets the matrix of its own group only."""
+    """Operations of a product by groups: each row of ``one`` is multiplied by the matrix of its group only. In a
+    gradient of weights it is each column."""
     count = 2 * one.shape[-2] * one.shape[-1] * other.shape[-1]
     return count * (one.shape[0] if one.dim() == other.dim() == 3 else 1)
 

@@ -219,7 +219,7 @@ class _Step:
     def _name(self, worker: ModelWorker) -> None:
         self._name_weights(worker)
         if worker._settings.offload_parameters:
-            # They come anew for each phase.
+            # Each phase brings new storages.
             worker._model.register_forward_pre_hook(lambda *_: self._name_weights(worker))
         if isinstance(worker, TrainingWorker):
             # As the first step makes them: the second one and all others find them.

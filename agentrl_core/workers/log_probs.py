@@ -122,7 +122,7 @@ def _of_chunks(model: Any, rows: ForwardPass, labels_n: Tensor, size: int, funct
     """
     base, whole = model.get_decoder(), model.forward
     if base is model:
-        raise WorkerError("its output head cannot be told from the rest: get_decoder() returns the model itself")
+        raise WorkerError("its output head cannot be separated from the rest: get_decoder() returns the model itself")
 
     def of_chunk(states_cH: Tensor, labels_c: Tensor, outputs: Any, inputs: dict[str, Any]) -> tuple[Tensor, ...]:
         part = replace(outputs, last_hidden_state=states_cH.unsqueeze(0))
