@@ -68,11 +68,24 @@ def free_port(preferred: int = 0, host: str = "127.0.0.1") -> int:
 
     Another process may take it before it is used: whoever starts a server tries again with another one.
     """
+    with held_port(preferred, host) as held:
+        return int(held.getsockname()[1])
+
+
+def held_port(preferred: int = 0, host: str = "127.0.0.1") -> socket.socket:
+    """A socket that keeps a :func:`free_port` for a server that takes long to start.
+
+    While it is open, only who binds with ``SO_REUSEADDR`` gets the port: most servers do, connections and
+    :func:`free_port` do not.
+    """
     for port in dict.fromkeys((preferred, 0)):
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except (OSError, OverflowError):
-                continue
-            return int(probe.getsockname()[1])
+        held = socket.socket()
+        try:
+            held.bind((host, port))
+        except (OSError, OverflowError):
+            held.close()
+            continue
+        # Only now: it would let this bind succeed where another holds the port.
+        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        return held
     raise OSError(f"no TCP port is free on {host}")

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from agentrl_core.engine_kit.ports import INTERFACE, free_port, host_address, use_ray_interface
+from agentrl_core.engine_kit.ports import INTERFACE, free_port, held_port, host_address, use_ray_interface
 
 
 def test_the_address_is_that_of_the_interface_that_the_user_names(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,3 +63,17 @@ def test_a_taken_port_gives_way_to_another() -> None:
 
 def test_without_a_preference_any_free_port_will_do() -> None:
     assert free_port() > 0
+
+
+def test_a_held_port_goes_to_a_server_and_to_nobody_else() -> None:
+    with held_port() as held, socket.socket() as server, socket.socket() as client, socket.socket() as other:
+        port = held.getsockname()[1]
+        assert free_port(port) != port
+        with held_port(port) as second:
+            assert second.getsockname()[1] != port
+        with pytest.raises(OSError, match="in use"):
+            other.bind(("127.0.0.1", port))
+        server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        server.bind(("127.0.0.1", port))
+        server.listen()
+        client.connect(("127.0.0.1", port))

@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import textwrap
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import pytest
 from agentrl_core.api import EngineContext, SamplingParams, WeightUpdate
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import Broadcast
-from agentrl_core.engine_kit.ports import free_port
+from agentrl_core.engine_kit.ports import held_port
 from agentrl_engine_sglang import engine as engine_module
 from agentrl_engine_sglang.client import SGLangClient
 from agentrl_engine_sglang.config import SGLangConfig
@@ -145,21 +146,37 @@ def test_a_taken_port_is_passed_over(serve, run, tmp_path) -> None:
     assert words[words.index("--port") + 1] != str(taken)
 
 
-def test_a_port_lost_while_the_server_starts_is_tried_again_elsewhere(serve, run, tmp_path, monkeypatch) -> None:
+def listening() -> socket.socket:
+    other = socket.socket()
+    other.bind(("127.0.0.1", 0))
+    other.listen()
+    return other
+
+
+@pytest.mark.parametrize(("mode", "lost"), [("", 1), ("bind-hangs", 1), ("bind-hangs", 3)])
+def test_a_port_lost_while_the_server_starts_is_tried_again_elsewhere(
+    mode, lost, make_engine, run, tmp_path, monkeypatch
+) -> None:
+    """A real server that finds its port taken says so and does not end."""
     log = tmp_path / "server.log"
-
-    async def main() -> None:
-        async with serve(log_file=str(log)) as engine:
-            await engine.health()
-
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        ports = iter([other.getsockname()[1]])
-        monkeypatch.setattr(engine_module, "free_port", lambda preferred: next(ports, 0) or free_port())
-        run(main())
-    assert log.read_text().count("arguments ") == 2
+    with ExitStack() as stack:
+        taken = [stack.enter_context(listening()) for _ in range(lost)]
+        ports = iter([*taken, held_port()])
+        monkeypatch.setattr(engine_module, "held_port", lambda preferred: next(ports))
+        engine = make_engine(mode, log_file=str(log), start_timeout=60.0)
+        if lost == engine_module.PORT_ATTEMPTS:
+            with pytest.raises(EngineError, match=r"found its port taken(.|\n)*address already in use"):
+                run(engine.start())
+        else:
+            run(started_and_closed(engine))
+    assert log.read_text().count("arguments ") == min(lost + 1, engine_module.PORT_ATTEMPTS)
     assert "address already in use" in log.read_text()
+
+
+async def started_and_closed(engine: SGLangEngine) -> None:
+    await engine.start()
+    await engine.health()
+    await engine.close()
 
 
 def test_a_server_that_ends_shows_its_last_30_lines(make_engine, run) -> None:

@@ -41,7 +41,9 @@ def serve(tmp_path_factory: pytest.TempPathFactory, run: Any) -> Iterator[Callab
         def start(transport: str) -> Case:
             if transport not in cases:
                 models = Models(tmp_path_factory.mktemp("models"), tied=transport == "files")
-                config = SGLangConfig(max_running_requests=64, env=CORES if SHAPES[transport] else {})
+                config = SGLangConfig(
+                    start_timeout=240.0, max_running_requests=64, env=CORES if SHAPES[transport] else {}
+                )
                 replica = started(run, partial(SGLangEngine, config), models, **SHAPES[transport])
                 cases[transport] = stack.enter_context(replica)
             return cases[transport]

@@ -6,13 +6,17 @@ from agentrl_core.testing.contracts import EngineCase, EngineContract
 from agentrl_engine_sglang.plugin import PLUGIN
 
 
+# Less than a test may take, so that a server that does not start shows its log.
+CONFIG = {"start_timeout": 240.0}
+
+
 class TestSGLang(EngineContract):
     @pytest.fixture
     def plugin(self) -> EngineCase:
-        return EngineCase(PLUGIN)
+        return EngineCase(PLUGIN, config=CONFIG)
 
 
 class TestSGLangUntied(EngineContract):
     @pytest.fixture
     def plugin(self) -> EngineCase:
-        return EngineCase(PLUGIN, tie_word_embeddings=False)
+        return EngineCase(PLUGIN, config=CONFIG, tie_word_embeddings=False)

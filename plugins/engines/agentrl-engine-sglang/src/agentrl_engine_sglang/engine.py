@@ -24,7 +24,7 @@ from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import WeightUpdate
 from agentrl_core.engine_kit.memory_files import MemoryFolder
 from agentrl_core.engine_kit.model_tensors import ModelTensors
-from agentrl_core.engine_kit.ports import free_port
+from agentrl_core.engine_kit.ports import held_port
 from agentrl_core.engine_kit.requests import check_request, read_model_config
 from agentrl_engine_sglang.client import SGLangClient
 from agentrl_engine_sglang.config import SGLangConfig
@@ -50,6 +50,8 @@ PROBE_TIMEOUT = 2.0
 END_INTERVAL = 1.0
 ABORT_ATTEMPTS = 3
 ABORT_INTERVAL = 2.0
+BIND_FAILED = "error while attempting to bind on address"
+"""What uvicorn writes where another process listens on the port."""
 MEMORY_TAGS = ("weights", "kv_cache")
 
 
@@ -129,38 +131,38 @@ class SGLangEngine(InferenceEngine):
         deadline = time.monotonic() + self._config.start_timeout
         preferred = self._config.port
         for attempt in range(1, PORT_ATTEMPTS + 1):
-            port = free_port(preferred)
-            # Whoever reaches the port could otherwise replace the weights.
-            key = {"api_key": secrets.token_hex(24)}
-            arguments = key | server_arguments(self._config, self._context, folder, port)
-            process = self._process = ServerProcess(
-                command_line(arguments, Path(folder)),
-                server_environment(self._config, self._context),
-                self._config.log_file,
-            )
-            process.start()
-            self._client = SGLangClient(
-                f"http://127.0.0.1:{arguments['port']}",
-                self._config.update_timeout,
-                self._explain_end,
-                str(arguments["api_key"]),
-            )
-            if await self._until_ready(process, self._client, folder, deadline):
-                (Path(folder) / KEY_FILE).unlink(missing_ok=True)
-                process.is_ready()
-                logger.info("SGLang server on port %d, log in %s", arguments["port"], process.log_path)
-                return
-            if attempt == PORT_ATTEMPTS or not _port_was_taken(process.last_lines()):
-                raise EngineError(
-                    f"the SGLang server ended with exit code {process.exit_code} before it was ready; its last lines:\n"
-                    f"{process.last_lines()}"
+            with held_port(preferred) as held:
+                port = held.getsockname()[1]
+                # Whoever reaches the port could otherwise replace the weights.
+                key = {"api_key": secrets.token_hex(24)}
+                arguments = key | server_arguments(self._config, self._context, folder, port)
+                process = self._process = ServerProcess(
+                    command_line(arguments, Path(folder)),
+                    server_environment(self._config, self._context),
+                    self._config.log_file,
                 )
+                process.start()
+                self._client = SGLangClient(
+                    f"http://127.0.0.1:{arguments['port']}",
+                    self._config.update_timeout,
+                    self._explain_end,
+                    str(arguments["api_key"]),
+                )
+                if await self._until_ready(process, self._client, folder, deadline):
+                    (Path(folder) / KEY_FILE).unlink(missing_ok=True)
+                    process.is_ready()
+                    logger.info("SGLang server on port %d, log in %s", arguments["port"], process.log_path)
+                    return
+            if attempt == PORT_ATTEMPTS or not _port_was_taken(process.last_lines()):
+                code = process.exit_code
+                why = "found its port taken" if code is None else f"ended with exit code {code} before it was ready"
+                raise EngineError(f"the SGLang server {why}; its last lines:\n{process.last_lines()}")
             logger.warning("port %d was taken while the SGLang server started; trying another", arguments["port"])
             await self._stop_server()
             preferred = 0
 
     async def _until_ready(self, process: ServerProcess, client: SGLangClient, folder: str, deadline: float) -> bool:
-        """False where the process ends first."""
+        """False where the process ends first, or could not have its port: it stays for ever then, without answering."""
         while process.exit_code is None:
             if time.monotonic() > deadline:
                 raise EngineError(
@@ -176,6 +178,8 @@ class SGLangEngine(InferenceEngine):
                         return True
             except (EngineError, TimeoutError, KeyError, TypeError) as error:
                 logger.debug("the SGLang server is not ready yet: %s", error)
+            if BIND_FAILED in process.last_lines():
+                return False
             await asyncio.sleep(POLL_INTERVAL)
         return False
 

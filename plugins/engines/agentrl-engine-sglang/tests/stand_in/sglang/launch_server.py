@@ -157,7 +157,13 @@ def main() -> None:
     if mode == "silent":
         say("loading for ever")
         signal.pause()
-    web.run_app(application(arguments), host=arguments.host, port=arguments.port, print=None, handle_signals=False)
+    try:
+        web.run_app(application(arguments), host=arguments.host, port=arguments.port, print=None, handle_signals=False)
+    except OSError as error:
+        if mode != "bind-hangs":
+            raise
+        say(f"ERROR:    {error}")
+        signal.pause()
 
 
 async def application(arguments: argparse.Namespace) -> web.Application:
