@@ -140,6 +140,11 @@ class Node:
         return nodes[::-1]
 
     @property
+    def conversation(self) -> list[dict[str, Any]]:
+        """The messages up to this one."""
+        return [message for node in self.line for message in node.messages]
+
+    @property
     def path(self) -> "list[Node]":
         """The nodes whose tokens the model sees: :attr:`line` from its last prompt on."""
         nodes, node = [self], self
@@ -232,10 +237,15 @@ class Tree:
         return next((node for node in reversed(self.nodes) if node.kind == "turn"), self.early)
 
     def turn_of(self, messages: Sequence[Mapping[str, Any]]) -> Node:
-        """The turn that ends a conversation; the newest turn where a loop wrote the conversation itself."""
+        """The turn that ends a conversation, which may be a copy; the newest turn where a loop wrote it itself."""
         last = next((message for message in reversed(messages) if message.get("role") == "assistant"), None)
-        turns = reversed(self.turns())
-        return next((node for node in turns if node.messages and node.messages[0] is last), self.newest)
+        turns = [node for node in reversed(self.turns()) if node.messages and node.messages[0] == last]
+        # Branches can say the same: then the object tells them apart, or else what was said before.
+        same = [node for node in turns if node.messages[0] is last]
+        if not same and len(turns) > 1:
+            said = list(messages)
+            same = [node for node in turns if said[: len(before := node.conversation)] == before]
+        return next(iter(same or turns), self.newest)
 
 
 class TreePath(NamedTuple):
