@@ -18,7 +18,7 @@ from agentrl_core.api import (
     Termination,
 )
 from agentrl_core.api.record_format import OF_TOKENS
-from agentrl_core.api.tree import Node, Tree, TreePath, paths_of
+from agentrl_core.api.tree import Node, Tree, TreePath, ids_of, paths_of
 from agentrl_core.engine_kit.requests import all_known
 from agentrl_core.hosting.tools import is_finite
 
@@ -271,10 +271,15 @@ def check_tokens(where: str, lists: AgentLoopOutput | TreePath, vocab_size: int 
     """
     if vocab_size is None:
         return
+    if isinstance(lists, TreePath):
+        # The engine has refused prompts with such ids: left are its own, and what nobody sampled after.
+        unseen = ids_of([node for node in lists.nodes if node.sampled or node is lists.leaf])
+    else:
+        unseen = [*lists.prompt_ids, *lists.response_ids]
+    with suppress(TypeError):
+        if all_known(unseen, vocab_size):
+            return
     for name, ids in (("prompt_ids", lists.prompt_ids), ("response_ids", lists.response_ids)):
-        with suppress(TypeError):
-            if not len(ids) or all_known(ids, vocab_size):
-                continue
         for place, token in enumerate(ids):
             if not isinstance(token, (int, np.integer)) or not 0 <= token < vocab_size:
                 raise ProtocolError(

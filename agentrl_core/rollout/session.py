@@ -269,7 +269,7 @@ class RolloutSession(TrajectorySession):
 
     async def call_tool(self, call: ToolCall) -> ToolOutcome:
         # A call that was pickled, or kept from another trajectory, names a turn that is not of this tree.
-        turn = next((node for node in reversed(self.tree.nodes) if node is call.turn), self.tree.newest)
+        turn = call.turn if call.turn in self.tree.nodes else self.tree.newest
         task = asyncio.current_task()
         assert task is not None, "a coroutine runs in a task"
         self._calling.add(task)

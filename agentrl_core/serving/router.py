@@ -293,7 +293,7 @@ class AsyncLLMServerManager:
             await self._bounded(f"close_session of {session_id}", call)
 
     async def _bounded(self, what: str, call: Any) -> Any:
-        late = f"{what}: no answer within {self._turn_timeout:g} s (rollout.turn_timeout)"
+        late = lambda: f"{what}: no answer within {self._turn_timeout:g} s (rollout.turn_timeout)"  # noqa: E731
         return await within(self._turn_timeout, call, late, paused=self.outage)
 
 
