@@ -51,14 +51,15 @@ class TreeRow(AgentLoopOutput):
 
     def forget(self) -> None:
         """Read the tokens off the tree again."""
-        for name in _OF_TOKENS & self.__dict__.keys():
-            del self.__dict__[name]
+        own = self.__dict__
+        for name in _OF_TOKENS.intersection(own):
+            del own[name]
 
     @property
     def is_edited(self) -> bool:
         """Whether a loop has changed a list that it read."""
-        read = _OF_TOKENS & self.__dict__.keys()
-        return not all([_is_same(self.__dict__[name], getattr(self.tokens, name)) for name in read])
+        read = _OF_TOKENS.intersection(self.__dict__)
+        return bool(read) and not all([_is_same(self.__dict__[name], getattr(self.tokens, name)) for name in read])
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name not in _OF_TOKENS}
@@ -134,7 +135,7 @@ def adopt(
             paths.append(None if isinstance(output, TreeRow) else _path_of(tree, output, leaves))
         if wrong := {name: value for name, value in output.metrics.items() if not is_finite(value)}:
             raise PluginError(f"{where} has the metrics {wrong}; allowed are finite numbers")
-        if taken := sorted(COLUMNS & output.extra_fields.keys()):
+        if taken := sorted(COLUMNS.intersection(output.extra_fields)):
             raise PluginError(f"{where}: extra_fields {', '.join(taken)}: the batch uses these names")
     before = tree.turns() if None in paths else []
     rows, ends, by_hand = list[TreeRow](), list[Node](), list[Node]()
