@@ -130,8 +130,9 @@ engines-cpu-vllm: .engines/vllm/.installed
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e . -e $(VLLM)
 	touch $@
 
+# Most of the time an engine starts, which takes one core.
 test-engine-vllm: .engines/vllm/.installed
-	.engines/vllm/bin/python -m pytest $(VLLM)/tests_real
+	.engines/vllm/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(VLLM)/tests_real
 
 # Slow: the calculator example is trained with each of them.
 test-engines-learn: engines-cpu $(VENV)/.installed
