@@ -131,7 +131,7 @@ def _gradient_of(actor: ActorWorker, batch: DataProto, in_chunks: bool = False) 
     columns = columns_of(batch, ("advantages",), "update")
     tokens, packs = actor.config.actor.micro_batch_tokens, actor._packing.is_possible
     with actor._computing():
-        for micro in micro_batches(columns, tokens, by_prompt=packs):
+        for micro in micro_batches(columns, tokens, by_prefix=packs):
             micro = micro.to(actor._device)
             (log_probs_br,) = response_log_probs(actor.module, micro, 1.0, in_chunks=in_chunks)
             (log_probs_br * micro["advantages"] * micro["response_mask"]).sum().backward()

@@ -215,7 +215,7 @@ class ModelConfig:
     attn_implementation: str = option("sdpa", help="attention implementation of transformers")
     packing: bool = option(
         True,
-        help="train without padding and compute a prompt shared by several samples once, if the model allows it "
+        help="train without padding and compute what several rows begin with once, if the model allows it "
         "(attn_implementation sdpa, only causal masks: no sliding windows, no chunks)",
     )
     chat_template: str | None = option(None, path=True, help="file with a Jinja chat template instead of the model's")
@@ -386,7 +386,11 @@ class UpdateConfig:
     epochs: int = option(1, ge=1, help="passes over the batch in each step")
     mini_batches: int = option(1, ge=1, help="optimizer steps per pass")
     micro_batch_tokens: int = option(
-        16384, ge=1, unit="tokens", help="maximum tokens, padding included, per forward and backward pass"
+        16384,
+        ge=1,
+        unit="tokens",
+        help="maximum tokens per forward and backward pass: those that are computed where rows are packed, else those "
+        "with padding",
     )
     grad_clip: float = option(1.0, gt=0, help="maximum gradient norm; larger gradients are scaled down")
     max_skipped_updates: int = option(
@@ -415,7 +419,12 @@ class CriticConfig(UpdateConfig):
 @dataclass
 class ReferenceConfig:
     path: str | None = option(None, path=True, hub=True, help="reference model; null: model.path")
-    micro_batch_tokens: int = option(32768, ge=1, unit="tokens", help="maximum tokens per forward pass, with padding")
+    micro_batch_tokens: int = option(
+        32768,
+        ge=1,
+        unit="tokens",
+        help="maximum tokens per forward pass: those that are computed where rows are packed, else those with padding",
+    )
     offload_parameters: bool = option(False, help="keep weights in host memory between phases (CUDA only)")
 
 

@@ -9,6 +9,7 @@ import torch
 
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.protocol import DataProto
+from agentrl_core.workers.micro_batching import MOST_SHARING
 
 MICRO_BATCHES = 2
 """For each rank: the second one finds the gradients of the first."""
@@ -49,7 +50,7 @@ def full_micro_batch(config: ResolvedConfig, max_tokens: int) -> Shape:
 def samples_of_a_prompt(config: ResolvedConfig, max_tokens: int) -> Shape | None:
     """Samples of one prompt at their full length; None where a micro-batch has room for one."""
     prompt, response = config.data.max_prompt_length, config.rollout.max_response_length
-    rows = min(config.rollout.n, max_tokens // (prompt + response))
+    rows = min(config.rollout.n, (max_tokens - prompt) // response, MOST_SHARING * max_tokens // (prompt + response))
     return Shape(rows, prompt, response, shared=True) if rows > 1 else None
 
 
@@ -57,11 +58,13 @@ def batch_of(shape: Shape, ranks: int) -> DataProto:
     """A batch with :data:`MICRO_BATCHES` micro-batches of this shape for each rank."""
     count = shape.rows * MICRO_BATCHES * ranks
     length = shape.prompt + shape.response
-    prompts_B = torch.arange(count) // (shape.rows if shape.shared else 1)
+    responses_B1 = torch.arange(count)[:, None]
+    prompts_B1 = responses_B1 // (shape.rows if shape.shared else 1)
     ids_BL = torch.ones(count, length, dtype=torch.long)
-    # Prompts differ in as many digits as their number has; the models' vocabularies have more than seven tokens.
-    for digit in range(min(shape.prompt, 12)):
-        ids_BL[:, digit] = 1 + prompts_B // 6**digit % 6
+    # They differ in as many digits as their number has; the models' vocabularies have more than seven tokens.
+    for digit in range(12):
+        ids_BL[:, : shape.prompt][:, digit : digit + 1] = 1 + prompts_B1 // 6**digit % 6
+        ids_BL[:, shape.prompt :][:, digit : digit + 1] = 1 + responses_B1 // 6**digit % 6
     ones_BR = torch.ones(count, shape.response)
     return DataProto.from_dict(
         tensors={

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     FakeTensorMode,
 )
 from torch.distributed.tensor import DTensor
@@ -250,6 +251,7 @@ def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulati
             # It takes fake tensors for a trace, in which causal masks are always made.
             patch("transformers.masking_utils.is_tracing", lambda *_: False),
             patch.object(torch.utils, swap.__name__, swapped),
+            patch.object(FakeTensor, "numpy", _numpy, create=True),
             # It logs a traceback of each operation that fails, whose message is in the error too.
             patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
             fake,
@@ -258,6 +260,14 @@ def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulati
             yield mode
     finally:
         torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign]
+
+
+def _numpy(tensor: Tensor) -> Any:
+    known = known_of(tensor)
+    if known is None:
+        raise SimulationError(f"the values of a tensor {list(tensor.shape)} are asked for, which no simulation has")
+    with no_dispatch():
+        return known.tensor.numpy()
 
 
 def _tensors(args: Any, kwargs: Any) -> Iterator[Tensor]:

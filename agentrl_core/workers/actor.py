@@ -162,8 +162,8 @@ class ActorWorker(FarFiles, TrainingWorker):
 
     def _mini_batch_log_probs(self, part: Columns, temperature: float) -> Tensor:
         """[M, R] of the present policy without gradient; each rank computes its share of the rows."""
-        by_prompt = self._packing.is_possible
-        share = share_of_rows(part, self._parallel, by_prompt)
+        by_prefix = self._packing.is_possible
+        share = share_of_rows(part, self._parallel, by_prefix)
         with torch.no_grad():
             computed = map_micro_batches(
                 take(part, share),
@@ -173,7 +173,7 @@ class ActorWorker(FarFiles, TrainingWorker):
                 ("log_probs",),
                 "actor.micro_batch_tokens",
                 self._parallel,
-                by_prompt,
+                by_prefix,
             )
         log_probs_MR = torch.zeros(part["response_mask"].shape)
         log_probs_MR[share] = computed["log_probs"]

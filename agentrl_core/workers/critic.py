@@ -21,7 +21,7 @@ from agentrl_core.workers.micro_batching import MicroBatch, columns_of, in_place
 from agentrl_core.workers.model_files import FILE_BYTES, save_model
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.models import empty_backbone, load_backbone
-from agentrl_core.workers.packed_attention import ForwardPass
+from agentrl_core.workers.packed_attention import forward_pass
 from agentrl_core.workers.update import MicroLoss, seed_of
 from agentrl_core.workers.weights import ModelWeights
 
@@ -45,7 +45,7 @@ class ValueModel(nn.Module):
         The value at token t is read where t is predicted, before it is sampled. Where rows are packed the n tokens are
         the sampled ones, else all.
         """
-        rows = ForwardPass.of(self.backbone, micro)
+        rows = forward_pass(self.backbone, micro)
         hidden_nH = rows.predicting_states(self.backbone(**rows.inputs, use_cache=False).last_hidden_state)
         return (self.value_head(hidden_nH.float()).squeeze(-1) if with_head else hidden_nH), rows.places
 

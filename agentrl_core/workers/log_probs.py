@@ -19,7 +19,8 @@ from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.micro_batching import MicroBatch, in_place
 from agentrl_core.workers.models import vocabulary_of
-from agentrl_core.workers.packed_attention import ForwardPass, example_rows, rounding
+from agentrl_core.workers.packed_attention import example_rows, forward_pass, rounding
+from agentrl_core.workers.packing import ForwardPass
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +46,7 @@ def response_logits(model: Any, micro: MicroBatch) -> tuple[Tensor, Tensor]:
 
     Raises WorkerError for a model that does not know ``logits_to_keep``.
     """
-    rows = ForwardPass.of(model, micro)
+    rows = forward_pass(model, micro)
     return _logits(model, rows), rows.places
 
 
@@ -68,7 +69,7 @@ def response_log_probs(
     def log_probs(logits_cV: Tensor, labels_c: Tensor) -> tuple[Tensor, ...]:
         return token_log_probs(logits_cV, labels_c, temperature, entropies)
 
-    rows = ForwardPass.of(model, micro)
+    rows = forward_pass(model, micro)
     labels_n = micro["responses"][rows.places]
     count = -(-len(labels_n) * vocabulary_of(model) // MOST_LOGITS) if in_chunks else 1
     if count > 1:
@@ -92,7 +93,7 @@ def chunks_logits(model: Any, most_logits: int, device: torch.device) -> bool:
         with torch.no_grad():
             whole_nV, places = response_logits(model, micro)
             labels_n = micro["responses"][places]
-            (cut_nV,) = _of_chunks(model, ForwardPass.of(model, micro), labels_n, 5, lambda logits, _: (logits,))
+            (cut_nV,) = _of_chunks(model, forward_pass(model, micro), labels_n, 5, lambda logits, _: (logits,))
         gap, largest = float((whole_nV - cut_nV).abs().max()), float(whole_nV.abs().max())
         if not gap <= rounding(whole_nV) * largest:
             reason = f"in chunks they differ by {gap:.2g}, the largest is {largest:.2g}"

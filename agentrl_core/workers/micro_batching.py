@@ -1,12 +1,16 @@
-"""Cutting a batch into micro-batches of similar rows, without their common padding.
+"""Cutting a batch into micro-batches: of rows that begin alike where rows are packed, else of rows of similar length.
 
 Shapes: B rows of a batch, b of a micro-batch; P prompt tokens, R response tokens.
 """
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import pairwise
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,6 +21,11 @@ from agentrl_core.workers.data_parallel import DataParallel
 SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 RESPONSE_COLUMNS = ("responses", "response_mask")
 _MASKS = ("attention_mask", "response_mask")
+
+WORTHWHILE = 0.9
+"""Share of the padded tokens above which packing only costs."""
+MOST_SHARING = 4
+"""Tokens of all packed rows for each token that is computed: attention copies the keys and values of every row."""
 
 Columns = dict[str, Tensor]
 ALONE = DataParallel()
@@ -107,52 +116,120 @@ def in_place(values_n: Tensor, places_br: Tensor) -> Tensor:
     return zeros_br.masked_scatter(places_br, values_n)
 
 
-def prompt_groups(columns: Columns) -> tuple[Tensor, Tensor]:
-    """The number [B] of each row's prompt among the different prompts, and the first row [g] of each of these."""
-    attention_BL = columns["attention_mask"].bool()
-    width_P = attention_BL.shape[1] - columns["responses"].shape[1]
-    attention_BP = attention_BL[:, :width_P]
-    parts = [columns[name][..., :width_P].reshape(len(attention_BP), -1, width_P) for name in SEQUENCE_COLUMNS]
-    # What stands in the padding is of no interest.
-    prompts = torch.cat([part * attention_BP.unsqueeze(1) for part in parts], 1).flatten(1)
-    _, group_B = torch.unique(prompts, dim=0, return_inverse=True)
-    rows_B = torch.arange(len(group_B), device=group_B.device)
-    first_g = rows_B.new_full((int(group_B.max()) + 1,), len(group_B))
-    return group_B, first_g.scatter_reduce(0, group_B, rows_B, "amin")
+@dataclass(frozen=True)
+class Prefixes:
+    """Rows in an order in which those that begin with the same tokens, ids and positions, stand next to each other.
+
+    A token that a row shares with any row before it, it shares with the row just before it.
+
+    Args:
+        rows: their numbers, in this order.
+        lengths: tokens of each.
+        shared: tokens that each has in common with the row before it, from the first one on.
+    """
+
+    rows: list[int]
+    lengths: list[int]
+    shared: list[int]
+
+    def __iter__(self) -> Iterator[tuple[int, int, int]]:
+        return zip(self.rows, self.lengths, self.shared, strict=True)
+
+    @property
+    def tokens(self) -> int:
+        """Different tokens of all rows."""
+        return sum(self.lengths) - sum(self.shared)
 
 
-def micro_batches(columns: Columns, max_tokens: int, by_prompt: bool = False) -> list[MicroBatch]:
+def prefixes_of(columns: Columns) -> Prefixes | None:
+    """None where rows cannot be packed: one has no prompt, or positions have several dimensions."""
+    ids_BL, attention_BL, positions_BL = (columns[name].cpu().numpy() for name in SEQUENCE_COLUMNS)
+    width_P = ids_BL.shape[1] - columns["responses"].shape[1]
+    if positions_BL.ndim != 2 or not attention_BL[:, :width_P].any(-1).all():
+        return None
+    # Bytes are compared quickly, and whole tokens share their first bytes only as far as they are the same.
+    tokens = [
+        np.stack([ids_L[is_token_L], positions_L[is_token_L]], -1).astype(np.int32).tobytes()
+        for ids_L, is_token_L, positions_L in zip(ids_BL, attention_BL.astype(bool), positions_BL, strict=True)
+    ]
+    rows = sorted(range(len(tokens)), key=tokens.__getitem__)
+    sorted_tokens = [np.frombuffer(tokens[row], np.int64) for row in rows]
+    shared = [0, *(_common(*pair) for pair in pairwise(sorted_tokens))]
+    return Prefixes(rows, [len(each) for each in sorted_tokens], shared[: len(rows)])
+
+
+def _common(one: "np.ndarray[Any, Any]", other: "np.ndarray[Any, Any]") -> int:
+    shorter = min(len(one), len(other))
+    is_same = one[:shorter] == other[:shorter]
+    return shorter if is_same.all() else int(is_same.argmin())
+
+
+def pays(tokens: int, padded: int) -> bool:
+    """Whether packing helps where so many of the ``padded`` tokens are different ones."""
+    return tokens <= WORTHWHILE * padded
+
+
+@dataclass(frozen=True)
+class _Size:
+    """Of a micro-batch to which rows are added."""
+
+    rows: int = 0
+    prompt: int = 0
+    response: int = 0
+    tokens: int = 0
+    different: int = 0
+    sampled: int = 0
+
+    def with_row(self, prompt: int, response: int, length: int, shared: int, sampled: int) -> "_Size":
+        shared = shared if self.rows else 0
+        return _Size(
+            self.rows + 1, max(self.prompt, prompt), max(self.response, response), self.tokens + length,
+            self.different + length - shared, self.sampled + sampled,
+        )  # fmt: skip
+
+    @property
+    def computed(self) -> int:
+        """Tokens of its forward pass, or logits, or what attention copies, whichever is most."""
+        padded = self.rows * (self.prompt + self.response)
+        if not pays(self.different, padded):
+            return padded
+        return max(self.different, self.sampled, -(-self.tokens // MOST_SHARING))
+
+
+def micro_batches(columns: Columns, max_tokens: int, by_prefix: bool = False) -> list[MicroBatch]:
     """Cut a batch: rows sorted by length, collected so that b * (p + r) <= ``max_tokens``.
 
     A row that alone is longer is its own micro-batch. Every row is in exactly one micro-batch, and none is empty.
+    The largest comes first: a batch that does not fit into memory fails at once.
 
     Args:
-        by_prompt: rows of the same prompt stay together as far as they fit, also where their lengths differ.
+        by_prefix: rows will be packed. Those that begin alike stay together as far as they fit, and a token that rows
+            share counts once; but a micro-batch has at most ``max_tokens`` sampled tokens, and its rows together
+            :data:`MOST_SHARING` times as many tokens.
     """
     attention_BL, width_R = columns["attention_mask"].bool(), columns["responses"].shape[1]
     width_P = attention_BL.shape[1] - width_R
     prompts = _extent(attention_BL[:, :width_P].flip(-1))
     responses = _extent(attention_BL[:, width_P:])
-    # Longest first: a batch that does not fit into memory fails at once, not after all of its short rows.
-    lengths = [(prompt + response, prompt) for prompt, response in zip(prompts, responses, strict=True)]
-    order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-    if by_prompt and order:
-        groups = prompt_groups(columns)[0].tolist()
-        places: dict[int, int] = {}
-        for row in order:
-            places.setdefault(groups[row], len(places))
-        order.sort(key=lambda row: places[groups[row]])
+    prefixes = prefixes_of(columns) if by_prefix else None
+    if prefixes is None:
+        padded = [(prompt + response, prompt) for prompt, response in zip(prompts, responses, strict=True)]
+        rows = sorted(range(len(padded)), key=padded.__getitem__, reverse=True)
+        # With all padding, so that packing never pays.
+        prefixes = Prefixes(rows, [attention_BL.shape[1]] * len(rows), [0] * len(rows))
+    sampled = columns["response_mask"].sum(-1).tolist()
 
     packs: list[list[int]] = []
-    longest_p = longest_r = 0
-    for row in order:
-        p, r = max(longest_p, prompts[row]), max(longest_r, responses[row])
-        if not packs or (len(packs[-1]) + 1) * (p + r) > max_tokens:
+    sizes: list[_Size] = []
+    for row, length, shared in prefixes:
+        of_row = (prompts[row], responses[row], length, shared, sampled[row])
+        if not packs or (size := sizes[-1].with_row(*of_row)).computed > max_tokens:
             packs.append([])
-            p, r = prompts[row], responses[row]
+            sizes.append(size := _Size().with_row(*of_row))
         packs[-1].append(row)
-        longest_p, longest_r = p, r
-    return [_cropped(columns, pack, width_P, prompts, responses) for pack in packs]
+        sizes[-1] = size
+    order = sorted(range(len(packs)), key=lambda number: sizes[number].computed, reverse=True)
+    return [_cropped(columns, packs[number], width_P, prompts, responses) for number in order]
 
 
 def empty_micro_batch(columns: Columns) -> MicroBatch:
@@ -166,18 +243,19 @@ def empty_micro_batch(columns: Columns) -> MicroBatch:
     return MicroBatch(torch.zeros(0, dtype=torch.long), made)
 
 
-def rank_of_rows(columns: Columns, size: int, by_prompt: bool) -> Tensor:
+def rank_of_rows(columns: Columns, size: int, by_prefix: bool) -> Tensor:
     """The rank ([B] int64, below ``size``) that works on each row; every rank gets about as many tokens.
 
-    Rows are dealt out by length; ``by_prompt``, a rank gets all rows of a prompt unless its share ends among them.
+    Rows are dealt out by length. ``by_prefix``, each rank gets rows that begin alike, so that the rank with the most
+    different tokens has as few as possible.
     """
     lengths_B = columns["attention_mask"].sum(-1)
-    ranks_B = torch.zeros_like(lengths_B)
-    if by_prompt and len(lengths_B):
-        order_B = torch.argsort(prompt_groups(columns)[0], stable=True)
-        ends_B = lengths_B[order_B].cumsum(0)
-        twice_middles_B = 2 * ends_B - lengths_B[order_B]
-        ranks_B[order_B] = twice_middles_B * size // (2 * ends_B[-1])
+    ranks_B = torch.zeros_like(lengths_B, dtype=torch.long)
+    if by_prefix and (prefixes := prefixes_of(columns)) is not None:
+        enough = bisect_left(
+            range(prefixes.tokens), True, key=lambda tokens: max(_shares(prefixes, tokens), default=0) < size
+        )
+        ranks_B[prefixes.rows] = torch.tensor(_shares(prefixes, enough), dtype=torch.long, device=ranks_B.device)
         return ranks_B
     order_B = torch.argsort(lengths_B, descending=True, stable=True)
     places_B = torch.arange(len(order_B), device=order_B.device)
@@ -187,9 +265,21 @@ def rank_of_rows(columns: Columns, size: int, by_prompt: bool) -> Tensor:
     return ranks_B
 
 
-def share_of_rows(columns: Columns, parallel: DataParallel, by_prompt: bool = False) -> Tensor:
+def _shares(prefixes: Prefixes, tokens: int) -> list[int]:
+    """The number of each row's share: consecutive rows that have at most so many different tokens, or one row."""
+    shares: list[int] = []
+    share, filled = -1, tokens
+    for _, length, shared in prefixes:
+        filled += length - shared
+        if filled > tokens:
+            share, filled = share + 1, length
+        shares.append(share)
+    return shares
+
+
+def share_of_rows(columns: Columns, parallel: DataParallel, by_prefix: bool = False) -> Tensor:
     """The rows ([n] int64) that this rank works on: see :func:`rank_of_rows`."""
-    return (rank_of_rows(columns, parallel.size, by_prompt) == parallel.rank).nonzero().squeeze(-1)
+    return (rank_of_rows(columns, parallel.size, by_prefix) == parallel.rank).nonzero().squeeze(-1)
 
 
 def in_step(micros: list[MicroBatch], columns: Columns, parallel: DataParallel) -> list[MicroBatch]:
@@ -231,17 +321,17 @@ def map_micro_batches(
     names: tuple[str, ...],
     setting: str,
     parallel: DataParallel = ALONE,
-    by_prompt: bool = False,
+    by_prefix: bool = False,
 ) -> Columns:
     """Results [b, r] of ``function`` for every micro-batch as columns ``names`` [B, R] on the CPU, in batch order.
 
-    They are float32, and 0 under mask 0. ``setting`` is the config key of ``max_tokens``, ``by_prompt`` as in
+    They are float32, and 0 under mask 0. ``setting`` is the config key of ``max_tokens``, ``by_prefix`` as in
     :func:`micro_batches`. Raises WorkerError where memory runs out. Over several ranks each has its own batch,
     and all of them must call this.
     """
     mask_BR = columns["response_mask"].cpu()
     results = {name: torch.zeros(mask_BR.shape, dtype=torch.float32) for name in names}
-    for micro in in_step(micro_batches(columns, max_tokens, by_prompt), columns, parallel):
+    for micro in in_step(micro_batches(columns, max_tokens, by_prefix), columns, parallel):
         with memory_errors(micro, setting):
             outputs = function(micro.to(device))
         for name, output_br in zip(names, outputs, strict=True):

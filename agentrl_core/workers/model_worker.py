@@ -62,9 +62,9 @@ def _plan_balanced(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if len(batch) < group.world_size:
         return plan_dp_compute_proto(group, args, kwargs)
     columns = {name: batch.batch[name] for name in needed}
-    ranks_B = rank_of_rows(columns, group.world_size, by_prompt=True)
+    ranks_B = rank_of_rows(columns, group.world_size, by_prefix=True)
     if len(set(ranks_B.tolist())) < group.world_size:
-        ranks_B = rank_of_rows(columns, group.world_size, by_prompt=False)
+        ranks_B = rank_of_rows(columns, group.world_size, by_prefix=False)
     shares = [(ranks_B == rank).nonzero().squeeze(-1) for rank in range(group.world_size)]
     calls: list[Call | None] = [((batch.select_idxs(share),), {}) for share in shares]
     back_B = torch.cat(shares).argsort()
@@ -205,7 +205,7 @@ class ModelWorker(Worker):
                 names,
                 f"{self.role}.micro_batch_tokens",
                 self._parallel,
-                by_prompt=self._packing.is_possible,
+                by_prefix=self._packing.is_possible,
             )
         return DataProto.from_dict(tensors=columns)
 
@@ -246,7 +246,7 @@ class TrainingWorker(ModelWorker):
             self.config.rollout.max_response_length,
             self._device,
             self._parallel,
-            by_prompt=self._packing.is_possible,
+            by_prefix=self._packing.is_possible,
         )
         return Offload(self._model, settings.offload_parameters, self._device)
 

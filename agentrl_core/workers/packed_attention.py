@@ -7,12 +7,10 @@ import logging
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import functional
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -20,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from agentrl_core.api.errors import ConfigError, WorkerError
 from agentrl_core.workers.micro_batching import Columns, MicroBatch
 from agentrl_core.workers.models import vocabulary_of
-from agentrl_core.workers.packing import AttentionLayout, Lengths, VarlenLayout, pack
+from agentrl_core.workers.packing import BlockLayout, ForwardPass, VarlenLayout, pack, rows_of
 
 logger = logging.getLogger(__name__)
 
@@ -35,18 +33,13 @@ NOT_PACKABLE = ("sliding_window", "position_bias", "softcap", "s_aux")
 """What some models hand to attention beside the usual, and packed attention does not know."""
 
 
-def rows_of(table: Tensor, index: Tensor) -> Tensor:
-    """``table[index]`` along the first dimension, by a lookup whose gradient is quick on a CPU, too."""
-    return functional.embedding(index, table)
-
-
 def packed_attention(
     module: torch.nn.Module,
     query: Tensor,
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    packed_layout: AttentionLayout | None = None,
+    packed_layout: BlockLayout | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Causal attention [1, T, H, D] within the rows of a packed sequence, without a layout transformers' ``sdpa``.
@@ -61,7 +54,6 @@ def packed_attention(
         plain: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **kwargs)
         return plain
     _check_packable(module, kwargs)
-    layout = packed_layout
     tables = [states.transpose(1, 2).flatten(2).squeeze(0) for states in (query, key, value)]
 
     def heads(table: Tensor, index: Tensor) -> Tensor:
@@ -72,9 +64,8 @@ def packed_attention(
         result: Tensor = sdpa_attention_forward(module, *states, mask, **kwargs)[0]
         return result.flatten(2).flatten(0, 1)
 
-    prompts = attend(layout.prompts, layout.prompts, None)
-    responses = attend(layout.responses, layout.rows, layout.seen)
-    results_Tc = rows_of(torch.cat([prompts, responses]), layout.slots)
+    results = torch.cat([attend(each.queries, each.keys, each.seen) for each in packed_layout.blocks])
+    results_Tc = rows_of(results, packed_layout.slots)
     return results_Tc.view(1, query.shape[2], query.shape[1], -1), None
 
 
@@ -90,7 +81,7 @@ def varlen_attention(
     """As :func:`packed_attention`, with FlashAttention over sequences of any length: no padding, no masks, and no
     copies of heads that several query heads share.
 
-    Queries of a response end where its row ends, which is how the kernel aligns a causal mask.
+    A row's own tokens end where the row ends, which is how the kernel aligns a causal mask.
 
     Raises:
         WorkerError: the model's attention has something that cannot be packed, or computes in another data type.
@@ -105,25 +96,15 @@ def varlen_attention(
     query_THD, key_THD, value_THD = (
         states.squeeze(0).transpose(0, 1).to(dtype) for states in (query, key, value)
     )  # fmt: skip
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor, of_queries: Lengths, of_keys: Lengths) -> Tensor:
-        result: Tensor = _varlen_attn()(
-            queries, keys, values, of_queries.starts, of_keys.starts, of_queries.longest, of_keys.longest,
-            scale=kwargs.get("scaling"), window_size=(-1, 0), enable_gqa=queries.shape[1] != keys.shape[1],
-        )  # fmt: skip
-        return result
-
-    layout, own = packed_layout, packed_layout.response_tokens
-    shared = len(query_THD) - own
-    of_prompts, prompt_keys, prompt_values = (
-        states.narrow(0, 0, shared) for states in (query_THD, key_THD, value_THD)
-    )  # fmt: skip
-    prompts = attend(of_prompts, prompt_keys, prompt_values, layout.prompts, layout.prompts)
     row_keys, row_values = (
-        rows_of(states.flatten(1), layout.row_tokens).view(-1, *states.shape[1:]) for states in (key_THD, value_THD)
+        rows_of(states.flatten(1), packed_layout.row_tokens).view(-1, *states.shape[1:])
+        for states in (key_THD, value_THD)
     )
-    responses = attend(query_THD.narrow(0, shared, own), row_keys, row_values, layout.responses, layout.rows)
-    return torch.cat([prompts, responses]).to(query.dtype).unsqueeze(0), None
+    result: Tensor = _varlen_attn()(
+        query_THD, row_keys, row_values, packed_layout.own_starts, packed_layout.row_starts, *packed_layout.longest,
+        scale=kwargs.get("scaling"), window_size=(-1, 0), enable_gqa=query_THD.shape[1] != key_THD.shape[1],
+    )  # fmt: skip
+    return result.to(query.dtype).unsqueeze(0), None
 
 
 def _varlen_attn() -> Any:
@@ -306,36 +287,10 @@ def is_packing(model: Any) -> bool:
     return _attention(model) in (PACKED, VARLEN)
 
 
-@dataclass(frozen=True)
-class ForwardPass:
-    """What a model is given for a micro-batch, and where it predicts what: packed rows, or padded ones.
-
-    Args:
-        inputs: of the model's forward.
-        predicting: positions after which response tokens are predicted, in each row of ``inputs``.
-        places: [b, r] bool, which response tokens these are, in the same order.
-    """
-
-    inputs: dict[str, Any]
-    predicting: Tensor
-    places: Tensor
-
-    @classmethod
-    def of(cls, model: Any, micro: MicroBatch) -> "ForwardPass":
-        """Packed where the model packs and where it pays, and then without response tokens that were not sampled."""
-        packed = pack(micro, varlen=_attention(model) == VARLEN) if is_packing(model) else None
-        if packed is not None:
-            return cls(packed.model_inputs, packed.predicting, packed.sampled)
-        mask_br, ids_bl = micro["response_mask"], micro["input_ids"]
-        end = ids_bl.shape[1] - 1
-        predicting = torch.arange(end - mask_br.shape[1], end, device=ids_bl.device)
-        return cls(dict(micro.model_inputs), predicting, torch.ones_like(mask_br))
-
-    def predicting_states(self, hidden: Tensor) -> Tensor:
-        """The states [n, H] after which response tokens are predicted, of all states [rows, tokens, H]."""
-        rows, width = hidden.shape[:2]
-        starts = torch.arange(0, rows * width, width, device=hidden.device)
-        return rows_of(hidden.flatten(0, 1), (starts.unsqueeze(-1) + self.predicting).flatten())
+def forward_pass(model: Any, micro: MicroBatch) -> ForwardPass:
+    """Of packed rows where the model packs and where it pays."""
+    packed = pack(micro, varlen=_attention(model) == VARLEN) if is_packing(model) else None
+    return packed or ForwardPass.of(micro)
 
 
 def _attention(model: Any) -> str:
@@ -343,13 +298,13 @@ def _attention(model: Any) -> str:
 
 
 def example_rows(model: Any) -> MicroBatch:
-    """Two prompts of different lengths with two responses each, on the CPU."""
+    """Two prompts of different lengths with two responses each, on the CPU; two of these begin with the same tokens."""
     lengths = [(6, 3), (6, 7), (4, 7), (4, 5)]
     attention_bl = torch.zeros(4, 13, dtype=torch.long)
     for row, (prompt, response) in enumerate(lengths):
         attention_bl[row, 6 - prompt : 6 + response] = 1
     ids_bl = (torch.arange(4 * 13).view(4, 13) * 7 + 1) % vocabulary_of(model)
-    ids_bl[1, :6], ids_bl[3, :6] = ids_bl[0, :6], ids_bl[2, :6]
+    ids_bl[1, :6], ids_bl[3, :8] = ids_bl[0, :6], ids_bl[2, :8]
     columns: Columns = {
         "input_ids": ids_bl,
         "attention_mask": attention_bl,

@@ -1,58 +1,90 @@
-"""Rows of a micro-batch as one sequence: no padding, and a prompt that several rows share stands in it once.
+"""Rows of a micro-batch as one sequence: no padding, and what several rows begin with stands in it once.
 
     rows                packed
     p q a b             p q a b c d e
-    p q c d e
+    p q a c d
+    p q e
 
 All that a transformer does token by token then costs as much as there are different tokens. Attention alone knows
-where the rows are: see :mod:`agentrl_core.workers.packed_attention`.
+where the rows are: see :mod:`agentrl_core.workers.packed_attention`. A row's own tokens, those that it does not share
+with the rows before it, are its end, and stand next to each other. They attend to the whole row.
 
-Shapes: b rows, p prompt and r response tokens of a micro-batch; g different prompts, T tokens of the packed sequence,
-n sampled tokens, k tokens that the last token of a row sees.
+Shapes: b rows, r response tokens and l = p + r tokens of a micro-batch; T tokens of the packed sequence; n sampled
+tokens; k tokens of the longest row; m rows of a block, q own tokens of the longest of them.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional
 
-from agentrl_core.workers.micro_batching import MicroBatch, prompt_groups
+from agentrl_core.workers.micro_batching import MicroBatch, Prefixes, pays, prefixes_of
 
-WORTHWHILE = 0.9
-"""Share of the padded tokens above which packing only costs."""
+Array = np.ndarray[Any, Any]
+
+PADDING, CALL = 1.25, 4096
+"""Pairs of query and key that a block may have for each one that its rows need, and those that cost as much as another
+block."""
 
 
 @dataclass(frozen=True)
-class AttentionLayout:
-    """Where the rows are in the packed sequence. Indices of 0 beyond the end of a prompt or row are seen by nobody.
+class ForwardPass:
+    """What a model is given for a micro-batch, and where it predicts what: packed rows, or padded ones.
 
     Args:
-        prompts: [g, p] indices of each prompt's tokens.
-        responses: [b, r] indices of each row's response.
-        rows: [b, k] indices of each row's tokens, prompt and response.
-        seen: [b or 1, 1, r, k] bool, which of ``rows`` a response token sees.
-        slots: [T] where each token's result is among those of ``prompts`` and ``responses``, one after the other.
+        inputs: of the model's forward.
+        predicting: positions after which response tokens are predicted, in each row of ``inputs``.
+        places: [b, r] bool, which response tokens these are, in the same order.
     """
 
-    prompts: Tensor
-    responses: Tensor
-    rows: Tensor
-    seen: Tensor
+    inputs: dict[str, Any]
+    predicting: Tensor
+    places: Tensor
+
+    @classmethod
+    def of(cls, micro: MicroBatch) -> "ForwardPass":
+        """Of padded rows."""
+        mask_br, ids_bl = micro["response_mask"], micro["input_ids"]
+        end = ids_bl.shape[1] - 1
+        predicting = torch.arange(end - mask_br.shape[1], end, device=ids_bl.device)
+        return cls(dict(micro.model_inputs), predicting, torch.ones_like(mask_br))
+
+    def predicting_states(self, hidden: Tensor) -> Tensor:
+        """The states [n, H] after which response tokens are predicted, of all states [rows, tokens, H]."""
+        rows, width = hidden.shape[:2]
+        starts = torch.arange(0, rows * width, width, device=hidden.device)
+        return rows_of(hidden.flatten(0, 1), (starts.unsqueeze(-1) + self.predicting).flatten())
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of similar size that attend together. Indices behind a row's end are any; what they give is not used.
+
+    Args:
+        queries: [m, q] indices of each row's own tokens.
+        keys: [m, k] indices of each row's tokens.
+        seen: [m or 1, 1, q, k] bool, which of them a token sees; None: own tokens are all tokens, attention is causal.
+    """
+
+    queries: Tensor
+    keys: Tensor
+    seen: Tensor | None
+
+
+@dataclass(frozen=True)
+class BlockLayout:
+    """Where the rows are in the packed sequence.
+
+    Args:
+        blocks: of all rows that have tokens of their own.
+        slots: [T] where each token's result is among those of the blocks' queries, one block after the other.
+    """
+
+    blocks: list[Block]
     slots: Tensor
-
-
-@dataclass(frozen=True)
-class Lengths:
-    """Sequences that stand one after the other.
-
-    Args:
-        starts: [sequences + 1] int32, where each begins, and where the last one ends.
-        longest: of their lengths.
-    """
-
-    starts: Tensor
-    longest: int
 
 
 @dataclass(frozen=True)
@@ -60,133 +92,110 @@ class VarlenLayout:
     """The same for attention that takes sequences of any length, one after the other: nothing is padded or masked.
 
     Args:
-        prompts: of the g prompts, which stand first in the packed sequence.
-        responses: of the b responses, which stand behind them.
-        rows: of the b rows, prompt and response.
+        own_starts: [rows + 1] int32, where each row's own tokens begin, and where the last ones end.
+        row_starts: the same of the rows' tokens.
+        longest: number of own tokens, and of tokens, of any row.
         row_tokens: [tokens of all rows] indices of each row's tokens, row after row.
-        response_tokens: of all responses together.
     """
 
-    prompts: Lengths
-    responses: Lengths
-    rows: Lengths
+    own_starts: Tensor
+    row_starts: Tensor
+    longest: tuple[int, int]
     row_tokens: Tensor
-    response_tokens: int
 
 
-@dataclass(frozen=True)
-class PackedRows:
-    """What a forward pass of packed rows takes, and which of its results are wanted.
-
-    Args:
-        input_ids: [1, T].
-        position_ids: [1, T].
-        layout: for attention.
-        predicting: [n] index of the token after which each sampled token was sampled.
-        sampled: [b, r] bool, the places of the n sampled tokens among the responses.
-    """
-
-    input_ids: Tensor
-    position_ids: Tensor
-    layout: AttentionLayout | VarlenLayout
-    predicting: Tensor
-    sampled: Tensor
-
-    @property
-    def model_inputs(self) -> dict[str, Any]:
-        """What the model's forward takes. A mask of four dimensions is one that transformers leaves alone."""
-        no_mask = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=self.input_ids.device)
-        return {
-            "input_ids": self.input_ids,
-            "position_ids": self.position_ids,
-            "attention_mask": no_mask,
-            "packed_layout": self.layout,
-        }
-
-
-def pack(micro: MicroBatch, varlen: bool = False) -> PackedRows | None:
-    """None where packing does not pay, or where rows have no prompt or positions of several dimensions.
+def pack(micro: MicroBatch, varlen: bool = False) -> ForwardPass | None:
+    """Of packed rows, without response tokens that were not sampled; None where packing is impossible or does not pay.
 
     Args:
         varlen: attention takes a :class:`VarlenLayout`.
     """
-    columns = micro.columns
-    width_p = columns["input_ids"].shape[1] - columns["responses"].shape[1]
-    positions_bl, attention_bl = columns["position_ids"], columns["attention_mask"].bool()
-    if positions_bl.dim() != 2 or not attention_bl[:, :width_p].any(-1).all():
+    columns, device = micro.columns, micro["input_ids"].device
+    prefixes = prefixes_of(columns)
+    if prefixes is None or not pays(prefixes.tokens, micro.tokens):
         return None
-    group_b, first_g = prompt_groups(columns)
-    prompts_gp, responses_br = attention_bl[first_g, :width_p], attention_bl[:, width_p:]
-    prompt_tokens = int(prompts_gp.sum())
-    if prompt_tokens + int(responses_br.sum()) > WORTHWHILE * micro.tokens:
-        return None
-
-    def packed(column_bl: Tensor) -> Tensor:
-        prompts_t = column_bl[first_g, :width_p][prompts_gp]
-        return torch.cat([prompts_t, column_bl[:, width_p:][responses_br]]).unsqueeze(0)
-
-    rows_bk, ends_b = _rows(prompts_gp, responses_br, group_b)
-    layout = (_varlen_layout if varlen else _layout)(prompts_gp, responses_br, rows_bk, ends_b)
-    lengths_b = prompts_gp.sum(-1)[group_b]
-    # The token before a response token is one place before it among the row's tokens.
-    before_br = (lengths_b.unsqueeze(-1) + responses_br.cumsum(-1) - 2).clamp(min=0)
-    sampled_br = columns["response_mask"] & responses_br
-    return PackedRows(
-        packed(columns["input_ids"]),
-        packed(positions_bl),
-        layout,
-        rows_bk.gather(1, before_br)[sampled_br],
-        sampled_br,
-    )
+    width_r = columns["responses"].shape[1]
+    attention_bl = columns["attention_mask"].bool()
+    sampled_br = columns["response_mask"] & attention_bl[:, -width_r:]
+    rows_bk, is_token_bk = _rows(prefixes)
+    places = np.empty(prefixes.tokens, np.int64)
+    places[rows_bk[is_token_bk]] = np.flatnonzero(attention_bl.cpu().numpy())
+    places_T = _moved(places, device)
+    inputs = {
+        "input_ids": columns["input_ids"].flatten()[places_T].unsqueeze(0),
+        "position_ids": columns["position_ids"].flatten()[places_T].unsqueeze(0),
+        # One of four dimensions is left alone by transformers.
+        "attention_mask": torch.ones(1, 1, 1, 1, dtype=torch.bool, device=device),
+        "packed_layout": (_varlen_layout if varlen else _block_layout)(prefixes, rows_bk, device),
+    }
+    # A token was sampled after the one that is one place before it in its row.
+    before_br = (attention_bl.cumsum(-1)[:, -width_r:] - 2).clamp(min=0)
+    return ForwardPass(inputs, _moved(rows_bk, device).gather(1, before_br)[sampled_br], sampled_br)
 
 
-def _rows(prompts_gp: Tensor, responses_br: Tensor, group_b: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices [b, k] of each row's tokens in the packed sequence, and how many they are."""
-    index_gp = _numbered(prompts_gp, 0)
-    index_br = _numbered(responses_br, int(prompts_gp.sum()))
-    rows_bk, ends_b = _moved_left(torch.cat([index_gp[group_b], index_br], 1),
-                                  torch.cat([prompts_gp[group_b], responses_br], 1))  # fmt: skip
-    return rows_bk[:, : int(ends_b.max())], ends_b
+def _rows(prefixes: Prefixes) -> tuple[Array, Array]:
+    """Indices [b, k] of each row's tokens in the packed sequence, and which of them there are."""
+    rows_bk = np.zeros((len(prefixes.rows), max(prefixes.lengths)), np.int64)
+    lengths_b = np.empty(len(prefixes.rows), np.int64)
+    start, before = 0, 0
+    for row, length, shared in prefixes:
+        rows_bk[row, :shared] = rows_bk[before, :shared]
+        rows_bk[row, shared:length] = np.arange(start, start + length - shared)
+        start, before, lengths_b[row] = start + length - shared, row, length
+    return rows_bk, np.arange(rows_bk.shape[1]) < lengths_b[:, None]
 
 
-def _varlen_layout(prompts_gp: Tensor, responses_br: Tensor, rows_bk: Tensor, ends_b: Tensor) -> VarlenLayout:
-    filled_bk = torch.arange(rows_bk.shape[1], device=rows_bk.device) < ends_b.unsqueeze(-1)
-    return VarlenLayout(
-        _lengths(prompts_gp.sum(-1)), _lengths(responses_br.sum(-1)), _lengths(ends_b), rows_bk[filled_bk],
-        int(responses_br.sum()),
-    )  # fmt: skip
+def _varlen_layout(prefixes: Prefixes, rows_bk: Array, device: torch.device) -> VarlenLayout:
+    rows, lengths, shared = zip(*_owners(prefixes), strict=True)
+    own = np.subtract(lengths, shared)
+    own_starts, row_starts = (_moved(np.cumsum([0, *each], dtype=np.int32), device) for each in (own, lengths))
+    tokens = np.concatenate([rows_bk[row, :length] for row, length in zip(rows, lengths, strict=True)])
+    return VarlenLayout(own_starts, row_starts, (int(own.max()), max(lengths)), _moved(tokens, device))
 
 
-def _lengths(lengths: Tensor) -> Lengths:
-    starts = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)]).int()
-    return Lengths(starts, int(lengths.max()))
+def _block_layout(prefixes: Prefixes, rows_bk: Array, device: torch.device) -> BlockLayout:
+    blocks, slots_T, results = [], np.empty(prefixes.tokens, np.int64), 0
+    for rows in _similar(prefixes):
+        row_m, length_m, shared_m = np.array(rows).T
+        keys, own_q = rows_bk[row_m, : length_m.max()], np.arange((length_m - shared_m).max())
+        queries = np.take_along_axis(keys, np.minimum(shared_m[:, None] + own_q, keys.shape[1] - 1), 1)
+        is_own = own_q < (length_m - shared_m)[:, None]
+        slots_T[queries[is_own]] = results + np.flatnonzero(is_own)
+        results += queries.size
+        seen = None
+        if shared_m.any():
+            last_m = _moved(np.unique(shared_m) if len(set(shared_m)) == 1 else shared_m, device)
+            last = last_m.view(-1, 1, 1, 1) + torch.arange(len(own_q), device=device).view(1, 1, -1, 1)
+            seen = torch.arange(keys.shape[1], device=device) <= last
+        blocks.append(Block(_moved(queries, device), _moved(keys, device), seen))
+    return BlockLayout(blocks, _moved(slots_T, device))
 
 
-def _layout(prompts_gp: Tensor, responses_br: Tensor, rows_bk: Tensor, ends_b: Tensor) -> AttentionLayout:
-    device = prompts_gp.device
-    prompts, _ = _moved_left(_numbered(prompts_gp, 0), prompts_gp)
-    responses, lengths_b = _moved_left(_numbered(responses_br, int(prompts_gp.sum())), responses_br)
-    prompt_lengths_b = ends_b - lengths_b
-    if (prompt_lengths_b == prompt_lengths_b[0]).all():
-        prompt_lengths_b = prompt_lengths_b[:1]
-    last_seen = prompt_lengths_b.view(-1, 1, 1, 1) + torch.arange(responses.shape[1], device=device).view(1, 1, -1, 1)
-    seen = torch.arange(rows_bk.shape[1], device=device) <= last_seen
-    filled = torch.cat([_filled(prompts_gp).flatten(), _filled(responses_br).flatten()])
-    return AttentionLayout(prompts, responses, rows_bk, seen, filled.nonzero().squeeze(-1))
+def _similar(prefixes: Prefixes) -> list[list[tuple[int, int, int]]]:
+    """The rows with tokens of their own by block; those that share nothing, and need no mask, are apart."""
+    blocks: list[list[tuple[int, int, int]]] = []
+    for row in sorted(_owners(prefixes), key=lambda row: (row[2] == 0, row[1] - row[2], row[1]), reverse=True):
+        if not blocks or (blocks[-1][0][2] == 0) != (row[2] == 0) or _is_wide([*blocks[-1], row]):
+            blocks.append([])
+        blocks[-1].append(row)
+    return blocks
 
 
-def _numbered(mask: Tensor, start: int) -> Tensor:
-    """Consecutive numbers from ``start`` where the mask is set, row after row, and 0 elsewhere."""
-    numbers = mask.flatten().cumsum(0).view(mask.shape) - 1 + start
-    return torch.where(mask, numbers, 0)
+def _is_wide(rows: list[tuple[int, int, int]]) -> bool:
+    _, length_m, shared_m = np.array(rows).T
+    own_m = length_m - shared_m
+    return bool(len(rows) * own_m.max() * length_m.max() > PADDING * (own_m * length_m).sum() + CALL)
 
 
-def _moved_left(index: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """What the mask selects at the beginning of each row, and how many they are."""
-    order = (~mask).to(torch.uint8).argsort(dim=-1, stable=True)
-    return index.gather(1, order), mask.sum(-1)
+def _owners(prefixes: Prefixes) -> list[tuple[int, int, int]]:
+    """The rows with tokens of their own, in the order in which these are packed."""
+    return [(row, length, shared) for row, length, shared in prefixes if length > shared]
 
 
-def _filled(mask: Tensor) -> Tensor:
-    """The same number of places of each row, at its beginning."""
-    return torch.arange(mask.shape[1], device=mask.device) < mask.sum(-1, keepdim=True)
+def _moved(array: Array, device: torch.device) -> Tensor:
+    return torch.from_numpy(array).to(device)
+
+
+def rows_of(table: Tensor, index: Tensor) -> Tensor:
+    """``table[index]`` along the first dimension, by a lookup whose gradient is quick on a CPU, too."""
+    return functional.embedding(index, table)

@@ -61,7 +61,7 @@ Prepare = Callable[[Columns, Tensor], tuple[Columns, Mapping[str, float]]]
 class Update:
     """Runs the optimizer steps of batches for one module.
 
-    ``name`` is the config section of ``config`` and the prefix of the metrics; ``by_prompt`` as in
+    ``name`` is the config section of ``config`` and the prefix of the metrics; ``by_prefix`` as in
     :func:`agentrl_core.workers.micro_batching.micro_batches`.
     """
 
@@ -75,7 +75,7 @@ class Update:
         max_response_length: int,
         device: torch.device,
         parallel: DataParallel = ALONE,
-        by_prompt: bool = False,
+        by_prefix: bool = False,
     ) -> None:
         self._name = name
         self._module = module
@@ -85,7 +85,7 @@ class Update:
         self._max_response_length = max_response_length
         self._device = device
         self._parallel = parallel
-        self._by_prompt = by_prompt
+        self._by_prefix = by_prefix
 
     def run(
         self,
@@ -170,9 +170,9 @@ class Update:
         """Forward passes over these rows, with their backward passes or without; ``rows`` are their numbers."""
         part = columns
         if self._parallel.size > 1:
-            share = share_of_rows(part, self._parallel, self._by_prompt)
+            share = share_of_rows(part, self._parallel, self._by_prefix)
             part, rows = take(part, share), rows[share]
-        micros = in_step(micro_batches(part, self._config.micro_batch_tokens, self._by_prompt), part, self._parallel)
+        micros = in_step(micro_batches(part, self._config.micro_batch_tokens, self._by_prefix), part, self._parallel)
         if backward and not micros:
             # Gradients of 0: a step without gradients would leave the moments as they are.
             micros = [empty_micro_batch(part)]

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl_core.config import load_config
 from agentrl_core.trainer import Trainer
+from agentrl_core.workers import packed_attention
 from tests.reference.plain_step import row_of
 
 CALL = '<tool_call>\n{"name": "weigh", "arguments": {"x": 0}}\n</tool_call>'
@@ -97,8 +98,27 @@ def outcome(trajectory):
 
 
 @pytest.fixture
+def packed_tokens(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Tokens of each forward pass of packed rows; the first one is the trial."""
+    found: list[int] = []
+    pack = packed_attention.pack
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        packed = pack(*args, **kwargs)
+        if packed is not None:
+            found.append(packed.inputs["input_ids"].numel())
+        return packed
+
+    monkeypatch.setattr(packed_attention, "pack", counted)
+    return found
+
+
+@pytest.fixture
 def grown(
-    tiny_run: Any, installed_plugins: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    tiny_run: Any,
+    installed_plugins: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    packed_tokens: list[int],
 ) -> tuple[Path, dict[str, Any]]:
     """The run directory and the configuration of two steps in float64."""
     monkeypatch.setattr("agentrl_core.plugins.resolution.registrations", installed_plugins)
@@ -112,7 +132,7 @@ def grown(
         "tools": [{"name": "./parts.py:Weighs", "isolation": "inline"}],
         "reward.manager": manager, "reward.functions": [{"name": "./parts.py:outcome", "isolation": "inline"}],
         "algorithm.advantage": "./parts.py:ToGo", "algorithm.old_log_probs": "actor",
-        "actor.optimizer": {"lr": 1e-4, "schedule": "constant", "warmup_steps": 0},
+        "actor.optimizer": {"lr": 1e-4, "schedule": "constant", "warmup_steps": 0}, "actor.micro_batch_tokens": 8192,
     }))  # fmt: skip
     object.__setattr__(config.model, "dtype", "float64")
     return Trainer(config).fit(), {"lr": 1e-4, "model": config.model.path, "config": config}
@@ -123,9 +143,10 @@ def lines_of(path: Path, step: int) -> list[dict[str, Any]]:
 
 
 def test_credit_is_on_the_nodes_that_earned_it_and_two_steps_are_those_of_the_papers(
-    grown: tuple[Path, dict[str, Any]],
+    grown: tuple[Path, dict[str, Any]], packed_tokens: list[int]
 ) -> None:
     path, settings = grown
+    trial, *packed_tokens = packed_tokens
     optimizer = settings["config"].actor.optimizer
     model = AutoModelForCausalLM.from_pretrained(
         settings["model"], dtype=torch.float64, attn_implementation="eager"
@@ -141,6 +162,11 @@ def test_credit_is_on_the_nodes_that_earned_it_and_two_steps_are_those_of_the_pa
         # Everything that the policy sampled is in one row and in one only.
         sampled = sum(len(node["ids"]) for line in lines for node in line["nodes"] if node["kind"] == "turn")
         assert sum(sum(row["response_mask"]) for row in rows) == sampled
+        # Log-probs and update compute what rows of both samples begin with once.
+        whole = [row["prompt_ids"] + row["response_ids"] for row in rows]
+        prefixes = {tuple(ids[:end]) for ids in whole for end in range(1, len(ids) + 1)}
+        assert packed_tokens[2 * step - 2 : 2 * step] == [len(prefixes)] * 2
+        assert len(prefixes) < 0.7 * sum(map(len, whole))
         losses = []
         for row in rows:
             ids = torch.tensor([row["prompt_ids"] + row["response_ids"]])

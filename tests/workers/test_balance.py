@@ -28,7 +28,8 @@ def tokens(call: Any) -> int:
 def test_a_batch_sorted_by_length_gives_every_rank_as_many_tokens(make_batch: Any) -> None:
     rng = random.Random(1)
     lengths = sorted((rng.randint(1, 60) for _ in range(24)), reverse=True)
-    batch = make_batch([([2, 3 + number % 3], [4] * length, [1] * length) for number, length in enumerate(lengths)])
+    rows = [([2, 3 + number % 3], [number] + [4] * (length - 1), [1] * length) for number, length in enumerate(lengths)]
+    batch = make_batch(rows)
     batch.batch["number"] = torch.arange(24)
     plan = BALANCED.plan(Ranks(4), (batch,), {})
     of_ranks = [tokens(call) for call in plan.calls]

@@ -25,7 +25,7 @@ from agentrl_core.workers.log_probs import response_log_probs, response_logits
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, micro_batches
 from agentrl_core.workers.models import enable_gradient_checkpointing, training_mode
 from agentrl_core.workers.packed_attention import PACKED, VARLEN, Packing, is_packing, varlen_attention
-from agentrl_core.workers.packing import Lengths, VarlenLayout, pack
+from agentrl_core.workers.packing import VarlenLayout, pack
 
 VOCAB = 40
 SHAPE: dict[str, Any] = {
@@ -128,10 +128,11 @@ def test_packing_is_left_out_where_it_is_not_asked_for(change):
 def test_a_shared_prompt_stands_once_and_padding_not_at_all(make_batch):
     (micro,) = micro_batches(columns_of(make_batch(ROWS), (), "test"), 10_000)
     packed = pack(micro)
-    prompts, responses = {tuple(prompt) for prompt, _, _ in ROWS}, [response for _, response, _ in ROWS]
-    assert packed.input_ids.numel() == sum(map(len, prompts)) + sum(map(len, responses))
-    assert sorted(packed.input_ids[0].tolist()) == sorted(token for ids in (*prompts, *responses) for token in ids)
-    assert len(packed.predicting) == sum(map(len, responses))
+    rows = [prompt + response for prompt, response, _ in ROWS]
+    prefixes = {tuple(ids[:end]) for ids in rows for end in range(1, len(ids) + 1)}
+    assert sorted(packed.inputs["input_ids"][0].tolist()) == sorted(prefix[-1] for prefix in prefixes)
+    assert len(prefixes) < sum(map(len, rows)) < micro.tokens
+    assert len(packed.predicting) == sum(len(response) for _, response, _ in ROWS)
 
 
 def test_logits_are_computed_for_sampled_tokens_only(model, packing, make_batch):
@@ -152,7 +153,7 @@ def test_rows_that_share_nothing_and_have_no_padding_are_not_packed(make_batch):
 def test_the_same_ids_at_other_positions_are_another_prompt(make_batch):
     columns = columns_of(make_batch(group([3, 4, 5, 6], [7, 8], [9, 10]), extra_padding=0), (), "test")
     (micro,) = micro_batches(columns, 10_000)
-    assert pack(micro).input_ids.numel() == 8
+    assert pack(micro).inputs["input_ids"].numel() == 8
     columns["position_ids"] = columns["position_ids"] + torch.tensor([[0], [5]])
     (micro,) = micro_batches(columns, 10_000)
     assert pack(micro) is None
@@ -167,7 +168,7 @@ def test_every_row_is_computed_as_if_it_were_alone(model, packing, make_batch, d
         for _ in range(data.draw(st.integers(1, 3))):
             response = data.draw(st.lists(st.integers(2, VOCAB - 1), max_size=7))
             rows.append((prompt, response, [data.draw(st.integers(0, 1)) for _ in response]))
-    (micro,) = micro_batches(columns_of(make_batch(rows), (), "test"), 10_000, by_prompt=True)
+    (micro,) = micro_batches(columns_of(make_batch(rows), (), "test"), 10_000, by_prefix=True)
     with torch.no_grad():
         with packing.on():
             (together,) = response_log_probs(model, micro, 1.0)
@@ -214,14 +215,6 @@ def test_outside_of_a_phase_the_model_is_as_it_was(model, packing, tmp_path):
 
 def test_bfloat16_is_precise_enough():
     assert packing_of(make_model(PACKABLE["qwen3"], dtype=torch.bfloat16)).is_possible
-
-
-def test_rows_of_a_prompt_stay_together_whatever_their_lengths(make_batch):
-    rows = [*group([3], [4] * 9, [4]), *group([5], [4] * 8, [4] * 2), *group([6], [4] * 7, [4] * 3)]
-    columns = columns_of(make_batch(rows), (), "test")
-    together = micro_batches(columns, 20, by_prompt=True)
-    assert [sorted(micro.rows.tolist()) for micro in together] == [[0, 1], [2, 3], [4, 5]]
-    assert [micro.rows.tolist() for micro in micro_batches(columns, 20)] == [[0, 2], [4, 5], [3, 1]]
 
 
 def plain_varlen_attn(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa,
@@ -290,11 +283,8 @@ def test_the_real_operator_takes_what_it_is_given_on_a_gpu(heads):
         def states(count: int) -> torch.Tensor:
             return torch.empty(1, 12, count, 64, dtype=torch.bfloat16, device="cuda").transpose(1, 2)
 
-        def lengths(count: int, longest: int) -> Lengths:
-            return Lengths(torch.empty(count + 1, dtype=torch.int32, device="cuda"), longest)
-
-        row_tokens = torch.empty(18, dtype=torch.long, device="cuda")
-        layout = VarlenLayout(lengths(2, 3), lengths(3, 4), lengths(3, 7), row_tokens, 7)
+        starts = torch.empty(4, dtype=torch.int32, device="cuda")
+        layout = VarlenLayout(starts, starts, (4, 7), torch.empty(18, dtype=torch.long, device="cuda"))
         result, _ = varlen_attention(
             torch.nn.Identity(), states(heads[0]), states(heads[1]), states(heads[1]), None, layout, scaling=0.1
         )

@@ -145,8 +145,12 @@ def groups_of(make_config: Callable[..., Any]) -> Iterator[Callable[[int], Group
 
 @pytest.fixture
 def batches(make_batch: Callable[..., Any], rows: list[Any]) -> list[Any]:
-    """Five steps: with uneven rows, one of them without a sampled token, and with fewer rows than ranks."""
-    return [make_batch(chosen) for chosen in (rows, rows[:3], rows[2:], rows[:1], rows[3:])]
+    """Five steps: with uneven rows, one of them without a sampled token, with fewer rows than ranks, and with forks."""
+    forks = [
+        ([3, 4, 5, 6], [7, 8, 9, 10], [1, 1, 1, 1]), ([3, 4, 5, 6], [7, 8, 11], [0, 0, 1]),
+        ([3, 4, 5, 6, 7], [12, 13], [1, 0]), ([3, 4, 5, 6], [7, 8, 9, 10], [1, 1, 1, 1]), ([3, 4, 9], [5, 5], [1, 1]),
+    ]  # fmt: skip
+    return [make_batch(chosen) for chosen in (rows, rows[:3], rows[2:], rows[:1], forks + rows[5:])]
 
 
 def step(groups: Groups, batch: Any, seed: int) -> dict[str, float]:

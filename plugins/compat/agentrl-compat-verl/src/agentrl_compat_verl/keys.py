@@ -358,7 +358,7 @@ ALWAYS = {
     "critic.forward_micro_batch_size_per_gpu": "critic.micro_batch_tokens limits these passes too",
     f"{_ACTOR}.clip_ratio": "clip_ratio_low and clip_ratio_high win in verl",
     f"{_ACTOR}.calculate_sum_pi_squared": "estimated from log-probs and entropies",
-    f"{_ACTOR}.use_prefix_grouper": "model.packing computes shared prompts once",
+    f"{_ACTOR}.use_prefix_grouper": "model.packing computes what rows begin with once",
     f"{_MODEL}.use_shm": "weights are read from the path",
     "critic.model.use_remove_padding": "model.packing holds for all models",
     "critic.model.enable_gradient_checkpointing": "model.gradient_checkpointing holds for all models",
