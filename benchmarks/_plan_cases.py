@@ -1,9 +1,9 @@
 """Updates on the CPU whose memory is predicted and measured."""
 
-import gc
 import json
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +30,11 @@ reward: {{functions: [{{name: exact_match}}]}}
 actor: {{micro_batch_tokens: {tokens}}}
 cluster: {{device: cpu}}
 """
+
+
+COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
+"""Those of FSDP2, by their names in torch 2.13 and before."""
+SETTLED_SECONDS = 0.02
 
 
 @dataclass(frozen=True)
@@ -89,15 +94,30 @@ def measured_peak(config: ResolvedConfig, ranks: int) -> int:
 
 def _measure_rank(rank: int, ranks: int, config: ResolvedConfig, folder: str) -> None:
     torch.set_num_threads(1)
-    # Gradients that FSDP2 has sent are in reference cycles. Here and in a simulation they go at once; otherwise they go
-    # when Python has made so many objects that it looks for them.
-    gc.set_threshold(20, 1, 1)
+    for name in COLLECTIVES:
+        if hasattr(dist, name):
+            setattr(dist, name, _freed_here(getattr(dist, name)))
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     peak = _measured(config, ranks)
     if rank == 0:
         (Path(folder) / "peak").write_text(str(peak))
     dist.barrier()
     dist.destroy_process_group()
+
+
+def _freed_here(collective: Callable[..., Any]) -> Callable[..., Any]:
+    """The collective, whose buffers this thread frees: the profiler does not see what gloo's threads free, and they let
+    go of a collective a moment after it has returned. Up to 60% more memory was measured without this."""
+
+    def run(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+        work = collective(*args, **kwargs, async_op=True)
+        if async_op:
+            return work
+        work.wait()
+        time.sleep(SETTLED_SECONDS)
+        return None
+
+    return run
 
 
 def _measured(config: ResolvedConfig, ranks: int) -> int:

@@ -294,7 +294,8 @@ CLI_HEAD = """\
 # Command line
 
 `agentrl COMMAND -h` prints the help of a command. `--debug`, anywhere in the line, shows the traceback of an error that
-is otherwise one message. `--json` prints what scripts can read on standard output, and log lines on standard error.
+is otherwise one message. `--json` prints what scripts can read on standard output, and log lines on standard error; an
+error is `{"error": "…"}` there.
 
 ## Exit codes
 

@@ -167,17 +167,21 @@ def print_error(error: Exception, verbose: bool) -> None:
     if verbose:
         traceback.print_exception(error, file=sys.stderr)
     console = Console(stderr=True, highlight=False)
-    console.print(Text.assemble(("error: ", "bold red"), _message(error)), soft_wrap=True)
+    console.print(Text.assemble(("error: ", "bold red"), message(error)), soft_wrap=True)
 
 
-def _message(error: Exception) -> str:
+def message(error: Exception) -> str:
+    """What an error says to the user."""
     if _is_of_a_file(error):
         reason = (error.strerror or str(error)).lower()
         return f"{error.filename or 'a file'}: {reason}. {_FILE_ERRORS[error.errno or 0]}"
     if isinstance(error, ModuleNotFoundError):
         extra = _EXTRA_OF_MODULE[_root(error)]
         return f"this needs {_root(error)}, which is not installed: pip install 'agentrl-core[{extra}]'"
-    return "\n".join([str(error), *getattr(error, "__notes__", ())])
+    text = str(error) if is_for_the_user(error) else f"{type(error).__name__}: {error}"
+    # An error of the command line says more than its text.
+    said = getattr(error, "format_message", lambda: text)()
+    return "\n".join([said, *getattr(error, "__notes__", ())])
 
 
 def _root(error: ModuleNotFoundError) -> str:

@@ -4,6 +4,7 @@ Packages add subcommands through the entry-point group ``agentrl.cli``: ``name =
 """
 
 import ast
+import json
 import os
 import sys
 from collections.abc import Callable
@@ -38,6 +39,7 @@ COMMANDS = {
 }
 """By name: the module and its function or group of commands, and the help text."""
 VERBOSE = "agentrl.verbose"
+AS_JSON = "agentrl.json"
 COMPLETE = "_AGENTRL_COMPLETE"
 """The variable in which a shell asks for completions."""
 
@@ -148,6 +150,7 @@ class AgentRLGroup(TyperGroup):
         """Take ``--debug`` wherever it stands: an error is seen after the command was typed."""
         end = args.index("--") if "--" in args else len(args)
         ctx.meta[VERBOSE] = "--debug" in args[:end]
+        ctx.meta[AS_JSON] = "--json" in args[:end]
         return super().parse_args(ctx, [each for each in args[:end] if each != "--debug"] + args[end:])
 
     def list_commands(self, ctx: Any) -> list[str]:
@@ -172,6 +175,9 @@ class AgentRLGroup(TyperGroup):
         except Exception as error:
             from agentrl_core.cli import _shared
 
+            if ctx.meta[AS_JSON] and not isinstance(error, typer.Exit | typer.Abort):
+                # Scripts read one document from standard output, whatever happens.
+                typer.echo(json.dumps({"error": _shared.message(error)}, ensure_ascii=False))
             if not _shared.is_for_the_user(error):
                 raise
             _shared.print_error(error, verbose=ctx.meta.get(VERBOSE, False))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from agentrl_core.api.errors import ConfigError
 from agentrl_core.cli._shared import ConfigFile, Json, Overrides, console_of_stdout, new_table, say, set_up_logging
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.config.hub import config_directory
@@ -83,9 +84,16 @@ def _given(nodes: int | None, gpus_per_node: int | None, model: str | None) -> l
 def _loaded(config: Path, overrides: Sequence[str]) -> ResolvedConfig:
     """The configuration, whose model may lack its weights."""
     loaded = load_config(config, list(overrides), check_files=False)
-    for section in (loaded.model, loaded.critic, loaded.reference, loaded.teacher):
+    problems: list[str] = []
+    for name in ("model", "critic", "reference", "teacher"):
+        section = getattr(loaded, name)
         if section.path is not None:
-            section.path = config_directory(section.path)
+            try:
+                section.path = config_directory(section.path)
+            except ConfigError as error:
+                problems += [f"{name}.path: {problem}" for problem in error.problems]
+    if problems:
+        raise ConfigError(problems)
     return loaded
 
 

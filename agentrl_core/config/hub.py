@@ -4,6 +4,8 @@ They are read from the hub's cache, which HF_HOME moves; with HF_HUB_OFFLINE=1 f
 """
 
 import re
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from agentrl_core.api.errors import ConfigError
@@ -27,19 +29,12 @@ def config_directory(path: str) -> str:
     """
     if (Path(path) / "config.json").is_file():
         return path
-    name = path if is_hub_name(path) else "/".join(Path(path).parts[-2:])
-    match = _NAME.fullmatch(name)
-    if Path(path).is_dir() or match is None:
-        raise ConfigError(f"{path!r} has no config.json: name a directory with the model's, or a model of the hub")
+    if not is_hub_name(path):
+        found = f"{path} has no config.json" if Path(path).is_dir() else f"no such directory: {path}"
+        raise ConfigError(f"{found}; name a directory with the model's config.json, or a model of the hub as org/name")
     from huggingface_hub import hf_hub_download
 
-    try:
-        return str(Path(hf_hub_download(match[1], "config.json", revision=match[2])).parent)
-    except Exception as error:  # noqa: BLE001 - errors of the hub, of its HTTP client and of the disk
-        raise ConfigError(
-            f"{path!r} is no directory, and the Hugging Face hub does not give the config.json of {name} "
-            f"({' '.join(str(error).split()) or type(error).__name__}). A directory with config.json is enough"
-        ) from error
+    return str(Path(_fetched(path, lambda name, **of: hf_hub_download(name, "config.json", **of))).parent)
 
 
 def hub_directory(name: str) -> str:
@@ -48,14 +43,35 @@ def hub_directory(name: str) -> str:
     Raises:
         ConfigError: there is no such model, it cannot be reached, or it has no weights in safetensors.
     """
-    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub import snapshot_download
+
+    found = _fetched(name, partial(snapshot_download, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    for pattern in ("config.json", "*.safetensors"):
+        if not any(Path(found).glob(pattern)):
+            raise ConfigError(
+                f"{name!r} is a model of the Hugging Face hub, and {found} has no {pattern}; fetch it again with a "
+                "connection, or name a model with weights in safetensors"
+            )
+    return found
+
+
+def _fetched(name: str, fetch: Callable[..., str]) -> str:
+    """What ``fetch(repository, revision=…)`` of the hub's client gives.
+
+    Raises:
+        ConfigError: whatever went wrong, with what to do.
+    """
+    from huggingface_hub import constants
 
     match = _NAME.fullmatch(name)
     assert match is not None, f"{name} is no name of the hub"
     try:
-        found = snapshot_download(match[1], revision=match[2], allow_patterns=_WANTED, ignore_patterns=_UNWANTED)
+        return fetch(match[1], revision=match[2])
     except Exception as error:  # noqa: BLE001 - errors of the hub, of its HTTP client and of the disk
-        reason = f"the Hugging Face hub does not give it ({' '.join(str(error).split()) or type(error).__name__})"
+        reason = (
+            f"the Hugging Face hub does not give it ({' '.join(str(error).split()) or type(error).__name__}); check "
+            "the name and the connection, or name a directory"
+        )
         if constants.HF_HUB_OFFLINE:
             reason = (
                 f"HF_HUB_OFFLINE is set, and the cache {constants.HF_HUB_CACHE} does not have it "
@@ -65,10 +81,3 @@ def hub_directory(name: str) -> str:
             f"{name!r} is neither a directory, seen from the file that names it, nor a model that can be fetched: "
             f"{reason}"
         ) from error
-    for pattern in ("config.json", "*.safetensors"):
-        if not any(Path(found).glob(pattern)):
-            raise ConfigError(
-                f"{name!r} is a model of the Hugging Face hub, and {found} has no {pattern}; fetch it again with a "
-                "connection, or name a model with weights in safetensors"
-            )
-    return found

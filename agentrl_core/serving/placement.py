@@ -124,8 +124,9 @@ def assign_shared_gpus(config: ResolvedConfig, places: Sequence[Place]) -> GpuAs
     if slot.devices > 1 and replicas * slot.devices > len(places):
         raise ConfigError(
             f"rollout.engine: {replicas} replica(s) of {_shape(slot)} need {replicas * slot.devices} GPUs, the "
-            f"training processes have {len(places)} (cluster.nodes x cluster.processes_per_node); lower replicas or "
-            "their devices, or give engines GPUs of their own with rollout.engine.placement=standalone"
+            f"training processes have {len(places)} (cluster.nodes x cluster.processes_per_node); allowed are up to "
+            f"{len(places)}: lower rollout.engine.replicas, tensor_parallel, pipeline_parallel or data_parallel, or "
+            "give engines GPUs of their own with rollout.engine.placement=standalone"
         )
     return [_shared_gpus(slot, replica, places) for replica in range(replicas)]
 

@@ -1,7 +1,6 @@
 """What code asks of CUDA, answered without a GPU, where tensors have no data."""
 
 import ctypes
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -23,7 +22,6 @@ _GUARDS = "_ZN3c104impl26device_guard_impl_registryE"
 """``c10::impl::device_guard_impl_registry``, a pointer for each type of device."""
 _CUDA, _META = 1, 14
 """Numbers of these types of device in ``c10::DeviceType``."""
-_POST_BACKWARD = FSDPParamGroup.post_backward
 _LARGEST_HEAD = 256
 """Dimensions of a head that flash attention takes."""
 
@@ -65,11 +63,7 @@ class _Calls(TorchFunctionMode):
 
         def run(*args: Any, **kwargs: Any) -> Any:
             with self._device_hidden(False):
-                result = function(*args, **kwargs)
-            if function is _POST_BACKWARD:
-                # Gradients that were sent are in cycles, which Python collects soon, and a simulation where it says so.
-                gc.collect()
-            return result
+                return function(*args, **kwargs)
 
         return run
 

@@ -30,6 +30,8 @@ class Phase:
         passes: forward passes that entered the first layer.
         operations: floating-point operations by dtype.
         collectives: bytes that this rank sends or receives, by collective.
+        each_pass: those of them between the first layer's first forward pass and its second: what one more
+            micro-batch adds. What is gathered once for a phase, and what an optimizer step sends, does not grow.
         calls: number of calls, by collective.
     """
 
@@ -37,6 +39,7 @@ class Phase:
     passes: int = 0
     operations: Counter[str] = field(default_factory=Counter)
     collectives: Counter[str] = field(default_factory=Counter)
+    each_pass: Counter[str] = field(default_factory=Counter)
     calls: Counter[str] = field(default_factory=Counter)
 
     @property
@@ -61,7 +64,7 @@ class Phase:
         return Phase(
             {place: grown(parts, more.parts_at[place]) for place, parts in self.parts_at.items()}, self.passes,
             grown(self.operations, more.operations), grown(self.collectives, more.collectives),
-            grown(self.calls, more.calls),
+            grown(self.each_pass, more.each_pass), grown(self.calls, more.calls),
         )  # fmt: skip
 
 

@@ -206,8 +206,11 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _note_collective(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
         name, nbytes = collective_bytes(func, args, tensors, self._device)
         if nbytes:
-            self.ledger.phase.collectives[name] += nbytes
-            self.ledger.phase.calls[name] += 1
+            phase = self.ledger.phase
+            phase.collectives[name] += nbytes
+            phase.calls[name] += 1
+            if phase.passes == 1:
+                phase.each_pass[name] += nbytes
         for each in tensors:
             if each.device.type == self._device:
                 self.ledger.name(each.untyped_storage(), GATHERED)

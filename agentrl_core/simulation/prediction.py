@@ -10,11 +10,14 @@ import torch
 
 from agentrl_core.api.errors import SimulationError
 from agentrl_core.config import ModelConfig, ResolvedConfig
+from agentrl_core.controller.worker_group import Place
+from agentrl_core.serving.placement import assign_shared_gpus
 from agentrl_core.simulation.batches import full_micro_batch
 from agentrl_core.simulation.devices import GIB, NETWORK, Device, device_called
 from agentrl_core.simulation.engines import EngineShare, engine_share
 from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, PARTS, START, WEIGHTS, Phase
 from agentrl_core.simulation.workers import Simulated, simulate
+from agentrl_core.workers.flops import multiplied_parameters, routed_experts
 from agentrl_core.workers.log_probs import MOST_LOGITS
 from agentrl_core.workers.models import check_architecture, empty_causal_lm, resolve_device
 
@@ -23,6 +26,7 @@ CONTEXT = int(0.8 * GIB)
 USABLE = 0.95
 """Share of the memory that allocators can use: the rest is lost between blocks of different sizes; an estimate."""
 _MOST_LOGITS_ON_CPU = 2**28
+_CRITIC = ("values", "critic update")
 RESERVED, KV_CACHE, ENGINE = "CUDA contexts", "KV cache", "engine weights"
 
 
@@ -145,7 +149,10 @@ def predict(config: ResolvedConfig, device: Device, kind: Literal["cuda", "cpu"]
     Raises:
         ConfigError: transformers cannot build one of the models.
     """
-    text = check_architecture(config.model.path, config.model).config.get_text_config()
+    if kind == "cuda":
+        _check_placement(config)
+    model = check_architecture(config.model.path, config.model)
+    text = model.config.get_text_config()
     for path in (config.critic.path, config.reference.path, config.teacher.path):
         if path not in (None, config.model.path):
             check_architecture(str(path), config.model)
@@ -157,13 +164,25 @@ def predict(config: ResolvedConfig, device: Device, kind: Literal["cuda", "cpu"]
     except SimulationError as error:
         reason, found = str(error), _from_sizes(config)
     engine = engine_share(config, text, found.parameters)
-    phases = _phases(config, device, found, engine, CONTEXT if kind == "cuda" else 0)
+    phases = _phases(config, device, found, engine, model, CONTEXT if kind == "cuda" else 0)
     shape = f"{found.shape.rows} rows of {found.shape.prompt} + {found.shape.response} tokens"
     return Prediction(device, config.cluster.processes, found.parameters, phases, shape, found.logits, engine, reason)
 
 
+def _check_placement(config: ResolvedConfig) -> None:
+    """Engines that share GPUs with training processes find theirs among those, as in a run.
+
+    Raises:
+        ConfigError: they are too many, or cannot be spread like that.
+    """
+    cluster = config.cluster
+    if cluster.runtime == "ray" and config.rollout.engine.placement == "colocated":
+        ranks = ((node, place) for node in range(cluster.nodes) for place in range(cluster.processes_per_node))
+        assign_shared_gpus(config, [Place(f"node {node}", (str(place),)) for node, place in ranks])
+
+
 def _phases(
-    config: ResolvedConfig, device: Device, found: Simulated, engine: EngineShare | None, context: int
+    config: ResolvedConfig, device: Device, found: Simulated, engine: EngineShare | None, model: Any, context: int
 ) -> dict[str, PhaseFigures]:
     contexts = context * (2 if engine is not None and config.cluster.runtime == "ray" else 1)
     resident = {RESERVED: contexts}
@@ -173,18 +192,24 @@ def _phases(
         left = int(device.memory * USABLE) - contexts - found.resting - engine.weights
         cache = min(engine.kv_cache, max(left, engine.request))
         memory = {"trainer": found.resting, ENGINE: engine.weights, KV_CACHE: cache, **resident}
-        phases["rollout"] = PhaseFigures(memory, _rollout_seconds(config, device, found, engine))
+        phases["rollout"] = PhaseFigures(memory, _rollout_seconds(config, device, found, engine, model))
         if engine.while_training is None:
             resident |= {ENGINE: engine.weights, KV_CACHE: cache}
-    factor = _micro_batches(config, found)
+    factor = _times_by_tokens(config, found)
     for name, phase in found.phases.items():
         memory = {part: phase.parts.get(part, 0) for part in PARTS} | resident
         if name == "send weights" and engine is not None:
             memory[ENGINE] = engine.weights
-        times = factor * config.actor.epochs if "update" in name else factor
-        times = 1 if name == "send weights" else times
+        epochs = _section(config, name).epochs if "update" in name else 1
+        times = 1 if name == "send weights" else factor * epochs
         operations = {dtype: count * times for dtype, count in phase.operations.items()}
-        collectives = {key: nbytes * times for key, nbytes in phase.collectives.items()}
+        collectives: dict[str, float] = dict(phase.collectives)
+        if name != "send weights":
+            runs = 1 + found.packs
+            more = _micro_batches(config, name) - phase.passes / runs
+            collectives = {
+                key: epochs * (nbytes / runs + more * phase.each_pass[key]) for key, nbytes in phase.collectives.items()
+            }
         phases[name] = PhaseFigures(
             memory, _seconds(config, device, operations, collectives, phase if "update" in name else None),
             float(sum(operations.values())), collectives,
@@ -192,11 +217,25 @@ def _phases(
     return phases
 
 
-def _micro_batches(config: ResolvedConfig, found: Simulated) -> float:
+def _section(config: ResolvedConfig, phase: str) -> Any:
+    """Of the worker that runs a phase."""
+    return getattr(config, "critic" if phase in _CRITIC else phase if phase in ("reference", "teacher") else "actor")
+
+
+def _times_by_tokens(config: ResolvedConfig, found: Simulated) -> float:
     """How often a rank computes what was simulated, by tokens."""
     length = config.data.max_prompt_length + config.rollout.max_response_length
     tokens = config.data.batch_size * config.rollout.n * length / config.cluster.processes
     return tokens / max(found.tokens, 1)
+
+
+def _micro_batches(config: ResolvedConfig, phase: str) -> int:
+    """Micro-batches of a rank in one pass over a step's rows, which all have their full length: each of them gathers
+    parameters and sends gradients, however few tokens it has."""
+    section, length = _section(config, phase), config.data.max_prompt_length + config.rollout.max_response_length
+    mini_batches = section.mini_batches if "update" in phase else 1
+    rows = math.ceil(config.data.batch_size * config.rollout.n / mini_batches / config.cluster.processes)
+    return int(mini_batches * math.ceil(rows / max(section.micro_batch_tokens // length, 1)))
 
 
 def _seconds(
@@ -221,15 +260,20 @@ def _seconds(
     return max(computing, sending) + touched * config.actor.mini_batches * config.actor.epochs / device.bandwidth
 
 
-def _rollout_seconds(config: ResolvedConfig, device: Device, found: Simulated, engine: EngineShare) -> float:
-    """Every token of the longest answer needs a pass over the weights; all tokens together their operations."""
+def _rollout_seconds(
+    config: ResolvedConfig, device: Device, found: Simulated, engine: EngineShare, model: Any
+) -> float:
+    """Every token of the longest answer needs a pass over the weights, of routed experts over those that the requests
+    in flight choose; all tokens together need their operations."""
     rows = config.data.batch_size * config.rollout.n / config.cluster.processes
     response = config.rollout.max_response_length
-    weights = engine.weights or found.parameters * 2
+    experts, chosen = routed_experts(model)
+    weights = float(engine.weights or found.parameters * 2)
+    weights *= 1 - experts / found.parameters * (1 - min(engine.in_flight * chosen, 1.0))
     waves = max(rows / max(engine.in_flight, 1), 1.0)
     reading = waves * response * weights / device.bandwidth
     forward = sum(found.phases["log-probs"].operations.values()) if "log-probs" in found.phases else 0
-    return max(reading, forward * _micro_batches(config, found) / device.half)
+    return max(reading, forward * _times_by_tokens(config, found) / device.half)
 
 
 def _from_sizes(config: ResolvedConfig) -> Simulated:
@@ -251,8 +295,10 @@ def _from_sizes(config: ResolvedConfig) -> Simulated:
     parts = {WEIGHTS: weights, GRADIENTS: nbytes // ranks, MOMENTS: moments, "activations": activations,
              "logits": 4 * min(shape.tokens * text.vocab_size, MOST_LOGITS)}  # fmt: skip
     update = Phase({START: parts})
-    update.operations["bfloat16"] = 6 * count * shape.tokens
+    # A token is multiplied with the experts that it chooses; all of them take memory.
+    multiplied = multiplied_parameters(model) or count
+    update.operations["bfloat16"] = 6 * multiplied * shape.tokens
     forward = Phase({START: {WEIGHTS: weights, MOMENTS: moments}})
-    forward.operations["bfloat16"] = 2 * count * shape.tokens
+    forward.operations["bfloat16"] = 2 * multiplied * shape.tokens
     phases = {"log-probs": forward, "update": update}
     return Simulated(phases, resting + moments, count, nbytes, shape, shape.tokens, {}, False, 0)

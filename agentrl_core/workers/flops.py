@@ -11,6 +11,8 @@ _PEAKS = {
 }
 """Dense bfloat16 operations per second, from NVIDIA's data sheets, by a part of the device's name; first match."""
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+_CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk")
+"""Keys of a model's config: how many experts there are, and how many of them a token chooses."""
 
 
 def peak_flops(device_name: str) -> float | None:
@@ -18,16 +20,30 @@ def peak_flops(device_name: str) -> float | None:
     return next((peak for name, peak in _PEAKS.items() if name in device_name), None)
 
 
-def multiplied_parameters(model: nn.Module) -> int | None:
-    """Parameters that each token is multiplied with: all, without input embeddings that are only looked up.
+def routed_experts(model: nn.Module) -> tuple[int, float]:
+    """Parameters of the experts among which a router chooses, and the share of them that a token is multiplied with.
 
-    None for mixtures of experts, of which a token sees a part.
+    Shared experts are not among them. The share is 0 where the config does not say it.
     """
     config = model.config.get_text_config()  # type: ignore[operator, union-attr]
-    if any(getattr(config, name, None) for name in _EXPERTS):
+    experts, chosen = (
+        next((count for key in keys if (count := getattr(config, key, None))), 0) for keys in (_EXPERTS, _CHOSEN)
+    )
+    if not experts:
+        return 0, 1.0
+    return sum(each.numel() for name, each in model.named_parameters() if ".experts." in name), chosen / experts
+
+
+def multiplied_parameters(model: nn.Module) -> int | None:
+    """Parameters that each token is multiplied with: all, without input embeddings that are only looked up, and of a
+    mixture of experts those that it chooses; None where the config does not say how many these are.
+    """
+    config = model.config.get_text_config()  # type: ignore[operator, union-attr]
+    experts, chosen = routed_experts(model)
+    if not chosen:
         return None
     looked_up = 0 if config.tie_word_embeddings else model.get_input_embeddings().weight.numel()  # type: ignore[operator]
-    return sum(parameter.numel() for parameter in model.parameters()) - looked_up
+    return sum(parameter.numel() for parameter in model.parameters()) - looked_up - round(experts * (1 - chosen))
 
 
 def utilisation(

@@ -4,7 +4,9 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import huggingface_hub
 import pytest
+from huggingface_hub import constants
 from typer.testing import CliRunner, Result
 
 from agentrl_core.api.errors import SimulationError
@@ -105,8 +107,9 @@ def test_a_config_json_that_is_no_language_models_is_an_error(
     file = config_file()
     (file.parent / "model" / "config.json").write_text(content)
     result = plan(file, "--gpu", "h100-80g", "--json")
-    assert result.exit_code == 2 and result.stdout == ""
-    assert "transformers cannot build a model from" in result.stderr and reason in result.stderr
+    assert result.exit_code == 2 and list(found := json.loads(result.stdout)) == ["error"]
+    for text in (found["error"], result.stderr):
+        assert "transformers cannot build a model from" in text and reason in text
 
 
 def test_a_model_that_another_role_has_must_have_a_config_too(config_file: ConfigFile) -> None:  # noqa: F811
@@ -149,3 +152,75 @@ def test_what_torch_logs_of_a_failed_operation_is_no_output_of_the_command(
         assert "BF16" in content["estimated"] and "Traceback" not in result.stderr + capfd.readouterr().err
         found[offload] = content["phases"]["update"]["memory"]["moments"]
     assert found == {"false": 8 * content["parameters"], "true": 0}
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--gpu", "h900"], 2, "unknown GPU 'h900'"),
+        (["rollout.n=none"], 2, "rollout.n"),
+        (["--nodes", "none"], 2, "Invalid value for '--nodes'"),
+        (["cluster.runtime=ray", "rollout.engine.name=vllm", "rollout.engine.tensor_parallel=4"], 2, "up to 1:"),
+    ],
+)
+def test_json_of_an_error_is_json(
+    config_file: ConfigFile,  # noqa: F811
+    arguments: list[str],
+    code: int,
+    said: str,
+    as_json: bool,
+) -> None:
+    result = plan(config_file(), *arguments, *(["--json"] if as_json else []))
+    assert result.exit_code == code and said in result.stderr
+    if as_json:
+        assert said in json.loads(result.stdout)["error"]
+    else:
+        assert result.stdout == ""
+
+
+def test_json_of_a_defect_is_json(
+    config_file: ConfigFile,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise IndexError("a defect of ours")
+
+    monkeypatch.setattr(prediction, "predict", fails)
+    result = plan(config_file(), "--json")
+    assert isinstance(result.exception, IndexError)
+    assert json.loads(result.stdout) == {"error": "IndexError: a defect of ours"}
+
+
+@pytest.mark.parametrize("path", ["./missing/path", "/no/such/model", "models/of/mine", "model"])
+def test_a_path_that_is_not_there_is_an_error_without_the_hub(
+    config_file: ConfigFile,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    path: str,
+) -> None:
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", None)
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path / "empty")
+    result = plan(config_file(), "--model", path)
+    assert result.exit_code == 2
+    full = tmp_path / "empty" / path
+    assert f"model.path: no such directory: {full}; name a directory with the model's config.json" in result.stderr
+
+
+def test_a_model_that_the_hub_does_not_give_says_what_to_do(
+    config_file: ConfigFile,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(*arguments: object, **options: object) -> None:
+        raise OSError("[Errno 101] Network is unreachable")
+
+    monkeypatch.setattr(huggingface_hub, "hf_hub_download", fails)
+    result = plan(config_file(), "--model", "org/name", "--json")
+    assert result.exit_code == 2
+    said = json.loads(result.stdout)["error"]
+    assert "model.path: 'org/name' is neither a directory" in said and "Network is unreachable" in said
+    assert "check the name and the connection, or name a directory" in said
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    result = plan(config_file(), "--model", "org/name")
+    assert "HF_HUB_OFFLINE is set" in result.stderr and "`hf download org/name` fetches it" in result.stderr

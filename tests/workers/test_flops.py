@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralFo
 
 from agentrl_core.config.schema import Config
 from agentrl_core.protocol import DataProto
+from agentrl_core.workers import flops
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.flops import peak_flops, utilisation
 
@@ -43,8 +44,16 @@ def test_peaks_by_the_name_of_the_device(name: str, peak: float | None) -> None:
     assert peak_flops(name) == peak
 
 
-def test_a_mixture_of_experts_and_an_unknown_gpu_have_no_estimate() -> None:
+def test_of_a_mixture_of_experts_those_count_that_a_token_chooses() -> None:
+    experts: nn.Module = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=6, num_experts_per_tok=2))
+    attention, router, expert, norms, head = 4 * 8 * 8, 6 * 8, 3 * 8 * 16, 3 * 8, 10 * 8
+    parameters = attention + router + 2 * expert + norms + head
+    assert utilisation(experts, "NVIDIA H200", 1, 1, 0, 1.0) == pytest.approx(6 * parameters / 989e12)
+
+
+def test_an_unknown_gpu_and_unknown_choices_of_experts_have_no_estimate(monkeypatch: pytest.MonkeyPatch) -> None:
     experts: nn.Module = MixtralForCausalLM(MixtralConfig(**SIZES, num_local_experts=2))
+    monkeypatch.setattr(flops, "_CHOSEN", ())
     assert utilisation(experts, "NVIDIA H200", 1, 1, 1, 1.0) is None
     assert utilisation(LlamaForCausalLM(LlamaConfig(**SIZES)), "Tesla T4", 1, 1, 1, 1.0) is None
 
