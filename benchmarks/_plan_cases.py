@@ -17,10 +17,10 @@ from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl_core.config import ResolvedConfig, load_config
-from agentrl_core.simulation.batches import batch_of, full_micro_batch, samples_of_a_prompt
-from agentrl_core.simulation.workers import simulate
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.data_parallel import DataParallel
+from agentrl_plan.batches import batch_of, full_micro_batch, samples_of_a_prompt
+from agentrl_plan.workers import simulate
 
 CONFIG = """
 model: {{path: {path}, packing: {packing}, gradient_checkpointing: {checkpointing}}}

@@ -10,8 +10,8 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from agentrl_core.config import ResolvedConfig, load_config
-from agentrl_core.simulation.devices import DEVICES, GIB
-from agentrl_core.simulation.prediction import Prediction, predict
+from agentrl_plan.devices import DEVICES, GIB
+from agentrl_plan.prediction import Prediction, predict
 
 PAGE = Path(__file__).parents[1] / "docs/real-model.md"
 _BLOCK = re.compile(r"^```yaml\n(.*?)^```", re.MULTILINE | re.DOTALL)

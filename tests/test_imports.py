@@ -19,7 +19,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("plugins", "config", "protocol"),
     ("controller", "data", "algorithms"),
     ("hosting", "workers", "runs"),
-    ("serving", "simulation"),
+    ("serving",),
     ("rollout",),
     ("trainer",),
     ("devtools",),
@@ -28,8 +28,12 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 LIGHT_PARTS = ("api", "engine_kit", "plugins", "config", "cli", "devtools")
 HEAVY_MODULES = {"torch", "ray", "transformers", "tensordict", "datasets", "vllm", "sglang"}
-EXTENDS = {"agentrl-compat-verl": ("protocol", "controller")}
-"""Parts whose classes a plugin extends: that one has verl's further operations of batches and worker groups."""
+EXTENDS = {
+    "agentrl-compat-verl": ("protocol", "controller"),
+    "agentrl-plan": ("cli", "config", "controller", "protocol", "serving", "trainer", "workers"),
+}
+"""Parts of the core that a plugin knows: agentrl-compat-verl has verl's further operations of batches and worker
+groups, agentrl-plan runs the workers on tensors without data."""
 RAY_MODULES = set((CORE / "controller").glob("ray_*.py"))
 
 

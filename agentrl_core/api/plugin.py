@@ -121,7 +121,11 @@ KINDS: dict[str, PluginKind] = {
 CLI_GROUP = "agentrl.cli"
 """Entry-point group of lazy subcommands: ``name = "package.module:typer_app"``, loaded only when typed."""
 
-RESERVED_GROUPS = ("agentrl.training_backends",)
+PREDICTION_GROUP = "agentrl.predictions"
+"""Entry-point group of what foresees the memory of a run: ``name = "package.module:function"``, called with the
+configuration. Its result has a ``line`` for a person and ``to_dict()`` for scripts."""
+
+RESERVED_GROUPS = (PREDICTION_GROUP, "agentrl.training_backends")
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def _model(model: Path | None, config: Path | None) -> dict[str, Any]:
     from agentrl_core.data.chat_template import ChatTemplateRenderer, build_renderer
     from agentrl_core.data.renderer import HFChatRenderer
     from agentrl_core.data.template_check import RenderedText, check_template
-    from agentrl_core.simulation.prediction import training_bytes
+    from agentrl_core.workers.models import check_architecture
 
     name, reads_text = "chat_template", True
     if config is None:
@@ -116,6 +116,8 @@ def _model(model: Path | None, config: Path | None) -> dict[str, Any]:
     report = check_template(RenderedText(renderer))
     written = call_format(RenderedText(renderer), list(renderer.stop_texts.values()))
     readers = written.readers(installed_parsers()) if reads_text else []
+    parameters = check_architecture(settings.path, settings).parameters()
+    nbytes = sum(each.numel() * each.element_size() for each in parameters)
     return {
         "path": str(settings.path),
         "renderer": name,
@@ -130,7 +132,8 @@ def _model(model: Path | None, config: Path | None) -> dict[str, Any]:
         "breaks": list(report.breaks),
         "errors": list(report.errors),
         "weights": _weights_problem(Path(settings.path)),
-        "memory_bytes": training_bytes(settings.path, settings),
+        # Together, on however many devices; AdamW has two moments.
+        "memory_bytes": {"weights": nbytes, "gradients": nbytes, "moments": 2 * nbytes},
     }
 
 

@@ -23,7 +23,6 @@ import agentrl_core
 COMMANDS = {
     "init": ("init:run", "Write a config for your model, data, tool and reward."),
     "train": ("train:train", "Train an agent from a YAML config."),
-    "plan": ("plan:run", "Simulate a run without a GPU: memory, operations, time of a step."),
     "eval": ("evaluate:run", "Validate a model or a checkpoint; keep its metrics and trajectories."),
     "export": ("export:run", "Copy a checkpoint's model into a directory that transformers can load."),
     "doctor": ("doctor:run", "Compare installed packages with the tested versions."),
@@ -120,10 +119,11 @@ def load_registered(name: str, registered: list[Any]) -> Any:
 
 
 def plugin_commands() -> dict[str, list[Any]]:
-    from agentrl_core.plugins.registration import cli_registrations
+    from agentrl_core.api.plugin import CLI_GROUP
+    from agentrl_core.plugins.registration import registered_in
 
     commands: dict[str, list[Any]] = {}
-    for registration in cli_registrations():
+    for registration in registered_in(CLI_GROUP):
         commands.setdefault(registration.name, []).append(registration)
     return commands
 

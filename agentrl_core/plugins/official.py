@@ -19,6 +19,7 @@ _BROUGHT = {
     "agentrl-env-openenv": {"agent_loop": "training_trace", "command": "openenv-trace", "environment": "openenv"},
     "agentrl-env-reasoning-gym": {"environment": "reasoning_gym", "sampler": "levels"},
     "agentrl-env-textarena": {"environment": "textarena"},
+    "agentrl-plan": {"command": "plan"},
     "agentrl-interactions-basic": {"interaction": "simulated_user tutor"},
     "agentrl-loop-single-turn": {"agent_loop": "single_turn"},
     "agentrl-loop-tool-agent": {"agent_loop": "compacting_tool_agent multi_agent tool_agent"},

@@ -55,10 +55,10 @@ def registrations() -> list[Registration]:
     return _registered(lambda group: group in _KIND_OF_GROUP or _is_stray(group))
 
 
-def cli_registrations(block: Sequence[str] = ()) -> list[Registration]:
-    """Subcommands that distributions add to ``agentrl``, blocked ones left out."""
+def registered_in(wanted: str, block: Sequence[str] = ()) -> list[Registration]:
+    """Entry points of a group without a kind, such as :data:`CLI_GROUP`; blocked ones are left out."""
     blocked = block_list(block)
-    return [each for each in _registered(lambda group: group == CLI_GROUP) if not is_blocked(each, blocked)]
+    return [each for each in _registered(lambda group: group == wanted) if not is_blocked(each, blocked)]
 
 
 def named(name: str, installed: Iterable[Registration]) -> list[Registration]:

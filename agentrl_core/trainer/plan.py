@@ -1,11 +1,33 @@
 """The arithmetic of a run, before it starts: steps, batches, lengths, memory."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from agentrl_core.api import ConfigError
+from agentrl_core.api.plugin import PREDICTION_GROUP
 from agentrl_core.config.schema import ResolvedConfig
-from agentrl_core.simulation.prediction import predict_here
+from agentrl_core.plugins.registration import registered_in
+from agentrl_core.plugins.spec import imported
 from agentrl_core.workers.models import resolve_device
+
+NOT_PREDICTED = "not predicted; pip install agentrl-plan tells whether the run fits its GPUs"
+
+
+class Prediction(Protocol):
+    """See :data:`agentrl_core.api.plugin.PREDICTION_GROUP`."""
+
+    @property
+    def line(self) -> str: ...
+
+    def to_dict(self) -> dict[str, Any]: ...
+
+
+def predicted(config: ResolvedConfig) -> Prediction | None:
+    """What the first installed prediction says of the run on this machine; None where there is none."""
+    for found in registered_in(PREDICTION_GROUP, config.plugins.block):
+        predict = imported(found.package, f"importing {found.entry_point.value}", found.entry_point.load)
+        prediction: Prediction = predict(config)
+        return prediction
+    return None
 
 
 def total_steps(config: ResolvedConfig, train_rows: int) -> int:
@@ -52,8 +74,13 @@ def check_context(config: ResolvedConfig, text_config: Any) -> None:
 
 
 def memory_line(config: ResolvedConfig) -> str:
-    """Whether the run fits its GPUs, simulated; "" on a CPU, where memory is no limit for what it can train."""
-    return f"memory: {predict_here(config).line}" if resolve_device(config.cluster.device).type == "cuda" else ""
+    """Whether the run fits its GPUs; "" on a CPU, where memory is no limit for what it can train."""
+    return f"memory: {_memory(config)}" if resolve_device(config.cluster.device).type == "cuda" else ""
+
+
+def _memory(config: ResolvedConfig) -> str:
+    found = predicted(config)
+    return NOT_PREDICTED if found is None else found.line
 
 
 def describe(
@@ -78,7 +105,7 @@ def describe(
             f"{name:<11} {slot.replicas} x {slot.registered_name}, {slot.devices} device(s) each, frozen {slot.model}"
             for name, slot in config.engines.items()
         ),
-        f"memory      {predict_here(config).line}",
+        f"memory      {_memory(config)}",
     ]
     if cluster.processes > 1:
         shape = f"{cluster.nodes} node(s) x {cluster.processes_per_node} = {cluster.processes}"
@@ -91,7 +118,8 @@ def arithmetic(
 ) -> dict[str, Any]:
     """What :func:`describe` says, for scripts."""
     validation = config.trainer.validation
-    prediction = predict_here(config)
+    found = predicted(config)
+    prediction = None if found is None else found.to_dict()
     return {
         "training_prompts": train_rows,
         "validation_prompts": validation_rows,
@@ -105,8 +133,7 @@ def arithmetic(
         "processes": config.cluster.processes,
         "devices": devices(config),
         "engine_replicas": config.engine_replicas,
-        "memory_bytes": dict(prediction.phases[prediction.worst].memory),
-        "prediction": prediction.to_dict(),
+        "prediction": prediction,
     }
 
 

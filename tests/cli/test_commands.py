@@ -65,7 +65,10 @@ def test_dry_run_prints_plugins_and_arithmetic_and_starts_nothing(tiny_run: Any)
     assert ("engine", "hf") in [(each["kind"], each["name"]) for each in found["plugins"]]
     numbers = ("training_prompts", "validation_prompts", "longest_prompt", "trajectories_per_step", "steps", "epochs")
     assert [found[name] for name in numbers] == [6, 3, 24, 12, 5, 2.5]
-    assert found["memory_bytes"]["weights"] > 0 and found["append_only"] is True
+    assert found["prediction"]["fits"] is True and found["append_only"] is True
+    without = ("train", path, "plugins.block=[agentrl-plan]", "--dry-run")
+    assert "not predicted; pip install agentrl-plan tells whether the run fits" in agentrl(*without).output
+    assert json.loads(agentrl(*without, "--json").stdout)["prediction"] is None
     assert "goes with --dry-run" in agentrl("train", path, "--json").output
     many = agentrl("train", path, "--dry-run", "cluster={runtime: ray, nodes: 2, processes_per_node: 8}")
     shown = " ".join(many.output.split())

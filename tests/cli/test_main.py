@@ -273,7 +273,10 @@ finally:
     assert output
 
 
-def test_a_command_whose_package_is_not_installed_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("command", "package"), [("view", "agentrl-viewer"), ("plan", "agentrl-plan")])
+def test_a_command_whose_package_is_not_installed_names_it(
+    monkeypatch: pytest.MonkeyPatch, command: str, package: str
+) -> None:
     monkeypatch.setattr("agentrl_core.cli.main.plugin_commands", dict)
-    result = CliRunner().invoke(app, ["view", "runs/x"])
-    assert result.exit_code == 2 and "pip install agentrl-viewer" in result.output
+    result = CliRunner().invoke(app, [command, "x"])
+    assert result.exit_code == 2 and f"pip install {package}" in result.output

@@ -236,10 +236,11 @@ def test_worker_without_the_plugin(isolated_plugins: IsolatedPlugins) -> None:
 
 def test_official_table_agrees_with_what_is_installed() -> None:
     """Not isolated: whichever of our plugins are installed here are the ones that the table says."""
+    from agentrl_core.api.plugin import CLI_GROUP
     from agentrl_core.plugins.discovery import discover
-    from agentrl_core.plugins.registration import cli_registrations
+    from agentrl_core.plugins.registration import registered_in
 
     found = [((row.kind, row.name), row.dist) for row in discover()]
-    found += [(("command", command.name), command.dist) for command in cli_registrations()]
+    found += [(("command", command.name), command.dist) for command in registered_in(CLI_GROUP)]
     installed = {key: dist for key, dist in found if dist in OFFICIAL.values()}
     assert installed == {key: dist for key, dist in OFFICIAL.items() if key in installed}

@@ -9,10 +9,10 @@ import torch.distributed as dist
 
 from agentrl_core.api.errors import SimulationError
 from agentrl_core.config import ResolvedConfig
-from agentrl_core.simulation.batches import MICRO_BATCHES
-from agentrl_core.simulation.ledger import GATHERED, GRADIENTS, MOMENTS, WEIGHTS
-from agentrl_core.simulation.workers import simulate
 from agentrl_core.workers import actor, log_probs
+from agentrl_plan.batches import MICRO_BATCHES
+from agentrl_plan.ledger import GATHERED, GRADIENTS, MOMENTS, WEIGHTS
+from agentrl_plan.workers import simulate
 
 MakeConfig = Callable[..., ResolvedConfig]
 FEW_TOKENS = ("data.max_prompt_length=8", "rollout.max_response_length=16", "actor.micro_batch_tokens=64")

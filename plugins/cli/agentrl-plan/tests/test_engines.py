@@ -14,7 +14,7 @@ from transformers import (
     Qwen2Config,
 )
 
-from agentrl_core.simulation.engines import request_bytes
+from agentrl_plan.engines import request_bytes
 
 TINY = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2,

@@ -19,11 +19,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from agentrl_core.api.errors import SimulationError
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.protocol import DataProto
-from agentrl_core.simulation.batches import MICRO_BATCHES, Shape, batch_of, full_micro_batch, samples_of_a_prompt
-from agentrl_core.simulation.cuda import imitated_cuda
-from agentrl_core.simulation.depth import AllLayersNeeded, Layers
-from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, STEP, WEIGHTS, Ledger, Phase
-from agentrl_core.simulation.mode import simulated
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.data_parallel import DP_AXIS, DataParallel
@@ -32,6 +27,11 @@ from agentrl_core.workers.models import empty_causal_lm
 from agentrl_core.workers.optimizer import StepReport
 from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
 from agentrl_core.workers.sharding import arrange, decoder_layers
+from agentrl_plan.batches import MICRO_BATCHES, Shape, batch_of, full_micro_batch, samples_of_a_prompt
+from agentrl_plan.cuda import imitated_cuda
+from agentrl_plan.depth import AllLayersNeeded, Layers
+from agentrl_plan.ledger import GRADIENTS, MOMENTS, STEP, WEIGHTS, Ledger, Phase
+from agentrl_plan.mode import simulated
 
 BUCKET_BYTES = 256 << 20
 """Size of the buckets in which weights are sent."""

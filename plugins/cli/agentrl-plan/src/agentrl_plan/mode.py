@@ -20,9 +20,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from agentrl_core.api.errors import SimulationError
-from agentrl_core.simulation.known import LARGEST, Known, forget, is_fake, known_of, no_dispatch, set_known
-from agentrl_core.simulation.ledger import GATHERED, LOGITS, Ledger
-from agentrl_core.simulation.operations import collective_bytes, operations_of, workspace_bytes
+from agentrl_plan.known import LARGEST, Known, forget, is_fake, known_of, no_dispatch, set_known
+from agentrl_plan.ledger import GATHERED, LOGITS, Ledger
+from agentrl_plan.operations import collective_bytes, operations_of, workspace_bytes
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default

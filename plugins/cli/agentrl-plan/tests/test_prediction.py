@@ -6,9 +6,9 @@ import pytest
 
 from agentrl_core.api.errors import ConfigError, SimulationError
 from agentrl_core.config import ResolvedConfig
-from agentrl_core.simulation import prediction
-from agentrl_core.simulation.devices import DEVICES
-from agentrl_core.simulation.prediction import Prediction, predict
+from agentrl_plan import prediction
+from agentrl_plan.devices import DEVICES
+from agentrl_plan.prediction import Prediction, predict
 
 MakeConfig = Callable[..., ResolvedConfig]
 ON_FOUR = ("cluster.runtime=ray", "cluster.processes_per_node=4", "rollout.engine.placement=standalone")

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from agentrl_core.config import ResolvedConfig
-from agentrl_core.simulation.devices import GIB
-from agentrl_core.simulation.prediction import KV_CACHE, RESERVED, Prediction
+from agentrl_plan.devices import GIB
+from agentrl_plan.prediction import KV_CACHE, RESERVED, Prediction
 
 Try = Callable[[Sequence[str]], Prediction]
 """Predicts the configuration with overrides."""

@@ -78,6 +78,6 @@ def device_of(name: str) -> Device:
         raise ConfigError(
             f"--gpu: unknown GPU {name!r}; known: {', '.join(DEVICES)}. Describe another one as "
             "name:GiB of memory:dense bfloat16 TFLOPS:GB/s of its memory, three numbers above 0, for example "
-            "my-gpu:31.5:209:1790. To add one for everybody, add a line to agentrl_core/simulation/devices.py"
+            "my-gpu:31.5:209:1790. To add one for everybody, add a line to devices.py of the package agentrl-plan"
         )
     return Device(label, memory * GIB, half * 1e12, half * 1e12 / 8, bandwidth * 1e9, 32e9, "--gpu")

@@ -2,7 +2,7 @@
 
 A phase whose model computes with a few layers is simulated twice, the second time with a few more of them. At each
 place of the code memory, operations and communication then grow by the same amount with every further repetition, so
-those of all layers follow: see :meth:`agentrl_core.simulation.ledger.Phase.deeper`. Weights, moments, optimizer steps
+those of all layers follow: see :meth:`agentrl_plan.ledger.Phase.deeper`. Weights, moments, optimizer steps
 and sent weights are always those of all layers.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl_core.simulation.ledger import Ledger
+from agentrl_plan.ledger import Ledger
 
 _ENDS = 2
 """Repetitions at each end that differ from those between: nothing is gathered ahead of or kept from a neighbour."""

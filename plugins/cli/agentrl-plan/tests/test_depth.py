@@ -6,8 +6,8 @@ from typing import Any
 import pytest
 
 from agentrl_core.config import ResolvedConfig
-from agentrl_core.simulation import depth
-from agentrl_core.simulation.workers import simulate
+from agentrl_plan import depth
+from agentrl_plan.workers import simulate
 
 MakeConfig = Callable[..., ResolvedConfig]
 SMALL = ("data.max_prompt_length=8", "rollout.max_response_length=16", "actor.micro_batch_tokens=64")

@@ -11,8 +11,7 @@ from typer.testing import CliRunner, Result
 
 from agentrl_core.api.errors import SimulationError
 from agentrl_core.cli.main import app
-from agentrl_core.simulation import prediction
-from tests.simulation.conftest import config_file, make_config  # noqa: F401 - fixtures
+from agentrl_plan import prediction
 
 ConfigFile = Callable[..., Path]
 
@@ -21,7 +20,7 @@ def plan(*arguments: str | Path) -> Result:
     return CliRunner().invoke(app, ["plan", *map(str, arguments)], env={"COLUMNS": "200"})
 
 
-def test_a_run_that_fits_has_a_table_bars_and_what_is_left(config_file: ConfigFile) -> None:  # noqa: F811
+def test_a_run_that_fits_has_a_table_bars_and_what_is_left(config_file: ConfigFile) -> None:
     result = plan(config_file(), "--gpu", "h100-80g")
     assert result.exit_code == 0, result.output
     for part in ("weights", "gradients", "moments", "activations", "together", "update       |", "are left"):
@@ -29,7 +28,7 @@ def test_a_run_that_fits_has_a_table_bars_and_what_is_left(config_file: ConfigFi
     assert "\nfits: " in result.output and "a step takes at least" in result.output
 
 
-def test_json_has_bytes_seconds_and_the_verdict(config_file: ConfigFile) -> None:  # noqa: F811
+def test_json_has_bytes_seconds_and_the_verdict(config_file: ConfigFile) -> None:
     result = plan(config_file(), "--gpu", "a100-40g", "--json", "--no-advise")
     found = json.loads(result.stdout)
     assert found["fits"] and found["processes"] == 1 and found["estimated"] == ""
@@ -37,27 +36,27 @@ def test_json_has_bytes_seconds_and_the_verdict(config_file: ConfigFile) -> None
     assert update["total"] == sum(update["memory"].values()) and update["operations"] > 0
 
 
-def test_a_run_that_does_not_fit_names_changes_that_fit(config_file: ConfigFile) -> None:  # noqa: F811
+def test_a_run_that_does_not_fit_names_changes_that_fit(config_file: ConfigFile) -> None:
     overrides = ["actor.micro_batch_tokens=65536", "rollout.max_response_length=3000"]
     result = plan(config_file(intermediate_size=8192), *overrides, "--gpu", "small:6:1:100")
     assert result.exit_code == 1
     assert "does not fit" in result.output and "fits with actor.micro_batch_tokens=" in result.output
 
 
-def test_a_config_that_never_fits_says_which_model_would(config_file: ConfigFile) -> None:  # noqa: F811
+def test_a_config_that_never_fits_says_which_model_would(config_file: ConfigFile) -> None:
     result = plan(config_file(intermediate_size=65536), "--gpu", "tiny:1:1:100")
     assert result.exit_code == 1
     assert "no change of the configuration makes it fit; a model of about 0.0" in result.output
 
 
-def test_an_unknown_gpu_is_an_error_that_says_how_to_add_it(config_file: ConfigFile) -> None:  # noqa: F811
+def test_an_unknown_gpu_is_an_error_that_says_how_to_add_it(config_file: ConfigFile) -> None:
     result = plan(config_file(), "--gpu", "h900")
     assert result.exit_code == 2
     assert "unknown GPU 'h900'; known: h100-80g" in result.output and "name:GiB of memory" in result.output
 
 
 def test_a_model_that_cannot_be_simulated_is_estimated(
-    config_file: ConfigFile,  # noqa: F811
+    config_file: ConfigFile,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*arguments: object) -> None:
@@ -68,7 +67,7 @@ def test_a_model_that_cannot_be_simulated_is_estimated(
     assert "ESTIMATE" in result.output and "aten.strange.default" in result.output
 
 
-def test_several_gpus_share_the_model(config_file: ConfigFile) -> None:  # noqa: F811
+def test_several_gpus_share_the_model(config_file: ConfigFile) -> None:
     result = plan(config_file(), "rollout.engine.placement=standalone", "--gpus-per-node", "4", "--json", "--no-advise")
     found = json.loads(result.stdout)
     assert found["processes"] == 4
@@ -76,7 +75,7 @@ def test_several_gpus_share_the_model(config_file: ConfigFile) -> None:  # noqa:
 
 
 @pytest.mark.parametrize("figures", ["nan:1:1", "-5:1:1", "0:1:1", "inf:1:1", "24:0:1", "24:1:0", "24:one:1", "24"])
-def test_a_gpu_that_cannot_be_is_an_error(config_file: ConfigFile, figures: str) -> None:  # noqa: F811
+def test_a_gpu_that_cannot_be_is_an_error(config_file: ConfigFile, figures: str) -> None:
     result = plan(config_file(), "--gpu", f"my-gpu:{figures}")
     assert result.exit_code == 2 and f"unknown GPU 'my-gpu:{figures}'" in result.output
     assert "three numbers above 0" in result.output
@@ -100,7 +99,7 @@ def test_a_gpu_that_cannot_be_is_an_error(config_file: ConfigFile, figures: str)
     ],
 )
 def test_a_config_json_that_is_no_language_models_is_an_error(
-    config_file: ConfigFile,  # noqa: F811
+    config_file: ConfigFile,
     content: str,
     reason: str,
 ) -> None:
@@ -112,7 +111,7 @@ def test_a_config_json_that_is_no_language_models_is_an_error(
         assert "transformers cannot build a model from" in text and reason in text
 
 
-def test_a_model_that_another_role_has_must_have_a_config_too(config_file: ConfigFile) -> None:  # noqa: F811
+def test_a_model_that_another_role_has_must_have_a_config_too(config_file: ConfigFile) -> None:
     file = config_file()
     (file.parent / "critic").mkdir()
     (file.parent / "critic" / "config.json").write_text("{}")
@@ -120,12 +119,12 @@ def test_a_model_that_another_role_has_must_have_a_config_too(config_file: Confi
     assert result.exit_code == 2 and "critic/config.json: ValueError: Unrecognized model" in result.output
 
 
-def test_rows_that_are_longer_than_the_context_are_an_error(config_file: ConfigFile) -> None:  # noqa: F811
+def test_rows_that_are_longer_than_the_context_are_an_error(config_file: ConfigFile) -> None:
     result = plan(config_file(), "rollout.max_response_length=5000")
     assert result.exit_code == 2 and "= 5032 tokens, but the model in model.path has a context of 4096" in result.output
 
 
-def test_what_is_left_is_that_of_the_phases_which_could_use_it(config_file: ConfigFile) -> None:  # noqa: F811
+def test_what_is_left_is_that_of_the_phases_which_could_use_it(config_file: ConfigFile) -> None:
     """The KV cache takes what the trainer leaves, which is less than all requests at their full length would take."""
     overrides = ["cluster.runtime=ray", "data.batch_size=400", "rollout.max_response_length=4000"]
     result = plan(config_file(num_key_value_heads=4, head_dim=128), *overrides, "--gpu", "small:3:1:100")
@@ -134,13 +133,13 @@ def test_what_is_left_is_that_of_the_phases_which_could_use_it(config_file: Conf
     assert "of the 256 requests in flight at full length" in result.output
 
 
-def test_a_gpu_without_room_for_cuda_needs_no_smaller_model(config_file: ConfigFile) -> None:  # noqa: F811
+def test_a_gpu_without_room_for_cuda_needs_no_smaller_model(config_file: ConfigFile) -> None:
     result = plan(config_file(), "--gpu", "tiny:0.1:1:100")
     assert result.exit_code == 1 and "makes it fit; CUDA contexts alone take 0.8 GiB" in result.output
 
 
 def test_what_torch_logs_of_a_failed_operation_is_no_output_of_the_command(
-    config_file: ConfigFile,  # noqa: F811
+    config_file: ConfigFile,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
     """A mixture of experts with float32 weights on one GPU."""
@@ -165,7 +164,7 @@ def test_what_torch_logs_of_a_failed_operation_is_no_output_of_the_command(
     ],
 )
 def test_json_of_an_error_is_json(
-    config_file: ConfigFile,  # noqa: F811
+    config_file: ConfigFile,
     arguments: list[str],
     code: int,
     said: str,
@@ -180,7 +179,7 @@ def test_json_of_an_error_is_json(
 
 
 def test_json_of_a_defect_is_json(
-    config_file: ConfigFile,  # noqa: F811
+    config_file: ConfigFile,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*arguments: object) -> None:
@@ -194,7 +193,7 @@ def test_json_of_a_defect_is_json(
 
 @pytest.mark.parametrize("path", ["./missing/path", "/no/such/model", "models/of/mine", "model"])
 def test_a_path_that_is_not_there_is_an_error_without_the_hub(
-    config_file: ConfigFile,  # noqa: F811
+    config_file: ConfigFile,
     monkeypatch: pytest.MonkeyPatch,
     tmp_path: Path,
     path: str,
@@ -209,7 +208,7 @@ def test_a_path_that_is_not_there_is_an_error_without_the_hub(
 
 
 def test_a_model_that_the_hub_does_not_give_says_what_to_do(
-    config_file: ConfigFile,  # noqa: F811
+    config_file: ConfigFile,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def fails(*arguments: object, **options: object) -> None:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from agentrl_core.simulation.known import known_of, no_dispatch
+from agentrl_plan.known import known_of, no_dispatch
 
 aten = torch.ops.aten
 _ATTENTION = (

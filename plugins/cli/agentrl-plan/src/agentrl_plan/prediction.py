@@ -9,17 +9,17 @@ from typing import Any, Literal
 import torch
 
 from agentrl_core.api.errors import SimulationError
-from agentrl_core.config import ModelConfig, ResolvedConfig
+from agentrl_core.config import ResolvedConfig
 from agentrl_core.controller.worker_group import Place
 from agentrl_core.serving.placement import assign_shared_gpus
-from agentrl_core.simulation.batches import full_micro_batch
-from agentrl_core.simulation.devices import GIB, NETWORK, Device, device_called
-from agentrl_core.simulation.engines import EngineShare, engine_share
-from agentrl_core.simulation.ledger import GRADIENTS, MOMENTS, PARTS, START, WEIGHTS, Phase
-from agentrl_core.simulation.workers import Simulated, simulate
 from agentrl_core.workers.flops import multiplied_parameters, routed_experts
 from agentrl_core.workers.log_probs import MOST_LOGITS
 from agentrl_core.workers.models import check_architecture, empty_causal_lm, resolve_device
+from agentrl_plan.batches import full_micro_batch
+from agentrl_plan.devices import GIB, NETWORK, Device, device_called
+from agentrl_plan.engines import EngineShare, engine_share
+from agentrl_plan.ledger import GRADIENTS, MOMENTS, PARTS, START, WEIGHTS, Phase
+from agentrl_plan.workers import Simulated, simulate
 
 CONTEXT = int(0.8 * GIB)
 """CUDA's context, libraries and their workspaces, for each process on the GPU; an estimate."""
@@ -130,12 +130,6 @@ def predict_here(config: ResolvedConfig) -> Prediction:
         return predict(config, device_called(properties.name, properties.total_memory))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / config.cluster.processes_per_node
     return predict(config, Device("this machine", memory, math.inf, math.inf, math.inf, math.inf, ""), "cpu")
-
-
-def training_bytes(path: str, model: ModelConfig) -> dict[str, int]:
-    """Weights, gradients and AdamW's moments of a model, together, on however many devices."""
-    nbytes = sum(each.numel() * each.element_size() for each in check_architecture(path, model).parameters())
-    return {WEIGHTS: nbytes, GRADIENTS: nbytes, MOMENTS: 2 * nbytes}
 
 
 def predict(config: ResolvedConfig, device: Device, kind: Literal["cuda", "cpu"] = "cuda") -> Prediction:

@@ -13,12 +13,16 @@ from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.config.hub import config_directory
 
 if TYPE_CHECKING:
-    from agentrl_core.simulation.prediction import Prediction
+    from agentrl_plan.prediction import Prediction
 
 _GIB = 2**30
 _BAR = 40
 
 
+app = typer.Typer(add_completion=False)
+
+
+@app.command()
 def run(
     config: ConfigFile,
     overrides: Overrides = None,
@@ -41,11 +45,11 @@ def run(
 
     Only the model's config.json is needed, no weights.
     """
-    from agentrl_core.simulation.changes import changes, largest_model, spare
-    from agentrl_core.simulation.devices import device_of
-    from agentrl_core.simulation.prediction import Prediction, predict
     from agentrl_core.trainer.plan import check_context, max_model_len
     from agentrl_core.workers.models import check_architecture, check_lengths
+    from agentrl_plan.changes import changes, largest_model, spare
+    from agentrl_plan.devices import device_of
+    from agentrl_plan.prediction import Prediction, predict
 
     set_up_logging(stderr=as_json)
     device = device_of(gpu)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _
 from torch.overrides import TorchFunctionMode
 
 from agentrl_core.api.errors import SimulationError
-from agentrl_core.simulation.mode import Simulation
+from agentrl_plan.mode import Simulation
 
 aten = torch.ops.aten
 FSDPParamGroup = _fsdp_param_group.FSDPParamGroup
