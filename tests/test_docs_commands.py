@@ -30,7 +30,7 @@ NOT_RUN = {
     "twine upload": "publishes",
     "agentrl plugins check my-plugin": "my-plugin stands for the reader's own",
     "agentrl completion fish": "needs fish; tests/cli reads what it prints",
-    "agentrl engines setup": "installs an engine; tests/cli/test_engines.py runs it with a stand-in for pip",
+    "agentrl engines setup": "installs an engine; the tests of agentrl-engines run it with a stand-in for pip",
     "agentrl engines bench": "needs SGLang",
     "agentrl train config.yaml cluster.runtime=ray": "needs SGLang, eight GPUs or a second host",
     "agentrl train examples/calculator/config.yaml cluster.runtime=ray": "starts Ray; tests/e2e trains with it",

@@ -30,6 +30,7 @@ LIGHT_PARTS = ("api", "engine_kit", "plugins", "config", "cli", "devtools")
 HEAVY_MODULES = {"torch", "ray", "transformers", "tensordict", "datasets", "vllm", "sglang"}
 EXTENDS = {
     "agentrl-compat-verl": ("protocol", "controller"),
+    "agentrl-engines": ("cli", "config", "devtools", "plugins", "serving"),
     "agentrl-plan": ("cli", "config", "controller", "protocol", "serving", "trainer", "workers"),
 }
 """Parts of the core that a plugin knows: agentrl-compat-verl has verl's further operations of batches and worker

@@ -28,7 +28,6 @@ COMMANDS = {
     "doctor": ("doctor:run", "Compare installed packages with the tested versions."),
     "config": ("config:app", "Inspect configurations."),
     "plugins": ("plugins:app", "List, inspect, check and create plugins."),
-    "engines": ("engines:app", "Set up engine environments and measure engines."),
     "rollouts": ("rollouts:app", "Inspect the trajectories of a run."),
     "bench": ("bench:run", "Measure where the time of a training step goes, and compare two configs or commits."),
     "replay": ("rollouts:replay_run", "Run recorded trajectories again with another part, and show what differs."),

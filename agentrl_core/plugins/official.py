@@ -16,6 +16,7 @@ _BROUGHT = {
     "agentrl-engine-hf": {"engine": "hf"},
     "agentrl-engine-sglang": {"engine": "sglang"},
     "agentrl-engine-vllm": {"engine": "vllm"},
+    "agentrl-engines": {"command": "engines"},
     "agentrl-env-openenv": {"agent_loop": "training_trace", "command": "openenv-trace", "environment": "openenv"},
     "agentrl-env-reasoning-gym": {"environment": "reasoning_gym", "sampler": "levels"},
     "agentrl-env-textarena": {"environment": "textarena"},

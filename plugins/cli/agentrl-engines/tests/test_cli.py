@@ -10,7 +10,10 @@ from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.main import app
 from agentrl_core.plugins.resolution import resolve
-from agentrl_core.serving.environment import setup_commands
+from tests.conftest import tiny_model, tiny_run
+
+__all__ = ["tiny_model", "tiny_run"]
+from agentrl_engines.environment import setup_commands
 
 
 def agentrl(*arguments: object) -> Result:

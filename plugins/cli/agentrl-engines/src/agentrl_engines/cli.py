@@ -12,7 +12,6 @@ from agentrl_core.cli._shared import (
     ConfigFile,
     Json,
     Overrides,
-    command_group,
     console_of_stdout,
     log_transformers,
     new_table,
@@ -23,7 +22,7 @@ from agentrl_core.cli._shared import (
 if TYPE_CHECKING:
     from agentrl_core.devtools.engine_bench import EngineFigures
 
-app = command_group()
+app = typer.Typer(no_args_is_help=True, add_completion=False, help="Set up engine environments and measure engines.")
 
 
 @app.command("setup")
@@ -40,7 +39,7 @@ def setup_engine(
 ) -> None:
     """Create a separate Python environment for an engine, and print its interpreter."""
     from agentrl_core.plugins.resolution import resolve
-    from agentrl_core.serving.environment import setup_commands, setup_environment
+    from agentrl_engines.environment import setup_commands, setup_environment
 
     plugin = resolve("engine", name)
     folder = (path or Path(".engines") / plugin.spec.name).absolute()
