@@ -25,9 +25,8 @@ from agentrl_core.workers.micro_batching import MicroBatch, Prefixes, pays, pref
 
 Array = np.ndarray[Any, Any]
 
-PADDING, CALL = 1.25, 4096
-"""Pairs of query and key that a block may have for each one that its rows need, and those that cost as much as another
-block."""
+CALL = 8192
+"""Pairs of query and key whose attention takes about as long as another block: so much padding a block may have."""
 
 
 @dataclass(frozen=True)
@@ -175,16 +174,17 @@ def _similar(prefixes: Prefixes) -> list[list[tuple[int, int, int]]]:
     """The rows with tokens of their own by block; those that share nothing, and need no mask, are apart."""
     blocks: list[list[tuple[int, int, int]]] = []
     for row in sorted(_owners(prefixes), key=lambda row: (row[2] == 0, row[1] - row[2], row[1]), reverse=True):
-        if not blocks or (blocks[-1][0][2] == 0) != (row[2] == 0) or _is_wide([*blocks[-1], row]):
+        if not blocks or (blocks[-1][0][2] == 0) != (row[2] == 0) or _padding([*blocks[-1], row]) > CALL:
             blocks.append([])
         blocks[-1].append(row)
     return blocks
 
 
-def _is_wide(rows: list[tuple[int, int, int]]) -> bool:
+def _padding(rows: list[tuple[int, int, int]]) -> int:
+    """Pairs of query and key that a block has in addition to those of its rows."""
     _, length_m, shared_m = np.array(rows).T
     own_m = length_m - shared_m
-    return bool(len(rows) * own_m.max() * length_m.max() > PADDING * (own_m * length_m).sum() + CALL)
+    return int(len(rows) * own_m.max() * length_m.max() - (own_m * length_m).sum())
 
 
 def _owners(prefixes: Prefixes) -> list[tuple[int, int, int]]:

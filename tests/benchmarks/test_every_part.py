@@ -8,9 +8,14 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from agentrl_core.runs.run_dir import RunDir
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = {
@@ -65,11 +70,45 @@ def test_steps_take_turns_with_those_of_a_peer(run_script: RunScript, tmp_path: 
     """TRL is not installed here: a module of its names stands for it."""
     (tmp_path / "trl.py").write_text(TRL)
     report = tmp_path / "figures.json"
-    options = ["--trl-python", sys.executable, "--threads", "1", "--steps", "2", "--json", str(report)]
+    options = ["--trl-python", sys.executable, "--threads", "1", "--steps", "2", "--cases", "short"]
+    options += ["--json", str(report)]
     done = run_script("vs_trl.py", *options, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     figures = {figure["name"] for figure in json.loads(report.read_text())["figures"]}
     assert any("TRL" in name for name in figures) and any(name.startswith("agentrl: ") for name in figures)
+
+
+def test_a_turn_of_the_model_without_training_is_a_call(
+    import_script: Callable[[str], ModuleType], tmp_path: Path
+) -> None:
+    vs_trl = import_script("vs_trl")
+    model, _ = vs_trl.prepare(tmp_path, vs_trl.CASES["turns"])
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "Go."}], add_generation_prompt=True)["input_ids"]
+    module, prompts = AutoModelForCausalLM.from_pretrained(model), torch.tensor([ids] * 4)
+    turns = module.generate(prompts, max_new_tokens=60, do_sample=True)[:, len(ids) :]
+    texts = {tokenizer.decode(turn) for turn in turns}
+    opening, closing = vs_trl.CALL
+    assert len(texts) == 4 and turns.shape[1] == vs_trl.ARGUMENTS + 3
+    assert all(text.startswith(opening) and text.endswith(closing + "<|im_end|>") for text in texts)
+
+
+def test_a_trajectory_with_forks_has_four_samples_of_three_turns(
+    fit: Callable[[dict[str, Any]], RunDir],
+) -> None:
+    side, call = BENCHMARKS / "_turns_agentrl.py", {"name": "find_places", "arguments": {"near": "here"}}
+    run = fit({
+        "data.batch_size": 1, "rollout.n": 2, "trainer.steps": 1, "rollout.max_response_length": 900,
+        "data.max_prompt_length": 900, "actor.micro_batch_tokens": 16384,
+        "rollout.engine": {"name": "scripted", "config": {"turns": [f"<tool_call>{json.dumps(call)}</tool_call>"]}},
+        "rollout.agent": {"loops": [f"{side}:Forks"]}, "tools": [{"name": f"{side}:find_places", "isolation": "inline"}],
+    })  # fmt: skip
+    lines = [json.loads(line) for line in (run.path / "rollouts/step-000001.jsonl").read_text().splitlines()]
+    for line in lines:
+        kinds = [node["kind"] for node in line["nodes"]]
+        # Nothing in front of a fork is sampled or answered twice.
+        assert (kinds.count("turn"), kinds.count("context")) == (1 + 2 + 4, 1 + 2)
+        assert [len(agent["rows"]) for agent in line["agents"]] == [4]
 
 
 def test_the_tool_parsers_are_timed(run_script: RunScript) -> None:

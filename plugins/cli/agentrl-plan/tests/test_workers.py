@@ -102,15 +102,22 @@ def test_a_tensor_of_the_host_among_those_of_the_gpu_is_an_error(
         simulate(make_config(), ranks=ranks)
 
 
+@pytest.mark.parametrize(
+    ("read", "message"),
+    [
+        (lambda values: values[values > 0], "mask of"),
+        (lambda values: values.detach().cpu().numpy(), "values of a tensor"),
+    ],
+)
 def test_a_value_that_only_data_has_is_an_error_that_names_the_operation(
-    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, monkeypatch: pytest.MonkeyPatch, read: Callable[[torch.Tensor], Any], message: str
 ) -> None:
     def planted(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, ...]:
         result = log_probs.response_log_probs(*args, **kwargs)
-        return (result[0][result[0] > 0], *result[1:])
+        return (read(result[0]), *result[1:])
 
     monkeypatch.setattr(actor, "response_log_probs", planted)
-    with pytest.raises(SimulationError, match="mask of"):
+    with pytest.raises(SimulationError, match=message):
         simulate(make_config())
 
 
