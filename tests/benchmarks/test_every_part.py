@@ -97,11 +97,12 @@ def test_a_trajectory_with_forks_has_four_samples_of_three_turns(
     fit: Callable[[dict[str, Any]], RunDir],
 ) -> None:
     side, call = BENCHMARKS / "_turns_agentrl.py", {"name": "find_places", "arguments": {"near": "here"}}
+    tools = [{"name": f"{side}:find_places", "isolation": "inline"}]
     run = fit({
         "data.batch_size": 1, "rollout.n": 2, "trainer.steps": 1, "rollout.max_response_length": 900,
         "data.max_prompt_length": 900, "actor.micro_batch_tokens": 16384,
         "rollout.engine": {"name": "scripted", "config": {"turns": [f"<tool_call>{json.dumps(call)}</tool_call>"]}},
-        "rollout.agent": {"loops": [f"{side}:Forks"]}, "tools": [{"name": f"{side}:find_places", "isolation": "inline"}],
+        "rollout.agent": {"loops": [f"{side}:Forks"]}, "tools": tools,
     })  # fmt: skip
     lines = [json.loads(line) for line in (run.path / "rollouts/step-000001.jsonl").read_text().splitlines()]
     for line in lines:
