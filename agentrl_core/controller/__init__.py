@@ -8,15 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.controller.decorator import Dispatch as Dispatch
-from agentrl_core.controller.decorator import Execute as Execute
 from agentrl_core.controller.decorator import register as register
-from agentrl_core.controller.decorator import register_dispatch_mode as register_dispatch_mode
-from agentrl_core.controller.decorator import update_dispatch_mode as update_dispatch_mode
 from agentrl_core.controller.dispatch import DispatchMode as DispatchMode
-from agentrl_core.controller.dispatch import MeshPlace as MeshPlace
-from agentrl_core.controller.dispatch import (
-    make_nd_compute_dataproto_dispatch_fn as make_nd_compute_dataproto_dispatch_fn,
-)
 from agentrl_core.controller.local import LocalRuntime as LocalRuntime
 from agentrl_core.controller.local import LocalWorkerGroup as LocalWorkerGroup
 from agentrl_core.controller.runtime import ActorHandle as ActorHandle
@@ -27,11 +20,9 @@ from agentrl_core.controller.worker_group import ClassWithInitArgs as ClassWithI
 from agentrl_core.controller.worker_group import WorkerGroup as WorkerGroup
 
 if TYPE_CHECKING:
-    from agentrl_core.controller.ray_group import RayClassWithInitArgs as RayClassWithInitArgs
     from agentrl_core.controller.ray_group import RayWorkerGroup as RayWorkerGroup
     from agentrl_core.controller.ray_group import create_colocated_worker_cls as create_colocated_worker_cls
     from agentrl_core.controller.ray_pool import RayResourcePool as RayResourcePool
-    from agentrl_core.controller.ray_pool import ResourcePool as ResourcePool
 
 
 def make_runtime(
@@ -66,8 +57,8 @@ def make_runtime(
 
 
 _ON_RAY = {
-    "ray_group": ("RayClassWithInitArgs", "RayWorkerGroup", "create_colocated_worker_cls"),
-    "ray_pool": ("RayResourcePool", "ResourcePool"),
+    "ray_group": ("RayWorkerGroup", "create_colocated_worker_cls"),
+    "ray_pool": ("RayResourcePool",),
 }
 
 

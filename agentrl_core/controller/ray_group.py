@@ -5,31 +5,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayActorError
-from ray.util.placement_group import remove_placement_group
 
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.controller.dispatch import Call
 from agentrl_core.controller.ray_failures import Watch, fetch, kill
-from agentrl_core.controller.ray_hosts import NAMESPACE, route_name, start_hosts
+from agentrl_core.controller.ray_hosts import route_name, start_hosts
 from agentrl_core.controller.ray_pool import RayResourcePool
 from agentrl_core.controller.worker_group import ClassWithInitArgs, Fetch, Place, WorkerGroup
 from agentrl_core.protocol import DataProto
 
 
-class RayClassWithInitArgs(ClassWithInitArgs):
-    """A worker class with its arguments, and the Ray options of its actors."""
-
-    def __init__(self, cls: type, *args: Any, **kwargs: Any) -> None:
-        super().__init__(cls, *args, **kwargs)
-        self.options: dict[str, Any] = {}
-
-    def update_options(self, **options: Any) -> None:
-        """Sets options of ``ray.remote`` for the actors, such as ``runtime_env`` or ``num_cpus``."""
-        self.options.update(options)
-
-
-class ColocatedClasses(RayClassWithInitArgs):
+class ColocatedClasses(ClassWithInitArgs):
     """Several worker classes by role, for one process per rank."""
 
     def __init__(self, class_dict: Mapping[str, ClassWithInitArgs]) -> None:
@@ -44,14 +30,13 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
     return ColocatedClasses(class_dict)
 
 
-class _Processes:
+class Processes:
     """The Ray actors of some ranks. Several groups may call them; one of these ends them."""
 
-    def __init__(self, actors: Sequence[Any], placement_groups: Sequence[Any] = ()) -> None:
+    def __init__(self, actors: Sequence[Any]) -> None:
         self.actors = list(actors)
         self.nodes: Sequence[str] = ()
         self.watch: Watch | None = None
-        self._placement_groups = placement_groups
 
     def watch_over(self, role: str, nodes: Sequence[str]) -> Watch:
         """Reports deaths from now on; ``nodes`` has the address of each rank's node."""
@@ -60,13 +45,11 @@ class _Processes:
         return self.watch
 
     def end(self) -> None:
-        """Kills the actors, and gives back the placement groups that came with them."""
+        """Kills the actors."""
         if self.watch is not None:
             self.watch.stop()
         for actor in self.actors:
             kill(actor)
-        for group in dict.fromkeys(self._placement_groups):
-            remove_placement_group(group)
 
 
 class RayGroup(WorkerGroup):
@@ -79,7 +62,7 @@ class RayGroup(WorkerGroup):
     """
 
     def __init__(
-        self, cls: type, role: str, processes: _Processes, roles: Mapping[str, type], owns_processes: bool = False
+        self, cls: type, role: str, processes: Processes, roles: Mapping[str, type], owns_processes: bool = False
     ) -> None:
         super().__init__(cls, role, len(processes.actors))
         self._processes = processes
@@ -102,7 +85,6 @@ class RayGroup(WorkerGroup):
             if role not in self._roles:
                 raise WorkerError(f"{self.role!r} has no role {role!r}; it has {sorted(self._roles)}")
             groups[role] = RayGroup(self._roles[role], role, self._processes, {role: self._roles[role]})
-            groups[role].auto_padding = self.auto_padding
         return groups
 
     def _submit(self, method: str, calls: Sequence[Call | None], keeps: bool = False) -> list[Any]:
@@ -152,8 +134,7 @@ class RayGroup(WorkerGroup):
 class RayWorkerGroup(RayGroup):
     """Starts one Ray actor per rank of a resource pool, with one worker of the class in it, or several colocated ones.
 
-    With ``owns_pool`` the pool is closed with the group. With ``detached_name`` the actors outlive this
-    driver until a group that owns them is closed; `from_detached` finds them.
+    With ``owns_pool`` the pool is closed with the group.
     """
 
     def __init__(
@@ -162,17 +143,14 @@ class RayWorkerGroup(RayGroup):
         ray_cls_with_init: ClassWithInitArgs,
         role: str = "",
         owns_pool: bool = False,
-        detached_name: str = "",
     ) -> None:
-        if detached_name and not resource_pool.detached:
-            raise WorkerError(f"the detached group {detached_name!r} needs a pool made with detached=True")
         role = role or ray_cls_with_init.cls.__name__
         classes = {role: ray_cls_with_init}
         if isinstance(ray_cls_with_init, ColocatedClasses):
             classes = ray_cls_with_init.class_dict
-        actors = start_hosts(resource_pool, classes, detached_name)
+        actors = self._start(resource_pool, classes)
         roles = {name: item.cls for name, item in classes.items()}
-        super().__init__(ray_cls_with_init.cls, role, _Processes(actors), roles, owns_processes=True)
+        super().__init__(ray_cls_with_init.cls, role, Processes(actors), roles, owns_processes=True)
         self.resource_pool = resource_pool
         self._owns_pool = owns_pool
         ranks = range(self.world_size)
@@ -188,26 +166,8 @@ class RayWorkerGroup(RayGroup):
             self.close()
             raise
 
-    @staticmethod
-    def from_detached(name: str, classes: Mapping[str, type], owns_actors: bool = False) -> RayGroup:
-        """The group over actors that some driver of this cluster started with ``detached_name``.
-
-        ``classes`` maps the roles in them to their classes; with several use `spawn`. Closing the group ends nothing
-        unless it ``owns_actors``; then it gives the placement groups back too.
-        """
-        try:
-            first = ray.get_actor(f"{name}/0", namespace=NAMESPACE)
-            size = ray.get(first.describe.remote())[0]
-            actors = [first, *(ray.get_actor(f"{name}/{rank}", namespace=NAMESPACE) for rank in range(1, size))]
-            facts = ray.get([actor.describe.remote() for actor in actors])
-        except (ValueError, RayActorError) as error:
-            raise WorkerError(f"there is no detached worker group {name!r} in this cluster: {error}") from error
-        if unknown := sorted(classes.keys() - set(facts[0][2])):
-            raise WorkerError(f"the detached worker group {name!r} has the roles {facts[0][2]}, not {unknown}")
-        role, worker = next(iter(classes.items())) if len(classes) == 1 else (name, object)
-        processes = _Processes(actors, [placed for *_, placed in facts if placed is not None])
-        processes.watch_over(role, [node for _, node, _, _ in facts])
-        return RayGroup(worker, role, processes, classes, owns_actors)
+    def _start(self, pool: RayResourcePool, classes: Mapping[str, ClassWithInitArgs]) -> list[Any]:
+        return start_hosts(pool, classes)
 
     @property
     def num_cpus(self) -> float:

@@ -5,7 +5,7 @@ import functools
 import inspect
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import ray
@@ -15,22 +15,18 @@ from agentrl_core.controller.ray_pool import RayResourcePool
 from agentrl_core.controller.worker import WorkerContext, worker_context
 from agentrl_core.controller.worker_group import ClassWithInitArgs
 
-# Detached actors are found by name in it, whatever namespace the driver has.
-NAMESPACE = "agentrl"
 
-
-def start_hosts(pool: RayResourcePool, classes: Mapping[str, ClassWithInitArgs], detached_name: str) -> list[Any]:
-    """One actor per rank of the pool, without workers yet; with a ``detached_name`` they outlive this driver."""
+def start_hosts(
+    pool: RayResourcePool,
+    classes: Mapping[str, ClassWithInitArgs],
+    options_of: Callable[[int], Mapping[str, Any]] = lambda rank: {},
+) -> list[Any]:
+    """One actor per rank of the pool, without workers yet; ``options_of`` gives more options of ``ray.remote``."""
     host_class = _host_class({role: item.cls for role, item in classes.items()})
     host = ray.remote(concurrency_groups={"watch": 1})(host_class)
-    options: dict[str, Any] = {}
-    for item in classes.values():
-        options.update(getattr(item, "options", {}))
     actors = []
     for rank in range(pool.world_size):
-        sized = {**pool.actor_options(rank), **options}
-        if detached_name:
-            sized |= {"name": f"{detached_name}/{rank}", "namespace": NAMESPACE, "lifetime": "detached"}
+        sized = {**pool.actor_options(rank), **options_of(rank)}
         actors.append(
             host.options(**sized).remote(
                 rank, pool.world_size, pool.local_rank_list[rank], pool.local_world_size_list[rank], pool.use_gpu

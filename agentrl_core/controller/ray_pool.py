@@ -11,20 +11,34 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from agentrl_core.api.errors import ConfigError, WorkerError
 
 
-class ResourcePool:
-    """A number of processes on each of some nodes: ``[8, 8]`` is two nodes with eight each.
+class RayResourcePool:
+    """A number of processes on each of some nodes: ``[8, 8]`` is two nodes with eight each. Each node has a placement
+    group with a bundle for each process; they are made when first needed.
 
-    Up to ``max_colocate_count`` worker groups may share the pool's processes' resources.
+    ``strategy`` is Ray's, for the bundles of one node. ``num_cpus`` and ``num_gpus`` (a fraction where processes share
+    one) belong to each process, shared by the groups that are colocated in it.
     """
 
-    def __init__(self, process_on_nodes: Sequence[int], max_colocate_count: int = 1) -> None:
-        if not process_on_nodes or min(process_on_nodes) < 1 or max_colocate_count < 1:
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        num_gpus: float = 0.0,
+        num_cpus: float = 1,
+        strategy: str = "STRICT_PACK",
+        name_prefix: str = "",
+    ) -> None:
+        if not process_on_nodes or min(process_on_nodes) < 1:
             raise ConfigError(
-                f"a resource pool needs at least one process on every node and max_colocate_count of at least 1, "
-                f"found {list(process_on_nodes)} and {max_colocate_count}"
+                f"a resource pool needs at least one process on every node, found {list(process_on_nodes)}"
             )
         self.process_on_nodes = list(process_on_nodes)
-        self.max_colocate_count = max_colocate_count
+        self.lifetime: str | None = None
+        """Of the placement groups, for Ray; None: that of the driver."""
+        self.num_gpus = num_gpus
+        self.num_cpus = num_cpus
+        self.strategy = strategy
+        self.name_prefix = name_prefix
+        self._bundles: list[tuple[Any, int]] | None = None
 
     @property
     def world_size(self) -> int:
@@ -41,33 +55,6 @@ class ResourcePool:
         """For every rank its number on its node."""
         return [local for count in self.process_on_nodes for local in range(count)]
 
-
-class RayResourcePool(ResourcePool):
-    """A pool of placement groups, one per node, with one bundle per process; they are made when first needed.
-
-    ``strategy`` is Ray's, for the bundles of one node. ``num_cpus`` and ``num_gpus`` (a fraction where processes share
-    one) belong to each process, shared by the groups that are colocated in it. A ``detached`` pool outlives the driver
-    that made it.
-    """
-
-    def __init__(
-        self,
-        process_on_nodes: Sequence[int],
-        num_gpus: float = 0.0,
-        num_cpus: float = 1,
-        max_colocate_count: int = 1,
-        strategy: str = "STRICT_PACK",
-        name_prefix: str = "",
-        detached: bool = False,
-    ) -> None:
-        super().__init__(process_on_nodes, max_colocate_count)
-        self.detached = detached
-        self.num_gpus = num_gpus
-        self.num_cpus = num_cpus
-        self.strategy = strategy
-        self.name_prefix = name_prefix
-        self._bundles: list[tuple[Any, int]] | None = None
-
     @property
     def use_gpu(self) -> bool:
         """Processes of this pool see a GPU."""
@@ -79,21 +66,16 @@ class RayResourcePool(ResourcePool):
         return {"CPU": self.num_cpus, **({"GPU": self.num_gpus} if self.use_gpu else {})}
 
     def actor_options(self, rank: int) -> dict[str, Any]:
-        """Options of ``ray.remote`` for one more actor in the bundle of a rank: on its node, and on its GPU.
-
-        It holds one of the ``max_colocate_count`` shares of the bundle, as the group's own process of that rank does.
-        """
+        """Options of ``ray.remote`` for an actor in the bundle of a rank: on its node, and on its GPU."""
         group, bundle = self.bundles()[rank]
-        share = {name: amount / self.max_colocate_count for name, amount in self.bundle.items()}
         strategy = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=bundle)
-        return {"num_cpus": share["CPU"], "num_gpus": share.get("GPU", 0), "scheduling_strategy": strategy}
+        return {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus, "scheduling_strategy": strategy}
 
     def bundles(self, timeout: float = 60.0) -> list[tuple[Any, int]]:
         """For every rank its placement group and bundle. Raises WorkerError if Ray cannot place them in ``timeout``."""
         if self._bundles is None:
-            lifetime = "detached" if self.detached else None
             nodes = [[self.bundle] * count for count in self.process_on_nodes]
-            groups = [placement_group(bundles, strategy=self.strategy, lifetime=lifetime) for bundles in nodes]
+            groups = [placement_group(bundles, strategy=self.strategy, lifetime=self.lifetime) for bundles in nodes]
             self._bundles = [(group, bundle) for group in groups for bundle in range(group.bundle_count)]
             deadline = time.monotonic() + timeout
             if not all(group.wait(max(deadline - time.monotonic(), 0.0)) for group in groups):

@@ -8,9 +8,6 @@ from typing import Any, Self
 
 import torch
 
-from agentrl_core.api.errors import WorkerError
-from agentrl_core.controller.dispatch import MeshPlace
-
 
 @dataclass(frozen=True)
 class WorkerContext:
@@ -43,13 +40,11 @@ class Worker:
     """Base class of workers. Made outside a group it is rank 0 of 1, so it can be tried out like any object."""
 
     _context: WorkerContext
-    mesh_places: dict[str, MeshPlace]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         # In __new__, so that a subclass that does not call super().__init__() has its rank too.
         worker = super().__new__(cls)
         worker._context = _current.get()
-        worker.mesh_places = {}
         return worker
 
     @property
@@ -94,16 +89,3 @@ class Worker:
             return torch.device("cpu")
         # On Ray each process sees only its own devices.
         return torch.device("cuda", self.local_rank if torch.cuda.device_count() > self.local_rank else 0)
-
-    def set_mesh_place(self, mesh_name: str, dp_rank: int, collects: bool = True) -> None:
-        """Declares this rank's place in a mesh, for `make_nd_compute_dataproto_dispatch_fn`."""
-        self.mesh_places[mesh_name] = MeshPlace(dp_rank, collects)
-
-    def get_mesh_place(self, mesh_name: str) -> MeshPlace:
-        """The place that was declared. Raises WorkerError that names the meshes there are."""
-        if mesh_name not in self.mesh_places:
-            raise WorkerError(
-                f"rank {self.rank} has no place in the mesh {mesh_name!r}, only in {sorted(self.mesh_places)}: "
-                "call self.set_mesh_place(name, dp_rank, collects) when the worker sets itself up"
-            )
-        return self.mesh_places[mesh_name]

@@ -3,7 +3,6 @@
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, ParamSpec, Self, TypeVar
 
 import numpy as np
@@ -11,10 +10,9 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from agentrl_core.api.errors import ProtocolError
-from agentrl_core.protocol import combine, convert, rows, serialization, storage
+from agentrl_core.protocol import combine, convert, rows, serialization
 from agentrl_core.protocol.containers import ObjectArray, copy_array, copy_containers, object_array
 
-AUTO_PADDING_KEY = "_auto_padding"
 P = ParamSpec("P")
 R = TypeVar("R")
 Batch = TypeVar("Batch")
@@ -94,16 +92,13 @@ class DataProto:
         non_tensors: Mapping[str, Any] | None = None,
         meta_info: Mapping[str, Any] | None = None,
         num_batch_dims: int = 1,
-        auto_padding: bool = False,
     ) -> Self:
         """A batch of tensors [rows, …] and of lists or arrays with one entry per row.
 
-        The first ``num_batch_dims`` dimensions of every tensor must agree. With ``auto_padding`` a worker group pads
-        the batch to a multiple of its ranks instead of giving some ranks a row less.
+        The first ``num_batch_dims`` dimensions of every tensor must agree.
         """
-        meta = {**(meta_info or {}), **({AUTO_PADDING_KEY: True} if auto_padding else {})}
         batch = convert.tensordict_of(tensors, num_batch_dims) if tensors else None
-        return cls(batch=batch, non_tensor_batch=non_tensors, meta_info=meta)
+        return cls(batch=batch, non_tensor_batch=non_tensors, meta_info=meta_info)
 
     @classmethod
     def from_tensordict(
@@ -248,10 +243,6 @@ class DataProto:
             raise ProtocolError(f"split: split_size is {split_size}, it must be at least 1")
         return [self.slice(start, start + split_size) for start in range(0, max(len(self), 1), split_size)]
 
-    def is_padding_enabled(self) -> bool:
-        """Whether a worker group shall pad this batch to a multiple of its ranks."""
-        return bool(self.meta_info.get(AUTO_PADDING_KEY, False))
-
     # Columns
 
     def select(
@@ -384,15 +375,6 @@ class DataProto:
             None if self.batch is None else self.batch.clone(),
             {key: copy_array(column) for key, column in self.non_tensor_batch.items()},
         )
-
-    def save_to_disk(self, path: str | Path) -> None:
-        """Writes one safetensors file, atomically. Raises ProtocolError on an object that JSON cannot hold."""
-        storage.save(Path(path), self.batch, self.non_tensor_batch, self.meta_info)
-
-    @classmethod
-    def load_from_disk(cls, path: str | Path) -> Self:
-        """Reads what `save_to_disk` wrote. Executes nothing that is in the file."""
-        return cls._of(*storage.load(Path(path)))
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         state = (serialization.encode(self.batch, protocol), self.non_tensor_batch, self.meta_info)

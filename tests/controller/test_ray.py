@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import pytest
 import ray
 import torch
-import torch.distributed as dist
 from ray.exceptions import AuthenticationError
 
 from agentrl_core.api.errors import ConfigError, EngineError, WorkerError
@@ -25,16 +25,16 @@ from agentrl_core.controller import (
     ActorOptions,
     ClassWithInitArgs,
     Dispatch,
-    RayClassWithInitArgs,
+    DispatchMode,
     RayResourcePool,
     RayWorkerGroup,
     Worker,
     create_colocated_worker_cls,
-    make_nd_compute_dataproto_dispatch_fn,
     make_runtime,
     ray_failures,
     register,
 )
+from agentrl_core.controller.dispatch import Plan
 from agentrl_core.controller.ray_runtime import RayRuntime
 from agentrl_core.controller.ray_start import environment
 from agentrl_core.controller.runtime import ActorDiedError
@@ -55,10 +55,6 @@ def worker_class() -> type:
             x = batch.batch["x"]
             return DataProto.from_dict({"x": x + amount, "rank": torch.full_like(x, self.rank)})
 
-        @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, blocking=False)
-        def add_later(self, batch: DataProto) -> DataProto:
-            return DataProto.from_dict({"x": batch.batch["x"] + 1})
-
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def scale(self, batch: DataProto) -> float:
             mine = batch.writable() if self.rank else batch
@@ -70,22 +66,9 @@ def worker_class() -> type:
         def rows(self, batch: DataProto) -> int:
             return len(batch)
 
-        @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-        def gather(self, batch: DataProto) -> list[list[int]]:
-            dist.init_process_group("gloo")
-            try:
-                parts: list[Any] = [None] * self.world_size
-                dist.all_gather_object(parts, batch)
-                return [part.batch["x"].tolist() for part in parts]
-            finally:
-                dist.destroy_process_group()
-
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def place(self) -> tuple[int, int, int, str, bool]:
             return self.rank, self.world_size, self.start, os.environ["OMP_NUM_THREADS"], self.master_port > 0
-
-        def variable(self, name: str) -> str:
-            return os.environ[name]
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def pid(self) -> int:
@@ -107,8 +90,15 @@ def worker_class() -> type:
                 threading.Event().wait(0.01)
             raise ValueError("the same words")
 
-        @register(dispatch_mode=Dispatch.ONE_TO_ALL, blocking=False)
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def wait_for_ever(self) -> None:
+            threading.Event().wait()
+
+        @register(
+            dispatch_mode=DispatchMode("FIRST", lambda group, args, kwargs: Plan([(args, kwargs), None], [0], list))
+        )
+        def first_waits(self, folder: str) -> None:
+            Path(folder, "waits").touch()
             threading.Event().wait()
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -182,8 +172,8 @@ def runtime() -> Iterator[RayRuntime]:
 def colocated(runtime: RayRuntime) -> Iterator[RayWorkerGroup]:
     classes = create_colocated_worker_cls(
         {
-            "counting": RayClassWithInitArgs(worker_class(), start=7),
-            "waiting": RayClassWithInitArgs(async_worker_class()),
+            "counting": ClassWithInitArgs(worker_class(), start=7),
+            "waiting": ClassWithInitArgs(async_worker_class()),
         }
     )
     with RayWorkerGroup(RayResourcePool([2], strategy="PACK"), classes, owns_pool=True) as both:
@@ -272,21 +262,9 @@ def test_what_a_rank_keeps_goes_to_an_actor_without_the_driver(group: RayWorkerG
     assert runtime.run(taker.call("total", kept)) == 0 + 1 + 2 + 3
 
 
-def test_futures_go_from_worker_to_worker(group: RayWorkerGroup) -> None:
-    first = group.add_later(batch_of(5))
-    second = group.add_later(first)
-    assert group.add(second).batch["x"].tolist() == [row + 3 for row in range(5)]
-    assert group.rows(second) == [5, 5]
-
-
-def test_ranks_form_a_process_group_and_gather_uneven_batches(group: RayWorkerGroup) -> None:
-    assert group.gather(batch_of(3)) == [[[0, 1], [2]]] * 2
-
-
 def test_workers_know_their_place(group: RayWorkerGroup) -> None:
     threads = os.environ.get("OMP_NUM_THREADS", "1")
     assert group.place() == [(0, 2, 7, threads, True), (1, 2, 7, threads, True)]
-    assert group.execute_rank_zero_sync("place")[0] == 0
 
 
 def test_no_reader_of_a_shared_batch_sees_the_write_of_another(group: RayWorkerGroup) -> None:
@@ -351,14 +329,21 @@ def test_a_rank_that_dies_is_named_and_not_the_one_that_lost_its_connection_to_i
             group.talk(group.port())
 
 
-def test_a_rank_that_dies_idle_surfaces_and_ends_a_call_of_others_that_hangs(runtime: RayRuntime) -> None:
-    with runtime.worker_group(ClassWithInitArgs(worker_class()), "watched", world_size=2) as group:
+def test_a_rank_that_dies_idle_surfaces_and_ends_a_call_of_others_that_hangs(
+    runtime: RayRuntime, tmp_path: Path
+) -> None:
+    with (
+        runtime.worker_group(ClassWithInitArgs(worker_class()), "watched", world_size=2) as group,
+        ThreadPoolExecutor(1) as pool,
+    ):
         pids = group.pid()
-        hanging = group.execute_rank_zero_async("wait_for_ever")
+        hanging = pool.submit(group.first_waits, str(tmp_path))
+        while not (tmp_path / "waits").exists():
+            time.sleep(0.01)
         os.kill(pids[1], signal.SIGKILL)
         died = r"rank 1 of 2 of 'watched' on node .* the last method called on it was watched\.pid(.|\n)*exit"
         with pytest.raises(ActorDiedError, match=died):
-            hanging.get()
+            hanging.result()
         with pytest.raises(ActorDiedError, match=died):
             group.pid()
 
@@ -368,14 +353,12 @@ def test_a_frozen_rank_is_named_instead_of_hanging_the_run(
 ) -> None:
     monkeypatch.setattr(ray_failures, "FROZEN_SECONDS", 5.0)
     with runtime.worker_group(ClassWithInitArgs(worker_class()), "frozen", world_size=2) as group:
-        pids = group.pid()
-        hanging = group.wait_for_ever()
-        os.kill(pids[1], signal.SIGSTOP)
+        os.kill(group.pid()[1], signal.SIGSTOP)
         frozen = (
             r"rank 1 of 2 of 'frozen' on node .* is frozen: it has given no sign of life for 5 s; the last method "
             r"called on it was frozen\.wait_for_ever"
         )
-        for call in (hanging.get, group.pid):
+        for call in (group.wait_for_ever, group.pid):
             with pytest.raises(WorkerError, match=frozen):
                 call()
 
@@ -409,52 +392,7 @@ def test_colocated_classes_share_processes_and_async_methods_work(colocated: Ray
         colocated.spawn(["reward"])
 
 
-SECOND_DRIVER = """
-import sys, torch
-from agentrl_core.controller.ray_runtime import RayRuntime
-from agentrl_core.controller import Dispatch, RayWorkerGroup, Worker, register
-from agentrl_core.protocol import DataProto
-
-class Counting(Worker):
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
-    def add(self, batch: DataProto, amount: int = 1) -> DataProto: ...
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def pid(self) -> int: ...
-
-RayRuntime(address=sys.argv[1])
-group = RayWorkerGroup.from_detached("lasting", {"counting": Counting})
-out = group.add(DataProto.from_dict({"x": torch.arange(3)}), amount=5)
-sys.stdout.write(f"{out.batch['x'].tolist()} {group.pid()}")
-group.close()
-"""
-
-
-def test_another_driver_attaches_to_detached_actors_by_name(runtime: RayRuntime, tmp_path: Path) -> None:
-    pool = RayResourcePool([2], strategy="PACK", detached=True)
-    cls = RayClassWithInitArgs(worker_class())
-    with pytest.raises(WorkerError, match="needs a pool made with detached=True"):
-        RayWorkerGroup(RayResourcePool([1]), cls, detached_name="lasting")
-    first = RayWorkerGroup(pool, cls, role="counting", detached_name="lasting")
-    script = tmp_path / "driver.py"
-    script.write_text(SECOND_DRIVER)
-    address = ray.get_runtime_context().gcs_address
-    done = subprocess.run(
-        [sys.executable, str(script), address], capture_output=True, text=True, timeout=120, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == f"[5, 6, 7] {first.pid()}"
-    with pytest.raises(WorkerError, match=r"'lasting' has the roles \['counting'\], not \['reward'\]"):
-        RayWorkerGroup.from_detached("lasting", {"reward": worker_class()})
-    with RayWorkerGroup.from_detached("lasting", {"counting": worker_class()}, owns_actors=True) as owner:
-        assert owner.pid() == first.pid()
-    with pytest.raises(WorkerError, match="no detached worker group 'lasting'"):
-        RayWorkerGroup.from_detached("lasting", {"counting": worker_class()})
-    first.close()
-
-
-def test_a_batch_for_several_ranks_is_put_once_and_futures_are_not_fetched(
-    group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_batch_for_several_ranks_is_put_once(group: RayWorkerGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     puts: list[object] = []
     fetched: list[object] = []
     put, get = ray.put, ray.get
@@ -469,47 +407,6 @@ def test_a_batch_for_several_ranks_is_put_once_and_futures_are_not_fetched(
     batch = batch_of(4)
     assert group.rows(batch) == [4, 4]
     assert puts == [batch] and len(fetched) == 1
-    second = group.add_later(group.add_later(batch))
-    assert len(fetched) == 1 and len(puts) == 1
-    assert second.get().batch["x"].tolist() == [2, 3, 4, 5]
-
-
-def test_mesh_axes_split_over_dp_and_replicate_over_the_others(runtime: RayRuntime) -> None:
-    class Meshed(Worker):
-        def __init__(self) -> None:
-            # Two data-parallel groups of two ranks each.
-            self.set_mesh_place("actor", self.rank // 2, collects=self.rank % 2 == 0)
-
-        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
-        def where(self, batch: DataProto) -> DataProto:
-            x = batch.batch["x"]
-            return DataProto.from_dict({"x": x, "rank": torch.full_like(x, self.rank)})
-
-        @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("absent"))
-        def nowhere(self, batch: DataProto) -> DataProto:
-            return batch
-
-    with runtime.worker_group(ClassWithInitArgs(Meshed), "meshed", world_size=4) as group:
-        out = group.where(batch_of(5))
-        assert out.batch["x"].tolist() == list(range(5)) and out.batch["rank"].tolist() == [0, 0, 0, 2, 2]
-        with pytest.raises(WorkerError, match=r"no place in the mesh 'absent', only in \['actor'\]"):
-            group.nowhere(batch_of(2))
-
-
-def test_an_actor_of_your_own_takes_a_share_of_a_ranks_bundle(runtime: RayRuntime) -> None:
-    pool = RayResourcePool([1], num_cpus=1, max_colocate_count=2)
-    actor = ray.remote(actor_class()).options(**pool.actor_options(0)).remote()
-    assert ray.get(actor.echo.remote("here")) == "here"
-    assert pool.actor_options(0)["num_cpus"] == 0.5
-    ray.kill(actor)
-    pool.close()
-
-
-def test_options_of_ray_reach_the_processes_of_a_group(runtime: RayRuntime) -> None:
-    cls = RayClassWithInitArgs(worker_class())
-    cls.update_options(runtime_env={"env_vars": {"MARK": "mine"}})
-    with RayWorkerGroup(RayResourcePool([1]), cls, owns_pool=True) as group:
-        assert group.execute_rank_zero_sync("variable", "MARK") == "mine"
 
 
 def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_needed(runtime: RayRuntime) -> None:

@@ -8,8 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_core.controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, register
-from agentrl_core.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor
+from agentrl_compat_verl.dispatch import DataProtoFuture, Dispatch, register
+from agentrl_compat_verl.groups import LocalWorkerGroup, Worker
+from agentrl_compat_verl.protocol import DataProto, pad_dataproto_to_divisor
+from agentrl_core.controller import ClassWithInitArgs
 from tests.fuzz.fuzzing import fuzz
 
 DTYPES = [

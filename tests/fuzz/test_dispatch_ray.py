@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_core.controller import ClassWithInitArgs, Runtime, WorkerGroup, make_runtime
-from agentrl_core.protocol import DataProto, DataProtoFuture
+from agentrl_compat_verl.dispatch import DataProtoFuture
+from agentrl_compat_verl.groups import VerlGroup
+from agentrl_compat_verl.pools import RayResourcePool
+from agentrl_compat_verl.protocol import DataProto
+from agentrl_compat_verl.ray_groups import RayWorkerGroup
+from agentrl_core.controller import ClassWithInitArgs, Runtime, make_runtime
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.test_batches import Numbering, batches, modelled
 
@@ -21,14 +25,18 @@ def runtime() -> Iterator[Runtime]:
 
 
 @pytest.fixture(scope="module")
-def groups(runtime: Runtime) -> dict[int, WorkerGroup]:
-    return {size: runtime.worker_group(ClassWithInitArgs(Numbering), f"of {size}", size) for size in (2, 3)}
+def groups(runtime: Runtime) -> Iterator[dict[int, VerlGroup]]:
+    worker = ClassWithInitArgs(Numbering)
+    made = {size: RayWorkerGroup(RayResourcePool([size], strategy="PACK"), worker, owns_pool=True) for size in (2, 3)}
+    yield made
+    for group in made.values():
+        group.close()
 
 
 @fuzz
 @given(batches(st.integers(0, 13)), st.permutations([2, 3]), st.booleans(), st.integers(1, 3))
 def test_futures_reach_the_next_group_as_the_batch_would(
-    groups: dict[int, WorkerGroup], data: DataProto, sizes: list[int], padding: bool, every: int
+    groups: dict[int, VerlGroup], data: DataProto, sizes: list[int], padding: bool, every: int
 ) -> None:
     one, two = (groups[size] for size in sizes)
     one.auto_padding = two.auto_padding = padding
@@ -46,7 +54,7 @@ def test_futures_reach_the_next_group_as_the_batch_would(
 
 @fuzz
 @given(batches())
-def test_the_object_store_gives_back_what_it_got(groups: dict[int, WorkerGroup], data: DataProto) -> None:
+def test_the_object_store_gives_back_what_it_got(groups: dict[int, VerlGroup], data: DataProto) -> None:
     again = groups[2].echo(data).get()
     assert modelled(again) == modelled(data) and again.meta_info == data.meta_info
     assert {name: column.dtype for name, column in again.batch.items()} == {

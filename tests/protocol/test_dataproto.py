@@ -3,7 +3,6 @@
 import copy
 import pickle
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import torch
 from tensordict import TensorDict
 
 from agentrl_core.api.errors import ProtocolError
-from agentrl_core.protocol import DataProto, merge_meta_info, pad_dataproto_to_divisor, unpad_dataproto
+from agentrl_core.protocol import DataProto, merge_meta_info
 from agentrl_core.protocol.containers import equal
 
 
@@ -183,13 +182,6 @@ def test_fewer_rows_than_chunks() -> None:
     assert chunks[2].batch["ids"].shape == (0, 2)
 
 
-def test_padding_to_a_divisor_repeats_rows_from_the_start() -> None:
-    padded, added = pad_dataproto_to_divisor(batch_of(2), 5)
-    assert (uids(padded), added) == (["row-0", "row-1", "row-0", "row-1", "row-0"], 3)
-    with pytest.raises(ProtocolError):
-        unpad_dataproto(batch_of(1), 2)
-
-
 def test_tensordict_round_trip() -> None:
     for data in (batch_of(3, {"m": [1]}), batch_of(0)):
         again = DataProto.from_tensordict(data.to_tensordict())
@@ -204,7 +196,6 @@ def test_batches_without_rows_or_tensors_work_in_every_operation(data: DataProto
     results += [DataProto.concat(data.chunk(4)), DataProto.concat(data.split(2)), data.slice().to("cpu")]
     results += [DataProto.concat([data]), data.slice().union(data), data.slice().reorder(list(range(rows)))]
     assert [len(result) for result in results] == [rows] * len(results)
-    assert pad_dataproto_to_divisor(data, 3)[1] == 0
     assert data.get_data_info() and data.nbytes() == 0
 
 
@@ -234,14 +225,12 @@ def positions() -> DataProto:
     return DataProto.from_dict({"position_ids": column})
 
 
-def test_positions_of_three_axes_keep_their_rows(tmp_path: Path) -> None:
+def test_positions_of_three_axes_keep_their_rows() -> None:
     """Of two rows [3, 4] and [3, 1], the second one was [[2, 3]]."""
     data = positions()
     second = torch.tensor([[5.0], [15], [25]])
     both = DataProto.concat([data, data.select_idxs([1])])
-    both.save_to_disk(tmp_path / "batch")
-    copies = [pickle.loads(pickle.dumps(both)), DataProto.load_from_disk(tmp_path / "batch"), both.writable()]
-    for batch in (both, *copies):
+    for batch in (both, pickle.loads(pickle.dumps(both)), both.writable()):
         rows = batch.batch["position_ids"].unbind()
         assert [list(row.shape) for row in rows] == [[3, 4], [3, 1], [3, 1]]
         assert rows[0][1].tolist() == [11, 12, 13, 14] and torch.equal(rows[1], second) and torch.equal(rows[2], second)
@@ -302,7 +291,6 @@ MISUSE: dict[str, Callable[[], Any]] = {
     "text for bounds": lambda: DATA.slice("a"),  # type: ignore[arg-type]
     "a step of zero": lambda: DATA[::0],
     "a fact that contains itself": lambda: DataProto(meta_info={"x": cycle()}),
-    "a row that contains itself": lambda: DataProto(non_tensor_batch={"x": [cycle()]}).save_to_disk("unused"),
 }
 
 

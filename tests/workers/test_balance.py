@@ -12,8 +12,6 @@ from agentrl_core.workers.reference import ReferenceWorker
 
 
 class Ranks:
-    auto_padding = False
-
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
 

@@ -6,22 +6,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from agentrl_compat_verl.dispatch import Dispatch, make_nd_compute_dataproto_dispatch_fn, register
 from agentrl_compat_verl.fused import create_fused_worker_cls
-from agentrl_compat_verl.pools import ResourcePoolManager, merge_resource_pool, split_resource_pool
+from agentrl_compat_verl.groups import LocalWorkerGroup, Worker
+from agentrl_compat_verl.pools import RayResourcePool, ResourcePoolManager, merge_resource_pool, split_resource_pool
 from agentrl_compat_verl.protocol import DataProto, all_gather_data_proto
+from agentrl_compat_verl.ray_groups import RayClassWithInitArgs, RayWorkerGroup
 from agentrl_core.api import ConfigError, WorkerError
-from agentrl_core.controller import (
-    ClassWithInitArgs,
-    Dispatch,
-    LocalWorkerGroup,
-    RayClassWithInitArgs,
-    RayResourcePool,
-    RayWorkerGroup,
-    Worker,
-    make_nd_compute_dataproto_dispatch_fn,
-    make_runtime,
-    register,
-)
+from agentrl_core.controller import ClassWithInitArgs, make_runtime
 
 
 def worker_class() -> type:

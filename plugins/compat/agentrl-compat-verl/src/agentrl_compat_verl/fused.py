@@ -4,9 +4,11 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+from agentrl_compat_verl.dispatch import MeshPlace
+from agentrl_compat_verl.groups import Worker
 from agentrl_core.api import WorkerError
-from agentrl_core.controller import ClassWithInitArgs, MeshPlace, Worker
-from agentrl_core.controller.decorator import MARK, Registration, forwarding, registrations
+from agentrl_core.controller import ClassWithInitArgs, DispatchMode
+from agentrl_core.controller.decorator import MARK, forwarding, registrations
 
 
 class FusedWorker(Worker):
@@ -25,7 +27,7 @@ class FusedWorker(Worker):
     def get_mesh_place(self, mesh_name: str) -> MeshPlace:
         """The place that one of the roles declared."""
         for worker in self.fused_workers.values():
-            if mesh_name in worker.mesh_places:
+            if mesh_name in getattr(worker, "mesh_places", ()):
                 place: MeshPlace = worker.get_mesh_place(mesh_name)
                 return place
         return super().get_mesh_place(mesh_name)
@@ -53,7 +55,7 @@ def create_fused_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> type
     return type(f"Fused_{'_'.join(class_dict)}", (FusedWorker,), {"classes": dict(class_dict), **methods})
 
 
-def _forward(role: str, name: str, registration: Registration, is_async: bool) -> Any:
+def _forward(role: str, name: str, registration: DispatchMode, is_async: bool) -> Any:
     method = forwarding(lambda worker: getattr(worker.fused_workers[role], name), is_async)
     method.__name__ = f"{role}_{name}"
     setattr(method, MARK, registration)

@@ -8,9 +8,42 @@ from typing import Any
 import ray
 
 from agentrl_core.api import ConfigError, WorkerError
-from agentrl_core.controller import RayResourcePool
+from agentrl_core.controller import RayResourcePool as CoreRayResourcePool
 
 POLL_SECONDS = 0.5
+
+
+class RayResourcePool(CoreRayResourcePool):
+    """A pool whose processes' resources up to ``max_colocate_count`` worker groups may share.
+
+    A ``detached`` pool outlives the driver that made it.
+    """
+
+    def __init__(
+        self,
+        process_on_nodes: Sequence[int],
+        num_gpus: float = 0.0,
+        num_cpus: float = 1,
+        max_colocate_count: int = 1,
+        strategy: str = "STRICT_PACK",
+        name_prefix: str = "",
+        detached: bool = False,
+    ) -> None:
+        if max_colocate_count < 1:
+            raise ConfigError(f"a resource pool needs max_colocate_count of at least 1, found {max_colocate_count}")
+        super().__init__(process_on_nodes, num_gpus, num_cpus, strategy, name_prefix)
+        self.max_colocate_count = max_colocate_count
+        self.detached = detached
+        self.lifetime = "detached" if detached else None
+
+    def actor_options(self, rank: int) -> dict[str, Any]:
+        """Options of ``ray.remote`` for one more actor in the bundle of a rank: on its node, and on its GPU.
+
+        It holds one of the ``max_colocate_count`` shares of the bundle, as the group's own process of that rank does.
+        """
+        options = super().actor_options(rank)
+        shares = {name: options[name] / self.max_colocate_count for name in ("num_cpus", "num_gpus")}
+        return {**options, **shares}
 
 
 class _SharedPool(RayResourcePool):

@@ -7,6 +7,7 @@ Such code imports it from here instead of from ``verl``. Batches that agentrl ma
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDictBase
 
+from agentrl_compat_verl import storage
 from agentrl_core.api import ProtocolError
 from agentrl_core.protocol import DataProto as CoreDataProto
 from agentrl_core.protocol import checked_methods
@@ -21,9 +23,39 @@ from agentrl_core.protocol import checked_methods
 logger = logging.getLogger(__name__)
 
 
+AUTO_PADDING_KEY = "_auto_padding"
+
+
 @checked_methods
 class DataProto(CoreDataProto):
     """A batch of rows; the operations of agentrl's own batch are inherited."""
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Any] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        num_batch_dims: int = 1,
+        auto_padding: bool = False,
+    ) -> Self:
+        """As agentrl's own. With ``auto_padding`` a worker group pads the batch to a multiple of its ranks instead of
+        giving some ranks a row less."""
+        meta = {**(meta_info or {}), **({AUTO_PADDING_KEY: True} if auto_padding else {})}
+        return super().from_dict(tensors, non_tensors, meta, num_batch_dims)
+
+    def is_padding_enabled(self) -> bool:
+        """Whether a worker group shall pad this batch to a multiple of its ranks."""
+        return is_padding_enabled(self)
+
+    def save_to_disk(self, path: str | Path) -> None:
+        """Writes one safetensors file, atomically. Raises ProtocolError on an object that JSON cannot hold."""
+        storage.save(Path(path), self.batch, self.non_tensor_batch, self.meta_info)
+
+    @classmethod
+    def load_from_disk(cls, path: str | Path) -> Self:
+        """Reads what `save_to_disk` wrote. Executes nothing that is in the file."""
+        return cls._of(*storage.load(Path(path)))
 
     @classmethod
     def from_single_dict(
@@ -148,6 +180,30 @@ class DataProto(CoreDataProto):
             {key: column.reshape(*new, *column.shape[dims:]).copy() for key, column in columns.items()},
             self.meta_info,
         )
+
+
+def is_padding_enabled(batch: CoreDataProto) -> bool:
+    """Whether a worker group shall pad this batch to a multiple of its ranks."""
+    return bool(batch.meta_info.get(AUTO_PADDING_KEY, False))
+
+
+def pad_dataproto_to_divisor(data: CoreDataProto, size_divisor: int) -> tuple[CoreDataProto, int]:
+    """A batch whose length is a multiple of ``size_divisor``, and the number of rows added at its end.
+
+    The added rows repeat the batch from its start. A batch without rows stays as it is. ``data`` is not modified.
+    """
+    if size_divisor < 1:
+        raise ProtocolError(f"pad_dataproto_to_divisor: size_divisor is {size_divisor}, it must be at least 1")
+    rows = len(data)
+    pad_size = -rows % size_divisor
+    return data.select_idxs([row % rows for row in range(rows + pad_size)]) if pad_size else data.slice(), pad_size
+
+
+def unpad_dataproto(data: CoreDataProto, pad_size: int) -> CoreDataProto:
+    """The batch without its last ``pad_size`` rows. ``data`` is not modified."""
+    if not 0 <= pad_size <= len(data):
+        raise ProtocolError(f"unpad_dataproto: cannot remove {pad_size} rows from a batch of {len(data)}")
+    return data.slice(0, len(data) - pad_size)
 
 
 def _matrix(column: np.ndarray[Any, Any]) -> np.ndarray[Any, Any] | None:

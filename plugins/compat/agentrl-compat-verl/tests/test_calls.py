@@ -1,11 +1,13 @@
-"""Operations of worker groups that only code for verl calls: docs/adr/0014-what-stays-for-verl.md."""
+"""Operations of worker groups that only code for verl calls."""
 
 import pytest
 import torch
 
+from agentrl_compat_verl.dispatch import Dispatch, register
+from agentrl_compat_verl.groups import LocalWorkerGroup, Worker
+from agentrl_compat_verl.protocol import DataProto
 from agentrl_core.api import ProtocolError
-from agentrl_core.controller import ClassWithInitArgs, Dispatch, LocalWorkerGroup, Worker, register
-from agentrl_core.protocol import DataProto
+from agentrl_core.controller import ClassWithInitArgs
 
 
 class Rank(Worker):
