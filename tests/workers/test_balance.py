@@ -15,9 +15,6 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
 
-    def mesh_layout(self, mesh_name: str) -> Any:
-        raise KeyError(mesh_name)
-
 
 def tokens(call: Any) -> int:
     return int(call[0][0].batch["attention_mask"].sum())
@@ -47,4 +44,4 @@ def test_fewer_rows_than_ranks_are_split_as_ever(make_batch: Any) -> None:
 def test_all_passes_over_a_batch_are_balanced() -> None:
     for worker, method in ((ActorWorker, "compute_log_prob"), (CriticWorker, "compute_values"),
                            (ReferenceWorker, "compute_ref_log_prob")):  # fmt: skip
-        assert registrations(worker)[method].dispatch_mode is BALANCED
+        assert registrations(worker)[method] is BALANCED
