@@ -29,6 +29,8 @@ PROJECTS = (
     ".",
     "plugins/agent_loops/agentrl-loop-single-turn",
     "plugins/algorithms/agentrl-algorithms",
+    "plugins/cli/agentrl-engines",
+    "plugins/cli/agentrl-plan",
     "plugins/datasets/agentrl-dataset-prompts",
     "plugins/engines/agentrl-engine-hf",
     "plugins/engines/agentrl-engine-sglang",
