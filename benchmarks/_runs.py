@@ -19,7 +19,7 @@ from calculator import SAMPLED, prepare
 PASS_AT_8 = "validation/calculator/pass_at_8"
 SETTINGS = (
     "trainer.trackers=[jsonl]",
-    "trainer.save_rollouts=false",
+    "rollout.records=none",
     "trainer.checkpoint.interval=0",
     "trainer.checkpoint.best_metric=null",
     "trainer.validation.interval=0",

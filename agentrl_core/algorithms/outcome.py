@@ -28,7 +28,7 @@ def advantage_input(batch: DataProto) -> AdvantageInput:
         values=column("values"),
         outcomes=batch.batch["outcomes"],
         scores=batch.batch["scores"],
-        turn_ids=batch.batch["turn_ids"],
+        turn_ids=batch.batch["turn_ids"].long(),
         turn_rewards=batch.batch["turn_rewards"],
         components={name: torch.tensor([each.get(name, math.nan) for each in parts]) for name in names},
         old_log_probs=column("old_log_probs"),

@@ -37,10 +37,11 @@ def nodes_of(tree: Tree, credit: Mapping[Node, Mapping[str, Any]]) -> list[dict[
     lines = []
     for node in tree.nodes:
         parent = None if node.parent is None else numbers[node.parent]
-        content: dict[str, Any] = {"parent": parent, "kind": node.kind, "ids": node.ids, "text": node.text}
+        content: dict[str, Any] = {"parent": parent, "kind": node.kind, "ids": list(node.ids), "text": node.text}
         content |= {name: value for name in _OF_NODE if (value := getattr(node, name))}
         if node.kind == "turn":
-            content |= {"log_probs": node.log_probs, "spans": [[s.version, s.start, s.end] for s in node.spans]}
+            log_probs = None if node.log_probs is None else list(node.log_probs)
+            content |= {"log_probs": log_probs, "spans": [[s.version, s.start, s.end] for s in node.spans]}
             content["request"] = None if node.request is None else asdict(node.request)
             content |= earned_of(node)
             content |= credit.get(node, {})

@@ -89,7 +89,7 @@ class Conversation:
     @property
     def turn_ids(self) -> list[int]:
         """What the policy sampled last; empty where a context is last."""
-        return self.path[-1].ids if self.path[-1].kind == "turn" else []
+        return list(self.path[-1].ids) if self.path[-1].kind == "turn" else []
 
 
 @dataclass(frozen=True)

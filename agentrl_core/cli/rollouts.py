@@ -60,8 +60,11 @@ def _found_step(run: RunDir, step: int | None, split: Split) -> int:
     steps = run.rollout_steps(split)
     if not steps:
         others = run.rollout_steps("train" if split == "validation" else "validation")
-        hint = f"; there are {_OTHERS[split]}" if others else "; were they written (trainer.save_rollouts=true)?"
-        raise DataError(f"{run.rollouts_dir}: no {split} rollouts{hint}")
+        hint = f"; there are {_OTHERS[split]}" if others else ""
+        reason = f". {run.unrecorded}" if run.unrecorded else ""
+        raise DataError(f"{run.rollouts_dir}: no {split} rollouts{hint}{reason}")
+    if run.unrecorded:
+        warn(run.unrecorded)
     if step is None:
         return steps[-1]
     if step not in steps:

@@ -121,7 +121,7 @@ def _read(file: Path, home: Path, below: tuple[str, ...]) -> Node:
     if full in below:
         chain = " -> ".join(os.path.relpath(name, home) for name in (*below, full))
         raise ConfigError(f"{_EXTENDS}: files extend each other in a circle: {chain}", source=below[0])
-    tree = read_file(file, label)
+    tree = _renewed(read_file(file, label))
     base = tree.value.get(_EXTENDS)
     own = {key: child for key, child in tree.value.items() if key != _EXTENDS}
     tree = normalised(Config, replace(tree, value=own))
@@ -133,6 +133,18 @@ def _read(file: Path, home: Path, below: tuple[str, ...]) -> Node:
     if not parent.is_file():
         raise ConfigError(problem(_EXTENDS, base.origin, f"no such file: {parent}"), source=str(file))
     return merged(Config, _read(parent, home, (*below, full)), tree)
+
+
+def _renewed(tree: Node) -> Node:
+    """The tree of a file with ``rollout.records`` in place of ``trainer.save_rollouts``, which older runs have."""
+    trainer, rollout = tree.value.get("trainer"), tree.value.get("rollout")
+    if trainer is None or not isinstance(trainer.value, dict) or "save_rollouts" not in trainer.value:
+        return tree
+    old = trainer.value["save_rollouts"]
+    value = {**tree.value, "trainer": replace(trainer, value={k: v for k, v in trainer.value.items() if v is not old})}
+    if not old.value and rollout is not None and isinstance(rollout.value, dict):
+        value["rollout"] = replace(rollout, value={"records": Node("none", old.origin), **rollout.value})
+    return replace(tree, value=value)
 
 
 def _checked(

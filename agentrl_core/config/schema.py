@@ -18,6 +18,7 @@ DeviceName = Literal["auto", "cpu", "cuda"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 Retry = Literal["continue", "restart"]
 TemplateBreak = Literal["fork", "mask", "error"]
+Records = Literal["all", "sample", "none"]
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 
 
@@ -306,6 +307,11 @@ class RolloutConfig:
         help="what to do if the chat template rewrites history: start a new row, keep one row and train only its last "
         "turn, or stop with an error",
     )
+    records: Records = option(
+        "all",
+        help="trajectories that are written to rollouts/step-*.jsonl: all, those of 16 prompts of each step (sample), "
+        "or none",
+    )
     resample_rounds: int = option(
         0,
         ge=0,
@@ -483,7 +489,6 @@ class TrainerConfig:
     validation: ValidationConfig = option(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = option(default_factory=CheckpointConfig)
     profile: ProfileConfig = option(default_factory=ProfileConfig)
-    save_rollouts: bool = option(True, help="write every trajectory to rollouts/step-*.jsonl")
     warn_after: int = option(
         10,
         ge=0,

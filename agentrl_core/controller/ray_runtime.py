@@ -245,6 +245,11 @@ class RayRuntime(Runtime):
         return sum(node["Alive"] for node in ray.nodes())
 
     @property
+    def here(self) -> str:
+        """See :attr:`Runtime.here`."""
+        return str(ray.get_runtime_context().get_node_id())
+
+    @property
     def has_gpus(self) -> bool:
         """Whether a node of the cluster has a GPU that Ray knows."""
         return bool(ray.cluster_resources().get("GPU"))

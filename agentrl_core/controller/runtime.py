@@ -105,6 +105,11 @@ class Runtime(ABC):
         return 1
 
     @property
+    def here(self) -> str:
+        """This host, as :attr:`ActorOptions.node` names it."""
+        return ""
+
+    @property
     @abstractmethod
     def has_gpus(self) -> bool:
         """Whether a host has a GPU for workers and actors. This process may be on one without."""

@@ -3,9 +3,11 @@
 Legend: B rows, P prompt tokens, R response tokens.
 """
 
+from array import array
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import islice
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -13,44 +15,53 @@ import torch
 
 from agentrl_core.api import AgentLoopOutput, RewardResult
 from agentrl_core.api.agent_loop import Status
+from agentrl_core.api.tree import Node, TreePath, packed_ids
 from agentrl_core.protocol import DataProto
+from agentrl_core.protocol.rows import padded, zeros
 from agentrl_core.rollout.results import TrajectoryResult
+
+Array = np.ndarray[Any, Any]
 
 
 def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_info: dict[str, Any]) -> DataProto:
     """The trained rows of ``results``, those that are replaced by others left out.
 
-    Tensors: ``prompts [B, P]`` left-padded, ``responses [B, R]`` right-padded, ``response_mask [B, R]`` bool,
-    ``input_ids``, ``attention_mask``, ``position_ids`` ``[B, P+R]``, the columns of :func:`reward_columns`,
+    Tensors: ``prompts [B, P]`` left-padded and ``responses [B, R]`` right-padded, both views of ``input_ids [B, P+R]``,
+    ``response_mask [B, R]`` bool, ``attention_mask`` and ``position_ids`` ``[B, P+R]``, the columns of
+    :func:`reward_columns`,
     ``turn_ids`` and ``policy_versions`` ``[B, R]`` (-1 under mask 0; version 0 where a loop names none), and
-    ``rollout_log_probs [B, R]`` and ``baselines [B]`` where every row has them. Objects: ``uid`` (the
-    prompt's group), ``trajectory_id``, ``data_source``, ``num_turns``, ``termination``, ``log_prob_settings``,
-    ``reward_components`` (numbers by name), and a column for each extra field of the rows, None in the rows without it.
+    ``rollout_log_probs [B, R]`` and ``baselines [B]`` where every row has them. Ids, positions, turns and versions are
+    int32, ``attention_mask`` is int8. Objects: ``uid`` (the prompt's group), ``trajectory_id``, ``data_source``,
+    ``num_turns``, ``termination``, ``log_prob_settings``, ``reward_components`` (numbers by name), and a column for
+    each extra field of the rows, None in the rows without it.
     """
     trained = [result for result in results if result.status is Status.TRAINED]
-    pairs = [(result, output) for result in trained for output in result.outputs if output.trained]
-    outputs = [output for _, output in pairs]
-    prompts, prompt_mask = pad([output.prompt_ids for output in outputs], pad_token_id, left=True)
-    responses, filled = pad([output.response_ids for output in outputs], pad_token_id, left=False)
-    mask, _ = pad([output.response_mask for output in outputs], 0, left=False)
-    attention = np.concatenate([prompt_mask, filled], axis=1).astype(np.int64)
+    pairs = [(result, row) for result in trained for row in result.outputs if row.trained]
+    paths = [row.tokens for _, row in pairs]
+    after = [node for path in paths for node in path.response]
+    prompts_B, responses_B = (
+        np.array([sum([len(node.ids) for node in part(path)]) for path in paths], dtype=np.int64)
+        for part in (_prompt, _response)
+    )
+    width_P, width_R = int(prompts_B.max(initial=0)), int(responses_B.max(initial=0))
+    flat = np.frombuffer(packed_ids([node for path in paths for node in path.nodes]), np.int32)
+    ids = padded(flat, prompts_B + responses_B, pad_token_id, width_P + width_R, width_P - prompts_B)
+    first_B1, last_B1 = (each.astype(np.int32)[:, None] for each in (width_P - prompts_B, prompts_B + responses_B))
+    order = np.arange(width_P + width_R, dtype=np.int32) - first_B1
+    attention = (order >= 0) & (order < last_B1)
+    columns = {name: padded(flat, responses_B, fill) for name, (flat, fill) in _by_token(paths, after).items()}
     tensors = {
-        "prompts": prompts,
-        "responses": responses,
-        "response_mask": mask.astype(bool),
-        "input_ids": np.concatenate([prompts, responses], axis=1),
-        "attention_mask": attention,
-        "position_ids": np.maximum(attention.cumsum(axis=1) - 1, 0),
-        "turn_ids": pad([output.turn_ids for output in outputs], -1, left=False)[0],
-        "policy_versions": pad([output.policy_versions for output in outputs], -1, left=False)[0],
+        "prompts": ids[:, :width_P],
+        "responses": ids[:, width_P:],
+        "input_ids": ids,
+        "attention_mask": attention.view(np.int8),
+        "position_ids": np.clip(order, 0, np.maximum(last_B1 - 1, 0), out=order),
+        **columns,
+        **reward_columns(trained, columns["response_mask"], columns["turn_ids"]),
     }
-    tensors |= reward_columns(trained, mask.astype(bool), tensors["turn_ids"])
     baselines = [result.baseline for result, _ in pairs]
     if all(value is not None for value in baselines):
         tensors["baselines"] = np.array(baselines, dtype=np.float32)
-    log_probs = [output.response_logprobs for output in outputs]
-    if all(values is not None for values in log_probs):
-        tensors["rollout_log_probs"] = pad([v for v in log_probs if v is not None], 0.0, left=False)[0]
     return DataProto.from_dict(
         tensors={key: torch.from_numpy(value) for key, value in tensors.items()},
         non_tensors=_objects(pairs),
@@ -58,26 +69,59 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
     )
 
 
-def pad(
-    rows: Sequence[Sequence[Any]], value: float, *, left: bool
-) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]:
-    """Rows of different lengths as one array ``[B, longest]`` (int64, or float32 for a float ``value``), and where
+_prompt, _response = attrgetter("prompt"), attrgetter("response")
+
+
+def _by_token(paths: Sequence[TreePath], nodes: Sequence[Node]) -> dict[str, tuple[Array, float]]:
+    """Columns of the response tokens of all rows, one row after the other, and what stands behind the end of a row.
+
+    Args:
+        nodes: the responses of all paths.
+    """
+    numbers: dict[Node, int] = {}
+    for tree in dict.fromkeys(path.tree for path in paths):
+        numbers |= tree.numbers
+    versions, counts = list[int](), list[int]()
+    for node in nodes:
+        known = [(each.version, each.end - each.start) for each in node.spans] if node.sampled else []
+        for version, count in known or [(0 if node.sampled else -1, len(node.ids))]:
+            versions.append(version)
+            counts.append(count)
+    lengths = [len(node.ids) for node in nodes]
+
+    def spread(values: list[int], counts: list[int], dtype: type) -> Array:
+        return np.repeat(np.array(values, dtype=dtype), np.array(counts, dtype=np.int64))
+
+    columns: dict[str, tuple[Array, float]] = {
+        "response_mask": (spread([node.sampled for node in nodes], lengths, np.bool_), 0),
+        "turn_ids": (spread([numbers.get(node, -1) for node in nodes], lengths, np.int32), -1),
+        "policy_versions": (spread(versions, counts, np.int32), -1),
+    }
+    if not any(node.sampled and node.log_probs is None for node in nodes):
+        parts = [_singles(node.log_probs) or bytes(4 * len(node.ids)) for node in nodes]
+        columns["rollout_log_probs"] = np.frombuffer(b"".join(parts), np.float32), 0.0
+    return columns
+
+
+def _singles(values: Sequence[float] | None) -> "array[float] | None":
+    return values if isinstance(values, array) and values.typecode == "f" else array("f", values or ())
+
+
+def pad(rows: Sequence[Sequence[Any]], value: float, *, left: bool) -> tuple[Array, Array]:
+    """Rows of different lengths as one array ``[B, longest]`` (int32, or float32 for a float ``value``), and where
     it is filled (bool)."""
     lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    width = int(lengths.max(initial=0))
-    columns = np.arange(width)
-    filled = columns >= width - lengths[:, None] if left else columns < lengths[:, None]
-    dtype = np.float32 if isinstance(value, float) else np.int64
-    padded = np.full((len(rows), width), value, dtype=dtype)
-    padded[filled] = np.fromiter((item for row in rows for item in row), dtype=dtype, count=int(lengths.sum()))
-    return padded, filled
+    dtype = np.float32 if isinstance(value, float) else np.int32
+    flat = np.fromiter((item for row in rows for item in row), dtype=dtype, count=int(lengths.sum()))
+    first: Any = lengths.max(initial=0) - lengths if left else 0
+    return padded(flat, lengths, value, None, first), padded(np.ones(len(flat), np.bool_), lengths, 0, None, first)
 
 
 def reward_columns(
     trained: Sequence[TrajectoryResult],
-    mask_BR: np.ndarray[Any, Any],
-    turns_BR: np.ndarray[Any, Any],
-) -> dict[str, np.ndarray[Any, Any]]:
+    mask_BR: Array,
+    turns_BR: Array,
+) -> dict[str, Array]:
     """Rewards in float32: ``rm_scores`` [B, R], each where it was earned; ``scores`` and ``outcomes`` [B], of the row's
     trajectory with and without its turns and tokens; ``turn_rewards`` [B, T], of each turn of the row's trajectory.
 
@@ -90,10 +134,11 @@ def reward_columns(
     by_turn_BT = np.zeros((len(owners), turns), dtype=np.float64)
     for row, reward in enumerate(rewards):
         by_turn_BT[row, : len(reward.turn_rewards)] = reward.turn_rewards
+    with_turns = np.flatnonzero(by_turn_BT.any(axis=1)).tolist()
     present: dict[str, set[int]] = defaultdict(set)
-    for result, turns_R in zip(owners, turns_BR, strict=True):
-        present[result.trajectory_id].update(turns_R[turns_R >= 0].tolist())
-    for row in np.flatnonzero(by_turn_BT.any(axis=1)).tolist():
+    for row in with_turns:
+        present[owners[row].trajectory_id].update(np.unique(turns_BR[row]).tolist())
+    for row in with_turns:
         absent = [turn for turn in range(turns) if turn not in present[owners[row].trajectory_id]]
         by_turn_BT[row, absent] = 0.0
     scores_B = np.array([reward.score for reward in rewards], dtype=np.float64)
@@ -111,21 +156,21 @@ def reward_columns(
         if part:
             rewards_BR[row, np.flatnonzero(mask_BR[row])] += np.asarray(part, dtype=np.float32)
     columns = {"scores": scores_B, "outcomes": outcomes_B, "turn_rewards": by_turn_BT, "rm_scores": rewards_BR}
-    return {name: column.astype(np.float32) for name, column in columns.items()}
+    return {name: column.astype(np.float32, copy=False) for name, column in columns.items()}
 
 
 def _by_row(result: TrajectoryResult) -> Iterator[list[float]]:
     """The token rewards of each row that is trained."""
     rewards = iter(result.reward.token_rewards if result.reward else ())
     for output in result.outputs:
-        part = list(islice(rewards, sum(output.response_mask)))
+        part = list(islice(rewards, output.tokens.sampled_tokens))
         if output.trained:
             yield part
 
 
-def outcome_scores(mask_BR: np.ndarray[Any, Any], scores: Sequence[float | None]) -> np.ndarray[Any, Any]:
+def outcome_scores(mask_BR: Array, scores: Sequence[float | None]) -> Array:
     """Each row's score on its last token with mask 1, float32; a row without such a token gets none."""
-    scores_BR = np.zeros(mask_BR.shape, dtype=np.float32)
+    scores_BR = zeros(mask_BR.shape, np.float32)
     has = mask_BR.any(axis=1) & np.array([score is not None for score in scores], dtype=bool)
     rows = np.flatnonzero(has)
     last = mask_BR.shape[1] - 1 - mask_BR[rows, ::-1].argmax(axis=1) if len(rows) else rows

@@ -187,7 +187,8 @@ class AgentLoopManager:
 
         async def revise(index: int, group: list[TrajectoryResult]) -> None:
             rewarder = self._rewarders[index % len(self._rewarders)]
-            inputs = [result.reward_input for result in group]
+            seen = [(result.reward_input, result.token_rows) for result in group]
+            inputs = [replace(each, token_rows=rows) for each, rows in seen if each is not None]
             try:
                 async with deadline(limit, f"{rewarder.name} has not answered for {limit:g} s", WorkerError):
                     revised = await rewarder.call("score_group", inputs, [result.reward for result in group])

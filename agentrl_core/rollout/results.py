@@ -22,7 +22,7 @@ class TrajectoryResult:
         termination: of the last attempt.
         outputs: its rows; empty if it failed before there was one.
         reward: None where there was nothing to score, or scoring failed.
-        reward_input: what the reward manager saw, for managers that look at whole groups.
+        reward_input: what the reward manager saw; after :meth:`pack` without :attr:`token_rows`.
         error: why the last attempt failed; the traceback where there is one.
         attempts: how often it was started, or scored again.
         tree: what happened in the last attempt; the parts of several agents share it, as they share all that follows.
@@ -57,6 +57,22 @@ class TrajectoryResult:
     agent: str | None = None
     other_agent: bool = False
     agents: list["TrajectoryResult"] = field(default_factory=list)
+
+    def pack(self) -> None:
+        """Keep each token once, in the arrays of the tree: many finished trajectories wait, and leave the process."""
+        self.tree.pack()
+        for part in (self, *self.agents):
+            for row in part.outputs:
+                row.forget()
+            if part.reward_input is not None:
+                part.reward_input = replace(part.reward_input, token_rows=())
+
+    @property
+    def token_rows(self) -> list[tuple[list[int], list[int], list[int]]]:
+        """``RewardTrajectory.token_rows``."""
+        return [
+            (path.prompt_ids, path.response_ids, path.response_mask) for path in (row.tokens for row in self.outputs)
+        ]
 
     def count(self, name: str, value: float = 1.0) -> None:
         """Add to a counter of ``metrics``."""
@@ -142,7 +158,7 @@ def by_agent(result: TrajectoryResult) -> list[TrajectoryResult]:
 
 def reward_trajectory(result: TrajectoryResult) -> RewardTrajectory:
     """The view of a trajectory that rewards get; the last output is the end of the conversation."""
-    row, outputs, last = result.row, result.outputs, result.outputs[-1]
+    row, last = result.row, result.outputs[-1]
     texts = last.turn_texts or [""]
     reward_model = row.get("reward_model") or {}
     named = {"raw_prompt", "reward_model", "data_source", "extra_info", "uid"}
@@ -176,5 +192,5 @@ def reward_trajectory(result: TrajectoryResult) -> RewardTrajectory:
         termination=result.termination.value,
         agent=last.agent,
         row={key: value for key, value in row.items() if key not in named},
-        token_rows=[(output.prompt_ids, output.response_ids, output.response_mask) for output in outputs],
+        token_rows=result.token_rows,
     )

@@ -208,6 +208,7 @@ class AgentLoopWorker:
                 result = await self._attempt(key, RolloutSession(key, row, self._environment), sampling)
                 result.attempts += attempts
             self._ended += 1
+            result.pack()
             if result.status is Status.FAILED or not result.agents:
                 return [result]
             result.agents[0].attempts = result.attempts

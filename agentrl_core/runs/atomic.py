@@ -4,7 +4,8 @@ import errno
 import hashlib
 import os
 import stat
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
@@ -35,17 +36,24 @@ def replace_file(path: Path, content: str | bytes) -> None:
     Raises:
         OSError: the file cannot be written; its earlier content is untouched.
     """
-    data = content.encode() if isinstance(content, str) else content
+    with replacing(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A file that takes the place of ``path`` at the end of the block, as :func:`replace_file` does it."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         with temporary.open("wb") as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-    except OSError as error:
-        # Python names no file where writing or flushing failed.
-        error.filename, error.filename2 = str(path), None
+    except BaseException as error:
+        if isinstance(error, OSError):
+            # Python names no file where writing or flushing failed.
+            error.filename, error.filename2 = str(path), None
         with suppress(OSError):
             temporary.unlink()
         raise

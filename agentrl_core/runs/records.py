@@ -22,11 +22,13 @@ from agentrl_core.api.errors import DataError
 from agentrl_core.api.record_format import rows_of
 from agentrl_core.api.reward import RewardResult, RewardTrajectory
 from agentrl_core.api.tree import Node
-from agentrl_core.runs.atomic import open_file, replace_file
+from agentrl_core.runs.atomic import open_file, replacing
 from agentrl_core.runs.run_dir import rollout_file_name
 
 PLAIN_STEPS = 10
 """The files of this many newest steps stay plain; older ones are compressed."""
+PLAIN_BYTES = 64 * 2**20
+"""Files that are larger are compressed as soon as they are written."""
 _REMEDY = ". The file is damaged: copy it back from where you have it, or take another step"
 
 
@@ -178,12 +180,14 @@ class RolloutWriter:
         self.rollouts_dir = rollouts_dir
 
     def write(self, step: int, split: Split, lines: Iterable[Mapping[str, Any]]) -> Path:
-        """Write or replace the file of a step, atomically; return its path."""
+        """Write or replace the file of a step, line by line and atomically; return its path."""
         self.rollouts_dir.mkdir(parents=True, exist_ok=True)
         path = self.rollouts_dir / rollout_file_name(step, split)
-        replace_file(path, "".join(to_json(line) + "\n" for line in lines))
+        with replacing(path) as target:
+            for line in lines:
+                target.write(f"{to_json(line)}\n".encode())
         for file in self.rollouts_dir.glob("*step-*.jsonl"):
-            if int(file.stem.rpartition("-")[2]) <= step - PLAIN_STEPS:
+            if int(file.stem.rpartition("-")[2]) <= step - PLAIN_STEPS or file.stat().st_size > PLAIN_BYTES:
                 _compress(file)
         return path
 

@@ -31,6 +31,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TextIO, TypeGuard, get_args
 
+import yaml
+
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import ConfigError, DataError
 from agentrl_core.runs.atomic import open_file, read_file, replace_file
@@ -282,6 +284,20 @@ class RunDir:
         """The steps whose trajectories are on disk, ascending."""
         matches = (match for match, _ in entries(self.rollouts_dir, _ROLLOUT_FILE))
         return sorted({int(match["step"]) for match in matches if bool(match["validation"]) == (split != "train")})
+
+    @property
+    def unrecorded(self) -> str:
+        """One sentence if the run records not all trajectories; empty if it does, or no configuration says so."""
+        try:
+            config = yaml.safe_load(read_file(self.config_file))
+            records = config["rollout"].get("records", "all")
+        except (OSError, yaml.YAMLError, LookupError, TypeError, AttributeError):
+            return ""
+        texts = {
+            "sample": "This run recorded the trajectories of some prompts of each step only (rollout.records=sample)",
+            "none": "This run recorded no trajectories (rollout.records=none)",
+        }
+        return texts.get(records, "") if isinstance(records, str) else ""
 
     # Superseding
 

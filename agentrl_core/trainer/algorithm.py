@@ -79,7 +79,7 @@ class Algorithm:
             batch.batch["old_log_probs"],
             batch.batch["rollout_log_probs"],
             batch.batch["response_mask"].bool(),
-            batch.batch["policy_versions"],
+            batch.batch["policy_versions"].long(),
         )
         with hang_reported("the rollout correction"):
             output = self._correction(seen)

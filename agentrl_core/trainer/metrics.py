@@ -14,6 +14,7 @@ import psutil
 import torch
 
 from agentrl_core.api.agent_loop import Status
+from agentrl_core.api.tree import packed_ids
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
 
@@ -145,7 +146,8 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     metrics |= {f"reward/{name}": mean for name, mean in details.items()}
     lengths = [length for result in trained for length in result.path_lengths]
     metrics |= spread("response_length", lengths)
-    metrics |= spread("prompt_length", [len(output.prompt_ids) for r in trained for output in r.outputs[:1]])
+    prompts = [r.outputs[0].tokens.prompt for r in trained if r.outputs]
+    metrics |= spread("prompt_length", [sum(len(node.ids) for node in nodes) for nodes in prompts])
     if lengths:
         metrics["response_length/clip_ratio"] = float(np.mean([length >= max_response_length for length in lengths]))
     for name, count in Counter(result.termination.value for result in whole).items():
@@ -160,9 +162,9 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
     }
     if replaced := sum(result.status is Status.REPLACED for result in results):
         metrics["rollout/replaced_share"] = replaced / len(results)
-    groups: dict[object, list[list[list[int]]]] = defaultdict(list)
+    groups: dict[object, list[list[bytes]]] = defaultdict(list)
     for result in trained:
-        groups[result.row["uid"]].append([output.response_ids for output in result.outputs])
+        groups[result.row["uid"]].append([packed_ids(output.tokens.response) for output in result.outputs])
     if several := [samples for samples in groups.values() if len(samples) > 1]:
         identical = [all(sample == samples[0] for sample in samples) for samples in several]
         metrics["rollout/identical_groups_share"] = float(np.mean(identical))

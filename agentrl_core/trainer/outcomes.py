@@ -1,59 +1,118 @@
 """What rollout files and hooks get of a finished trajectory."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from agentrl_core.api import EndedTrajectory
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.record_format import SCHEMA_VERSION, earned_of, nodes_of
 from agentrl_core.api.tree import Call, Node, Tree, TreePath, spans_of
 from agentrl_core.protocol import DataProto
+from agentrl_core.protocol.rows import counts
 from agentrl_core.rollout.loop_output import TreeRow
 from agentrl_core.rollout.results import AGENT, TrajectoryResult
 from agentrl_core.runs.records import reward_input
 
 
-def make_records(
-    step: int, split: Split, results: Sequence[TrajectoryResult], batch: DataProto | None = None
-) -> list[dict[str, Any]]:
-    """Make the line of each trajectory, for ``to_json`` and ``rows_of``, with the advantages of the turns that are in
-    ``batch``.
+class Credit(NamedTuple):
+    """What a batch says of the response tokens of its rows, one row after the other.
+
+    Args:
+        trajectories: the id of each row's trajectory.
+        lengths: tokens of each row.
+        advantages: float32 or float64.
+        old_log_probs: None where they are those of the rollout.
     """
-    columns = _token_columns(batch) if batch is not None and len(batch) else {}
-    lines: list[dict[str, Any]] = []
-    for result in results:
-        row = result.row
-        if not result.other_agent:
-            credit: dict[Node, dict[str, Any]] = {}
-            lines.append({
-                "schema_version": SCHEMA_VERSION,
-                "step": step,
-                "split": split,
-                "sample": row["sample_index"],
-                "trajectory_id": result.trajectory_id.partition(AGENT)[0],
-                "data_source": row.get("data_source", ""),
-                "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
-                "tool_schemas": result.tool_schemas,
-                "timings": result.timings,
-                "waits": result.waits,
-                "tree": (result.tree, credit),
-                "agents": [],
-            })  # fmt: skip
-        trained = [output for output in result.outputs if output.trained]
-        rows = columns.get(result.trajectory_id, [])
+
+    trajectories: Sequence[str] = ()
+    lengths: Sequence[int] = ()
+    advantages: Any = None
+    old_log_probs: Any = None
+
+    @classmethod
+    def of(cls, batch: DataProto | None) -> "Credit":
+        """That of a batch with ``advantages`` and ``old_log_probs``."""
+        if batch is None or not len(batch):
+            return cls()
+        tensors = batch.batch
+        mask_BR = tensors["response_mask"].bool()
+        lengths = counts(tensors["attention_mask"][:, -mask_BR.shape[1] :]).tolist()
+
+        def flat(column_BR: Tensor) -> Any:
+            joined = torch.cat([row[:length] for row, length in zip(column_BR, lengths, strict=True)])
+            return (joined if joined.dtype == torch.float64 else joined.float()).numpy()
+
+        old_BR, reused = tensors["old_log_probs"], "rollout_log_probs" in tensors.keys()
+        if reused and torch.equal(old_BR, tensors["rollout_log_probs"]):
+            old = None
+        else:
+            old = np.where(flat(mask_BR), flat(old_BR), 0.0)
+        return cls(batch.non_tensor_batch["trajectory_id"].tolist(), lengths, flat(tensors["advantages"]), old)
+
+    def rows(self) -> dict[str, list[dict[str, list[float]]]]:
+        """By trajectory id, ``advantages`` of each of its rows, and ``old_log_probs`` where they were computed."""
+        columns: dict[str, list[dict[str, Any]]] = {}
+        end = 0
+        for name, length in zip(self.trajectories, self.lengths, strict=True):
+            start, end = end, end + length
+            column = {"advantages": self.advantages[start:end].astype(np.float64)}
+            if self.old_log_probs is not None:
+                column["old_log_probs"] = self.old_log_probs[start:end].astype(np.float64).round(5)
+            columns.setdefault(name, []).append(column)
+        return columns
+
+
+NO_CREDIT = Credit()
+
+
+def make_records(
+    step: int, split: Split, results: Sequence[TrajectoryResult], credit: Credit = NO_CREDIT
+) -> Iterator[dict[str, Any]]:
+    """Make the line of each trajectory, for ``to_json`` and ``rows_of``.
+
+    Args:
+        credit: of the batch that was trained.
+    """
+    columns = credit.rows()
+    start = 0
+    while start < len(results):
+        end = start + 1
+        while end < len(results) and results[end].other_agent:
+            end += 1
+        yield _line(step, split, results[start:end], columns)
+        start = end
+
+
+def _line(
+    step: int, split: Split, parts: Sequence[TrajectoryResult], columns: Mapping[str, Sequence[Mapping[str, Any]]]
+) -> dict[str, Any]:
+    whole = parts[0]
+    row, tree, credit = whole.row, whole.tree, dict[Node, dict[str, Any]]()
+    for part in parts:
+        trained = [output for output in part.outputs if output.trained]
+        rows = columns.get(part.trajectory_id, ())
         # A hook may have replaced the batch by fewer rows.
         for output, column in zip(trained, rows, strict=True) if len(rows) == len(trained) else ():
             credit |= _by_node(output.tokens, column)
-        lines[-1]["agents"].append(_agent(result))
-    for line in lines:
-        tree, credit = line.pop("tree")
-        line["nodes"] = nodes_of(tree, credit)
-        if tree.early.calls or tree.early.rewards:
-            line["early"] = earned_of(tree.early)
-    return lines
+    line = {
+        "schema_version": SCHEMA_VERSION,
+        "step": step,
+        "split": split,
+        "sample": row["sample_index"],
+        "trajectory_id": whole.trajectory_id.partition(AGENT)[0],
+        "data_source": row.get("data_source", ""),
+        "ground_truth": (row.get("reward_model") or {}).get("ground_truth"),
+        "tool_schemas": whole.tool_schemas,
+        "timings": whole.timings,
+        "waits": whole.waits,
+        "agents": [_agent(part) for part in parts],
+        "nodes": nodes_of(tree, credit),
+    }
+    return line | ({"early": earned_of(tree.early)} if tree.early.calls or tree.early.rewards else {})
 
 
 def _agent(result: TrajectoryResult) -> dict[str, Any]:
@@ -86,7 +145,7 @@ def _row(output: TreeRow, tree: Tree) -> dict[str, Any]:
     return content if messages == output.messages else content | {"messages": output.messages}
 
 
-def _by_node(path: TreePath, column: dict[str, Any]) -> dict[Node, dict[str, Any]]:
+def _by_node(path: TreePath, column: Mapping[str, Any]) -> dict[Node, dict[str, Any]]:
     """What a row of the batch says of each turn."""
     found: dict[Node, dict[str, Any]] = {}
     end = 0
@@ -94,12 +153,15 @@ def _by_node(path: TreePath, column: dict[str, Any]) -> dict[Node, dict[str, Any
         start, end = end, end + len(node.ids)
         if node.kind == "turn" and node.ids:
             advantages = column["advantages"][start:end]
-            same = len(set(advantages)) < 2
-            rounded = [round(value, 5) for value in advantages]
-            found[node] = {"advantage": advantages[0]} if same else {"advantages": rounded}
+            same = len(set(advantages.tolist())) < 2
+            found[node] = {"advantage": advantages[0].item()} if same else {"advantages": rounded(advantages)}
             if "old_log_probs" in column:
-                found[node]["old_log_probs"] = column["old_log_probs"][start:end]
+                found[node]["old_log_probs"] = column["old_log_probs"][start:end].tolist()
     return found
+
+
+def rounded(values: Any) -> list[float]:
+    return [round(value, 5) for value in values.tolist()]
 
 
 def ended_trajectory(split: Split, result: TrajectoryResult) -> EndedTrajectory:
@@ -133,22 +195,3 @@ def ended_trajectory(split: Split, result: TrajectoryResult) -> EndedTrajectory:
 def _call(call: Call) -> dict[str, Any]:
     names = ("name", "arguments", "response", "failed", "start", "seconds")
     return {name: getattr(call, name) for name in names}
-
-
-def _token_columns(batch: DataProto) -> dict[str, list[dict[str, Any]]]:
-    """By trajectory id, ``advantages`` of each of its rows, and ``old_log_probs`` where they were computed."""
-    tensors = batch.batch
-    mask_BR = tensors["response_mask"].numpy().astype(bool)
-    lengths = tensors["attention_mask"][:, -mask_BR.shape[1] :].sum(-1).tolist()
-    advantages_BR = tensors["advantages"].double().numpy()
-    old_BR = np.where(mask_BR, tensors["old_log_probs"].double().numpy().round(5), 0.0)
-    reused = "rollout_log_probs" in tensors.keys() and torch.equal(
-        tensors["old_log_probs"], tensors["rollout_log_probs"]
-    )
-    columns: dict[str, list[dict[str, Any]]] = {}
-    for row, name in enumerate(batch.non_tensor_batch["trajectory_id"].tolist()):
-        column = {"advantages": advantages_BR[row][: lengths[row]].tolist()}
-        if not reused:
-            column["old_log_probs"] = old_BR[row, : lengths[row]].tolist()
-        columns.setdefault(name, []).append(column)
-    return columns

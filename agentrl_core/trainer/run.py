@@ -9,7 +9,6 @@ from dataclasses import replace
 from functools import partial
 from logging.handlers import MemoryHandler
 from pathlib import Path
-from typing import Any
 
 import rich
 
@@ -23,16 +22,21 @@ from agentrl_core.api import (
 )
 from agentrl_core.api.dataset import Split
 from agentrl_core.config import ResolvedConfig, to_dict, to_yaml
+from agentrl_core.controller.runtime import Runtime
 from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.plugins.lock import write_lock
+from agentrl_core.protocol import DataProto
+from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.runs.atomic import replace_file
-from agentrl_core.runs.records import RolloutWriter, records_of, to_json
+from agentrl_core.runs.records import records_of, to_json
 from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus
 from agentrl_core.runs.trajectory_view import show_trajectory
 from agentrl_core.trainer.algorithm import Algorithm
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, plugin_refs, resumed_state
 from agentrl_core.trainer.disks import Disks
 from agentrl_core.trainer.health import Health
+from agentrl_core.trainer.outcomes import Credit, make_records
+from agentrl_core.trainer.record_writer import RecordWriter
 from agentrl_core.trainer.trackers import Trackers
 from agentrl_core.workers.checkpoints import STATE_FOLDER, check_training_state
 from agentrl_core.workers.model_files import check_weights
@@ -77,7 +81,7 @@ class Run:
         self._previous: RunState | None = None
         self.first_step = 1
         """The first step that this process runs; known once the run records."""
-        self._writer = RolloutWriter(self._directory.rollouts_dir)
+        self.records: RecordWriter
         self.trackers = Trackers()
         self._finished: int | None = None
         self._status: RunStatus = "running"
@@ -196,8 +200,9 @@ class Run:
                 for role, worker in savers.items():
                     worker.load_checkpoint(str(everywhere / role))
 
-    def begin(self) -> int:
+    def begin(self, runtime: Runtime) -> int:
         """Take over the directory, once everything has started; returns the last finished step."""
+        self.records = RecordWriter(runtime, self._directory.rollouts_dir, self._config.rollout.records)
         self._directory.remove_leftovers()
         if self._resumes_in_place:
             for problem in self._directory.lost_records():
@@ -298,6 +303,8 @@ class Run:
             copy_tokenizer(Path(self._config.model.path), directory / "actor")
             shutil.copy(self._directory.config_file, directory / "config.yaml")
             shutil.copy(self._directory.lock_file, directory / "plugins.lock.json")
+        # A run that is killed goes on from here: what it recorded before must be there.
+        self.records.wait()
         return state.step, self._store.publish(state, checksums)
 
     def note_best(self, step: int, metrics: Mapping[str, float]) -> bool:
@@ -309,14 +316,16 @@ class Run:
         self._state = replace(self._state, best=value, best_step=step)
         return True
 
-    def write_records(self, step: int, split: Split, records: Sequence[Mapping[str, Any]]) -> None:
+    def write_records(
+        self, step: int, split: Split, results: Sequence[TrajectoryResult], batch: DataProto | None = None
+    ) -> None:
         """Write the line of each trajectory of a step, and show the first one of the run."""
-        if self._config.trainer.save_rollouts:
-            self._writer.write(step, split, records)
-        if split == "train" and step == self.first_step and records:
+        self.records.write(step, split, results, batch)
+        if split == "train" and step == self.first_step and results:
             console = rich.get_console()
             console.print(f"[bold]The first trajectory of step {step}[/bold], as the model was trained on it:")
-            show_trajectory(records_of(to_json(records[0]))[0], console)
+            line = next(make_records(step, split, results, Credit.of(batch)))
+            show_trajectory(records_of(to_json(line))[0], console)
 
     def log_trajectories(self, step: int, trajectories: Sequence[EndedTrajectory]) -> None:
         """Report the trajectories of a rollout to hooks and trackers."""

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from agentrl_core.algorithms.value import explained_variance
 from agentrl_core.api import AgentRLError, ConfigError
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
@@ -35,7 +36,7 @@ from agentrl_core.trainer.metrics import (
     source_metrics,
     throughput,
 )
-from agentrl_core.trainer.outcomes import ended_trajectory, make_records
+from agentrl_core.trainer.outcomes import ended_trajectory
 from agentrl_core.trainer.plan import devices
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.roles import Roles, build_roles, start_runtime
@@ -140,7 +141,7 @@ class Trainer:
         with runtime.started:
             self._roles = build_roles(self.config, runtime, self.preparation, self.run.load)
             self.gap_watch = GapWatch(self.config, self.roles.engines.context)
-            self.step = self.run.begin()
+            self.step = self.run.begin(runtime)
             self.roles.rollout.on_progress = partial(self.run.trackers.progress, "")
             # Weights that wait on the host need the GPU to be sent.
             self.rest_engines()
@@ -158,6 +159,10 @@ class Trainer:
                     with suppress(AgentRLError):
                         self._publish_checkpoint()
                     raise
+                finally:
+                    # However the run ends, what was handed over is written; an error of its own comes first.
+                    with suppress(AgentRLError, OSError):
+                        self.run.records.wait()
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
@@ -195,6 +200,7 @@ class Trainer:
         if not self.run.has_checkpoint(self.step):
             self.run.save_checkpoint(self.step, self.roles.actor, self.roles.critic, {})
         self._publish_checkpoint()
+        self.run.records.wait()
 
     def _publish_checkpoint(self, wait: bool = True) -> None:
         """Publish the checkpoint that is being written, if there is one and it is whole, or wait for that."""
@@ -301,9 +307,9 @@ class Trainer:
                 # Rows of several prompts, others in each step.
                 stride = -(-len(batch) // GAP_ROWS)
                 few = batch.select_idxs(list(range(batch.meta_info["step"] % stride, len(batch), stride)))
-                gap = logprob_gap(few, self.roles.actor.compute_log_prob(few).batch["old_log_probs"])
+                gap = logprob_gap(few, self.roles.actor.compute_log_prob(narrowed(few, ())).batch["old_log_probs"])
             else:
-                batch.union(self.roles.actor.compute_log_prob(batch))
+                batch.union(self.roles.actor.compute_log_prob(narrowed(batch, ())))
                 gap = logprob_gap(batch, batch.batch["old_log_probs"]) if measured else {}
                 if self.config.algorithm.old_log_probs == "rollout":
                     # The pass was for entropies.
@@ -311,9 +317,9 @@ class Trainer:
             self.gap_watch.note(gap, f"step {batch.meta_info['step']}")
             metrics |= gap
             if self.roles.reference is not None:
-                batch.union(self.roles.reference.compute_ref_log_prob(batch))
+                batch.union(self.roles.reference.compute_ref_log_prob(narrowed(batch, ())))
             if self.config.algorithm.advantage.has("teacher_log_probs"):
-                seen = as_the_teacher_reads(batch, self.preparation.chat.pad_token_id)
+                seen = narrowed(as_the_teacher_reads(batch, self.preparation.chat.pad_token_id), ())
                 batch.batch["teacher_log_probs"] = (
                     self.roles.actor.compute_log_prob(seen).batch["old_log_probs"]
                     if self.roles.teacher is None
@@ -321,7 +327,7 @@ class Trainer:
                 )
         if self.roles.critic is not None:
             with self.timer.phase("values"):
-                batch.union(self.roles.critic.compute_values(batch))
+                batch.union(self.roles.critic.compute_values(narrowed(batch, ())))
         return batch
 
     def add_advantages(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
@@ -341,6 +347,9 @@ class Trainer:
         if self.roles.critic is not None:
             with self.timer.phase("update_critic"):
                 metrics |= mean_of(self.roles.critic.update(narrowed(batch, UPDATE_COLUMNS)))
+            mask_BR = batch.batch["response_mask"].bool()
+            explained = explained_variance(batch.batch["values"], batch.batch["returns"], mask_BR)
+            metrics["critic/explained_variance"] = explained
             self._skipped["critic"].note(self.step + 1, metrics)
         # While the critic warms up, the policy is measured but not updated.
         warming_up = self.step < self.config.critic.warmup_steps
@@ -379,8 +388,7 @@ class Trainer:
         if len(batch):
             metrics |= batch_metrics(batch) | throughput(batch, self.timer.seconds("step"), devices(self.config))
         last = step == self.steps or self.stop.requested
-        records = make_records(step, "train", results, batch)
-        self.run.write_records(step, "train", records)
+        self.run.write_records(step, "train", results, batch)
         self.run.health.note(step, metrics, last)
         interval = self.config.trainer.validation.interval
         if last or (interval and step % interval == 0):
@@ -410,7 +418,7 @@ class Trainer:
             # Drop what the engines counted: it belongs to no step.
             self.roles.engines.metrics()
         if results:
-            self.run.write_records(step, "validation", make_records(step, "validation", results))
+            self.run.write_records(step, "validation", results)
             self.run.log_trajectories(step, [ended_trajectory("validation", result) for result in results])
             self.run.hooks.on_validation_end(step=step, metrics=metrics)
         return metrics

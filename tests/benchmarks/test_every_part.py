@@ -19,6 +19,7 @@ from agentrl_core.runs.run_dir import RunDir
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = {
+    "batch_path.py": ["--rows", "32", "--ranks", "2", "--against", str(BENCHMARKS.parent)],
     "engines.py": ["--requests", "4", "--repetitions", "1"],
     "packing.py": ["--samples", "1", "--repetitions", "1"],
     "prompts.py": ["--rows", "20", "--repetitions", "1", "--vocabulary", "600"],

@@ -91,7 +91,7 @@ def test_small_runs_are_trained_for_real(tmp_path: Path, tiny_model: Path, monke
     figures = tmp_path / "figures.json"
     calculator.main([
         "--seeds", "0", "--variants", "grpo", "--work", "work", "--output", ".", "--json", str(figures),
-        "trainer.save_rollouts=false",
+        "rollout.records=none",
     ])  # fmt: skip
     names = [figure["name"] for figure in json.loads(figures.read_text())["figures"]]
     assert len(names) == 5 and (tmp_path / "calculator.png").exists()

@@ -78,9 +78,17 @@ def test_a_missing_step_names_those_that_exist(run_dir: Path) -> None:
         show(run_dir, 7, 1, False, None)
 
 
-def test_a_run_without_rollouts_names_the_option(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="trainer.save_rollouts"):
+@pytest.mark.parametrize(("records", "said"), [("none", r"\(rollout.records=none\)"), ("all", "no train rollouts$")])
+def test_a_run_without_rollouts_says_whether_it_recorded_any(tmp_path: Path, records: str, said: str) -> None:
+    (tmp_path / "config.yaml").write_text(f"rollout: {{records: {records}}}\n")
+    with pytest.raises(DataError, match=said):
         show(tmp_path, None, 1, False, None)
+
+
+def test_a_run_that_recorded_a_sample_says_so(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run_dir / "config.yaml").write_text("rollout: {records: sample}\n")
+    show(run_dir, None, 1, False, None)
+    assert "warning: This run recorded the trajectories of some prompts" in capsys.readouterr().err
 
 
 def test_an_empty_file_is_named(run_dir: Path) -> None:

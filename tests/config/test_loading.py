@@ -35,6 +35,13 @@ def test_numbers_as_people_write_them(load, valid, text):
         assert config.actor.optimizer.lr == pytest.approx(1e-4)
 
 
+@pytest.mark.parametrize(("before", "now"), [("true", "all"), ("false", "none")])
+def test_the_file_of_a_run_from_before_rollout_records_still_loads(load, valid, before, now):
+    config = load(f"{valid}trainer: {{save_rollouts: {before}}}\n")
+    assert config.rollout.records == now
+    assert load(valid).rollout.records == "all"
+
+
 def test_an_option_of_an_earlier_version_that_changes_nothing_is_ignored_with_a_warning(write, valid, caplog):
     from agentrl_core.config import load_config
 

@@ -53,8 +53,8 @@ from agentrl_core.config.validation import _VERL
             "trainer.name (config.yaml:11): expected a string, found 5; put it in quotes",
         ),
         (
-            "trainer:\n  save_rollouts: 1",
-            "trainer.save_rollouts (config.yaml:11): expected true or false, found 1",
+            "actor:\n  offload_optimizer: 1",
+            "actor.offload_optimizer (config.yaml:11): expected true or false, found 1",
         ),
         (
             "trainer:\n  name: null",
@@ -197,7 +197,7 @@ def test_message(problems, valid, lines, message):
         (
             "trainer.stepz=1",
             "trainer.stepz (override 'trainer.stepz=1'): unknown key; did you mean 'steps'? allowed: name, output_dir, "
-            "steps, epochs, seed, resume, trackers, validation, checkpoint, profile, save_rollouts, warn_after",
+            "steps, epochs, seed, resume, trackers, validation, checkpoint, profile, warn_after",
         ),
         ("trainer.steps", "override 'trainer.steps': expected key.path=value"),
         ("trainer..steps=1", "override 'trainer..steps=1': expected key.path=value"),

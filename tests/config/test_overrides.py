@@ -4,9 +4,9 @@ import pytest
 
 
 def test_values_are_yaml(load, valid):
-    config = load(valid, "trainer.steps=20", "trainer.save_rollouts=false", "actor.optimizer.betas=[0.5, 0.6]")
+    config = load(valid, "trainer.steps=20", "rollout.deterministic=true", "actor.optimizer.betas=[0.5, 0.6]")
     assert config.trainer.steps == 20
-    assert config.trainer.save_rollouts is False
+    assert config.rollout.deterministic is True
     assert config.actor.optimizer.betas == [0.5, 0.6]
     assert load(valid, "trainer.steps=20", "trainer.steps=null").trainer.steps is None
 

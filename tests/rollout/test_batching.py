@@ -67,8 +67,9 @@ def test_dtypes_and_object_columns() -> None:
     results = [result(output([1], [2, 3], [1, 0]), uid="a"), result(output([1, 1], [2], [1]), uid="b")]
     batch = to_data_proto(results, PAD, {"step": 3})
     tensors = batch.batch
-    for name in ("prompts", "responses", "input_ids", "attention_mask", "position_ids"):
-        assert tensors[name].dtype == torch.int64, name
+    for name in ("prompts", "responses", "input_ids", "position_ids", "turn_ids", "policy_versions"):
+        assert tensors[name].dtype == torch.int32, name
+    assert tensors["attention_mask"].dtype == torch.int8
     assert tensors["response_mask"].dtype == torch.bool
     assert tensors["rollout_log_probs"].dtype == tensors["rm_scores"].dtype == torch.float32
     columns = batch.non_tensor_batch

@@ -219,6 +219,7 @@ class Keeps(RewardManager):
         return RewardResult(1.0)
 
     async def score_group(self, trajectories, results):
+        self.seen_again = getattr(self, "seen_again", []) + list(trajectories)
         if self.group_error is not None and trajectories[0].messages[0]["content"] == "bad":
             raise self.group_error
         return [RewardResult(result.score + len(results)) for result in results]
@@ -726,8 +727,12 @@ def test_group_rewards_are_revised_and_a_group_that_fails_is_excluded(make_rollo
     changes = {"reward.manager": "./parts.py:Keeps", "reward.functions": [], "rollout.max_failed_fraction": 0.5}
     rollout = make_rollout(loops("Once", **changes), FILES)
     results = rollout([make_row("good"), make_row("bad")], n=2)
-    rollout.manager._rewarders[0]._instance._manager.group_error = ValueError("no group")
+    manager = rollout.manager._rewarders[0]._instance._manager
+    manager.group_error = ValueError("no group")
+    assert [result.reward_input.token_rows for result in results] == [()] * 4
     rollout.manager.score_groups(results)
+    # Each token waits once, in its tree; a manager gets what it got before.
+    assert sorted(map(repr, manager.seen_again)) == sorted(map(repr, manager.seen))
     assert [result.reward.score for result in results[:2]] == [3.0, 3.0]
     assert {result.termination for result in results[2:]} == {Termination.REWARD_ERROR}
     assert all(result.reward is None and "no group" in result.error for result in results[2:])

@@ -253,8 +253,9 @@ def test_first_trajectory_is_shown(fit: Fit, capsys: pytest.CaptureFixture[str])
 
 
 def test_rollouts_are_not_written_where_nobody_wants_them(fit: Fit) -> None:
-    run = fit({**SCRIPTED, "trainer.save_rollouts": False})
+    run = fit({**SCRIPTED, "rollout.records": "none"})
     assert run.rollout_steps("train") == []
+    assert "rollout.records=none" in run.unrecorded
 
 
 def test_tool_silence_warns_once_after_ten_steps(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:

@@ -11,7 +11,7 @@ from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.loop_output import TreeRow, adopt
 from agentrl_core.rollout.results import Span, TrajectoryResult
 from agentrl_core.runs.records import RolloutRecord, records_of, to_json
-from agentrl_core.trainer.outcomes import ended_trajectory, make_records
+from agentrl_core.trainer.outcomes import Credit, ended_trajectory, make_records
 
 
 def result(name: str, *rows: list[int]) -> TrajectoryResult:
@@ -31,7 +31,8 @@ def records(results: list[TrajectoryResult], **tensors: Any) -> list[RolloutReco
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     for name, values in tensors.items():
         batch.batch[name] = torch.tensor(values)
-    return [row for line in make_records(1, "train", results, batch) for row in records_of(to_json(line))]
+    lines = make_records(1, "train", results, Credit.of(batch))
+    return [row for line in lines for row in records_of(to_json(line))]
 
 
 def test_columns_stand_in_the_row_of_their_tokens() -> None:
@@ -56,7 +57,7 @@ def test_rows_of_a_batch_that_a_hook_cut_are_not_guessed() -> None:
     batch = to_data_proto(results, 0, {})
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     batch.batch["advantages"] = torch.ones(2, 2)
-    (line,) = make_records(1, "train", results, batch.select_idxs([1]))
+    (line,) = make_records(1, "train", results, Credit.of(batch.select_idxs([1])))
     assert [row.advantage for row in records_of(to_json(line))] == [None, None]
 
 

@@ -91,7 +91,11 @@ class Run:
         """What the run wrote and the directory no longer holds, in one sentence each; pages show the rest."""
         found = [f"{each}; its other trajectories are shown" for each in self.index.damaged()]
         file = self.path / "state.json"
-        state = _json_file(file)
+        state, rollout = _json_file(file), self.config().get("rollout")
+        records = rollout.get("records") if isinstance(rollout, dict) else None
+        if records in ("sample", "none"):
+            which = "the trajectories of some prompts of each step only" if records == "sample" else "no trajectories"
+            found.append(f"this run recorded {which} (rollout.records={records})")
         if not state:
             return [
                 *found,
