@@ -235,7 +235,7 @@ class Ranks:
         """How an update goes through the batch."""
         from agentrl_core.workers.shares import Sharing
 
-        return Sharing(epochs=1, mini_batches=4, by_prompt=True)
+        return Sharing(epochs=1, mini_batches=4, by_prefix=True)
 
 
 def pickled(cloudpickle: Any, value: Any, sent: dict[int, int]) -> int:

@@ -38,7 +38,8 @@ from agentrl_core.workers.micro_batching import (
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.models import compute_dtype, engine_dtype
 from agentrl_core.workers.offload import Offload
-from agentrl_core.workers.update import MicroLoss, seed_of
+from agentrl_core.workers.shares import SHARED, Sharing, share_of
+from agentrl_core.workers.update import MicroLoss, Share, seed_of
 from agentrl_core.workers.weights import ModelWeights
 
 CORRECTION = "correction_weights"
@@ -99,12 +100,25 @@ class ActorWorker(FarFiles, TrainingWorker):
     def _log_probs(self, micro: MicroBatch, temperature: float, entropies: Entropies = "none") -> tuple[Tensor, ...]:
         return response_log_probs(self._model, micro, temperature, entropies, self._in_chunks)
 
+    @property
+    def _prepares(self) -> bool:
+        """The loss looks at whole mini-batches, which every rank must have."""
+        return type(self._policy_loss).prepare is not PolicyLoss.prepare
+
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sharing(self) -> Sharing | None:
+        sharing = super().sharing()
+        return None if self._prepares or sharing is None else sharing._replace(leaves_out=self._needs_advantage)
+
+    @register(dispatch_mode=SHARED)
     def update(self, batch: DataProto) -> dict[str, float]:
         temperature = temperature_of(batch, "update")
         columns = self._columns(batch)
-        trained_B = columns["response_mask"].any(-1)
-        moving_B = (columns["advantages"] != 0).any(-1) if self._needs_advantage else trained_B
+        share = share_of(batch, columns)
+        if self._needs_advantage and share.ranks_EB is None:
+            share = replace(share, moving_B=(columns["advantages"] != 0).any(-1).cpu())
+        if share.groups_B is not None:
+            columns[GROUPS] = share.groups_B[share.rows].unsqueeze(-1)
 
         entropy_coef = float(batch.meta_info.get("entropy_coef", self.config.algorithm.entropy_coef))
 
@@ -114,39 +128,34 @@ class ActorWorker(FarFiles, TrainingWorker):
         def prepare(part: Columns, rows: Tensor) -> tuple[Columns, Mapping[str, float]]:
             return self._prepare(part, rows, temperature)
 
+        prepares = prepare if self._prepares else None
         with self._computing():
             if batch.meta_info.get("measure_only", False):
-                return {**self._update.measure(columns, loss, prepare), "actor/trained_rows_share": 0.0}
+                return {**self._update.measure(columns, share, loss, prepares), "actor/trained_rows_share": 0.0}
             start = time.perf_counter()
-            metrics = self._update.run(columns, seed_of(batch), loss, moving_B, prepare)
-            metrics |= self._utilisation(columns, moving_B, time.perf_counter() - start)
-        return metrics | {"actor/trained_rows_share": float(moving_B.sum()) / max(int(trained_B.sum()), 1)}
+            metrics = self._update.run(columns, share, seed_of(batch), loss, prepares)
+            metrics |= self._utilisation(share, time.perf_counter() - start)
+        trained = max(int((share.sampled_B > 0).sum()), 1)
+        return metrics | {"actor/trained_rows_share": float(share.moving_B.sum()) / trained}
 
-    def _utilisation(self, columns: Columns, moving_B: Tensor, seconds: float) -> dict[str, float]:
+    def _utilisation(self, share: Share, seconds: float) -> dict[str, float]:
         """``perf/mfu/actor`` on a GPU whose peak is known."""
         if self._device.type != "cuda" or compute_dtype(self.config.model, self._device) != "bfloat16":
             return {}
-        tokens_B = columns["attention_mask"].sum(-1) * columns["response_mask"].any(-1) * self.config.actor.epochs
-        trained = int(tokens_B[moving_B].sum())
+        tokens_B = share.lengths_B * (share.sampled_B > 0) * self.config.actor.epochs
+        trained = int(tokens_B[share.moving_B].sum())
         name, devices = torch.cuda.get_device_name(self._device), self._parallel.size
-        share = utilisation(self._model, name, devices, trained, int(tokens_B.sum()) - trained, seconds)
-        return {} if share is None else {"perf/mfu/actor": share}
+        found = utilisation(self._model, name, devices, trained, int(tokens_B.sum()) - trained, seconds)
+        return {} if found is None else {"perf/mfu/actor": found}
 
     def _columns(self, batch: DataProto) -> Columns:
         """What the update reads: the columns that the loss and its KL term need, and those that cost nothing."""
         present = set(batch.batch.keys()) if batch.batch is not None else set()
         free = [name for name in FREE_COLUMNS if name in present]
-        columns = columns_of(batch, (*update_columns(self.config), *free), "update")
-        if "uid" in batch.non_tensor_batch:
-            numbers: dict[object, int] = {}
-            groups = [numbers.setdefault(uid, len(numbers)) for uid in batch.non_tensor_batch["uid"]]
-            columns[GROUPS] = torch.tensor(groups).unsqueeze(-1)
-        return columns
+        return columns_of(batch, (*update_columns(self.config), *free), "update")
 
     def _prepare(self, part: Columns, rows: Tensor, temperature: float) -> tuple[Columns, Mapping[str, float]]:
         """What the loss finds out about a whole mini-batch: its columns under :data:`PREPARED` names."""
-        if type(self._policy_loss).prepare is PolicyLoss.prepare:
-            return {}, {}
         log_probs_MR = torch.full(part["response_mask"].shape, torch.nan)
         if self.config.algorithm.loss.has("mini_batch_log_probs"):
             log_probs_MR = self._mini_batch_log_probs(part, temperature)

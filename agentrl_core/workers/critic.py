@@ -13,15 +13,16 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from agentrl_core.algorithms.aggregation import aggregate
-from agentrl_core.algorithms.value import explained_variance, value_losses
+from agentrl_core.algorithms.value import value_losses
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.controller import Dispatch, register
+from agentrl_core.controller import register
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, in_place
 from agentrl_core.workers.model_files import FILE_BYTES, save_model
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.models import empty_backbone, load_backbone
 from agentrl_core.workers.packed_attention import forward_pass
+from agentrl_core.workers.shares import SHARED, share_of
 from agentrl_core.workers.update import MicroLoss, seed_of
 from agentrl_core.workers.weights import ModelWeights
 
@@ -88,15 +89,11 @@ class CriticWorker(TrainingWorker):
     def compute_values(self, batch: DataProto) -> DataProto:
         return self._map(batch, "compute_values", ("values",), lambda micro: (in_place(*self._model(micro)),))
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=SHARED)
     def update(self, batch: DataProto) -> dict[str, float]:
         columns = columns_of(batch, UPDATE_COLUMNS, "update")
         with self._computing():
-            metrics = self._update.run(columns, seed_of(batch), self._loss)
-        metrics["critic/explained_variance"] = explained_variance(
-            columns["values"], columns["returns"], columns["response_mask"]
-        )
-        return metrics
+            return self._update.run(columns, share_of(batch, columns), seed_of(batch), self._loss)
 
     def _loss(self, micro: MicroBatch, divisor: float) -> MicroLoss:
         values_br, clip = in_place(*self._model(micro)), self.config.critic.value_clip

@@ -1,7 +1,7 @@
 """The ranks that train one model together, and the few sums that they agree on.
 
-Every rank is handed the same batch and takes its share of the rows of each mini-batch, so denominators and the order
-of rows are known everywhere without a word; gradients and metrics are summed over the ranks.
+Every rank knows how many tokens each row of a batch has, and takes its share of the rows of each mini-batch, so
+denominators and the order of rows are known everywhere without a word; gradients and metrics are summed over the ranks.
 """
 
 from collections.abc import Callable, Mapping

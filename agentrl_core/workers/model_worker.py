@@ -50,7 +50,9 @@ from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.packed_attention import Packing, check_padding
 from agentrl_core.workers.profiling import start_profile, stop_profile
 from agentrl_core.workers.protocols import DeviceMemory
+from agentrl_core.workers.sent_rows import parts_of
 from agentrl_core.workers.sharding import place, rest
+from agentrl_core.workers.shares import Sharing
 from agentrl_core.workers.update import Update
 
 
@@ -66,7 +68,7 @@ def _plan_balanced(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     if len(set(ranks_B.tolist())) < group.world_size:
         ranks_B = rank_of_rows(columns, group.world_size, by_prefix=False)
     shares = [(ranks_B == rank).nonzero().squeeze(-1) for rank in range(group.world_size)]
-    calls: list[Call | None] = [((batch.select_idxs(share),), {}) for share in shares]
+    calls: list[Call | None] = [((part,), {}) for part in parts_of(group, batch, shares)]
     back_B = torch.cat(shares).argsort()
 
     def collect(results: list[Any]) -> DataProto | None:
@@ -249,6 +251,11 @@ class TrainingWorker(ModelWorker):
             by_prefix=self._packing.is_possible,
         )
         return Offload(self._model, settings.offload_parameters, self._device)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def sharing(self) -> Sharing | None:
+        """How an update goes through a batch; None: every rank must have all rows."""
+        return Sharing(self._settings.epochs, self._settings.mini_batches, self._packing.is_possible)
 
     @property
     def _bytes_to_come(self) -> int:

@@ -2,10 +2,11 @@
 
 The gradient of a mini-batch does not depend on how it is cut: each micro-batch's loss is a sum divided by the
 denominator of the mini-batch (see :mod:`agentrl_core.algorithms.aggregation`). Nor does it depend on the number of
-ranks: each of them has the whole batch, cuts the same mini-batches from it, and works on its share of their rows;
-gradients and metrics are sums over the ranks.
+ranks: each of them cuts the same mini-batches, by the numbers of their rows, and works on its share of these; gradients
+and metrics are sums over the ranks.
 
-Shapes: M rows with a sampled token, b and r rows and response tokens of a micro-batch.
+Shapes: B rows of a batch, n of them on this rank, M with a sampled token; b and r rows and response tokens of a
+micro-batch; E epochs.
 """
 
 import math
@@ -51,6 +52,31 @@ class MicroLoss:
     token_values: dict[str, Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Share:
+    """The rows that a rank has of a batch, and what it must know of the others.
+
+    Args:
+        rows: [n], numbers of those that it has.
+        ranks_EB: the rank that works on each row in each epoch, -1: none does; None: this rank has all rows, and
+            chooses.
+        sampled_B, lengths_B: sampled tokens, and all.
+        moving_B: whether a row has a backward pass.
+        groups_B: number of its prompt.
+    """
+
+    rows: Tensor
+    ranks_EB: Tensor | None
+    sampled_B: Tensor
+    lengths_B: Tensor
+    moving_B: Tensor
+    groups_B: Tensor | None
+
+    def take(self, columns: Columns, rows: Tensor) -> Columns:
+        """The columns of these rows; of rows that the rank does not have, those of another one."""
+        return take(columns, torch.searchsorted(self.rows, rows).clamp(max=max(len(self.rows) - 1, 0)))
+
+
 LossFunction = Callable[[MicroBatch, float], MicroLoss]
 """Loss of a micro-batch, given the denominator of the mini-batch that it belongs to."""
 
@@ -90,70 +116,70 @@ class Update:
     def run(
         self,
         columns: Columns,
+        share: Share,
         seed: int,
         loss_function: LossFunction,
-        moving_B: Tensor | None = None,
         prepare: Prepare | None = None,
     ) -> dict[str, float]:
         """All steps of a batch: ``epochs`` passes of ``mini_batches`` steps each, fewer where rows are fewer.
 
         Rows without a sampled token are left out. ``seed`` decides the order of rows.
 
-        ``moving_B`` ([B] bool, None: all) says which rows have a gradient. The others have a forward pass only, and
-        count in all denominators and metrics: the result is the same as with their backward pass. Where no row has a
-        gradient there is no step, and the result is that of :meth:`measure`.
+        ``share.moving_B`` says which rows have a gradient. The others have a forward pass only, and count in all
+        denominators and metrics: the result is the same as with their backward pass. Where no row has a gradient there
+        is no step, and the result is that of :meth:`measure`.
 
-        ``prepare`` is called for each mini-batch, on every rank with the same rows; the micro-batches have its columns.
+        ``prepare`` is called for each mini-batch, on every rank with the same rows, which each rank must have; the
+        micro-batches have its columns.
 
         Returns ``loss``, ``grad_norm`` (before clipping, over the steps that were made, if any), ``lr`` (of the last
         step), ``skipped_steps``, on CUDA ``peak_memory_gib`` of this process so far, and all parts and token values of
         ``loss_function``, under ``name/``.
 
-        Over several ranks all of them must call this with the same batch, and all return the same metrics
-        but for their own memory.
+        Over several ranks all of them must call this with their shares of the same batch, and all return the same
+        metrics but for their own memory.
 
         Raises WorkerError where a loss is not finite (on every rank, if it is so on one) or memory runs out, naming the
         micro-batch.
         """
-        trained_M = columns["response_mask"].any(-1).nonzero().squeeze(-1).cpu()
-        moving_B = columns["response_mask"].any(-1).cpu() if moving_B is None else moving_B.cpu()
+        trained_M, moving_B = share.sampled_B.nonzero().squeeze(-1), share.moving_B
         if not moving_B[trained_M].any():
-            return self.measure(columns, loss_function, prepare)
-        totals = _Totals()
-        generator = torch.Generator().manual_seed(seed)
+            return self.measure(columns, share, loss_function, prepare)
+        totals, settings = _Totals(), self._config
         with training_mode(self._module):
-            for _ in range(self._config.epochs):
-                for rows in _mini_batches(trained_M, self._config.mini_batches, generator):
-                    divisor = denominator(columns["response_mask"][rows], self._aggregation, self._max_response_length)
-                    self._optimizer.zero_grad()
-                    part = self._prepared(columns, rows, prepare, totals)
-                    # In this order: a backward pass gives back the gathered parameters, which the step changes.
-                    for backward in (False, True):
-                        chosen = (moving_B[rows] == backward).nonzero().squeeze(-1)
-                        self._pass(take(part, chosen), rows[chosen], divisor, loss_function, totals, backward=backward)
-                    totals.add_step(self._optimizer.step())
+            for epoch, rows in mini_batches(trained_M, settings.epochs, settings.mini_batches, seed):
+                divisor = denominator(share.sampled_B[rows].unsqueeze(-1), self._aggregation, self._max_response_length)
+                self._optimizer.zero_grad()
+                more = self._prepared(columns, share, rows, prepare, totals)
+                # In this order: a backward pass gives back the gathered parameters, which the step changes.
+                for backward in (False, True):
+                    chosen = (moving_B[rows] == backward).nonzero().squeeze(-1)
+                    part = rows[chosen], take(more, chosen), epoch
+                    self._pass(columns, share, part, divisor, loss_function, totals, backward=backward)
+                totals.add_step(self._optimizer.step())
         metrics = {**totals.token_means(self._parallel), **totals.prepared_means(), **totals.of_steps(self._parallel)}
         if self._device.type == "cuda":
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         return self._named(metrics)
 
     def measure(
-        self, columns: Columns, loss_function: LossFunction, prepare: Prepare | None = None
+        self, columns: Columns, share: Share, loss_function: LossFunction, prepare: Prepare | None = None
     ) -> dict[str, float]:
         """The token values of ``loss_function`` over a batch, under ``name/``, without a step."""
         totals = _Totals()
-        rows = torch.arange(len(columns["response_mask"]))
-        part = self._prepared(columns, rows, prepare, totals)
-        self._pass(part, rows, 1.0, loss_function, totals, backward=False)
+        rows = torch.arange(len(share.sampled_B))
+        part = rows, self._prepared(columns, share, rows, prepare, totals), 0
+        self._pass(columns, share, part, 1.0, loss_function, totals, backward=False)
         return self._named(totals.token_means(self._parallel) | totals.prepared_means())
 
-    def _prepared(self, columns: Columns, rows: Tensor, prepare: Prepare | None, totals: "_Totals") -> Columns:
-        part = take(columns, rows)
+    def _prepared(
+        self, columns: Columns, share: Share, rows: Tensor, prepare: Prepare | None, totals: "_Totals"
+    ) -> Columns:
         if prepare is None:
-            return part
-        more, metrics = prepare(part, rows)
+            return {}
+        more, metrics = prepare(share.take(columns, rows), rows)
         totals.add_prepared(metrics)
-        return part | more
+        return more
 
     def _named(self, metrics: dict[str, float]) -> dict[str, float]:
         return {f"{self._name}/{key}": value for key, value in metrics.items()}
@@ -161,17 +187,26 @@ class Update:
     def _pass(
         self,
         columns: Columns,
-        rows: Tensor,
+        share: Share,
+        part_of_epoch: tuple[Tensor, Columns, int],
         divisor: float,
         loss_function: LossFunction,
         totals: "_Totals",
         backward: bool,
     ) -> None:
-        """Forward passes over these rows, with their backward passes or without; ``rows`` are their numbers."""
-        part = columns
+        """Forward passes over some rows, with their backward passes or without.
+
+        Args:
+            part_of_epoch: numbers of the rows, their prepared columns, and the epoch.
+        """
+        rows, more, epoch = part_of_epoch
         if self._parallel.size > 1:
-            share = share_of_rows(part, self._parallel, self._by_prefix)
-            part, rows = take(part, share), rows[share]
+            if share.ranks_EB is not None:
+                mine = (share.ranks_EB[epoch, rows] == self._parallel.rank).nonzero().squeeze(-1)
+            else:
+                mine = share_of_rows(share.take(columns, rows), self._parallel, self._by_prefix)
+            rows, more = rows[mine], take(more, mine)
+        part = share.take(columns, rows) | more
         micros = in_step(micro_batches(part, self._config.micro_batch_tokens, self._by_prefix), part, self._parallel)
         if backward and not micros:
             # Gradients of 0: a step without gradients would leave the moments as they are.
@@ -208,10 +243,13 @@ def seed_of(batch: DataProto) -> int:
     return int(batch.meta_info["seed"])
 
 
-def _mini_batches(rows_M: Tensor, count: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """A new random order of ``rows_M``, cut into at most ``count`` parts of nearly equal size, none of them empty."""
-    if len(rows_M):
-        yield from rows_M.cpu()[torch.randperm(len(rows_M), generator=generator)].tensor_split(min(count, len(rows_M)))
+def mini_batches(rows_M: Tensor, epochs: int, count: int, seed: int) -> Iterator[tuple[int, Tensor]]:
+    """The number of each epoch with its mini-batches: a new random order of ``rows_M``, cut into at most ``count``
+    parts of nearly equal size, none of them empty."""
+    generator = torch.Generator().manual_seed(seed)
+    for epoch in range(epochs if len(rows_M) else 0):
+        order = torch.randperm(len(rows_M), generator=generator)
+        yield from ((epoch, rows) for rows in rows_M[order].tensor_split(min(count, len(rows_M))))
 
 
 class _Totals:

@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from agentrl_core.algorithms.value import explained_variance
 from agentrl_core.api import CheckpointError, ConfigError
 from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.micro_batching import columns_of, micro_batches
@@ -31,7 +32,8 @@ def train(critic: CriticWorker, batch, steps: int) -> list[dict[str, float]]:
     for step in range(steps):
         batch.meta_info["seed"] = step
         batch.batch["values"] = critic.compute_values(batch).batch["values"]
-        metrics.append(critic.update(batch))
+        found = [batch.batch[name] for name in ("values", "returns", "response_mask")]
+        metrics.append(critic.update(batch) | {"critic/explained_variance": explained_variance(*found)})
     return metrics
 
 

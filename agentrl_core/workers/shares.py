@@ -1,0 +1,91 @@
+"""Which rank trains which rows of an update: chosen on the driver, which sends each rank its rows only.
+
+Shapes: B rows of the batch, n of a rank; E epochs.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, plan_one_to_all
+from agentrl_core.protocol import DataProto
+from agentrl_core.protocol.rows import counts
+from agentrl_core.workers.micro_batching import Columns, columns_of, rank_of_rows, take
+from agentrl_core.workers.sent_rows import parts_of
+from agentrl_core.workers.update import Share, mini_batches, seed_of
+
+SHARE = "share of the update"
+"""Entry of ``meta_info``: a :class:`Share`."""
+
+
+class Sharing(NamedTuple):
+    """How a worker's update goes through a batch.
+
+    Args:
+        epochs, mini_batches: of an update.
+        by_prefix: as of :func:`agentrl_core.workers.micro_batching.rank_of_rows`.
+        leaves_out: rows without an advantage have no backward pass.
+    """
+
+    epochs: int
+    mini_batches: int
+    by_prefix: bool
+    leaves_out: bool = False
+
+
+def shared_out(group: Ranks, batch: DataProto, sharing: Sharing) -> list[Any]:
+    """What each rank of a group gets of a batch."""
+    size = group.world_size
+    columns = columns_of(batch, (), "update")
+    sampled_B, lengths_B = (counts(columns[name]) for name in ("response_mask", "attention_mask"))
+    moving_B = sampled_B > 0
+    if sharing.leaves_out:
+        moving_B = torch.where(columns["response_mask"], batch.batch["advantages"] != 0, False).any(-1)
+    measures = batch.meta_info.get("measure_only", False) or not moving_B.any()
+    ranks_EB = torch.full((1 if measures else sharing.epochs, len(batch)), -1)
+    passes: Any = [(0, torch.arange(len(batch)))]
+    if not measures:
+        every = mini_batches(sampled_B.nonzero().squeeze(-1), sharing.epochs, sharing.mini_batches, seed_of(batch))
+        passes = ((epoch, rows[moving_B[rows] == moves]) for epoch, rows in every for moves in (False, True))
+    for epoch, rows in passes:
+        ranks_EB[epoch, rows] = rank_of_rows(take(columns, rows), size, sharing.by_prefix)
+    groups_B = group_numbers(batch)
+    shares = [(ranks_EB == rank).any(0).nonzero().squeeze(-1) for rank in range(size)]
+    parts = parts_of(group, batch, shares)
+    for rows, part in zip(shares, parts, strict=True):
+        part.meta_info[SHARE] = Share(rows, ranks_EB, sampled_B, lengths_B, moving_B, groups_B)
+    return parts
+
+
+def group_numbers(batch: DataProto) -> Tensor | None:
+    """[B] The number of each row's prompt; None where the batch does not name it."""
+    if "uid" not in batch.non_tensor_batch:
+        return None
+    numbers: dict[object, int] = {}
+    return torch.tensor([numbers.setdefault(uid, len(numbers)) for uid in batch.non_tensor_batch["uid"]])
+
+
+def share_of(batch: DataProto, columns: Columns) -> Share:
+    """The share that came with a batch; without one that of a rank which has all rows and chooses among them."""
+    found: Share | None = batch.meta_info.get(SHARE)
+    if found is not None:
+        return found
+    sampled_B = columns["response_mask"].sum(-1).cpu()
+    lengths_B = columns["attention_mask"].sum(-1).cpu()
+    rows = torch.arange(len(sampled_B))
+    return Share(rows, None, sampled_B, lengths_B, sampled_B > 0, group_numbers(batch))
+
+
+def _plan(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
+    batch = args[0] if len(args) == 1 and isinstance(args[0], DataProto) and not kwargs else None
+    asked: Any = group
+    sharing = None if group.world_size == 1 or batch is None else asked.execute_rank_zero_sync("sharing")
+    if batch is None or sharing is None:
+        return plan_one_to_all(group, args, kwargs)
+    calls: list[Call | None] = [((part,), {}) for part in shared_out(group, batch, sharing)]
+    return Plan(calls, list(range(group.world_size)), list)
+
+
+SHARED = DispatchMode("SHARED", _plan)
+"""Each rank gets the rows that it trains; the result is the list of results."""
