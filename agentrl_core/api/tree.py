@@ -255,8 +255,9 @@ class Tree:
             with suppress(TypeError, OverflowError):
                 node.ids = array("i", node.ids)
                 if node.log_probs is not None:
-                    short = array("f", node.log_probs)
-                    node.log_probs = short if short.tolist() == list(node.log_probs) else array("d", node.log_probs)
+                    exact = array("d", node.log_probs)
+                    short = array("f", exact)
+                    node.log_probs = short if array("d", short) == exact else exact
 
     def turns(self, agent: str | None = None) -> list[Node]:
         """The policy's turns in the order in which they were sampled; those of one agent, or all."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, plan_one_to_all
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.rows import counts
-from agentrl_core.workers.micro_batching import Columns, columns_of, rank_of_rows, take
+from agentrl_core.workers.micro_batching import SEQUENCE_COLUMNS, Columns, columns_of, rank_of_rows
 from agentrl_core.workers.sent_rows import parts_of
 from agentrl_core.workers.update import Share, mini_batches, seed_of
 
@@ -48,8 +48,11 @@ def shared_out(group: Ranks, batch: DataProto, sharing: Sharing) -> list[Any]:
     if not measures:
         every = mini_batches(sampled_B.nonzero().squeeze(-1), sharing.epochs, sharing.mini_batches, seed_of(batch))
         passes = ((epoch, rows[moving_B[rows] == moves]) for epoch, rows in every for moves in (False, True))
+    responses_BR = columns["responses"]
     for epoch, rows in passes:
-        ranks_EB[epoch, rows] = rank_of_rows(take(columns, rows), size, sharing.by_prefix)
+        # Of the responses only the width is read, and copies of whole columns are what takes the time here.
+        part = {name: columns[name][rows] for name in SEQUENCE_COLUMNS} | {"responses": responses_BR[: len(rows)]}
+        ranks_EB[epoch, rows] = rank_of_rows(part, size, sharing.by_prefix)
     groups_B = group_numbers(batch)
     shares = [(ranks_EB == rank).any(0).nonzero().squeeze(-1) for rank in range(size)]
     parts = parts_of(group, batch, shares)
