@@ -42,6 +42,17 @@ def test_each_micro_batch_gathers_parameters_and_sends_gradients(make_config: Ma
     )
 
 
+def test_rows_that_share_their_prompt_make_fewer_micro_batches(make_config: MakeConfig) -> None:
+    """16 rows of a rank, 8 of each prompt, 96 + 32 tokens: 512 tokens are 4 padded rows, or 10 packed ones."""
+    overrides = (*ON_FOUR, "data.batch_size=8", "rollout.n=8", "data.max_prompt_length=96")
+    sent = {}
+    for packing in ("true", "false"):
+        config = make_config(*overrides, "rollout.max_response_length=32", f"model.packing={packing}")
+        found = on_h100(config)
+        sent[packing] = found.phases["update"].collectives["reduce-scatter"] / (4 * found.parameters)
+    assert sent == pytest.approx({"true": 2, "false": 4}, rel=1e-3)
+
+
 def test_epochs_and_mini_batches_send_as_often(make_config: MakeConfig) -> None:
     overrides = (*ON_FOUR, "data.batch_size=16", "actor.micro_batch_tokens=512")
     once, more = (

@@ -4,6 +4,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -14,8 +15,9 @@ from agentrl_core.controller.worker_group import Place
 from agentrl_core.serving.placement import assign_shared_gpus
 from agentrl_core.workers.flops import multiplied_parameters, routed_experts
 from agentrl_core.workers.log_probs import MOST_LOGITS
+from agentrl_core.workers.micro_batching import columns_of, micro_batches
 from agentrl_core.workers.models import check_architecture, empty_causal_lm, resolve_device
-from agentrl_plan.batches import full_micro_batch
+from agentrl_plan.batches import MICRO_BATCHES, Shape, batch_of, full_micro_batch
 from agentrl_plan.devices import GIB, NETWORK, Device, device_called
 from agentrl_plan.engines import EngineShare, engine_share
 from agentrl_plan.ledger import GRADIENTS, MOMENTS, PARTS, START, WEIGHTS, Phase
@@ -27,6 +29,7 @@ USABLE = 0.95
 """Share of the memory that allocators can use: the rest is lost between blocks of different sizes; an estimate."""
 _MOST_LOGITS_ON_CPU = 2**28
 _CRITIC = ("values", "critic update")
+_TRIED_TOKENS = 2**20
 RESERVED, KV_CACHE, ENGINE = "CUDA contexts", "KV cache", "engine weights"
 
 
@@ -200,7 +203,7 @@ def _phases(
         collectives: dict[str, float] = dict(phase.collectives)
         if name != "send weights":
             runs = 1 + found.packs
-            more = _micro_batches(config, name) - phase.passes / runs
+            more = _micro_batches(config, name, found.packs) - phase.passes / runs
             collectives = {
                 key: epochs * (nbytes / runs + more * phase.each_pass[key]) for key, nbytes in phase.collectives.items()
             }
@@ -223,13 +226,23 @@ def _times_by_tokens(config: ResolvedConfig, found: Simulated) -> float:
     return tokens / max(found.tokens, 1)
 
 
-def _micro_batches(config: ResolvedConfig, phase: str) -> int:
+def _micro_batches(config: ResolvedConfig, phase: str, packs: bool) -> int:
     """Micro-batches of a rank in one pass over a step's rows, which all have their full length: each of them gathers
     parameters and sends gradients, however few tokens it has."""
-    section, length = _section(config, phase), config.data.max_prompt_length + config.rollout.max_response_length
+    section, samples = _section(config, phase), config.rollout.n
     mini_batches = section.mini_batches if "update" in phase else 1
-    rows = math.ceil(config.data.batch_size * config.rollout.n / mini_batches / config.cluster.processes)
-    return int(mini_batches * math.ceil(rows / max(section.micro_batch_tokens // length, 1)))
+    rows = math.ceil(config.data.batch_size * samples / mini_batches / config.cluster.processes)
+    lengths = config.data.max_prompt_length, config.rollout.max_response_length
+    return int(mini_batches * _cut(rows, samples, *lengths, section.micro_batch_tokens, packs))
+
+
+@cache
+def _cut(rows: int, samples: int, prompt: int, response: int, max_tokens: int, packs: bool) -> int:
+    """Micro-batches of so many rows, as the workers cut them; of many rows some are cut."""
+    tried = max(min(rows, _TRIED_TOKENS // (prompt + response)), 1)
+    batch = batch_of(Shape(samples, prompt, response, shared=True), -(-tried // (MICRO_BATCHES * samples)))
+    cut = micro_batches(columns_of(batch[:tried], (), "agentrl plan"), max_tokens, by_prefix=packs)
+    return math.ceil(rows * len(cut) / tried)
 
 
 def _seconds(
