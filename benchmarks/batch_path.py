@@ -209,7 +209,8 @@ def measure(folder: Path, rows: int, ranks: int) -> None:
     sent: dict[int, int] = {}
     most = 0
     with part("send"):
-        plan = registrations(ActorWorker)["update"].dispatch_mode.plan(Ranks(ranks), (narrowed(batch, names),), {})
+        mode = registrations(ActorWorker)["update"]
+        plan = getattr(mode, "dispatch_mode", mode).plan(Ranks(ranks), (narrowed(batch, names),), {})
         for call in plan.calls:
             most = max(most, sum(pickled(cloudpickle, each, sent) for each in call[0]))
     with part("records"):
@@ -234,11 +235,11 @@ class Ranks:
     def __init__(self, world_size: int) -> None:
         self.world_size = world_size
 
-    def execute_rank_zero_sync(self, method: str) -> Any:
+    def sharing(self) -> list[Any]:
         """How an update goes through the batch."""
         from agentrl_core.workers.shares import Sharing
 
-        return Sharing(epochs=1, mini_batches=4, by_prefix=True)
+        return [Sharing(epochs=1, mini_batches=4, by_prefix=True)]
 
 
 def pickled(cloudpickle: Any, value: Any, sent: dict[int, int]) -> int:

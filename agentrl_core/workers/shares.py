@@ -83,7 +83,7 @@ def share_of(batch: DataProto, columns: Columns) -> Share:
 def _plan(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     batch = args[0] if len(args) == 1 and isinstance(args[0], DataProto) and not kwargs else None
     asked: Any = group
-    sharing = None if group.world_size == 1 or batch is None else asked.execute_rank_zero_sync("sharing")
+    sharing = None if group.world_size == 1 or batch is None else asked.sharing()[0]
     if batch is None or sharing is None:
         return plan_one_to_all(group, args, kwargs)
     calls: list[Call | None] = [((part,), {}) for part in shared_out(group, batch, sharing)]

@@ -99,9 +99,8 @@ def test_all_rows_go_to_all_ranks_where_each_must_have_them(sharing: Any) -> Non
         auto_padding = False
         world_size = 2
 
-        def execute_rank_zero_sync(self, method: str) -> Any:
-            assert method == "sharing"
-            return sharing
+        def sharing(self) -> list[Any]:
+            return [sharing, sharing]
 
     whole = of([(2, 3)] * 4)
     sent = [call[0][0] for call in SHARED.plan(Group(), (whole,), {}).calls]
