@@ -1,5 +1,6 @@
 """The border to agent loops: what a loop returns becomes rows of its trajectory's tree, or an error that names it."""
 
+from array import array
 from collections.abc import Sequence
 from contextlib import suppress
 from copy import deepcopy
@@ -308,3 +309,23 @@ def check_lists(where: str, output: AgentLoopOutput, max_model_len: int | None) 
             f"{where}: it has {n} tokens, more than the context of {max_model_len}. Return shorter rows, or raise "
             "data.max_prompt_length or rollout.max_response_length"
         )
+    # Batches hold them in arrays of these types.
+    given = [0.0] * len(output.response_mask) if output.response_logprobs is None else output.response_logprobs
+    log_probs = [value if bit else 0.0 for value, bit in zip(given, output.response_mask, strict=True)]
+    columns: list[tuple[str, Sequence[Any], str, str]] = [
+        ("response_logprobs", log_probs, "f", "numbers, or None in place of the whole list"),
+        ("policy_versions", output.policy_versions, "i", "integers of 32 bits"),
+    ]
+    for name, values, typecode, allowed in columns:
+        with suppress(TypeError, OverflowError):
+            array(typecode, values)
+            continue
+        place = next(place for place, value in enumerate(values) if not _fits(typecode, value))
+        raise ProtocolError(f"{where}: {name}[{place}] is {values[place]!r}; allowed are {allowed}")
+
+
+def _fits(typecode: str, value: Any) -> bool:
+    with suppress(TypeError, OverflowError):
+        array(typecode, [value])
+        return True
+    return False

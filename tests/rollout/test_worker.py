@@ -560,6 +560,33 @@ def test_an_id_outside_the_vocabulary_costs_one_trajectory(make_rollout, make_ro
     assert batch.non_tensor_batch["trajectory_id"].tolist() == [good.trajectory_id]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"response_logprobs": [-0.5, None]}, "response_logprobs[1] is None; allowed are numbers, or None in place of"),
+        ({"response_logprobs": [-0.5, "-1"]}, "response_logprobs[1] is '-1'; allowed are numbers"),
+        ({"policy_versions": [2**31, 0]}, f"policy_versions[0] is {2**31}; allowed are integers of 32 bits"),
+        ({"policy_versions": [0, 1.5]}, "policy_versions[1] is 1.5; allowed are integers"),
+        ({"policy_versions": [None, 0]}, "policy_versions[0] is None; allowed are integers"),
+    ],
+)
+def test_a_value_that_no_batch_can_hold_costs_one_trajectory(make_rollout, make_row, changes, message) -> None:
+    rollout = make_rollout(
+        loops("Once", "Returns", **{"rollout.max_failed_fraction": 0.5, "rollout.retries": 0}), FILES
+    )
+    rollout.loop("Returns").answer = output(**changes)
+    bad, good = rollout([make_row(agent_name="Returns"), make_row(agent_name="Once")])
+    assert bad.status is Status.FAILED and good.status is Status.TRAINED
+    assert f"agent loop 'Returns', row 1 of 1: {message}" in bad.error
+
+
+def test_a_log_prob_under_mask_0_may_be_none(make_rollout, make_row) -> None:
+    rollout = make_rollout(loops("Returns"), FILES)
+    rollout.loop("Returns").answer = output(response_mask=[1, 0], response_logprobs=[-0.5, None])
+    [found] = rollout([make_row()])
+    assert to_data_proto([found], 0, {}).batch["rollout_log_probs"].tolist() == [[-0.5, 0.0]]
+
+
 def test_a_loop_may_score_itself_but_not_with_nan(make_rollout, make_row) -> None:
     rollout = make_rollout(loops("Returns", **{"rollout.max_failed_fraction": 1.0}), FILES)
     rollout.loop("Returns").answer = [output(), output(reward_score=0.25)]
