@@ -75,14 +75,19 @@ def columns_of(batch: DataProto, names: tuple[str, ...], method: str) -> Columns
     Raises ProtocolError that names what is missing.
     """
     wanted = (*SEQUENCE_COLUMNS, *RESPONSE_COLUMNS, *names)
-    present = set(batch.batch.keys()) if batch.batch is not None else set()
-    missing = [name for name in wanted if name not in present]
-    if missing:
-        raise ProtocolError(f"{method} needs the columns {missing}, the batch has {sorted(present)}")
+    check_columns(batch, wanted, method)
     columns: Columns = {name: batch.batch[name] for name in wanted}
     mask_BR = columns["response_mask"] = columns["response_mask"].bool()
     # Fillers under mask 0 may be anything, and 0 * NaN in a backward pass is NaN.
     return columns | {name: torch.where(mask_BR, columns[name].float(), 0.0) for name in names}
+
+
+def check_columns(batch: DataProto, names: tuple[str, ...], method: str) -> None:
+    """Raise ProtocolError that names what is missing."""
+    present = set(batch.batch.keys()) if batch.batch is not None else set()
+    missing = [name for name in names if name not in present]
+    if missing:
+        raise ProtocolError(f"{method} needs the columns {missing}, the batch has {sorted(present)}")
 
 
 def narrowed(batch: DataProto, names: tuple[str, ...]) -> DataProto:

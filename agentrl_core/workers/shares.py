@@ -11,7 +11,7 @@ from torch import Tensor
 from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, plan_one_to_all
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.rows import counts
-from agentrl_core.workers.micro_batching import SEQUENCE_COLUMNS, Columns, columns_of, rank_of_rows
+from agentrl_core.workers.micro_batching import SEQUENCE_COLUMNS, Columns, check_columns, columns_of, rank_of_rows
 from agentrl_core.workers.sent_rows import parts_of
 from agentrl_core.workers.update import Share, mini_batches, seed_of
 
@@ -41,6 +41,7 @@ def shared_out(group: Ranks, batch: DataProto, sharing: Sharing) -> list[Any]:
     sampled_B, lengths_B = (counts(columns[name]) for name in ("response_mask", "attention_mask"))
     moving_B = sampled_B > 0
     if sharing.leaves_out:
+        check_columns(batch, ("advantages",), "update")
         moving_B = torch.where(columns["response_mask"], batch.batch["advantages"] != 0, False).any(-1)
     measures = batch.meta_info.get("measure_only", False) or not moving_B.any()
     ranks_EB = torch.full((1 if measures else sharing.epochs, len(batch)), -1)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from agentrl_core.api.errors import ProtocolError
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.micro_batching import columns_of, narrowed, rank_of_rows, take
 from agentrl_core.workers.shares import SHARE, Sharing, share_of, shared_out
@@ -81,6 +82,13 @@ def test_a_rank_gets_the_rows_that_it_would_have_chosen(
             mine = share.rows.flip(0)
             for name, column in share.take(columns, mine).items():
                 assert torch.equal(column, everything[name][mine]), name
+
+
+def test_a_batch_without_advantages_is_refused_with_what_it_has() -> None:
+    whole = of([(2, 3), (4, 1)])
+    del whole.batch["advantages"]
+    with pytest.raises(ProtocolError, match=r"update needs the columns \['advantages'\], the batch has \['attention_"):
+        shared_out(group(2), whole, Sharing(1, 1, by_prefix=False, leaves_out=True))
 
 
 def test_what_is_sent_to_all_ranks_is_the_batch_once() -> None:
