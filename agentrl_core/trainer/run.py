@@ -304,7 +304,12 @@ class Run:
             shutil.copy(self._directory.config_file, directory / "config.yaml")
             shutil.copy(self._directory.lock_file, directory / "plugins.lock.json")
         # A run that is killed goes on from here: what it recorded before must be there.
-        self.records.wait()
+        try:
+            self.records.wait()
+        except KeyboardInterrupt:
+            # A second signal waits for no records; the checkpoint, which may be the only one, is whole.
+            self._store.publish(state, checksums)
+            raise
         return state.step, self._store.publish(state, checksums)
 
     def note_best(self, step: int, metrics: Mapping[str, float]) -> bool:

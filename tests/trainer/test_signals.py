@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.trainer.record_writer import RecordWriter
 from agentrl_core.trainer.signals import StopRequest
 
 Fit = Callable[..., RunDir]
@@ -73,6 +74,25 @@ def test_a_second_signal_stops_at_once(fit: Fit, tiny_run: Any, plan: Callable[.
     run = RunDir(tiny_run.folder / "runs" / "tiny")
     assert state_of(run) == ("stopped", 1)
     assert (run.checkpoints_dir / "latest").resolve().name == "step-000001"
+
+
+def test_a_second_signal_while_records_are_written_leaves_the_checkpoint(
+    fit: Fit, tiny_run: Any, plan: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    signals = [signal.SIGINT]
+
+    def wait(writer: RecordWriter, most: int = 0) -> None:
+        while signals:
+            os.kill(os.getpid(), signals.pop())
+
+    monkeypatch.setattr(RecordWriter, "wait", wait)
+    monkeypatch.setattr(RecordWriter, "write", lambda *args: None)
+    plan({"on_rollout_start:2": [signal.SIGINT]})
+    with pytest.raises(KeyboardInterrupt):
+        fit(RUN)
+    run = RunDir(tiny_run.folder / "runs" / "tiny")
+    assert (run.checkpoints_dir / "latest").resolve().name == "step-000002"
+    assert not list(run.checkpoints_dir.glob(".*"))
 
 
 @BOTH
@@ -161,6 +181,7 @@ def test_a_signal_in_the_last_step_stops_nothing(tiny_run: Any, start_agentrl: C
 
 STUBBORN = """
 import signal, sys, time
+from agentrl_core.trainer.record_writer import RecordWriter
 from agentrl_core.trainer.signals import StopRequest
 
 stop = StopRequest()
