@@ -137,13 +137,15 @@ def _read(file: Path, home: Path, below: tuple[str, ...]) -> Node:
 
 def _renewed(tree: Node) -> Node:
     """The tree of a file with ``rollout.records`` in place of ``trainer.save_rollouts``, which older runs have."""
-    trainer, rollout = tree.value.get("trainer"), tree.value.get("rollout")
-    if trainer is None or not isinstance(trainer.value, dict) or "save_rollouts" not in trainer.value:
+    trainer = tree.value.get("trainer")
+    old = trainer.value.get("save_rollouts") if trainer is not None and isinstance(trainer.value, dict) else None
+    # A file that extends another one may have no section of its own.
+    rollout = tree.value.get("rollout", Node({}, tree.origin))
+    if trainer is None or old is None or not isinstance(old.value, bool) or not isinstance(rollout.value, dict):
         return tree
-    old = trainer.value["save_rollouts"]
-    value = {**tree.value, "trainer": replace(trainer, value={k: v for k, v in trainer.value.items() if v is not old})}
-    if not old.value and rollout is not None and isinstance(rollout.value, dict):
-        value["rollout"] = replace(rollout, value={"records": Node("none", old.origin), **rollout.value})
+    kept = {key: child for key, child in trainer.value.items() if child is not old}
+    records = {"records": Node("all" if old.value else "none", old.origin), **rollout.value}
+    value = {**tree.value, "trainer": replace(trainer, value=kept), "rollout": replace(rollout, value=records)}
     return replace(tree, value=value)
 
 

@@ -42,6 +42,18 @@ def test_the_file_of_a_run_from_before_rollout_records_still_loads(load, valid, 
     assert load(valid).rollout.records == "all"
 
 
+@pytest.mark.parametrize(("base", "file"), [("true", "false"), ("false", "true")])
+def test_a_file_that_extends_another_one_has_the_last_word_of_it(load, write, valid, base, file):
+    write(f"{valid}trainer: {{save_rollouts: {base}}}\n", "base.yaml")
+    config = load(f"extends: base.yaml\ntrainer: {{save_rollouts: {file}}}\n")
+    assert config.rollout.records == ("none" if file == "false" else "all")
+
+
+def test_what_is_no_boolean_there_is_an_error(load, valid):
+    with pytest.raises(ConfigError, match=r"trainer.save_rollouts .*: unknown key"):
+        load(f"{valid}trainer: {{save_rollouts: never}}\n")
+
+
 def test_an_option_of_an_earlier_version_that_changes_nothing_is_ignored_with_a_warning(write, valid, caplog):
     from agentrl_core.config import load_config
 
