@@ -23,7 +23,7 @@ from agentrl_core.api.record_format import rows_of
 from agentrl_core.api.reward import RewardResult, RewardTrajectory
 from agentrl_core.api.tree import Node
 from agentrl_core.runs.atomic import open_file, replacing
-from agentrl_core.runs.run_dir import rollout_file_name
+from agentrl_core.runs.run_dir import ROLLOUT_FILE, entries, rollout_file_name
 
 PLAIN_STEPS = 10
 """The files of this many newest steps stay plain; older ones are compressed."""
@@ -186,18 +186,18 @@ class RolloutWriter:
         with replacing(path) as target:
             for line in lines:
                 target.write(f"{to_json(line)}\n".encode())
-        for file in self.rollouts_dir.glob("*step-*.jsonl"):
-            if int(file.stem.rpartition("-")[2]) <= step - PLAIN_STEPS or file.stat().st_size > PLAIN_BYTES:
+        # What else lies there is somebody's own.
+        for match, file in entries(self.rollouts_dir, ROLLOUT_FILE):
+            is_due = int(match["step"]) <= step - PLAIN_STEPS or file.stat().st_size > PLAIN_BYTES
+            if is_due and file.suffix == ".jsonl" and file.is_file():
                 _compress(file)
         return path
 
 
 def _compress(file: Path) -> None:
-    packed = file.with_name(file.name + ".gz")
-    temporary = file.with_name(f".{packed.name}.tmp")
-    with file.open("rb") as source, gzip.open(temporary, "wb", compresslevel=1) as target:
-        shutil.copyfileobj(source, target)
-    temporary.replace(packed)
+    with replacing(file.with_name(file.name + ".gz")) as raw, file.open("rb") as source:
+        with gzip.open(raw, "wb", compresslevel=1) as target:
+            shutil.copyfileobj(source, target)
     file.unlink()
 
 

@@ -40,7 +40,7 @@ from agentrl_core.runs.atomic import open_file, read_file, replace_file
 RunStatus = Literal["running", "completed", "stopped", "failed"]
 logger = logging.getLogger(__name__)
 
-_ROLLOUT_FILE = re.compile(r"^(?P<validation>validation-)?step-(?P<step>\d{6,})\.jsonl(\.gz)?$")
+ROLLOUT_FILE = re.compile(r"^(?P<validation>validation-)?step-(?P<step>\d{6,})\.jsonl(\.gz)?$")
 CHECKPOINT = re.compile(r"^step-(?P<step>\d{6,})$")
 
 
@@ -282,7 +282,7 @@ class RunDir:
 
     def rollout_steps(self, split: Split) -> list[int]:
         """The steps whose trajectories are on disk, ascending."""
-        matches = (match for match, _ in entries(self.rollouts_dir, _ROLLOUT_FILE))
+        matches = (match for match, _ in entries(self.rollouts_dir, ROLLOUT_FILE))
         return sorted({int(match["step"]) for match in matches if bool(match["validation"]) == (split != "train")})
 
     @property
@@ -336,7 +336,7 @@ class RunDir:
         An interrupted call that is repeated loses nothing, but lines can then be in two superseded directories.
         """
         split = {file: _lines_until(file, step) for file in (self.metrics_file, self.phases_file)}
-        found = [*entries(self.rollouts_dir, _ROLLOUT_FILE), *entries(self.checkpoints_dir, CHECKPOINT)]
+        found = [*entries(self.rollouts_dir, ROLLOUT_FILE), *entries(self.checkpoints_dir, CHECKPOINT)]
         moves = [path for match, path in found if int(match["step"]) > step]
         if not moves and not any(later for _, later in split.values()):
             return None

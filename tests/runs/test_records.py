@@ -76,6 +76,28 @@ def test_writer_names_files_by_step_and_split(tmp_path: Path) -> None:
     ]  # fmt: skip
 
 
+def test_writer_leaves_files_alone_that_are_not_its_own(tmp_path: Path) -> None:
+    for name in ("step-final.jsonl", "copy-of-step-000001.jsonl", "step-1.jsonl"):
+        (tmp_path / name).write_text("mine")
+    (tmp_path / "step-000002.jsonl").mkdir()
+    before = {entry.name for entry in tmp_path.iterdir()}
+    RolloutWriter(tmp_path).write(20, "train", [record().content])
+    assert {entry.name for entry in tmp_path.iterdir()} == {*before, "step-000020.jsonl"}
+
+
+def test_a_file_that_cannot_be_compressed_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: Any, target: Any) -> None:
+        target.write(source.read(9))
+        raise OSError(28, "No space left on device")
+
+    writer = RolloutWriter(tmp_path)
+    writer.write(1, "train", [record().content])
+    monkeypatch.setattr("agentrl_core.runs.records.shutil.copyfileobj", full)
+    with pytest.raises(OSError, match="No space left on device: .*step-000001.jsonl.gz"):
+        writer.write(20, "train", [record().content])
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step-000001.jsonl", "step-000020.jsonl"]
+
+
 def test_writer_leaves_the_old_file_whole_if_a_record_fails(tmp_path: Path) -> None:
     writer = RolloutWriter(tmp_path)
     path = writer.write(1, "train", [record().content])
