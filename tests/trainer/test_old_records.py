@@ -19,6 +19,8 @@ __all__ = ["duel"]
 OLD = Path(__file__).parents[1] / "runs" / "v1"
 NEW = {"schema_version", "timings", "spans", "served", "status", "reason"}
 """What is another number in each run, or what only the new file has."""
+COMPUTED = {"advantage", "advantages", "old_log_probs"}
+"""Kept to five decimals; the last one depends on how rows are packed."""
 BRANCHES = '''
 from agentrl_core.api import AgentLoopBase, Termination, ToolCall
 
@@ -71,7 +73,7 @@ def same(old: list[RolloutRecord], new: list[RolloutRecord]) -> None:
     for before, after in zip(old, new, strict=True):
         left, right = before.content, after.content
         for name in left.keys() - NEW:
-            assert right[name] == (pytest.approx(left[name]) if name == "advantage" else left[name]), name
+            assert right[name] == (pytest.approx(left[name], abs=1.5e-5) if name in COMPUTED else left[name]), name
         assert sorted(span[0] for span in before.spans) == sorted(span[0] for span in after.spans)
         assert reward_trajectory_of(before) == reward_trajectory_of(after)
 

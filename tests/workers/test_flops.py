@@ -81,12 +81,12 @@ def test_the_actors_utilisation_is_the_work_that_torch_counts(
     seconds: list[float] = []
     measured = actor._utilisation
 
-    def on_an_h100(columns: Any, moving: Any, took: float) -> dict[str, float]:
+    def on_an_h100(share: Any, took: float) -> dict[str, float]:
         seconds.append(took)
         with monkeypatch.context() as patch:
             patch.setattr(actor, "_device", torch.device("cuda"))
             patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
-            return measured(columns, moving, took)
+            return measured(share, took)
 
     monkeypatch.setattr(actor, "_utilisation", on_an_h100)
     share = actor.update(batch)["perf/mfu/actor"]
