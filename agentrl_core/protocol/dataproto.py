@@ -67,7 +67,8 @@ class DataProto:
     Every operation returns a batch with its own containers: assigning a column, a row of an object column or
     anything in ``meta_info`` never shows in another batch. Tensor storage may be shared (slices, chunks and selections
     of columns are views), and so are the objects in the rows: `writable` gives a private copy. ``to``, ``pop``,
-    ``union``, ``rename`` and ``reorder`` modify the batch itself and return it (``pop``: what was removed). Batches without tensors, without rows, or with nothing but meta_info work everywhere.
+    ``union``, ``rename`` and ``reorder`` modify the batch itself and return it (``pop``: what was removed). Batches
+    without tensors, without rows, or with nothing but meta_info work everywhere.
     """
 
     def __init__(
