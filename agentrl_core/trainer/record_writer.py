@@ -22,9 +22,14 @@ MOST_WAITING = 2
 
 
 class RecordProcess:
-    """Makes lines of trajectories and writes them."""
+    """Makes lines of trajectories and writes them.
 
-    def __init__(self, rollouts_dir: Path) -> None:
+    Args:
+        rollouts_dir: on this host.
+        config: of the run. Unpickled, it makes the modules of files importable: trajectories hold objects of theirs.
+    """
+
+    def __init__(self, rollouts_dir: Path, config: Any) -> None:
         self._writer = RolloutWriter(rollouts_dir)
 
     def write(self, step: int, split: Split, results: Sequence[TrajectoryResult], credit: Credit) -> None:
@@ -39,10 +44,12 @@ class RecordWriter:
         runtime: where the process is.
         rollouts_dir: on this host.
         records: what is kept.
+        config: as of :class:`RecordProcess`.
     """
 
-    def __init__(self, runtime: Runtime, rollouts_dir: Path, records: Records) -> None:
+    def __init__(self, runtime: Runtime, rollouts_dir: Path, records: Records, config: Any = None) -> None:
         self._runtime = runtime
+        self._config = config
         self._rollouts_dir = rollouts_dir
         self._records = records
         self._waiting: list[asyncio.Task[None]] = []
@@ -50,7 +57,8 @@ class RecordWriter:
     @cached_property
     def _process(self) -> ActorHandle:
         options = ActorOptions(num_cpus=0, node=self._runtime.here)
-        return self._runtime.actor(RecordProcess, self._rollouts_dir, name="records", options=options)
+        arguments = self._rollouts_dir, self._config
+        return self._runtime.actor(RecordProcess, *arguments, name="records", options=options)
 
     def write(
         self, step: int, split: Split, results: Sequence[TrajectoryResult], batch: DataProto | None = None

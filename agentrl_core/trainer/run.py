@@ -202,7 +202,8 @@ class Run:
 
     def begin(self, runtime: Runtime) -> int:
         """Take over the directory, once everything has started; returns the last finished step."""
-        self.records = RecordWriter(runtime, self._directory.rollouts_dir, self._config.rollout.records)
+        config = self._config
+        self.records = RecordWriter(runtime, self._directory.rollouts_dir, config.rollout.records, config)
         self._directory.remove_leftovers()
         if self._resumes_in_place:
             for problem in self._directory.lost_records():

@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import signal
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -12,8 +13,10 @@ import pytest
 
 from agentrl_core.api import AgentLoopOutput, Termination, WorkerError
 from agentrl_core.api.tree import Tree
+from agentrl_core.config import load_config
 from agentrl_core.config.schema import Records
 from agentrl_core.controller import LocalRuntime, Runtime, make_runtime
+from agentrl_core.plugins.file_plugin import load_file_object
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.loop_output import adopt
 from agentrl_core.rollout.results import TrajectoryResult
@@ -165,15 +168,37 @@ def ray_runtime() -> Iterator[Runtime]:
         yield made
 
 
+LOOP = """
+from dataclasses import dataclass
+from agentrl_core.api import AgentLoopBase
+
+@dataclass
+class Board:
+    move: int
+
+class Plays(AgentLoopBase):
+    async def run(self, sampling_params, *, session, **row): ...
+"""
+
+
 @pytest.mark.ray
-def test_on_ray_another_process_writes_and_its_death_ends_the_run(ray_runtime: Runtime, tmp_path: Path) -> None:
+def test_on_ray_another_process_writes_and_its_death_ends_the_run(
+    ray_runtime: Runtime, tmp_path: Path, tiny_run: Any
+) -> None:
     found = results(prompts=3)
-    writer = RecordWriter(ray_runtime, tmp_path, "all")
+    (tiny_run.folder / "loop.py").write_text(LOOP)
+    config = load_config(tiny_run({"rollout.agent.loops": ["./loop.py:Plays"]}))
+    # An object of a file that only the run's configuration makes importable.
+    board = sys.modules[load_file_object(config.rollout.agent.loops[0].ref).__module__].Board(3)
+    found[0].outputs[0].extra_fields = {"board": board}
+    tmp_path = tmp_path / "rollouts"
+    writer = RecordWriter(ray_runtime, tmp_path, "all", config)
     writer.write(1, "train", found, trained(found))
     writer.wait()
     with LocalRuntime() as runtime:
         RecordWriter(runtime, tmp_path / "local", "all").write(1, "train", found, trained(found))
     assert lines(tmp_path, 1) == lines(tmp_path / "local", 1)
+    assert lines(tmp_path, 1)[0]["agents"][0]["rows"][0]["extra_fields"] == {"board": {"move": 3}}
     (tmp_path / "step-000002.jsonl").mkdir()
     writer.write(2, "train", found)
     with pytest.raises(OSError, match="step-000002.jsonl"):
