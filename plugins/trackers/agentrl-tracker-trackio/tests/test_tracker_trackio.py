@@ -3,6 +3,7 @@
 import os
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import pytest
 
@@ -17,8 +18,12 @@ def trackio_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["TRACKIO_DIR"] = str(tmp_path_factory.mktemp("trackio"))
 
 
+SESSION = uuid4().hex[:8]
+"""Where another test has imported Trackio, its directory is the user's, which keeps the projects of earlier sessions."""
+
+
 def project_of(run_dir: Path) -> str:
-    return run_dir.name.replace("_", "-")
+    return f"{run_dir.name.replace('_', '-')}-{SESSION}"
 
 
 def logged(run_dir: Path) -> list[dict[str, Any]]:
