@@ -19,7 +19,7 @@ def trackio_dir(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 
 SESSION = uuid4().hex[:8]
-"""Where another test has imported Trackio, its directory is the user's, which keeps the projects of earlier sessions."""
+"""Where another test has imported Trackio, its directory is the user's, with the projects of earlier sessions."""
 
 
 def project_of(run_dir: Path) -> str:
