@@ -3,10 +3,11 @@
 import pytest
 
 from agentrl_core.testing.contracts import EngineCase, EngineContract
+from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.plugin import PLUGIN
 
 # Less than a test may take, so that a server that does not start shows its log.
-CONFIG = {"start_timeout": 240.0}
+CONFIG = SGLangConfig(start_timeout=240.0)
 
 
 class TestSGLang(EngineContract):
