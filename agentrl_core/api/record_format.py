@@ -122,7 +122,7 @@ def _rows(line: Mapping[str, Any], tree: Tree, agent: Mapping[str, Any], number:
             path = TreePath(tree, tree.nodes[row["leaf"]].path, row["shared"])
             found = {name: getattr(path, name) for name in OF_TOKENS} | _credit(path, line["nodes"]) | found
             found["segments"] = [list(segment) for segment in path.segments]
-            found.setdefault("messages", [message for node in path.leaf.line for message in node.messages])
+            found.setdefault("messages", path.leaf.conversation)
         if row.get("tool_rewards"):
             found["tool_reward_turns"] = []
         if row.get("turn_scores"):

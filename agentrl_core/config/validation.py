@@ -63,6 +63,8 @@ _VERL = {
     "trainer.val_before_train": "trainer.validation.before",
 }
 """Frequent keys of verl, by their whole path; the package agentrl-compat-verl has the others."""
+_FORMER = {"trainer.save_rollouts": "rollout.records"}
+"""Keys of earlier versions, by their whole path."""
 _VERL_SECTION = "actor_rollout_ref"
 
 
@@ -333,6 +335,8 @@ def _unknown(key: str, cls: type, known: list[str], path: KeyPath, hints: Sequen
         return "unknown key, verl's name; `agentrl from-verl` of agentrl-compat-verl converts configurations of verl"
     if whole in _VERL:
         return f"unknown key, verl's name; here: {_VERL[whole]}"
+    if whole in _FORMER:
+        return f"unknown key; in its place: {_FORMER[whole]}"
     suggestions = [dotted((*path, hint)) for hint in hints if hint.rpartition(".")[2] == key]
     suggestions = suggestions or difflib.get_close_matches(key, allowed, n=1) or places_of(key)
     meant = f" did you mean {' or '.join(repr(name) for name in suggestions)}?" if suggestions else ""

@@ -141,7 +141,7 @@ def _row(output: TreeRow, tree: Tree) -> dict[str, Any]:
     # What a loop set itself.
     names = ("metrics", "extra_fields", "tool_rewards", "tool_reward_names", "turn_scores")
     content |= {name: value for name in names if (value := getattr(output, name))}
-    messages = [message for node in leaf.line for message in node.messages]
+    messages = leaf.conversation
     return content if messages == output.messages else content | {"messages": output.messages}
 
 

@@ -1,4 +1,4 @@
-"""Writes a run's rollout files while the run goes on: on Ray in a process of its own."""
+"""Writes a run's rollout files while the run goes on: on Ray in a separate process."""
 
 import asyncio
 from collections.abc import Coroutine, Sequence

@@ -78,7 +78,7 @@ class BlockLayout:
     """Where the rows are in the packed sequence.
 
     Args:
-        blocks: of all rows that have tokens of their own.
+        blocks: of all rows that add tokens.
         slots: [T] where each token's result is among those of the blocks' queries, one block after the other.
     """
 
@@ -171,7 +171,7 @@ def _block_layout(prefixes: Prefixes, rows_bk: Array, device: torch.device) -> B
 
 
 def _similar(prefixes: Prefixes) -> list[list[tuple[int, int, int]]]:
-    """The rows with tokens of their own by block; those that share nothing, and need no mask, are apart."""
+    """The rows that add tokens, by block; those that share nothing, and need no mask, are apart."""
     blocks: list[list[tuple[int, int, int]]] = []
     for row in sorted(_owners(prefixes), key=lambda row: (row[2] == 0, row[1] - row[2], row[1]), reverse=True):
         if not blocks or (blocks[-1][0][2] == 0) != (row[2] == 0) or _padding([*blocks[-1], row]) > CALL:
@@ -188,7 +188,7 @@ def _padding(rows: list[tuple[int, int, int]]) -> int:
 
 
 def _owners(prefixes: Prefixes) -> list[tuple[int, int, int]]:
-    """The rows with tokens of their own, in the order in which these are packed."""
+    """The rows that add tokens, in the order in which these are packed."""
     return [(row, length, shared) for row, length, shared in prefixes if length > shared]
 
 

@@ -50,7 +50,7 @@ def test_a_file_that_extends_another_one_has_the_last_word_of_it(load, write, va
 
 
 def test_what_is_no_boolean_there_is_an_error(load, valid):
-    with pytest.raises(ConfigError, match=r"trainer.save_rollouts .*: unknown key"):
+    with pytest.raises(ConfigError, match=r"trainer.save_rollouts .*: unknown key; in its place: rollout.records"):
         load(f"{valid}trainer: {{save_rollouts: never}}\n")
 
 
