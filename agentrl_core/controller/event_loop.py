@@ -12,17 +12,19 @@ class EventLoop:
     """One persistent event loop, run in the thread that calls `run`.
 
     Where that is impossible, because a loop runs in this thread already (a notebook) or this one is busy, coroutines
-    run on a second loop in its own thread.
+    run on a second loop in its own thread. So do all of them with ``in_background``: tasks that they leave behind go on
+    between two calls of `run`.
     """
 
     def __init__(self) -> None:
+        self.in_background = False
         self._runner = asyncio.Runner()
         self._helper: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs the coroutine to its end and returns what it returns."""
-        elsewhere = _is_loop_running_here() or self._runner.get_loop().is_running()
+        elsewhere = self.in_background or _is_loop_running_here() or self._runner.get_loop().is_running()
         run = self._run_on_helper if elsewhere else self._runner.run
         try:
             return run(coroutine)

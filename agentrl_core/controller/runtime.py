@@ -121,9 +121,14 @@ class Runtime(ABC):
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Runs a coroutine to its end from synchronous code, always on the same event loop.
 
-        It runs in the calling thread, so that ``breakpoint()`` works in what it runs.
+        It runs in the calling thread, so that ``breakpoint()`` works in what it runs; not after :meth:`overlap`.
         """
         return self._loop.run(coroutine)
+
+    def overlap(self) -> None:
+        """Let tasks that coroutines start go on between two calls of :meth:`run`, on an event loop in its own thread.
+        To be called before the first of them."""
+        self._loop.in_background = True
 
     def shutdown(self) -> None:
         """Close what was started, the last first, and end every group and actor. A second call does nothing."""

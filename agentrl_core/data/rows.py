@@ -4,6 +4,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
 from typing import Any, Self
 
 Row = dict[str, Any]
@@ -45,6 +46,13 @@ class PromptBatch:
 
     def __len__(self) -> int:
         return len(self.rows)
+
+    def pieces(self, most: int) -> list[Self]:
+        """Batches of at most ``most`` samples of one prompt each."""
+        groups = (list(rows) for _, rows in groupby(self.rows, key=lambda row: row["uid"]))
+        return [
+            replace(self, rows=rows[start : start + most]) for rows in groups for start in range(0, len(rows), most)
+        ]
 
     def chunk(self, chunks: int) -> list[Self]:
         """At most ``chunks`` batches of consecutive rows, none of them empty; lengths differ by at most one."""

@@ -4,9 +4,10 @@ import asyncio
 import logging
 import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import dropwhile
+from typing import Any, TypeVar
 
 from agentrl_core.api import (
     DeadlineError,
@@ -35,6 +36,7 @@ RESTARTS = 3
 FROZEN_GRACE = 60.0
 """Seconds that a worker may stand still beyond the time limit of what it does: ``rollout.trajectory_timeout`` of an
 agent-loop worker, ``reward.timeout`` of a reward worker."""
+T = TypeVar("T")
 
 
 class AgentLoopManager:
@@ -63,7 +65,9 @@ class AgentLoopManager:
         self._config = config
         self._runtime = runtime
         self._engines = engines
-        options = ActorOptions(restarts=RESTARTS)
+        # Each trajectory may come in a call of its own; in addition there must be room for pings and routes.
+        most = config.rollout.agent.max_concurrent
+        options = ActorOptions(restarts=RESTARTS, max_concurrency=max(1000, most + 100))
         self._rewarders: list[ActorHandle] = []
         self._workers: list[ActorHandle] = []
         runtime.started.callback(self.close)
@@ -83,9 +87,16 @@ class AgentLoopManager:
         self._engines.introduce(self._workers)
         for each in self._named.values():
             each.introduce([*self._workers, *self._rewarders])
+        self._load = dict.fromkeys(self._workers, 0)
+        self._slots = {worker: asyncio.Semaphore(most) for worker in self._workers}
+        self._calls: dict[ActorHandle, dict[int, int]] = {worker: {} for worker in self._workers}
         self._started: set[ActorHandle] = set()
+        self._watches = 0
+        self._watchers: list[asyncio.Task[None]] = []
         self.on_progress: Callable[[int, int], None] = lambda done, total: None
-        """Called every ``rollout.engine.health_interval`` with the trajectories that have ended, and with all."""
+        """Called every ``rollout.engine.health_interval`` with the trajectories that have ended, and with all, since
+        none was under way."""
+        self._total = self._done = 0
         self._ended: dict[ActorHandle, int] = {}
 
     def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
@@ -94,15 +105,48 @@ class AgentLoopManager:
         Raises:
             RolloutError: more than ``rollout.max_failed_fraction`` failed; holds the first root traceback.
         """
-        work = self._generate(prompts)
-        for engines in (self._engines, *self._named.values()):
-            work = engines.watched(work)
-        results = self._runtime.run(work)
-        self._check_failed(results)
+        results = self._runtime.run(self.watched(self.sample(prompts)))
+        self.check_failed(results)
         _report_failed([result for result in results if result.status is Status.FAILED])
         return results
 
-    def _check_failed(self, results: Sequence[TrajectoryResult]) -> None:
+    async def watched(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of ``work``, with workers and engines watched and replaced meanwhile. Calls may overlap."""
+        for engines in (self._engines, *self._named.values()):
+            work = engines.watched(work)
+        self._watches += 1
+        if not self._watchers:
+            limits = dict.fromkeys(self._workers, self._config.rollout.trajectory_timeout)
+            limits |= dict.fromkeys(self._rewarders, self._config.reward.timeout)
+            self._watchers = [
+                asyncio.create_task(self._supervise(actor, limit + FROZEN_GRACE)) for actor, limit in limits.items()
+            ]
+        try:
+            return await work
+        finally:
+            self._watches -= 1
+            if not self._watches:
+                watchers, self._watchers = self._watchers, []
+                for watcher in watchers:
+                    watcher.cancel()
+                await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def sample(self, prompts: PromptBatch) -> list[TrajectoryResult]:
+        """:meth:`generate_sequences` for coroutines that are :meth:`watched`; failures are not counted. Calls may
+        overlap."""
+        config, workers = self._config, len(self._workers)
+        # Samples of a prompt share what their worker knows of it, unless that would leave other workers without work.
+        rows = max(len(prompts), config.data.batch_size * config.rollout.n)
+        # Deterministic: the engine must know all sessions before the first one asks.
+        pieces = prompts.chunk(workers) if config.rollout.deterministic else prompts.pieces(-(-rows // workers))
+        if not any(self._load.values()):
+            self._total = self._done = 0
+        self._total += len(prompts)
+        parts = await together(self._run(piece) for piece in pieces)
+        return [result for part in parts for result in part]
+
+    def check_failed(self, results: Sequence[TrajectoryResult]) -> None:
+        """Raise RolloutError where more than ``rollout.max_failed_fraction`` of the trajectories failed."""
         failed = [result for result in results if result.status is Status.FAILED]
         total = sum(not result.other_agent for result in results)
         if len(failed) > self._config.rollout.max_failed_fraction * total:
@@ -112,40 +156,36 @@ class AgentLoopManager:
                 f"{failed[0].trajectory_id}, with {failed[0].termination.value}:\n{failed[0].error}"
             )
 
-    async def _generate(self, prompts: PromptBatch) -> list[TrajectoryResult]:
-        chunks = prompts.chunk(len(self._workers))
-        calls = (self._run(worker, chunk) for worker, chunk in zip(self._workers, chunks, strict=False))
-        self._ended.clear()
-        limits = dict.fromkeys(self._workers, self._config.rollout.trajectory_timeout)
-        limits |= dict.fromkeys(self._rewarders, self._config.reward.timeout)
-        watchers = [
-            asyncio.create_task(self._supervise(actor, limit + FROZEN_GRACE, len(prompts)))
-            for actor, limit in limits.items()
-        ]
+    async def _run(self, piece: PromptBatch) -> list[TrajectoryResult]:
+        """The results of the worker with the fewest rows; where it dies, those of the process that takes its place."""
+        worker, retries = min(self._workers, key=self._load.__getitem__), self._config.rollout.retries
+        self._load[worker] += len(piece)
+        calls = self._calls[worker]
         try:
-            return [result for part in await together(calls) for result in part]
+            async with self._slots[worker]:
+                for restart in range(RESTARTS + 1):
+                    calls[id(piece)] = len(piece)
+                    try:
+                        rows = replace(piece, attempt=restart * (retries + 1))
+                        results: list[TrajectoryResult] = await worker.call("generate_sequences", rows)
+                        return results
+                    except ActorDiedError as error:
+                        # A deterministic engine waits for the requests of the lost trajectories.
+                        if restart == RESTARTS or self._config.rollout.deterministic:
+                            raise
+                        # The first of the calls that were lost speaks for all.
+                        if id(piece) in calls:
+                            lost = sum(calls.values())
+                            logger.error("%s\nRestarting %s with its %d trajectories", error, worker.name, lost)
+                            calls.clear()
+                    finally:
+                        calls.pop(id(piece), None)
+                raise AssertionError("the loop returns or raises")
         finally:
-            for watcher in watchers:
-                watcher.cancel()
-            await asyncio.gather(*watchers, return_exceptions=True)
+            self._load[worker] -= len(piece)
+            self._done += len(piece)
 
-    async def _run(self, worker: ActorHandle, chunk: PromptBatch) -> list[TrajectoryResult]:
-        """The results of one worker; where it dies, those of the process that takes its place."""
-        for restart in range(RESTARTS + 1):
-            attempt = restart * (self._config.rollout.retries + 1)
-            try:
-                results: list[TrajectoryResult] = await worker.call(
-                    "generate_sequences", replace(chunk, attempt=attempt)
-                )
-                return results
-            except ActorDiedError as error:
-                # A deterministic engine waits for the requests of the lost trajectories.
-                if restart == RESTARTS or self._config.rollout.deterministic:
-                    raise
-                logger.error("%s\nRestarting %s with its %d trajectories", error, worker.name, len(chunk))
-        raise AssertionError("the loop returns or raises")
-
-    async def _supervise(self, actor: ActorHandle, longest: float, total: int) -> None:
+    async def _supervise(self, actor: ActorHandle, longest: float) -> None:
         """Restart a worker whose process or event loop has stood still for the ``longest`` time."""
         rollout = self._config.rollout
         while True:
@@ -155,7 +195,7 @@ class AgentLoopManager:
                 async with deadline(limit, f"{actor.name} has not moved for {limit:g} s"):
                     self._ended[actor] = await actor.call("ping") or 0
                 self._started.add(actor)
-                self.on_progress(sum(self._ended.values()), total)
+                self.on_progress(min(self._done + sum(self._ended.values()), self._total), self._total)
             except DeadlineError as error:
                 logger.error("%s; killing its process", error)
                 self._started.discard(actor)
@@ -174,10 +214,11 @@ class AgentLoopManager:
             RolloutError: as :meth:`generate_sequences`, these failures included.
         """
         if self._config.reward.manager.has("group"):
-            self._runtime.run(self._score_groups(results))
-            self._check_failed(results)
+            self._runtime.run(self.score(results))
+            self.check_failed(results)
 
-    async def _score_groups(self, results: Sequence[TrajectoryResult]) -> None:
+    async def score(self, results: Sequence[TrajectoryResult]) -> None:
+        """:meth:`score_groups` for coroutines; failures are not counted."""
         # A frozen process cannot keep its own deadline.
         limit = self._config.reward.timeout + FROZEN_GRACE
         groups: dict[str, list[TrajectoryResult]] = defaultdict(list)

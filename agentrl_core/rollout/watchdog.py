@@ -7,7 +7,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from types import TracebackType
+from functools import partial
 
 from agentrl_core.rollout.session import RolloutSession
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class Watchdog:
-    """Watches the live sessions of a worker while its ``async with`` block runs.
+    """Watches the live sessions of a worker while one of its ``with`` blocks runs; they may overlap.
 
     Args:
         sessions: the live sessions by request id; the mapping changes under way.
@@ -27,20 +27,24 @@ class Watchdog:
         self._sessions = sessions
         self._interval = interval
         self._most = most
+        self._blocks = 0
+
+    def __enter__(self) -> None:
+        self._blocks += 1
+        if self._blocks > 1:
+            return
         self._beat = time.monotonic()
         self._stop = threading.Event()
-
-    async def __aenter__(self) -> None:
         self._loop_thread = threading.get_ident()
         self._task = asyncio.create_task(self._watch())
-        self._thread = threading.Thread(target=self._watch_loop, name="agentrl-watchdog", daemon=True)
-        self._thread.start()
+        watch = partial(self._watch_loop, self._stop)
+        threading.Thread(target=watch, name="agentrl-watchdog", daemon=True).start()
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._stop.set()
-        self._task.cancel()
+    def __exit__(self, *error: object) -> None:
+        self._blocks -= 1
+        if not self._blocks:
+            self._stop.set()
+            self._task.cancel()
 
     async def _watch(self) -> None:
         last_report = time.monotonic()
@@ -64,8 +68,8 @@ class Watchdog:
                 len(slow), len(waits), self._interval, "\n".join(lines),
             )  # fmt: skip
 
-    def _watch_loop(self) -> None:
-        while not self._stop.wait(self._interval):
+    def _watch_loop(self, stop: threading.Event) -> None:
+        while not stop.wait(self._interval):
             blocked = time.monotonic() - self._beat
             frame = sys._current_frames().get(self._loop_thread)
             if blocked >= self._interval and frame is not None:

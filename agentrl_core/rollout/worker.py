@@ -83,7 +83,10 @@ class AgentLoopWorker:
         self._rewarders = rewarders
         self._next_rewarder = index
         self._live: dict[str, RolloutSession] = {}
-        self._ended = 0
+        self._watchdog = Watchdog(self._live, WATCHDOG_SECONDS)
+        self._gate = asyncio.Semaphore(rollout.agent.max_concurrent)
+        self._ended: set[str] = set()
+        """Of the calls under way."""
         self._engines = AsyncLLMServerManager(
             servers,
             turn_timeout=rollout.turn_timeout,
@@ -130,11 +133,12 @@ class AgentLoopWorker:
     async def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         """Run every row of ``prompts``; the results are in its order, one for each agent of a trajectory.
 
+        Calls may overlap; together they have ``rollout.agent.max_concurrent`` trajectories at once.
+
         Raises:
             ConfigError, PluginError, TemplateBreakError: nothing could succeed.
         """
         rows = prompts.rows
-        self._ended = 0
         keys = [
             TrajectoryKey(
                 self._config.trainer.seed,
@@ -150,11 +154,13 @@ class AgentLoopWorker:
         most = self._config.rollout.agent.max_concurrent
         size = most if self._config.rollout.deterministic else max(len(rows), 1)
         results: list[TrajectoryResult] = []
-        with fewer_collections():
-            async with Watchdog(self._live, WATCHDOG_SECONDS):
+        with fewer_collections(), self._watchdog:
+            try:
                 for start in range(0, len(rows), size):
                     wave = slice(start, start + size)
-                    results += await self._wave(keys[wave], rows[wave], prompts.sampling, asyncio.Semaphore(most))
+                    results += await self._wave(keys[wave], rows[wave], prompts.sampling)
+            finally:
+                self._ended -= {key.trajectory_id for key in keys}
         return results
 
     async def route(self, engine: str, method: str, *args: Any) -> Any:
@@ -166,7 +172,6 @@ class AgentLoopWorker:
         keys: Sequence[TrajectoryKey],
         rows: Sequence[dict[str, Any]],
         sampling: Mapping[str, Any],
-        gate: asyncio.Semaphore,
     ) -> list[TrajectoryResult]:
         sessions = [RolloutSession(key, row, self._environment) for key, row in zip(keys, rows, strict=True)]
         try:
@@ -175,8 +180,7 @@ class AgentLoopWorker:
                 for session in sessions:
                     await session.open_engine()
             parts = await together(
-                self._run(key, row, session, sampling, gate)
-                for key, row, session in zip(keys, rows, sessions, strict=True)
+                self._run(key, row, session, sampling) for key, row, session in zip(keys, rows, sessions, strict=True)
             )
         except BaseException:
             # Those that never began have not closed their own.
@@ -191,10 +195,9 @@ class AgentLoopWorker:
         row: dict[str, Any],
         session: RolloutSession,
         sampling: Mapping[str, Any],
-        gate: asyncio.Semaphore,
     ) -> list[TrajectoryResult]:
         """One trajectory; a failure of the infrastructure starts it again from a fresh state."""
-        async with gate:
+        async with self._gate:
             await self._environment.pacer.wait()
             result = await self._attempt(key, session, sampling)
             # What was sampled and only could not be scored has been scored again already.
@@ -207,7 +210,7 @@ class AgentLoopWorker:
                 attempts = result.attempts
                 result = await self._attempt(key, RolloutSession(key, row, self._environment), sampling)
                 result.attempts += attempts
-            self._ended += 1
+            self._ended.add(key.trajectory_id)
             result.pack()
             if result.status is Status.FAILED or not result.agents:
                 return [result]
@@ -296,8 +299,9 @@ class AgentLoopWorker:
                 whole.attempts += 1
 
     async def ping(self) -> int:
-        """Answer, if this process and its event loop move: with the number of ended trajectories of this call."""
-        return self._ended
+        """Answer, if this process and its event loop move: with the number of ended trajectories that the calls under
+        way have not brought back."""
+        return len(self._ended)
 
     async def close(self) -> None:
         """End all child processes, and what the loops keep running. What does not close in time is logged by name."""

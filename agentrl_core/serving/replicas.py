@@ -106,6 +106,8 @@ class EngineReplicas:
         self._restarts = 0
         self._last_death = ""
         self._hopeless = ""
+        self._watches = 0
+        self._watcher: asyncio.Task[None] | None = None
         self._may_load = asyncio.Event()
         self._loading: set[int] = set()
         runtime.started.callback(self.close)
@@ -181,25 +183,30 @@ class EngineReplicas:
     # Watch ------------------------------------------------------------------------------------------------------
 
     async def watched(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result of ``work``, with the replicas watched and replaced meanwhile.
+        """The result of ``work``, with the replicas watched and replaced meanwhile. Calls may overlap.
 
         Raises:
             EngineError: every replica is dead, and none has a new start left.
         """
+        self._watches += 1
         self._may_load.set()
-        for member in self._members:
-            member.looked = None
-        watcher = asyncio.create_task(self._watch())
+        if self._watcher is None:
+            for member in self._members:
+                member.looked = None
+            self._watcher = asyncio.create_task(self._watch())
         try:
             result = await work
             # A rollout may be over before the watcher has looked at a replica that was lost on the way.
             await self._look()
             return result
         finally:
-            watcher.cancel()
-            with suppress(asyncio.CancelledError):
-                await watcher
-            await self._settle()
+            self._watches -= 1
+            if not self._watches:
+                watcher, self._watcher = self._watcher, None
+                watcher.cancel()
+                with suppress(asyncio.CancelledError):
+                    await watcher
+                await self._settle()
 
     async def _settle(self) -> None:
         """From here on no replica reads weights."""
@@ -207,6 +214,11 @@ class EngineReplicas:
         loading = [self._restarting[index] for index in self._loading if index in self._restarting]
         if loading:
             await asyncio.wait(loading)
+
+    @blocking
+    async def settle(self) -> None:
+        """Return once no replica reads weights any more; none begins to before it gets the next ones."""
+        await self._settle()
 
     async def _watch(self) -> None:
         while True:
@@ -427,7 +439,8 @@ class EngineReplicas:
                     raise EngineError(f"no engine replica is alive to take the new weights{self._last_death}")
                 await asyncio.wait(self._restarting.values(), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await self._settle()
+            if not self._watches:
+                await self._settle()
 
     async def _in_time(self, what: str, call: Coroutine[Any, Any, T]) -> T:
         """A frozen process cannot keep its own deadline: this one is kept from outside."""

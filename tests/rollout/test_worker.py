@@ -445,7 +445,7 @@ def test_seeds_and_results_do_not_depend_on_scheduling_nor_on_fewer_rows_than_wo
 
 def test_no_rows_at_all(make_rollout, make_row) -> None:
     rollout = make_rollout(loops("Once"), FILES)
-    assert asyncio.run(rollout.workers[0]._wave([], [], {}, asyncio.Semaphore(1))) == []
+    assert asyncio.run(rollout.workers[0]._wave([], [], {})) == []
 
 
 def test_a_turn_that_fails_is_an_engine_error_and_retried(make_rollout, make_row) -> None:
