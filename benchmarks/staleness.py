@@ -18,7 +18,6 @@ import torch
 from _runs import Job, Outcome, command_line, parsed, run_all
 from matplotlib.figure import Figure
 
-from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer import Trainer
 
@@ -56,12 +55,12 @@ class DelayedTrainer(Trainer):
         super().__init__(config)
         self._versions: deque[dict[str, torch.Tensor]] = deque(maxlen=delay + 1)
 
-    def rollout(self, step: int, prompts: PromptBatch) -> list[TrajectoryResult]:
+    def rollout(self, step: int) -> list[TrajectoryResult]:
         module = self.roles.actor.workers[0].module  # type: ignore[attr-defined]
         newest = {name: tensor.clone() for name, tensor in module.state_dict().items()}
         self._versions.append(newest)
         self._serve(module, self._versions[0], step - len(self._versions))
-        results = super().rollout(step, prompts)
+        results = super().rollout(step)
         self._serve(module, newest, step - 1)
         return results
 

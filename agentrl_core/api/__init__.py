@@ -17,6 +17,7 @@ _NAMES_OF_MODULE = {
         "AdvantageEstimator", "AdvantageInput", "AdvantageOutput", "AlgorithmContext", "CorrectionInput",
         "CorrectionOutput", "PolicyLoss", "PolicyLossInput", "PolicyLossOutput", "PreparedLoss", "RolloutCorrection",
     ),
+    "batch_policy": ("BatchPolicy", "BatchPolicyContext", "PendingGroup", "PipelineState"),
     "concurrency": ("together",),
     "config": ("NoConfig", "OptionInfo", "option"),
     "dataset": ("DatasetContext", "PromptDataset"),
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     # Type checkers see every name of these modules; the tuples above say which ones are public.
     from agentrl_core.api.agent_loop import *
     from agentrl_core.api.algorithm import *
+    from agentrl_core.api.batch_policy import *
     from agentrl_core.api.concurrency import *
     from agentrl_core.api.config import *
     from agentrl_core.api.dataset import *

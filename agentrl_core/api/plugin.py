@@ -113,6 +113,7 @@ KINDS: dict[str, PluginKind] = {
         PluginKind("rollout_correction", "agentrl.rollout_corrections", 1, "rollout correction"),
         PluginKind("dataset", "agentrl.datasets", 1, "prompt dataset"),
         PluginKind("sampler", "agentrl.samplers", 1, "prompt sampler"),
+        PluginKind("batch_policy", "agentrl.batch_policies", 1, "batch policy"),
         PluginKind("tracker", "agentrl.trackers", 1, "tracker"),
         PluginKind("hook", "agentrl.hooks", 1, "lifecycle hook"),
     )

@@ -142,6 +142,45 @@ def deterministic_rollouts(config: ResolvedConfig) -> Problems:
             yield f"rollout.{key}", f"rollout.deterministic needs {needed}, found {value}"
 
 
+def staleness(config: ResolvedConfig) -> Problems:
+    """What training on older rollouts needs."""
+    rollout, algorithm, most = config.rollout, config.algorithm, config.rollout.max_staleness
+    if config.pipeline_depth > most:
+        yield (
+            "rollout.pipeline_depth",
+            f"found {config.pipeline_depth}, but batches that are begun so far ahead would be older than "
+            f"rollout.max_staleness={most}; allowed is up to {most}",
+        )
+    if not most:
+        return
+    if config.cluster.runtime == "local":
+        yield (
+            "rollout.max_staleness",
+            f"found {most}, but in the local runtime, which is one process, nothing can be sampled while the trainer "
+            "trains; set cluster.runtime=ray, or rollout.max_staleness=0",
+        )
+    elif rollout.engine.placement != "standalone":
+        yield (
+            "rollout.max_staleness",
+            f"found {most}, but the engines share the devices of the training processes, and rest while these train; "
+            "set rollout.engine.placement=standalone, or rollout.max_staleness=0",
+        )
+    if rollout.deterministic and config.pipeline_depth > 1:
+        yield (
+            "rollout.pipeline_depth",
+            f"found {config.pipeline_depth}, but rollout.deterministic samples one whole batch while the one before it "
+            "is trained; set rollout.pipeline_depth=1",
+        )
+    if config.needs_rollout_log_probs is None and not algorithm.uncorrected_staleness:
+        yield (
+            "rollout.max_staleness",
+            f"found {most}, but the loss '{algorithm.loss.registered_name}' compares with the policy before the "
+            "update, not with the one that sampled: training on old rollouts like that can destroy the run. Set "
+            "algorithm.loss=dppo, or a correction such as algorithm.correction=token_tis, or, to do it nevertheless, "
+            "algorithm.uncorrected_staleness=true",
+        )
+
+
 def algorithm(config: ResolvedConfig) -> Problems:
     n, advantage, critic = config.rollout.n, config.algorithm.advantage, config.critic
     if n < 2 and advantage.has("groups"):
@@ -258,7 +297,9 @@ def _remedy(path: str) -> str:
     return ""
 
 
-CHECKS: tuple[Check, ...] = (data, plugins, algorithm, mini_batches, replicas, local_runtime, deterministic_rollouts)
+CHECKS: tuple[Check, ...] = (
+    data, plugins, algorithm, mini_batches, replicas, local_runtime, deterministic_rollouts, staleness,
+)  # fmt: skip
 
 
 def check(config: ResolvedConfig, check_files: bool, alternatives: Alternatives = installed_with) -> Problems:

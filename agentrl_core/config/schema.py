@@ -190,6 +190,12 @@ class SamplerSlot(Slot):
 
 
 @dataclass
+class BatchPolicySlot(Slot):
+    kind: ClassVar[str] = "batch_policy"
+    name: str = option("deadline", help="a registered name, 'package:name', or './file.py:object'")
+
+
+@dataclass
 class TrackerSlot(Slot):
     kind: ClassVar[str] = "tracker"
 
@@ -319,6 +325,20 @@ class RolloutConfig:
         "sampling); a batch that is not full then ends the run; 0: none are replaced",
     )
     deterministic: bool = option(False, help="exactly repeatable rollouts; needs one worker and one replica; slower")
+    max_staleness: int = option(
+        0,
+        ge=0,
+        unit="versions",
+        help="how much older than the weights that it updates a trained token may be; above 0 trajectories are sampled "
+        "while the trainer trains, which needs engines of their own (rollout.engine.placement=standalone)",
+    )
+    pipeline_depth: int | None = option(
+        None,
+        ge=0,
+        unit="batches",
+        help="batches that are begun ahead of the trainer; at most max_staleness; null: 1 if max_staleness is above 0",
+    )
+    batch_policy: BatchPolicySlot = option(default_factory=BatchPolicySlot)
     retries: int = option(2, ge=0, help="retries of a trajectory whose infrastructure failed")
     max_failed_fraction: float = option(0.1, ge=0, le=1, help="stop if a larger share of a step's trajectories fails")
     turn_timeout: float = option(
@@ -368,6 +388,11 @@ class AlgorithmConfig:
         help="log-probs of the policy before the update: computed by the actor, or those of the rollout, which saves a "
         "pass. auto: those of the rollout only if the engine generates with the actor's own module, and all turns were "
         "sampled at the run's temperature without penalties, logit_bias and json_schema",
+    )
+    uncorrected_staleness: bool = option(
+        False,
+        help="allow rollout.max_staleness > 0 although nothing keeps the policy near the one that sampled, which can "
+        "destroy a run",
     )
     drop_zero_advantage: bool = option(
         True,
@@ -571,6 +596,12 @@ class Config:
         prompts = self.data.batch_size
         wanted = -(-prompts * self.rollout.n // TRAJECTORIES_PER_WORKER)
         return min(wanted, prompts, WORKERS_PER_NODE * cluster.nodes)
+
+    @property
+    def pipeline_depth(self) -> int:
+        """``rollout.pipeline_depth``, or the number that null stands for."""
+        depth, most = self.rollout.pipeline_depth, self.rollout.max_staleness
+        return min(1, most) if depth is None else depth
 
     @property
     def loops_reward(self) -> bool:

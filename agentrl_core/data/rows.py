@@ -47,6 +47,10 @@ class PromptBatch:
     def __len__(self) -> int:
         return len(self.rows)
 
+    def first(self, prompts: int) -> Self:
+        """The samples of the first so many prompts."""
+        return replace(self, rows=[row for row in self.rows if row["prompt_index"] < prompts])
+
     def pieces(self, most: int) -> list[Self]:
         """Batches of at most ``most`` samples of one prompt each."""
         groups = (list(rows) for _, rows in groupby(self.rows, key=lambda row: row["uid"]))

@@ -48,6 +48,26 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
+class Position:
+    """Which prompts a run has trained, where they are not those of its finished steps.
+
+    Prompts are numbered from 0 in the order of the data: number p is prompt p % ``data.batch_size`` of the sampler's
+    step p // ``data.batch_size`` + 1.
+
+    Args:
+        frontier: all below it are trained, or were replaced because they gave no signal.
+        beyond: those above it that are, ascending.
+        drawn: the rows of the sampler's steps that are not trained in whole, by step.
+        rewards: of the prompts in ``beyond``, and of those below the frontier in a step that is not trained in whole.
+    """
+
+    frontier: int
+    beyond: list[int] = field(default_factory=list)
+    drawn: dict[str, list[int]] = field(default_factory=dict)
+    rewards: dict[str, list[float]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class TrainerState:
     """What the trainer itself must restore; prompts and seeds follow from the step.
 
@@ -60,6 +80,7 @@ class TrainerState:
         sampler: of the sampler, after that step.
         algorithm: coefficients that adapt, after that step.
         streaks: signs that learning has stopped, up to that step.
+        position: in the data, of a run that samples ahead; None: it has trained the prompts of its steps.
     """
 
     step: int
@@ -70,6 +91,7 @@ class TrainerState:
     sampler: dict[str, Any] = field(default_factory=dict)
     algorithm: dict[str, float] = field(default_factory=dict)
     streaks: list[Streak] = field(default_factory=list)
+    position: Position | None = None
 
 
 class CheckpointStore:
@@ -288,6 +310,13 @@ def resumed_state(config: ResolvedConfig, checkpoint: Path, data_fingerprint: st
             "(plugins.allow_drift=true)"
         )
     _compare_options(config, checkpoint)
+    position = state.position
+    done = state.step * config.data.batch_size
+    if position and not config.rollout.max_staleness and (position.beyond or position.frontier != done):
+        raise ConfigError(
+            f"rollout.max_staleness: found 0, but {checkpoint} was made by a run that samples ahead, and has trained "
+            "prompts of steps that are not finished; set rollout.max_staleness to 1 or more"
+        )
     if state.data_fingerprint != data_fingerprint:
         logger.warning("the training data differs from that of %s, so the remaining prompts differ too", checkpoint)
         # The sampler's state refers to rows of the old data.

@@ -29,7 +29,7 @@ def fill(step: int, results: list[TrajectoryResult], rounds: int, more: More) ->
         RolloutError: after the last round the batch is not full.
     """
     everything, wanted = list(results), len(_prompts(results))
-    missing = _mark_replaced(results)
+    missing = mark_replaced(results)
     for number in range(1, rounds + 1):
         if not missing:
             break
@@ -37,7 +37,7 @@ def fill(step: int, results: list[TrajectoryResult], rounds: int, more: More) ->
         for result in further:
             result.further = True
         everything += further
-        missing = _mark_replaced(further)
+        missing = mark_replaced(further)
     if missing:
         raise RolloutError(
             f"step {step}: only {wanted - missing} of {wanted} prompts have samples with different rewards after "
@@ -47,7 +47,7 @@ def fill(step: int, results: list[TrajectoryResult], rounds: int, more: More) ->
     return everything
 
 
-def _mark_replaced(results: Sequence[TrajectoryResult]) -> int:
+def mark_replaced(results: Sequence[TrajectoryResult]) -> int:
     """Mark the trajectories of prompts without signal; returns the number of these prompts."""
     silent = [group for group in _prompts(results).values() if not _has_signal(group)]
     for group in silent:

@@ -45,7 +45,7 @@ CAUSES = (
 )
 
 
-def logprob_gap(batch: DataProto, log_probs_BR: torch.Tensor) -> dict[str, float]:
+def logprob_gap(batch: DataProto, log_probs_BR: torch.Tensor, version: int | None = None) -> dict[str, float]:
     """Mean and largest |engine - actor| over tokens with mask 1, and the same for each turn, counted from 1.
 
     Also mean, maximum and standard deviation (divisor N) of |exp(engine) - exp(actor)|, the difference of
@@ -54,8 +54,11 @@ def logprob_gap(batch: DataProto, log_probs_BR: torch.Tensor) -> dict[str, float
     Args:
         batch: with ``rollout_log_probs``, ``response_mask`` and ``turn_ids``, all [B, R].
         log_probs_BR: of the actor.
+        version: of the actor's weights, where rows may be older: only rows that it sampled from end to end count.
     """
     mask_BR = batch.batch["response_mask"].bool()
+    if version is not None:
+        mask_BR &= ~(mask_BR & (batch.batch["policy_versions"] != version)).any(-1, keepdim=True)
     gap_BR = (batch.batch["rollout_log_probs"] - log_probs_BR).abs()
     if not mask_BR.any():
         return {}
@@ -161,7 +164,12 @@ def gap_of_answers(
 
 
 def compare_with_engines(
-    config: ResolvedConfig, engines: EngineReplicas, actor: Actor, prompt_ids: Sequence[int], watch: GapWatch
+    config: ResolvedConfig,
+    engines: EngineReplicas,
+    actor: Actor,
+    prompt_ids: Sequence[int],
+    watch: GapWatch,
+    when: str = "before the first step",
 ) -> dict[str, float]:
     """Sample one answer on every replica, compute it with the actor, log the gap, and show it to ``watch``.
 
@@ -180,16 +188,16 @@ def compare_with_engines(
         outputs = engines.probe(prompt, params)
     except (EngineError, WorkerError, TimeoutError) as error:
         # The rollouts retry, and their errors say more.
-        logger.warning("the engine did not answer the request before the first step: %s", error)
+        logger.warning("the engine did not answer the request %s: %s", when, error)
         return {}
     engines.sleep()
     gap = gap_of_answers([(prompt, output) for output in outputs], sampling.temperature, actor)
     if not gap:
         return {}
     logger.info(
-        "log-probs before the first step: engine and actor differ by %.2g on average, %.2g at most, over %d tokens of "
-        "%d replicas", gap[f"{GAP}_mean"], gap[f"{GAP}_max"], sum(len(output.token_ids) for output in outputs),
+        "log-probs %s: engine and actor differ by %.2g on average, %.2g at most, over %d tokens of "
+        "%d replicas", when, gap[f"{GAP}_mean"], gap[f"{GAP}_max"], sum(len(output.token_ids) for output in outputs),
         len(outputs),
     )  # fmt: skip
-    watch.note(gap, "before the first step")
+    watch.note(gap, when)
     return gap

@@ -3,7 +3,7 @@
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from glob import glob
 from pathlib import Path
@@ -33,7 +33,6 @@ from agentrl_core.data.template_check import RenderedText, require_tool_role
 from agentrl_core.hosting.environments import HostedEnvironment
 from agentrl_core.hosting.tools import HostedTool, select_tools
 from agentrl_core.plugins.boundary import boundary, hang_reported
-from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.serving.clients import absent_clients
 from agentrl_core.trainer.checkpoint import plugin_refs
 
@@ -60,6 +59,8 @@ class PromptData:
     longest_prompt: int
     batch_size: int
     first_prompt: Sequence[Message]
+    drawn: dict[int, list[int]] = field(default_factory=dict)
+    """Rows that the sampler has chosen, by step, until :meth:`update`: it may learn before they are trained."""
 
     def batch(self, step: int) -> list[Row]:
         """Return the training rows of a step.
@@ -67,13 +68,16 @@ class PromptData:
         Raises:
             DataError: the sampler named other rows than there are, or another number of them.
         """
-        with hang_reported(f"data.sampler, choosing the rows of step {step},"):
-            numbers = self.sampler.batch(step)
+        numbers = self.drawn.get(step)
+        if numbers is None:
+            with hang_reported(f"data.sampler, choosing the rows of step {step},"):
+                numbers = list(self.sampler.batch(step))
         if len(numbers) != self.batch_size or not all(0 <= number < len(self.train) for number in numbers):
             raise DataError(
                 f"data.sampler: for step {step} it chose {len(numbers)} rows, {list(numbers)!r:.100}; expected "
                 f"data.batch_size={self.batch_size} numbers from 0 to {len(self.train) - 1}"
             )
+        self.drawn[step] = numbers
         # Streamed rows are read only now.
         with hang_reported(f"the dataset, reading the rows of step {step},"):
             return [self.train[number] for number in numbers]
@@ -82,14 +86,10 @@ class PromptData:
         """A hash of the training prompts in their order; of streamed rows, of some that are spread over the data."""
         return fingerprint(self.train, _AT_START if isinstance(self.train, StreamedRows) else None)
 
-    def update(self, step: int, results: Sequence[TrajectoryResult]) -> None:
-        """Give the sampler the rewards of a finished step."""
-        rewards: list[list[float]] = [[] for _ in range(self.batch_size)]
-        for result in results:
-            if result.status.counts and result.reward is not None:
-                rewards[result.row["prompt_index"]].append(result.reward.score)
+    def update(self, step: int, rewards: Sequence[Sequence[float]]) -> None:
+        """Give the sampler the rewards of a finished step, those of each of its prompts."""
+        numbers = self.drawn.pop(step)
         with hang_reported(f"data.sampler, learning from step {step},"):
-            numbers = self.sampler.batch(step)
             self.sampler.update(step, [PromptOutcome(*pair) for pair in zip(numbers, rewards, strict=True)])
 
 

@@ -96,13 +96,16 @@ def start_runtime(config: ResolvedConfig) -> Runtime:
     cluster, engine = config.cluster, config.rollout.engine
     actors = config.engine_replicas * engine.nodes + config.reward.num_workers + config.agent_workers
     actors += sum(slot.replicas * slot.nodes for slot in config.engines.values())
-    return make_runtime(
+    runtime = make_runtime(
         cluster.runtime,
         num_cpus=cluster.processes + actors,
         address=cluster.address,
         cpu_threads=cluster.cpu_threads,
         start_timeout=engine.start_timeout,
     )
+    if config.rollout.max_staleness:
+        runtime.overlap()
+    return runtime
 
 
 def start_workers(

@@ -32,7 +32,7 @@ from agentrl_core.runs.records import records_of, to_json
 from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus
 from agentrl_core.runs.trajectory_view import show_trajectory
 from agentrl_core.trainer.algorithm import Algorithm
-from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, plugin_refs, resumed_state
+from agentrl_core.trainer.checkpoint import CheckpointStore, Position, TrainerState, plugin_refs, resumed_state
 from agentrl_core.trainer.disks import Disks
 from agentrl_core.trainer.health import Health
 from agentrl_core.trainer.outcomes import Credit, make_records
@@ -256,7 +256,19 @@ class Run:
         """Whether this step's checkpoint is on disk, or on its way there."""
         return self._state.step == step
 
-    def save_checkpoint(self, step: int, actor: Actor, critic: Critic | None, metrics: Mapping[str, float]) -> None:
+    @property
+    def position(self) -> Position | None:
+        """That of the checkpoint which the run resumed from, or of the last one since."""
+        return self._state.position
+
+    def save_checkpoint(
+        self,
+        step: int,
+        actor: Actor,
+        critic: Critic | None,
+        metrics: Mapping[str, float],
+        position: Position | None,
+    ) -> None:
         """Begin to write a checkpoint of ``step`` with its metrics, which a killed run may not have logged yet.
 
         The training processes write it in the background; :meth:`publish_checkpoint` makes it one.
@@ -274,6 +286,7 @@ class Run:
             sampler=self._sampler.state_dict(),
             algorithm=self._algorithm.state,
             streaks=[replace(streak) for streak in self.health.streaks],
+            position=position,
         )
         self._store.begin(self._state, write)
         self._written = self._state

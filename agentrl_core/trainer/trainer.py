@@ -8,7 +8,6 @@ estimators that compare samples.
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,12 @@ from agentrl_core.algorithms.value import explained_variance
 from agentrl_core.api import AgentRLError, ConfigError
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
-from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.shared_memory import remove_orphans, shared_memory_recorded
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
-from agentrl_core.trainer.algorithm import Algorithm, add_baselines
-from agentrl_core.trainer.dynamic_sampling import fill
+from agentrl_core.trainer.algorithm import Algorithm
 from agentrl_core.trainer.logprob_gap import GapWatch, compare_with_engines, logprob_gap, other_distributions
 from agentrl_core.trainer.metrics import (
     PhaseTimer,
@@ -37,9 +34,11 @@ from agentrl_core.trainer.metrics import (
     throughput,
 )
 from agentrl_core.trainer.outcomes import ended_trajectory
+from agentrl_core.trainer.pipeline import Pipeline
 from agentrl_core.trainer.plan import devices
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.roles import Roles, build_roles, start_runtime
+from agentrl_core.trainer.rollouts import Rollouts
 from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
 from agentrl_core.trainer.skipped_updates import SkippedUpdates
@@ -93,6 +92,7 @@ class Trainer:
             "actor": SkippedUpdates("actor", config.actor.max_skipped_updates),
             "critic": SkippedUpdates("critic", config.critic.max_skipped_updates),
         }
+        self._overlaps = config.rollout.max_staleness > 0
         self._updates = 0
         self._sent_updates = -1
 
@@ -109,9 +109,9 @@ class Trainer:
             logger.info("%s is complete: all %d steps ran. To go on, raise trainer.steps", self.run.path, self.steps)
             return self.run.path
         with self.run.recording(), start_runtime(self.config) as runtime, self.stop.listening(), self._started(runtime):
-            for step, prompts in self.batches():
+            for step in self.steps_left():
                 with self._profiled(step), self.timer.phase("step"):
-                    results = self.rollout(step, prompts)
+                    results = self.rollout(step)
                     metrics = rollout_metrics(results, self.config.rollout.max_response_length)
                     batch = self.score(step, results)
                     self.rest_engines()
@@ -120,8 +120,13 @@ class Trainer:
                         batch = self.add_advantages(batch, metrics)
                     self.update(batch, metrics)
                     self.sync_weights(step)
+                    if self._overlaps and self._updates == 1:
+                        # From here on few rows are of the newest weights, and compared.
+                        self._compare_with_engines("after the first update")
                 self.finish_step(step, results, batch, metrics)
             self._save_last()
+            for line in self.rollouts.report():
+                logger.info("%s", line)
         return self.run.path
 
     @property
@@ -142,11 +147,14 @@ class Trainer:
             self._roles = build_roles(self.config, runtime, self.preparation, self.run.load)
             self.gap_watch = GapWatch(self.config, self.roles.engines.context)
             self.step = self.run.begin(runtime)
+            self.rollouts = self._build_rollouts(runtime)
             self.roles.rollout.on_progress = partial(self.run.trackers.progress, "")
             # Weights that wait on the host need the GPU to be sent.
             self.rest_engines()
             self.sync_weights(self.step)
             self._compare_with_engines()
+            # Drop what the engines counted: it belongs to no step.
+            self.roles.engines.metrics()
             self.run.hooks.on_run_start(config=to_dict(self.config), run_dir=self.run.path)
             if self.step == 0 and self.config.trainer.validation.before and self.preparation.data.validation:
                 self.run.log(0, self._measured(self.validate(0)), self.timer.spans)
@@ -163,6 +171,14 @@ class Trainer:
                     # However the run ends, what was handed over is written; an error of its own comes first.
                     with suppress(AgentRLError, OSError):
                         self.run.records.wait()
+
+    def _build_rollouts(self, runtime: Runtime) -> Rollouts:
+        known = self.config, self.preparation.data, self.steps, self.roles.rollout, self.timer
+        if not self._overlaps:
+            return Rollouts(*known)
+        pipeline = Pipeline(*known, runtime=runtime, step=self.step, position=self.run.position)
+        runtime.started.callback(pipeline.close)
+        return pipeline
 
     @contextmanager
     def _profiled(self, step: int) -> Iterator[None]:
@@ -185,20 +201,18 @@ class Trainer:
                 stop_profile(directory / "driver")
         logger.info("wrote profiles of step %d to %s; https://ui.perfetto.dev opens the *.json.gz", step, directory)
 
-    def _compare_with_engines(self) -> None:
-        """Compare each engine's log-probs with those of the actor, before the first step."""
+    def _compare_with_engines(self, when: str = "before the first step") -> None:
+        """Compare each engine's log-probs with those of the actor."""
         if self.config.rollout.engine.has("logprobs"):
             prompt = self.renderer.render(self.preparation.data.first_prompt, generation_prompt=True).ids
-            compare_with_engines(self.config, self.roles.engines, self.roles.actor, prompt, self.gap_watch)
+            compare_with_engines(self.config, self.roles.engines, self.roles.actor, prompt, self.gap_watch, when)
             if self.roles.engines.sleep_level:
                 self.sync_weights(self.step)
-            # Drop what the engines counted: it belongs to no step.
-            self.roles.engines.metrics()
 
     def _save_last(self) -> None:
         """Save a checkpoint if a signal stopped the run after its last step was finished as an ordinary one."""
         if not self.run.has_checkpoint(self.step):
-            self.run.save_checkpoint(self.step, self.roles.actor, self.roles.critic, {})
+            self.run.save_checkpoint(self.step, self.roles.actor, self.roles.critic, {}, self.rollouts.position)
         self._publish_checkpoint()
         self.run.records.wait()
 
@@ -208,45 +222,17 @@ class Trainer:
         if published is not None:
             self.run.hooks.on_checkpoint_saved(step=published[0], path=published[1])
 
-    def batches(self) -> Iterator[tuple[int, PromptBatch]]:
-        """Yield the prompts of each remaining step, ``rollout.n`` rows per prompt."""
+    def steps_left(self) -> Iterator[int]:
+        """The numbers of the steps that remain, until a signal asks to stop."""
         for step in range(self.step + 1, self.steps + 1):
-            rows = self.preparation.data.batch(step)
-            rollout = self.config.rollout
-            yield step, PromptBatch.sampled(rows, step, "train", rollout.n, asdict(rollout.sampling))
+            yield step
             if self.stop.requested:
                 return
 
-    def rollout(self, step: int, prompts: PromptBatch) -> list[TrajectoryResult]:
-        """Sample the trajectories of the step's prompts, each scored when it ends; then score whole groups.
-
-        Groups without a signal are replaced if ``rollout.resample_rounds`` asks for it.
-        """
+    def rollout(self, step: int) -> list[TrajectoryResult]:
+        """The trajectories that the step trains on, each scored when it ended."""
         self.run.hooks.on_rollout_start(step=step)
-        results = self._sample(prompts)
-        rounds = self.config.rollout.resample_rounds
-        if rounds:
-            further = partial(self._sample_further, step)
-            results = fill(step, results, rounds, further)
-        return results
-
-    def _sample(self, prompts: PromptBatch) -> list[TrajectoryResult]:
-        rollout = self.roles.rollout
-        with self.timer.phase("rollout"):
-            results = rollout.generate_sequences(prompts)
-        with self.timer.phase("score"):
-            rollout.score_groups(results)
-        if self.config.algorithm.advantage.has("greedy_baseline"):
-            with self.timer.phase("baseline"):
-                add_baselines(results, rollout.generate_sequences(prompts.greedy()))
-        return results
-
-    def _sample_further(self, step: int, number: int, prompts: int) -> list[TrajectoryResult]:
-        """Trajectories of prompts that no step has: those of steps behind the last one."""
-        rollout = self.config.rollout
-        rows = self.preparation.data.batch(self.steps + (step - 1) * rollout.resample_rounds + number)[:prompts]
-        sampling = asdict(rollout.sampling)
-        return self._sample(PromptBatch.sampled(rows, step, f"train.{number}", rollout.n, sampling))
+        return self.rollouts.batch(step)
 
     def score(self, step: int, results: list[TrajectoryResult]) -> DataProto:
         """Make one padded batch of the trained trajectories, with ``rm_scores``."""
@@ -301,16 +287,19 @@ class Trainer:
                     "algorithm.old_log_probs=rollout: some trajectories of this step have no log-probs: an agent loop "
                     "made rows without response_logprobs; set algorithm.old_log_probs=actor"
                 )
+            version = self.step if self._overlaps else None
             batch.meta_info["calculate_entropy"] = self.config.algorithm.advantage.has("entropies")
             if measured and self._reuses_log_probs(batch):
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
                 # Rows of several prompts, others in each step.
                 stride = -(-len(batch) // GAP_ROWS)
                 few = batch.select_idxs(list(range(batch.meta_info["step"] % stride, len(batch), stride)))
-                gap = logprob_gap(few, self.roles.actor.compute_log_prob(narrowed(few, ())).batch["old_log_probs"])
+                gap = logprob_gap(
+                    few, self.roles.actor.compute_log_prob(narrowed(few, ())).batch["old_log_probs"], version
+                )
             else:
                 batch.union(self.roles.actor.compute_log_prob(narrowed(batch, ())))
-                gap = logprob_gap(batch, batch.batch["old_log_probs"]) if measured else {}
+                gap = logprob_gap(batch, batch.batch["old_log_probs"], version) if measured else {}
                 if self.config.algorithm.old_log_probs == "rollout":
                     # The pass was for entropies.
                     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
@@ -366,11 +355,18 @@ class Trainer:
     def sync_weights(self, step: int) -> None:
         """Give the engines the actor's weights, as version ``step``, if they have changed; wake sleeping engines."""
         with self.timer.phase("sync_weights"):
-            if self._updates != self._sent_updates or self.roles.engines.sleep_level == 2:
+            self.rollouts.before_weights()
+            self.roles.engines.settle()
+            if (
+                self._updates != self._sent_updates
+                or self.roles.engines.sleep_level == 2
+                or self.config.rollout.max_staleness
+            ):
                 self.roles.engines.update_weights(self.roles.weights.newest(step))
                 self._sent_updates = self._updates
             else:
                 self.roles.engines.wake_up()
+            self.rollouts.weights_changed(step)
 
     def finish_step(
         self, step: int, results: list[TrajectoryResult], batch: DataProto, metrics: dict[str, float]
@@ -378,7 +374,8 @@ class Trainer:
         """Write records, validate, begin a checkpoint, and report to trackers and hooks."""
         self.step = step
         self._publish_checkpoint(wait=False)
-        self.preparation.data.update(step, [result for result in results if not result.further])
+        self.rollouts.trained(step, results)
+        metrics |= self.rollouts.metrics()
         # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
         metrics |= self.roles.rollout.named_metrics()
@@ -400,7 +397,7 @@ class Trainer:
         if last or best or (interval and step % interval == 0):
             with self.timer.phase("checkpoint"):
                 self._publish_checkpoint()
-                self.run.save_checkpoint(step, self.roles.actor, self.roles.critic, metrics)
+                self.run.save_checkpoint(step, self.roles.actor, self.roles.critic, metrics, self.rollouts.position)
         self.run.log(step, metrics | self.timer.take(), self.timer.spans)
 
     def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -93,6 +93,7 @@ SPECS = [
     _spec("rollout_correction", "masked"),
     _spec("dataset", "prompts"),
     _spec("sampler", "shuffle"),
+    _spec("batch_policy", "deadline"),
     _spec("tracker", "console"),
     _spec("tracker", "jsonl"),
     _spec("tracker", "tensorboard"),

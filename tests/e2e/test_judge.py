@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 
 from agentrl_core.config import load_config
-from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
@@ -36,12 +35,12 @@ class Length:
 class KillsTheJudge(Trainer):
     """Kills the judge's process before the rollout of step 2."""
 
-    def rollout(self, step: int, prompts: PromptBatch) -> list[TrajectoryResult]:
+    def rollout(self, step: int) -> list[TrajectoryResult]:
         if step == 2:
             judge: Any = self.roles.rollout._named["judge"]
             pid, _ = judge.runtime.run(judge.servers[0].call("process"))
             os.kill(pid, signal.SIGKILL)
-        return super().rollout(step, prompts)
+        return super().rollout(step)
 
 
 @pytest.mark.ray
