@@ -20,6 +20,7 @@ TWO_NODES_ARGS ?=
 
 SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
+TESTING := plugins/testing/agentrl-testing
 
 .PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu two-nodes release clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
 	test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-fleet test-engines-learn
@@ -106,13 +107,13 @@ test-engines-fleet: engines-cpu $(VENV)/.installed
 # An environment in which SGLang runs on a CPU, for tests. Its own requirements ask for CUDA packages: hence --no-deps.
 engines-cpu-sglang: .engines/sglang/.installed
 
-.engines/sglang/.installed: $(SGLANG)/cpu-requirements.txt $(SGLANG)/pyproject.toml pyproject.toml constraints.txt
+.engines/sglang/.installed: $(SGLANG)/cpu-requirements.txt $(SGLANG)/pyproject.toml $(TESTING)/pyproject.toml pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt torch
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps -r $(SGLANG)/cpu-requirements.txt
 	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables hypothesis pytest pytest-timeout tensordict
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e .
-	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e $(SGLANG)
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e $(SGLANG) -e $(TESTING)
 	printf '%s\nimport sglang_cpu_stand_ins\n' '$(CURDIR)/$(SGLANG)/tests_real/cpu_support' \
 		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/agentrl-cpu-support.pth"
 	touch $@
@@ -123,11 +124,11 @@ test-engine-sglang: .engines/sglang/.installed
 # The same for vLLM. What its packages ask for and nothing uses, CUDA builds among it, stays away: --no-deps.
 engines-cpu-vllm: .engines/vllm/.installed
 
-.engines/vllm/.installed: $(VLLM)/cpu-requirements.txt $(VLLM)/pyproject.toml pyproject.toml constraints.txt
+.engines/vllm/.installed: $(VLLM)/cpu-requirements.txt $(VLLM)/pyproject.toml $(TESTING)/pyproject.toml pyproject.toml constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps -r $(VLLM)/cpu-requirements.txt
-	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e . -e $(VLLM)
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e . -e $(VLLM) -e $(TESTING)
 	touch $@
 
 # Most of the time an engine starts, which takes one core.

@@ -26,8 +26,8 @@ PARTS = '''
 import hashlib, os, time
 from pathlib import Path
 from agentrl_core.api import AgentLoopBase, Tool, ToolCall, ToolResponse, ToolResult, Tracker, function_schema
-from agentrl_core.testing.scripted_config import ScriptedConfig
-from agentrl_core.testing.scripted_engine import ScriptedEngine
+from agentrl_testing.scripted_config import ScriptedConfig
+from agentrl_testing.scripted_engine import ScriptedEngine
 
 FOLDER = Path({folder!r})
 
@@ -127,7 +127,7 @@ class ChaosRun:
     """
 
     def __init__(self, folder: Path, steps: int, changes: Mapping[str, Any]) -> None:
-        from agentrl_core.testing.tiny_model import save_tiny_model
+        from agentrl_testing.tiny_model import save_tiny_model
 
         self.folder, self.steps = folder, steps
         for name in ("pids", "tmp"):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from agentrl_core.testing.tiny_model import tiny_tokenizer
+from agentrl_testing.tiny_model import tiny_tokenizer
 
 TINY = {"hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "head_dim": 32}
 LARGE = {"hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 12, "num_attention_heads": 12,

@@ -13,8 +13,8 @@ import yaml
 
 from agentrl_core.config import load_config
 from agentrl_core.protocol import DataProto
-from agentrl_core.testing.tiny_model import save_tiny_model
 from agentrl_core.workers.actor import ActorWorker
+from agentrl_testing.tiny_model import save_tiny_model
 
 PROMPT_TOKENS = 64
 VOCABULARY = 151_936

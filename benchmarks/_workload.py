@@ -13,7 +13,7 @@ from typing import Any
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from agentrl_core.testing.scripted_config import ScriptedConfig
+from agentrl_testing.scripted_config import ScriptedConfig
 
 TOOL_CALLS = 3
 STOP = "<|im_end|>"

@@ -36,6 +36,7 @@ PROJECTS = (
     "plugins/engines/agentrl-engine-sglang",
     "plugins/engines/agentrl-engine-vllm",
     "plugins/rewards/agentrl-rewards-basic",
+    "plugins/testing/agentrl-testing",
     "plugins/tools/agentrl-tool-parsers",
     "plugins/trackers/agentrl-trackers-basic",
 )

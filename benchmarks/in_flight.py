@@ -22,7 +22,7 @@ from orchestration import Benchmark, Case
 
 from agentrl_core.api import TokenOutput
 from agentrl_core.controller import LocalRuntime
-from agentrl_core.testing.scripted_engine import ScriptedEngine
+from agentrl_testing.scripted_engine import ScriptedEngine
 
 SAMPLES = 8
 WORDS = 12

@@ -38,7 +38,7 @@ from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.serving.replicas import EngineReplicas
-from agentrl_core.testing.scripted_engine import ScriptedEngine
+from agentrl_testing.scripted_engine import ScriptedEngine
 from agentrl_tools_basic.config import CalculatorConfig
 
 CPU_GOAL_MS = 1.0

@@ -39,7 +39,7 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 from transformers.utils import get_json_schema
 
-from agentrl_core.testing.tiny_model import tiny_tokenizer
+from agentrl_testing.tiny_model import tiny_tokenizer
 
 WARM_UP = 2
 VOCABULARY = 2048

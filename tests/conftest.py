@@ -227,7 +227,7 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Qwen3 with a byte tokenizer."""
-    from agentrl_core.testing.tiny_model import save_tiny_model
+    from agentrl_testing.tiny_model import save_tiny_model
 
     path = tmp_path_factory.mktemp("tiny-model")
     save_tiny_model(path, initializer_range=0.1)

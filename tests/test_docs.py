@@ -25,8 +25,8 @@ from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins.official import OFFICIAL
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.runs.records import RolloutRecord, read_rollouts
-from agentrl_core.testing.tiny_model import save_tiny_model
 from agentrl_core.trainer import Trainer
+from agentrl_testing.tiny_model import save_tiny_model
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/plugins").glob("*.md"))]
@@ -362,10 +362,14 @@ def test_links_of_the_docs_lead_somewhere() -> None:
 
 def test_every_command_is_on_the_page_of_the_command_line() -> None:
     page = (ROOT / "docs/cli.md").read_text(encoding="utf-8")
-    root: Any = typer.main.get_command(app)
+    root: Any = typer.main.get_command(app).make_context("agentrl", [], resilient_parsing=True)
     for name in [*COMMANDS, *(name for kind, name in OFFICIAL if kind == "command")]:
-        command = root.get_command(None, name).make_context(name, [], resilient_parsing=True).command
-        for each in [f"{name} {key}" for key in getattr(command, "commands", {})] or [name]:
+        found = root
+        for word in name.split("."):
+            command = found.command.get_command(found, word)
+            found = command.make_context(word, [], parent=found, resilient_parsing=True)
+        words = name.replace(".", " ")
+        for each in [f"{words} {key}" for key in getattr(found.command, "commands", {})] or [words]:
             assert f"\n## `agentrl {each}`\n" in page
 
 

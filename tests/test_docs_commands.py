@@ -34,7 +34,7 @@ NOT_RUN = {
     "agentrl engines bench": "needs SGLang",
     "agentrl train config.yaml cluster.runtime=ray": "needs SGLang, eight GPUs or a second host",
     "agentrl train examples/calculator/config.yaml cluster.runtime=ray": "starts Ray; tests/e2e trains with it",
-    "agentrl bench config.yaml": "trains several times in processes of their own; tests/devtools measures with it",
+    "agentrl bench config.yaml": "trains several times in processes of their own; tests/e2e measures with it",
     "agentrl view runs/calculator": "serves until it is stopped; the tests of agentrl-viewer open the page",
 }
 RUN = ("agentrl view runs/calculator --export",)

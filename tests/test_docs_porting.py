@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from agentrl_core.api import RewardTrajectory
 from agentrl_core.cli.main import app
 from agentrl_core.runs.records import RolloutRecord, read_rollouts
-from agentrl_core.testing.tiny_model import save_tiny_model
+from agentrl_testing.tiny_model import save_tiny_model
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"^```(\w*)\n# ([\w.]+)\n(.*?)^```", re.MULTILINE | re.DOTALL)

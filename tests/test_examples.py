@@ -7,8 +7,8 @@ import pytest
 
 from agentrl_core.config import load_config
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.testing.tiny_model import save_tiny_model
 from agentrl_core.trainer import Trainer
+from agentrl_testing.tiny_model import save_tiny_model
 from agentrl_tool_search.index import build_index
 
 ROOT = Path(__file__).parents[1]

@@ -16,9 +16,9 @@ import pytest
 
 from agentrl_core.hosting.process_host import SAFE_VARIABLES
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.testing.loops import FakeSession
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
 from agentrl_loop_openai_agent.server import EndpointServer
+from agentrl_testing.loops import FakeSession
 
 ROOT = Path(__file__).parents[1]
 NAMED = re.findall(r"`((?:tests|plugins)/[\w/.-]+\.py)(?:::(\w+))?`", (ROOT / "docs" / "security.md").read_text())

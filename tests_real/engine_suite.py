@@ -34,7 +34,7 @@ from agentrl_core.engine_kit.memory_files import MEMORY, mapped_memory
 from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.engine_kit.processes import family
 from agentrl_core.engine_kit.weight_group import WeightGroup
-from agentrl_core.testing.tiny_model import save_tiny_model
+from agentrl_testing.tiny_model import save_tiny_model
 
 VOCAB = 261
 EOS = 258

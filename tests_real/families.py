@@ -12,7 +12,7 @@ import torch
 import transformers
 from transformers import AutoModelForCausalLM
 
-from agentrl_core.testing.tiny_model import tiny_tokenizer
+from agentrl_testing.tiny_model import tiny_tokenizer
 from tests_real.engine_suite import SHAPE, VOCAB, Models
 
 COMMON = {**SHAPE, "vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512}

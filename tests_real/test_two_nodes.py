@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 import yaml
 
-from agentrl_core.testing.tiny_model import save_tiny_model
+from agentrl_testing.tiny_model import save_tiny_model
 from tests_real.two_nodes import HOME, ROOT, WORK, Node, Relay, missing, two_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200), pytest.mark.skipif(bool(missing()), reason=str(missing()))]

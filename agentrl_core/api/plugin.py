@@ -120,7 +120,8 @@ KINDS: dict[str, PluginKind] = {
 }  # fmt: skip
 
 CLI_GROUP = "agentrl.cli"
-"""Entry-point group of lazy subcommands: ``name = "package.module:typer_app"``, loaded only when typed."""
+"""Entry-point group of lazy subcommands: ``name = "package.module:typer_app"``, loaded only when typed; ``group.name``
+is a command of a group."""
 
 PREDICTION_GROUP = "agentrl.predictions"
 """Entry-point group of what foresees the memory of a run: ``name = "package.module:function"``, called with the

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, TypeGuard
 import typer
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, DataError, PluginError, TemplateError
+from agentrl_core.cli.groups import OpenGroup
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,9 +47,9 @@ _FILE_ERRORS = {
 _WIDTH_OF_A_PIPE = 250
 
 
-def command_group() -> typer.Typer:
-    """A group of subcommands, even where it has only one."""
-    app = typer.Typer(no_args_is_help=True, add_completion=False)
+def command_group(help_text: str | None = None) -> typer.Typer:
+    """A group of subcommands, even where it has only one; packages may add to it."""
+    app = typer.Typer(cls=OpenGroup, no_args_is_help=True, add_completion=False, help=help_text)
     app.callback()(lambda: None)
     return app
 

@@ -24,7 +24,7 @@ def show(
 ) -> None:
     """Print the whole resolved configuration, each value with its origin. Model and data need not exist."""
     if schema:
-        from agentrl_core.devtools.json_schema import config_schema
+        from agentrl_core.config.json_schema import config_schema
 
         typer.echo(json.dumps(config_schema(), indent=2, ensure_ascii=False))
         return

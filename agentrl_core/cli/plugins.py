@@ -1,8 +1,7 @@
-"""``agentrl plugins``: list, show, check, new."""
+"""``agentrl plugins``: list and show."""
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -36,7 +35,7 @@ def list_plugins(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show requirements, capabilities, location.")] = False,
 ) -> None:
     """List the installed plugins, without importing their implementations."""
-    rows = discover(_kinds(kind))
+    rows = discover(kinds_named(kind))
     if as_json:
         _print_json({"schema_version": SCHEMA_VERSION, "plugins": [_row_as_json(row) for row in rows]})
     else:
@@ -50,7 +49,7 @@ def show_plugin(
     as_json: Json = False,
 ) -> None:
     """Show one plugin: its options, requirements and capabilities, and YAML to start from."""
-    registration = _find(name, _kinds(kind))
+    registration = _find(name, kinds_named(kind))
     row = _row_of(registration)
     spec = _spec_of(registration) if row.factory else None
     if as_json:
@@ -59,40 +58,12 @@ def show_plugin(
         _print_plugin(row, spec)
 
 
-@app.command("check")
-def check_plugins(
-    names: Annotated[
-        list[str] | None,
-        typer.Argument(
-            metavar="[NAME]...", help="Names, package:name, or packages. By default: all.", show_default=False
-        ),
-    ] = None,
-    kind: Kind = None,
-    no_ray: Annotated[bool, typer.Option("--no-ray", help="Do not check in a Ray worker.")] = False,
-    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="Maximum seconds per plugin.")] = 60.0,
-    as_json: Json = False,
-) -> None:
-    """Import plugins and check what they build, each in its own process and in a Ray worker."""
-    from agentrl_core.devtools.check_command import run
+def kinds_named(kind: str | None) -> list[str] | None:
+    """The kind of ``--kind``, or None for all.
 
-    raise typer.Exit(run(names or [], kinds=_kinds(kind), on_ray=not no_ray, time_limit=timeout, as_json=as_json))
-
-
-@app.command("new")
-def new_plugin(
-    kind: Annotated[str, typer.Argument(help="A kind, such as tool or agent_loop.", show_default=False)],
-    name: Annotated[str, typer.Argument(help="Name of the plugin, its package and its folder.", show_default=False)],
-    output: Annotated[Path, typer.Option("--output", help="Folder to create the package's folder in.")] = Path("."),
-) -> None:
-    """Create the package of a new plugin, which installs and passes its own tests."""
-    from agentrl_core.devtools.scaffold import scaffold
-
-    folder = scaffold(kind, name, output)
-    typer.echo(f"{folder}: README.md says what to fill in")
-    typer.echo(f"next: pip install -e '{folder}[test]' && pytest {folder}")
-
-
-def _kinds(kind: str | None) -> list[str] | None:
+    Raises:
+        BadParameter: there is no such kind.
+    """
     if kind is not None and kind not in KINDS:
         raise typer.BadParameter(f"{kind!r}; allowed are {', '.join(KINDS)}", param_hint="--kind")
     return None if kind is None else [kind]
@@ -130,7 +101,7 @@ def _row_as_json(row: PluginRow) -> dict[str, Any]:
 
 
 def _shown_as_json(row: PluginRow, spec: PluginSpec | None) -> dict[str, Any]:
-    from agentrl_core.devtools.json_schema import json_schema
+    from agentrl_core.config.json_schema import json_schema
 
     shown: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "plugin": _row_as_json(row)}
     if spec is not None:

@@ -1,4 +1,4 @@
-"""``agentrl rollouts show``, ``replay`` and ``reward replay``: what runs wrote."""
+"""``agentrl rollouts show``."""
 
 import json
 from collections import Counter
@@ -11,13 +11,12 @@ from rich.console import Console
 
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import DataError
-from agentrl_core.cli._shared import command_group, console_of_stdout, set_up_logging, warn
+from agentrl_core.cli._shared import command_group, warn
 from agentrl_core.runs.records import read_rollouts, to_json
 from agentrl_core.runs.run_dir import RunDir, ranges
 from agentrl_core.runs.trajectory_view import legend, show_trajectory
 
 app = command_group()
-reward_app = command_group()
 
 
 @app.command()
@@ -34,7 +33,7 @@ def show(
     """Print decoded trajectories: mask in color, tool calls, reward."""
     split: Split = "validation" if validation else "train"
     run = RunDir(run_dir)
-    path = run.rollout_file(_found_step(run, step, split), split)
+    path = run.rollout_file(found_step(run, step, split), split)
     records = list(islice(read_rollouts(path), count))
     if not records:
         raise DataError(f"{path}: holds no trajectory")
@@ -52,7 +51,12 @@ def show(
         show_trajectory(record, console, branch=rows[record.trajectory_id])
 
 
-def _found_step(run: RunDir, step: int | None, split: Split) -> int:
+def found_step(run: RunDir, step: int | None, split: Split) -> int:
+    """The step of ``--step``, or the newest one; warns where a run recorded a sample only.
+
+    Raises:
+        DataError: there is no such run, or it has no rollouts of this step.
+    """
     if not run.path.is_dir():
         runs = _runs_next_to(run.path)
         there = f"there are {', '.join(runs)}" if runs else "no other run is there"
@@ -82,70 +86,3 @@ def _runs_next_to(path: Path) -> list[str]:
     if not path.parent.is_dir():
         return []
     return sorted(str(entry) for entry in path.parent.iterdir() if (entry / "rollouts").is_dir())
-
-
-@reward_app.command("replay")
-def replay_reward(
-    rollouts: Annotated[Path, typer.Argument(help="A run's file rollouts/step-….jsonl.", show_default=False)],
-    reward: Annotated[
-        str, typer.Option(help="A reward function: its name, or ./file.py:function.", show_default=False)
-    ],
-    config: Annotated[
-        Path | None, typer.Option(help="Configuration that lists the function in reward.functions, with its options.")
-    ] = None,
-    show_all: Annotated[
-        bool, typer.Option("--all", help="Print every trajectory, not only the first 20 whose score changed.")
-    ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every trajectory.")] = False,
-) -> None:
-    """Score the trajectories of a file again in this process: `agentrl replay RUN --reward` for a file."""
-    from agentrl_core.devtools import replay
-
-    if as_json:
-        set_up_logging(stderr=True)
-    found = replay.replay_reward(rollouts, reward, config)
-    if as_json:
-        typer.echo(found.to_json())
-    else:
-        replay.show_rewards(found, console_of_stdout(), show_all)
-
-
-def replay_run(
-    run_dir: Annotated[Path, typer.Argument(help="Directory of a run.", show_default=False)],
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="A value to replace, rollout.tool_parser=hermes; repeatable."),
-    ] = None,
-    step: Annotated[int | None, typer.Option(help="Step. By default: the newest.")] = None,
-    validation: Annotated[bool, typer.Option("--validation", help="Replay validation trajectories.")] = False,
-    reward: Annotated[
-        str | None, typer.Option(help="Only score again, with this function: its name, or ./file.py:function.")
-    ] = None,
-    config: Annotated[
-        Path | None, typer.Option(help="With --reward: configuration that lists the function, with its options.")
-    ] = None,
-    show_all: Annotated[bool, typer.Option("--all", help="Print every trajectory that differs, not only 20.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with every trajectory.")] = False,
-) -> None:
-    """Run recorded trajectories again: the policy's tokens are the recorded ones, everything else runs again."""
-    from agentrl_core.devtools import replay
-
-    split: Split = "validation" if validation else "train"
-    run = RunDir(run_dir)
-    if changes and reward:
-        raise typer.BadParameter("set reward.functions with --set, or leave out --set", param_hint="--reward")
-    if config and not reward:
-        raise typer.BadParameter("goes with --reward; otherwise the run's own is used", param_hint="--config")
-    if as_json:
-        set_up_logging(stderr=True)
-    step = _found_step(run, step, split)
-    if reward:
-        found, show = replay.replay_reward(run.rollout_file(step, split), reward, config), replay.show_rewards
-    else:
-        for problem in run.changed_config():
-            warn(problem)
-        found, show = replay.replay(run, step, split, changes or []), replay.show_replay
-    if as_json:
-        typer.echo(found.to_json())
-    else:
-        show(found, console_of_stdout(), show_all)

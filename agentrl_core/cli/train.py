@@ -120,7 +120,7 @@ def _dry_run(config: ResolvedConfig, run_tools: bool = False, as_json: bool = Fa
     plugins = [(slot.kind, slot.registered_name, slot.ref.dist, slot.ref.version) for slot in all_slots(config)]
     tried: list[str] = []
     if run_tools:
-        from agentrl_core.devtools.trial import trial_lines
+        from agentrl_core.trainer.trial import trial_lines
 
         tried = asyncio.run(trial_lines(config, preparation.data.train[0]))
     if as_json:

@@ -20,10 +20,10 @@ _BROUGHT = {
     "agentrl-env-openenv": {"agent_loop": "training_trace", "command": "openenv-trace", "environment": "openenv"},
     "agentrl-env-reasoning-gym": {"environment": "reasoning_gym", "sampler": "levels"},
     "agentrl-env-textarena": {"environment": "textarena"},
-    "agentrl-plan": {"command": "plan"},
     "agentrl-interactions-basic": {"interaction": "simulated_user tutor"},
     "agentrl-loop-single-turn": {"agent_loop": "single_turn"},
     "agentrl-loop-tool-agent": {"agent_loop": "compacting_tool_agent multi_agent tool_agent"},
+    "agentrl-plan": {"command": "bench plan"},
     "agentrl-renderers": {"renderer": "family harmony"},
     "agentrl-rewards-basic": {
         "reward_function": "exact_match exact_number fuzzy_match hash_answer json_schema length_penalty remote "
@@ -32,6 +32,7 @@ _BROUGHT = {
     },
     "agentrl-rewards-judge": {"reward_function": "judge reward_model"},
     "agentrl-rewards-math": {"reward_function": "math"},
+    "agentrl-testing": {"command": "init plugins.check plugins.new replay reward", "engine": "scripted"},
     "agentrl-tool-mcp": {"tool": "mcp"},
     "agentrl-tool-parsers": {
         "tool_parser": "deepseek_v3 deepseek_v32 gemma4 glm4 granite harmony hermes internlm2 kimi_k2 lfm2 llama3_json "

@@ -1,3 +1,3 @@
-from agentrl_core.testing.plugins import isolated_plugins
+from agentrl_testing.plugins import isolated_plugins
 
 __all__ = ["isolated_plugins"]

@@ -21,8 +21,8 @@ from agentrl_core.cli.doctor import TESTED
 from agentrl_core.cli.main import app
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.testing.tiny_model import tiny_tokenizer
 from agentrl_core.trainer import Trainer
+from agentrl_testing.tiny_model import tiny_tokenizer
 
 Fit = Callable[..., RunDir]
 ROOT = Path(__file__).parents[2]

@@ -10,9 +10,9 @@ from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.main import app
 from agentrl_core.config import load_config, to_dict
+from agentrl_core.config.json_schema import schema_of
 from agentrl_core.config.nodes import read_file
-from agentrl_core.devtools.json_schema import schema_of
-from agentrl_core.testing.plugins import IsolatedPlugins
+from agentrl_testing.plugins import IsolatedPlugins
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").rglob("*.yaml"))

@@ -1,5 +1,6 @@
 import functools
 import os
+import re
 import subprocess
 import sys
 from importlib import import_module
@@ -13,7 +14,7 @@ from typer.testing import CliRunner, Result
 import agentrl_core
 from agentrl_core.api import CheckpointError, ConfigError, PluginNotFoundError
 from agentrl_core.cli.main import COMPLETE, app
-from agentrl_core.testing.plugins import IsolatedPlugins
+from agentrl_testing.plugins import IsolatedPlugins
 
 COMMAND = """
 import typer
@@ -273,10 +274,33 @@ finally:
     assert output
 
 
-@pytest.mark.parametrize(("command", "package"), [("view", "agentrl-viewer"), ("plan", "agentrl-plan")])
+@pytest.mark.parametrize(
+    ("command", "package"),
+    [
+        ("view", "agentrl-viewer"),
+        ("plan", "agentrl-plan"),
+        ("bench", "agentrl-plan"),
+        ("init", "agentrl-testing"),
+        ("replay", "agentrl-testing"),
+        ("reward replay", "agentrl-testing"),
+        ("plugins new", "agentrl-testing"),
+        ("plugins check", "agentrl-testing"),
+    ],
+)
 def test_a_command_whose_package_is_not_installed_names_it(
     monkeypatch: pytest.MonkeyPatch, command: str, package: str
 ) -> None:
-    monkeypatch.setattr("agentrl_core.cli.main.plugin_commands", dict)
-    result = CliRunner().invoke(app, [command, "x"])
+    monkeypatch.setattr("agentrl_core.cli.groups.plugin_commands", dict)
+    result = CliRunner().invoke(app, [*command.split(), "x"])
     assert result.exit_code == 2 and f"pip install {package}" in result.output
+
+
+def test_a_group_has_its_own_commands_and_those_of_packages() -> None:
+    result = CliRunner().invoke(app, ["plugins", "--help"])
+    assert re.findall(r"^\W*(list|show|check|new)\b.*", result.output, re.MULTILINE) == ["list", "show", "check", "new"]
+    assert "passes its own tests (from agentrl-testing" in " ".join(result.output.replace("│", "").split())
+
+
+def test_what_imports_the_helpers_of_earlier_versions_is_told_where_they_are() -> None:
+    with pytest.raises(ImportError, match="pip install agentrl-testing, and import agentrl_testing"):
+        import_module("agentrl_core.testing.contracts")

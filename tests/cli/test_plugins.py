@@ -9,7 +9,7 @@ from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.main import app
 from agentrl_core.plugins.discovery import discover
-from agentrl_core.testing.plugins import IsolatedPlugins
+from agentrl_testing.plugins import IsolatedPlugins
 
 SPEC = """
 from dataclasses import dataclass, field

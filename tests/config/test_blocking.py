@@ -6,7 +6,7 @@ import pytest
 
 from agentrl_core.api import ConfigError
 from agentrl_core.config import Config, load_config
-from agentrl_core.testing.plugins import IsolatedPlugins, isolated_plugins
+from agentrl_testing.plugins import IsolatedPlugins, isolated_plugins
 from tests.config.conftest import VALID
 
 __all__ = ["isolated_plugins"]

@@ -9,7 +9,7 @@ from agentrl_core.api import KINDS
 from agentrl_core.config.capabilities import REQUIREMENTS, installed_with
 from agentrl_core.config.introspect import element_type, is_slot, members
 from agentrl_core.config.schema import Config
-from agentrl_core.testing.plugins import IsolatedPlugins, isolated_plugins
+from agentrl_testing.plugins import IsolatedPlugins, isolated_plugins
 
 __all__ = ["isolated_plugins"]
 

@@ -6,8 +6,8 @@ import pytest
 
 from agentrl_core.api import DatasetContext
 from agentrl_core.data.renderer import HFChatRenderer
-from agentrl_core.testing.plugins import isolated_plugins
-from agentrl_core.testing.tiny_model import tiny_tokenizer
+from agentrl_testing.plugins import isolated_plugins
+from agentrl_testing.tiny_model import tiny_tokenizer
 
 __all__ = ["isolated_plugins"]
 

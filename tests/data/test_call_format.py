@@ -10,8 +10,8 @@ import pytest
 from agentrl_core.api import ParsedText, ToolCall, ToolParser, ToolParserContext
 from agentrl_core.data.call_format import CallFormat, call_format, installed_parsers
 from agentrl_core.data.renderer import HFChatRenderer
-from agentrl_core.testing.plugins import IsolatedPlugins
-from agentrl_core.testing.tiny_model import CHATML_TEMPLATE, tiny_tokenizer
+from agentrl_testing.plugins import IsolatedPlugins
+from agentrl_testing.tiny_model import CHATML_TEMPLATE, tiny_tokenizer
 
 CALL = "~ ({'name': call.function.name, 'arguments': call.function.arguments} | tojson)"
 

@@ -25,7 +25,7 @@ from agentrl_core.data.chat_template import ChatTemplateRenderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
-from agentrl_core.testing.tiny_model import SPECIAL_TOKENS, tokenizer_for
+from agentrl_testing.tiny_model import SPECIAL_TOKENS, tokenizer_for
 from agentrl_tool_parsers import formats, harmony
 from agentrl_tool_parsers.plugin import HERMES
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from agentrl_core.api import TemplateError
 from agentrl_core.config.schema import ModelConfig
 from agentrl_core.data.renderer import HFChatRenderer
-from agentrl_core.testing.tiny_model import tiny_tokenizer
+from agentrl_testing.tiny_model import tiny_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 

@@ -16,9 +16,9 @@ from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.testing.contracts.scripted_session import LoopRun, tool_call
 from agentrl_loop_tool_agent.compacting import CompactingToolAgentLoop
 from agentrl_loop_tool_agent.config import CompactingToolAgentConfig
+from agentrl_testing.contracts.scripted_session import LoopRun, tool_call
 
 CALL = json.dumps({"name": "calculator", "arguments": {"expression": "37 * 45"}})
 

@@ -32,8 +32,8 @@ from agentrl_core.api import (
     RewardResult, RolloutCorrection, Tool, ToolCall, ToolParser, ToolResponse, ToolResult, Tracker, Renderer,
     function_schema, hookimpl,
 )
-from agentrl_core.testing.scripted_config import ScriptedConfig
-from agentrl_core.testing.scripted_engine import ScriptedEngine
+from agentrl_testing.scripted_config import ScriptedConfig
+from agentrl_testing.scripted_engine import ScriptedEngine
 
 
 async def waits(where):

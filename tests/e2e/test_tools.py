@@ -10,7 +10,7 @@ import pytest
 
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.testing.tiny_model import save_tiny_model
+from agentrl_testing.tiny_model import save_tiny_model
 from agentrl_tool_search.index import build_index
 
 NOTES = '''

@@ -23,8 +23,8 @@ from agentrl_algorithms.grpo import GRPO
 from agentrl_algorithms.ppo import PPO
 from agentrl_core.api import CorrectionOutput, Environment, Episode, Interaction, InteractionTurn, PromptSampler
 from agentrl_core.api import RewardManager, RolloutCorrection, Tracker, hookimpl
-from agentrl_core.testing.scripted_config import ScriptedConfig
-from agentrl_core.testing.scripted_engine import ScriptedEngine
+from agentrl_testing.scripted_config import ScriptedConfig
+from agentrl_testing.scripted_engine import ScriptedEngine
 from agentrl_dataset_prompts.config import PromptsConfig
 from agentrl_dataset_prompts.prompts import PromptsFromFiles
 from agentrl_loop_tool_agent.config import ToolAgentConfig

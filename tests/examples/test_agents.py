@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import Termination, ToolCall, Turn
-from agentrl_core.testing.loops import FakeSession
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
 from agentrl_loop_openai_agent.server import MODEL_NAME, EndpointServer
+from agentrl_testing.loops import FakeSession
 
 FOLDER = Path(__file__).parents[2] / "examples/agents"
 CALL = ToolCall("calculator", {"a": 37, "operator": "*", "b": 45}, "call00001")

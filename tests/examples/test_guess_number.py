@@ -12,9 +12,9 @@ from transformers import AutoTokenizer
 
 from agentrl_core.api import EnvironmentContext, NoConfig
 from agentrl_core.plugins.resolution import resolve
-from agentrl_core.testing.contracts import EnvironmentCase, EnvironmentContract
-from agentrl_core.testing.contracts.case import PluginContract, run
-from agentrl_core.testing.contracts.environment import play
+from agentrl_testing.contracts import EnvironmentCase, EnvironmentContract
+from agentrl_testing.contracts.case import PluginContract, run
+from agentrl_testing.contracts.environment import play
 
 FOLDER = Path(__file__).parents[2] / "examples/guess_number"
 LARGEST, GUESSES = 63, 6

@@ -15,9 +15,9 @@ from agentrl_core.config import load_config
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.testing.contracts import EnvironmentCase, EnvironmentContract
-from agentrl_core.testing.contracts.case import PluginContract, run
 from agentrl_core.trainer import Trainer
+from agentrl_testing.contracts import EnvironmentCase, EnvironmentContract
+from agentrl_testing.contracts.case import PluginContract, run
 
 FOLDER = Path(__file__).parents[2] / "examples/kuhn_poker"
 SCRIPTS = ("environment", "exploitability", "prepare")

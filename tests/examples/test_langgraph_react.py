@@ -11,8 +11,8 @@ from agentrl_core.api import Termination
 from agentrl_core.config import load_config
 from agentrl_core.runs.records import RolloutRecord, read_rollouts
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.testing.tiny_model import save_tiny_model
 from agentrl_core.trainer import Trainer
+from agentrl_testing.tiny_model import save_tiny_model
 from tests.examples.test_recipes import EXAMPLES, langgraph_react
 
 warm_start = langgraph_react.warm_start

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_core.testing.loops import FakeSession
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
 from agentrl_loop_openai_agent.server import EndpointServer
+from agentrl_testing.loops import FakeSession
 from tests.fuzz.fuzzing import changed, corpus, fuzz, mutated
 
 PATHS = ["/v1/chat/completions", "/v1/responses", "/v1/messages", "/v1/models", "/", "/docs", "/v1/chat/completions/x"]

@@ -9,7 +9,7 @@ import pytest
 from agentrl_core.plugins import registration
 from agentrl_core.plugins.discovery import PluginRow, discover
 from agentrl_core.plugins.registration import registrations
-from agentrl_core.testing.plugins import IsolatedPlugins
+from agentrl_testing.plugins import IsolatedPlugins
 
 TOOL = """
 from agentrl_core.api import PluginSpec
@@ -322,7 +322,7 @@ def test_the_core_registers_its_own_through_the_same_groups(isolated_plugins: Is
     rows = discover()
     assert {row.dist for row in rows} == {"agentrl-core"}
     assert [row.error for row in rows if row.status not in ("ok", "missing-extra")] == []
-    assert {"scripted"} <= {row.name for row in rows}
+    assert {"chat_template"} == {row.name for row in rows}
 
 
 def test_a_distribution_behind_another_of_its_name_is_not_seen(isolated_plugins: IsolatedPlugins) -> None:

@@ -8,7 +8,7 @@ from agentrl_core.api import HookSpecs, PluginBrokenError, hookimpl
 from agentrl_core.api.hooks import PROJECT
 from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.plugins.resolution import resolve
-from agentrl_core.testing.plugins import IsolatedPlugins
+from agentrl_testing.plugins import IsolatedPlugins
 
 
 class Recorder:

@@ -15,7 +15,7 @@ from agentrl_core.api import (
 )
 from agentrl_core.plugins.official import OFFICIAL
 from agentrl_core.plugins.resolution import resolve, resolve_ref
-from agentrl_core.testing.plugins import IsolatedPlugins
+from agentrl_testing.plugins import IsolatedPlugins
 
 SPEC = """
 from dataclasses import dataclass

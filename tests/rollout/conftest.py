@@ -35,7 +35,7 @@ from agentrl_core.rollout.session import HostedInteraction, RolloutSession, Sess
 from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
 from agentrl_core.rollout.worker import AgentLoopWorker
 from agentrl_core.serving.replicas import EngineReplicas
-from agentrl_core.testing.tiny_model import tiny_tokenizer
+from agentrl_testing.tiny_model import tiny_tokenizer
 
 TEMPLATES = Path(__file__).parent / "templates"
 EXTRA_TOKENS = (

@@ -34,8 +34,8 @@ ENGINE = '''
 import json
 from transformers import AutoTokenizer
 from agentrl_core.api import EngineError
-from agentrl_core.testing.scripted_engine import ScriptedEngine
-from agentrl_core.testing.scripted_config import ScriptedConfig
+from agentrl_testing.scripted_engine import ScriptedEngine
+from agentrl_testing.scripted_config import ScriptedConfig
 
 
 class Engine(ScriptedEngine):

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from agentrl_core.api import KINDS
-from agentrl_core.devtools.scaffold import render, scaffold
+from agentrl_testing.devtools.scaffold import render, scaffold
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -26,6 +26,7 @@ OURS = [
         "algorithms/agentrl-algorithms",
         "datasets/agentrl-dataset-prompts",
         "rewards/agentrl-rewards-basic",
+        "testing/agentrl-testing",
         "tools/agentrl-tool-parsers",
         "trackers/agentrl-trackers-basic",
     )

@@ -13,8 +13,8 @@ from agentrl_core.api import ConfigError, DataError, RolloutError, TemplateError
 from agentrl_core.config import load_config
 from agentrl_core.runs.records import RolloutRecord, read_rollouts
 from agentrl_core.runs.run_dir import RunDir
-from agentrl_core.testing.tiny_model import CHATML_TEMPLATE, tiny_tokenizer
 from agentrl_core.trainer.preparation import Preparation
+from agentrl_testing.tiny_model import CHATML_TEMPLATE, tiny_tokenizer
 
 Fit = Callable[..., RunDir]
 SCRIPTED = {"rollout.engine": {"name": "scripted"}, "trainer.steps": 1}

@@ -23,7 +23,7 @@ CODE = '''
 import random
 
 from agentrl_core.api import AdvantageEstimator, AdvantageOutput, PolicyLoss, PolicyLossOutput
-from agentrl_core.testing.tiny_model import tiny_tokenizer
+from agentrl_testing.tiny_model import tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 

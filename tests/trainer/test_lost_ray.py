@@ -24,8 +24,8 @@ import warnings
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 
 from agentrl_core.api import hookimpl
-from agentrl_core.testing.scripted_config import ScriptedConfig
-from agentrl_core.testing.scripted_engine import ScriptedEngine
+from agentrl_testing.scripted_config import ScriptedConfig
+from agentrl_testing.scripted_engine import ScriptedEngine
 
 
 class Engine(ScriptedEngine):

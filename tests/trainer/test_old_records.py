@@ -9,10 +9,10 @@ import pytest
 from rich.console import Console
 
 from agentrl_core.api import RewardTrajectory
-from agentrl_core.devtools.replay import replay_reward
 from agentrl_core.runs.records import RolloutRecord, read_rollouts, reward_trajectory_of
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.runs.trajectory_view import show_trajectory
+from agentrl_testing.devtools.replay import replay_reward
 from tests.trainer.test_agents import duel
 
 __all__ = ["duel"]

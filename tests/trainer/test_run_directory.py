@@ -44,8 +44,8 @@ def test_the_same_name_started_twice_is_refused_and_the_first_run_goes_on(
 
 NO_GPU = """
 from agentrl_core.api import EngineError
-from agentrl_core.testing.scripted_config import ScriptedConfig
-from agentrl_core.testing.scripted_engine import ScriptedEngine
+from agentrl_testing.scripted_config import ScriptedConfig
+from agentrl_testing.scripted_engine import ScriptedEngine
 
 class NoGPU(ScriptedEngine):
     config_class = ScriptedConfig

@@ -21,8 +21,8 @@ RUN = {"rollout.engine": {"name": "scripted"}, "hooks": ["./hooks.py:Signals"], 
 
 SILENT_ENGINE = """
 import asyncio
-from agentrl_core.testing.scripted_config import ScriptedConfig
-from agentrl_core.testing.scripted_engine import ScriptedEngine
+from agentrl_testing.scripted_config import ScriptedConfig
+from agentrl_testing.scripted_engine import ScriptedEngine
 
 class Silent(ScriptedEngine):
     config_class = ScriptedConfig

@@ -20,8 +20,8 @@ Fit = Callable[..., RunDir]
 PARTS = """
 import threading
 from agentrl_core.api import AgentLoopBase, hookimpl
-from agentrl_core.testing.scripted_config import ScriptedConfig
-from agentrl_core.testing.scripted_engine import ScriptedEngine
+from agentrl_testing.scripted_config import ScriptedConfig
+from agentrl_testing.scripted_engine import ScriptedEngine
 
 
 def fails(where):

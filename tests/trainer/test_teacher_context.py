@@ -50,7 +50,7 @@ def test_the_log_probs_are_those_of_the_prompt_with_the_context(
     (tiny_run.folder / "keeps.py").write_text(KEEPS)
     path = tiny_model
     if not own:
-        from agentrl_core.testing.tiny_model import save_tiny_model
+        from agentrl_testing.tiny_model import save_tiny_model
 
         path = tmp_path / "teacher"
         save_tiny_model(path, initializer_range=0.2)

@@ -4,7 +4,7 @@ import torch
 
 from acme_agentrl_extras.plugin import AGREEMENT, CLOSENESS, CONVERT, SECOND_THOUGHT, WEAKEST_PART
 from agentrl_core.api import AdvantageInput, PolicyLossInput, RewardTrajectory
-from agentrl_core.testing.contracts import (
+from agentrl_testing.contracts import (
     AdvantageEstimatorCase,
     AdvantageEstimatorContract,
     AgentLoopCase,

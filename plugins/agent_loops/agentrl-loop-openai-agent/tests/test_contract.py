@@ -1,9 +1,9 @@
 import pytest
 from openai import AsyncOpenAI
 
-from agentrl_core.testing.contracts import AgentLoopCase, AgentLoopContract
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
 from agentrl_loop_openai_agent.plugin import PLUGIN
+from agentrl_testing.contracts import AgentLoopCase, AgentLoopContract
 
 
 async def solve(base_url, api_key, model, messages, row):

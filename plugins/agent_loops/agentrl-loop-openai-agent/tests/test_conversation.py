@@ -5,9 +5,9 @@ import asyncio
 import pytest
 
 from agentrl_core.api import EngineError, Termination
-from agentrl_core.testing.contracts.scripted_session import TagParser
-from agentrl_core.testing.loops import FakeSession
 from agentrl_loop_openai_agent.conversation import BranchLimitError, ContextLengthError, Conversation
+from agentrl_testing.contracts.scripted_session import TagParser
+from agentrl_testing.loops import FakeSession
 
 USER = {"role": "user", "content": "two plus two"}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

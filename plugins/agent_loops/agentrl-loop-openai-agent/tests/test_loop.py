@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import AgentLoopContext, AgentLoopOutput, AgentRLError, ConfigError, Termination
-from agentrl_core.testing.loops import FakeSession, WordRenderer
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
 from agentrl_loop_openai_agent.loop import OpenAIAgentLoop
+from agentrl_testing.loops import FakeSession, WordRenderer
 
 CONTEXT = AgentLoopContext(WordRenderer(), None, (), (), 100)
 

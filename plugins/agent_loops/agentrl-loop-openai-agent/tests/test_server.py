@@ -14,11 +14,11 @@ from openai import AsyncOpenAI, BadRequestError
 from pydantic import BaseModel
 
 from agentrl_core.api import EngineError, Termination, ToolCall, Turn
-from agentrl_core.testing.loops import FakeSession
 from agentrl_loop_openai_agent import app, server
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
 from agentrl_loop_openai_agent.conversation import Conversation
 from agentrl_loop_openai_agent.server import MODEL_NAME, EndpointServer
+from agentrl_testing.loops import FakeSession
 
 USER = {"role": "user", "content": "two plus two"}
 SCHEMA = {"name": "add", "description": "Adds.", "parameters": {"type": "object", "properties": {}}}

@@ -1,7 +1,7 @@
 import pytest
 
-from agentrl_core.testing.contracts import AgentLoopCase, AgentLoopContract
 from agentrl_loop_single_turn.plugin import PLUGIN
+from agentrl_testing.contracts import AgentLoopCase, AgentLoopContract
 
 
 class TestSingleTurn(AgentLoopContract):

@@ -3,8 +3,8 @@ import asyncio
 import pytest
 
 from agentrl_core.api import AgentLoopContext, AgentLoopOutput, NoConfig, Termination, Turn
-from agentrl_core.testing.loops import FakeSession
 from agentrl_loop_single_turn.loop import SingleTurnLoop
+from agentrl_testing.loops import FakeSession
 
 PROMPT = [{"role": "user", "content": "What is 2 + 2?"}]
 

@@ -15,11 +15,11 @@ from agentrl_core.api import (
     ToolCall,
     Turn,
 )
-from agentrl_core.testing.contracts.agent_loop import check_prefixes, check_rows
-from agentrl_core.testing.contracts.scripted_session import LoopRun, tool_call
-from agentrl_core.testing.loops import FakeSession
 from agentrl_loop_tool_agent.compacting import HEADING, POSTPONED, CompactingToolAgentLoop
 from agentrl_loop_tool_agent.config import CompactingToolAgentConfig
+from agentrl_testing.contracts.agent_loop import check_prefixes, check_rows
+from agentrl_testing.contracts.scripted_session import LoopRun, tool_call
+from agentrl_testing.loops import FakeSession
 
 PROMPT: list[Message] = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "What is 2 + 2?"}]
 ASK = "Summarise."

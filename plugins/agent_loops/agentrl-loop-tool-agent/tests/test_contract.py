@@ -1,8 +1,8 @@
 import pytest
 
-from agentrl_core.testing.contracts import AgentLoopCase, AgentLoopContract
 from agentrl_loop_tool_agent.config import CompactingToolAgentConfig, MultiAgentConfig
 from agentrl_loop_tool_agent.plugin import COMPACTING, MULTI_AGENT, PLUGIN
+from agentrl_testing.contracts import AgentLoopCase, AgentLoopContract
 
 
 class TestToolAgent(AgentLoopContract):

@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 from agentrl_core.api import AgentLoopBase, AgentLoopContext, Termination
-from agentrl_core.testing.contracts.scripted_session import LoopRun, tool_call
 from agentrl_loop_tool_agent.config import ToolAgentConfig
 from agentrl_loop_tool_agent.loop import Episode, State, ToolAgentLoop
+from agentrl_testing.contracts.scripted_session import LoopRun, tool_call
 
 
 class CarefulEpisode(Episode):

@@ -17,9 +17,9 @@ from agentrl_core.api import (
     NoConfig,
     Termination,
 )
-from agentrl_core.testing.contracts.scripted_session import LoopRun, tool_call
 from agentrl_loop_tool_agent.config import MultiAgentConfig
 from agentrl_loop_tool_agent.multi_agent import MultiAgentLoop
+from agentrl_testing.contracts.scripted_session import LoopRun, tool_call
 
 PROMPT: list[Message] = [{"role": "system", "content": "Play."}, {"role": "user", "content": "You begin."}]
 

@@ -15,9 +15,9 @@ from agentrl_core.api import (
     ToolUnavailableError,
     Turn,
 )
-from agentrl_core.testing.loops import FakeSession
 from agentrl_loop_tool_agent.config import ToolAgentConfig
 from agentrl_loop_tool_agent.loop import ToolAgentLoop
+from agentrl_testing.loops import FakeSession
 
 PROMPT = [{"role": "system", "content": "Use tools."}, {"role": "user", "content": "What is 2 + 2?"}]
 

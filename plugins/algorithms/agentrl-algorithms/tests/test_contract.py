@@ -5,7 +5,7 @@ import torch
 from agentrl_algorithms import plugin as plugins
 from agentrl_algorithms.plugin import PPO
 from agentrl_core.api import AdvantageInput, PluginSpec, PolicyLossInput
-from agentrl_core.testing.contracts import (
+from agentrl_testing.contracts import (
     AdvantageEstimatorCase,
     AdvantageEstimatorContract,
     PolicyLossCase,

@@ -11,7 +11,7 @@ from agentrl_algorithms import plugin
 from agentrl_algorithms.config import DivergenceConfig
 from agentrl_algorithms.rejection import DivergenceRejection
 from agentrl_core.api import AlgorithmContext, ConfigError, CorrectionInput, PluginSpec
-from agentrl_core.testing.contracts import RolloutCorrectionCase
+from agentrl_testing.contracts import RolloutCorrectionCase
 
 Rows = list[list[tuple[float, float]]]
 """Log-probabilities (pi_old, mu) of the sampled tokens of each row."""

@@ -14,7 +14,7 @@ import torch
 from agentrl_algorithms import plugin as plugins
 from agentrl_algorithms.optimal_token_baseline import score_norms
 from agentrl_core.api import AdvantageEstimator, AdvantageInput, AlgorithmContext, ConfigError, PluginSpec
-from agentrl_core.testing.contracts.case import factory_of
+from agentrl_testing.contracts.case import factory_of
 
 SPECS = {
     spec.name: spec

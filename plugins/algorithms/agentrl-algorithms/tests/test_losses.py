@@ -14,7 +14,7 @@ from torch import Tensor
 
 from agentrl_algorithms import plugin
 from agentrl_core.api import PluginSpec, PolicyLossInput
-from agentrl_core.testing.contracts import PolicyLossCase
+from agentrl_testing.contracts import PolicyLossCase
 
 
 @dataclass

@@ -10,9 +10,9 @@ import pytest
 
 from agentrl_core.api.errors import EngineError, PluginError
 from agentrl_core.plugins.resolution import ResolvedPlugin, resolve
-from agentrl_core.testing.plugins import IsolatedPlugins, isolated_plugins
 from agentrl_engines import environment
 from agentrl_engines.environment import setup_commands, setup_environment
+from agentrl_testing.plugins import IsolatedPlugins, isolated_plugins
 
 __all__ = ["isolated_plugins"]
 

@@ -2,9 +2,9 @@ import json
 
 import pytest
 
-from agentrl_core.testing.contracts import DatasetCase, DatasetContract, SamplerCase, SamplerContract
 from agentrl_dataset_prompts.config import MixtureConfig
 from agentrl_dataset_prompts.plugin import CURRICULUM, MIXTURE, PROMPTS, SEQUENTIAL, SHUFFLE
+from agentrl_testing.contracts import DatasetCase, DatasetContract, SamplerCase, SamplerContract
 
 
 class TestPrompts(DatasetContract):

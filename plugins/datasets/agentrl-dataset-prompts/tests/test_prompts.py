@@ -8,9 +8,9 @@ import fsspec
 import pytest
 
 from agentrl_core.api import DataError, DatasetContext
-from agentrl_core.testing.loops import WordRenderer
 from agentrl_dataset_prompts.config import PromptsConfig
 from agentrl_dataset_prompts.prompts import PromptsFromFiles
+from agentrl_testing.loops import WordRenderer
 
 ROWS: list[dict[str, Any]] = [
     {

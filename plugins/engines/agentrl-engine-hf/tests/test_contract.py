@@ -3,8 +3,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from agentrl_core.testing.contracts import EngineCase, EngineContract
 from agentrl_engine_hf.plugin import PLUGIN
+from agentrl_testing.contracts import EngineCase, EngineContract
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import EngineContext
-from agentrl_core.testing.tiny_model import save_tiny_model
 from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.engine import SGLangEngine
+from agentrl_testing.tiny_model import save_tiny_model
 
 STAND_IN = Path(__file__).parent / "stand_in"
 VOCAB = 200

@@ -2,9 +2,9 @@
 
 import pytest
 
-from agentrl_core.testing.contracts import EngineCase, EngineContract
 from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.plugin import PLUGIN
+from agentrl_testing.contracts import EngineCase, EngineContract
 
 # Less than a test may take, so that a server that does not start shows its log.
 CONFIG = SGLangConfig(start_timeout=240.0)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from agentrl_core.testing.contracts import EngineCase, EngineContract
 from agentrl_engine_vllm.plugin import PLUGIN
+from agentrl_testing.contracts import EngineCase, EngineContract
 
 
 class TestVLLM(EngineContract):

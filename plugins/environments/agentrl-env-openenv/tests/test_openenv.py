@@ -7,11 +7,11 @@ import pytest
 from pydantic import BaseModel, Field
 
 from agentrl_core.api import ConfigError, EnvironmentContext
-from agentrl_core.testing.contracts import EnvironmentCase, EnvironmentContract
-from agentrl_core.testing.contracts.case import run
 from agentrl_env_openenv.config import OpenEnvConfig
 from agentrl_env_openenv.environment import OpenEnv
 from agentrl_env_openenv.plugin import ENVIRONMENT
+from agentrl_testing.contracts import EnvironmentCase, EnvironmentContract
+from agentrl_testing.contracts.case import run
 
 HERE = "agentrl_env_openenv_worlds"
 

@@ -20,11 +20,11 @@ from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.datastructures import Headers
 
 from agentrl_core.api import ConfigError, EnvironmentContext
-from agentrl_core.testing.contracts import EnvironmentCase, EnvironmentContract
-from agentrl_core.testing.contracts.case import run
 from agentrl_env_openenv.config import OpenEnvConfig
 from agentrl_env_openenv.environment import OpenEnv
 from agentrl_env_openenv.plugin import ENVIRONMENT
+from agentrl_testing.contracts import EnvironmentCase, EnvironmentContract
+from agentrl_testing.contracts.case import run
 
 TASK: dict[str, Any] = {"extra_info": {"split": "train", "index": 0}}
 NUMBER = {

@@ -6,12 +6,12 @@ import pytest
 import reasoning_gym
 
 from agentrl_core.api import ConfigError, EnvironmentContext, PromptOutcome, RewardTrajectory, SamplerContext
-from agentrl_core.testing.contracts import EnvironmentCase, EnvironmentContract, SamplerCase, SamplerContract
-from agentrl_core.testing.contracts.case import run
 from agentrl_env_reasoning_gym.config import DataSetConfig, LevelsConfig, ReasoningGymConfig
 from agentrl_env_reasoning_gym.environment import VALIDATION_SEED, ReasoningGym
 from agentrl_env_reasoning_gym.levels import Levels
 from agentrl_env_reasoning_gym.plugin import ENVIRONMENT, LEVELS
+from agentrl_testing.contracts import EnvironmentCase, EnvironmentContract, SamplerCase, SamplerContract
+from agentrl_testing.contracts.case import run
 
 EIGHT = (
     "basic_arithmetic", "chain_sum", "countdown", "gcd", "leg_counting", "letter_counting", "number_sorting",

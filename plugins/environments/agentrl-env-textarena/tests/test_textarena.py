@@ -9,12 +9,12 @@ import textarena
 from textarena.envs.registration import ENV_REGISTRY
 
 from agentrl_core.api import ConfigError, Engines, EnvironmentContext, RewardTrajectory
-from agentrl_core.testing.contracts import EnvironmentCase, EnvironmentContract
-from agentrl_core.testing.contracts.case import run
 from agentrl_env_textarena.config import GameConfig, TextArenaConfig
 from agentrl_env_textarena.environment import TWO_PLAYERS, WORKING, TextArena
 from agentrl_env_textarena.game import Game
 from agentrl_env_textarena.plugin import ENVIRONMENT
+from agentrl_testing.contracts import EnvironmentCase, EnvironmentContract
+from agentrl_testing.contracts.case import run
 
 FINISHED = RewardTrajectory([], "", "", "")
 

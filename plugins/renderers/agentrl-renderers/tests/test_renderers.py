@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import ConfigError, TemplateError
-from agentrl_core.testing.contracts import RendererCase, RendererContract
-from agentrl_core.testing.contracts.renderer import CALLING, QUESTION, RESULT, TOOLS
-from agentrl_core.testing.tiny_model import renderer_context
 from agentrl_renderers.config import FamilyConfig
 from agentrl_renderers.family import FamilyRenderer
 from agentrl_renderers.plugin import FAMILY, HARMONY
+from agentrl_testing.contracts import RendererCase, RendererContract
+from agentrl_testing.contracts.renderer import CALLING, QUESTION, RESULT, TOOLS
+from agentrl_testing.tiny_model import renderer_context
 
 FOLDER = Path(str(distribution("trl").locate_file("trl/chat_templates")))
 THINK = ("<tool_response>", "</tool_response>", "<think>", "</think>", "<tools>", "</tools>")

@@ -5,13 +5,13 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import PluginSpec, RewardManager, RewardTrajectory
-from agentrl_core.testing.contracts import (
+from agentrl_rewards_basic import config, plugin
+from agentrl_testing.contracts import (
     RewardFunctionCase,
     RewardFunctionContract,
     RewardManagerCase,
     RewardManagerContract,
 )
-from agentrl_rewards_basic import config, plugin
 
 WEIGHTS: dict[str, Any] = {"tool_reward_weight": 0.5, "turn_score_weight": 0.25}
 

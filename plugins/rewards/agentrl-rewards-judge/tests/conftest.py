@@ -23,7 +23,7 @@ def make_reward_model(path: Path, labels: int, tokens: bool = False) -> Path:
     import torch
     from transformers import AutoConfig, Qwen3ForSequenceClassification, Qwen3ForTokenClassification
 
-    from agentrl_core.testing.tiny_model import save_tiny_model
+    from agentrl_testing.tiny_model import save_tiny_model
 
     save_tiny_model(path)
     config = AutoConfig.from_pretrained(path)

@@ -4,9 +4,9 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import RewardTrajectory
-from agentrl_core.testing.contracts import RewardFunctionCase, RewardFunctionContract
 from agentrl_rewards_judge.config import JudgeConfig, RewardModelConfig
 from agentrl_rewards_judge.plugin import JUDGE, REWARD_MODEL
+from agentrl_testing.contracts import RewardFunctionCase, RewardFunctionContract
 
 
 class Counts:

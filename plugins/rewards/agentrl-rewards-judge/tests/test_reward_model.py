@@ -235,7 +235,7 @@ def test_a_wrong_label_is_refused(
 
 
 def test_a_model_that_generates_or_is_not_there_is_refused(tmp_path: Path) -> None:
-    from agentrl_core.testing.tiny_model import save_tiny_model
+    from agentrl_testing.tiny_model import save_tiny_model
 
     save_tiny_model(tmp_path / "causal")
     with pytest.raises(ConfigError, match="has the architecture Qwen3ForCausalLM; expected one for sequence"):

@@ -1,9 +1,9 @@
 import pytest
 
 from agentrl_core.api import RewardFunctionContext, RewardTrajectory
-from agentrl_core.testing.contracts import RewardFunctionCase, RewardFunctionContract
 from agentrl_rewards_math.function import Math
 from agentrl_rewards_math.plugin import PLUGIN, MathConfig
+from agentrl_testing.contracts import RewardFunctionCase, RewardFunctionContract
 
 
 def answer(text: str, truth: object = "1/2") -> RewardTrajectory:

@@ -2,9 +2,9 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.testing.contracts import InteractionCase, InteractionContract
 from agentrl_interactions_basic.config import SimulatedUserConfig
 from agentrl_interactions_basic.plugin import SIMULATED_USER, TUTOR
+from agentrl_testing.contracts import InteractionCase, InteractionContract
 
 
 class TestTutor(InteractionContract):

@@ -1,6 +1,6 @@
 import pytest
 
-from agentrl_core.testing.contracts import ToolCase, ToolContract
+from agentrl_testing.contracts import ToolCase, ToolContract
 from agentrl_tool_mcp.config import McpConfig, ServerConfig
 from agentrl_tool_mcp.plugin import MCP
 

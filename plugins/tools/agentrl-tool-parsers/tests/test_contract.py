@@ -10,8 +10,8 @@ import pytest
 from hypothesis import strategies as st
 
 from agentrl_core.api import ToolParser, ToolParserContext, function_schema
-from agentrl_core.testing.contracts import ToolParserCase, ToolParserContract
-from agentrl_core.testing.tiny_model import CHATML_TEMPLATE
+from agentrl_testing.contracts import ToolParserCase, ToolParserContract
+from agentrl_testing.tiny_model import CHATML_TEMPLATE
 from agentrl_tool_parsers import plugin
 from agentrl_tool_parsers.blocks import MOST_ERRORS
 

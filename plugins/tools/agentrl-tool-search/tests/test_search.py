@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from agentrl_core.api import ConfigError, DataError, ToolContext, ToolError, ToolUnavailableError
-from agentrl_core.testing.contracts import ToolCase, ToolContract
+from agentrl_testing.contracts import ToolCase, ToolContract
 from agentrl_tool_search.cli import app
 from agentrl_tool_search.config import RemoteSearchConfig, SearchConfig
 from agentrl_tool_search.index import Index, build_index

@@ -1,6 +1,6 @@
 import pytest
 
-from agentrl_core.testing.contracts import ToolCase, ToolContract
+from agentrl_testing.contracts import ToolCase, ToolContract
 from agentrl_tools_basic.plugin import CALCULATOR
 
 

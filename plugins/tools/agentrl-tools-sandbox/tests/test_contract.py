@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import RewardTrajectory
-from agentrl_core.testing.contracts import RewardFunctionCase, RewardFunctionContract, ToolCase, ToolContract
+from agentrl_testing.contracts import RewardFunctionCase, RewardFunctionContract, ToolCase, ToolContract
 from agentrl_tools_sandbox.config import CodeTestsConfig, PythonConfig, ShellConfig
 from agentrl_tools_sandbox.plugin import CODE_TESTS, PYTHON, SHELL
 

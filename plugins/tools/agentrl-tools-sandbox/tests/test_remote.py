@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import ToolContext, ToolError, ToolUnavailableError
-from agentrl_core.testing.contracts import ToolCase, ToolContract
+from agentrl_testing.contracts import ToolCase, ToolContract
 from agentrl_tools_sandbox.config import RemotePythonConfig
 from agentrl_tools_sandbox.plugin import REMOTE_PYTHON
 from agentrl_tools_sandbox.remote import RemotePythonTool

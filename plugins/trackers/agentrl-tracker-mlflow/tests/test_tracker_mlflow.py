@@ -8,8 +8,8 @@ import mlflow
 import pytest
 from mlflow import MlflowClient
 
-from agentrl_core.testing.contracts import TrackerCase, TrackerContract
-from agentrl_core.testing.contracts.tracker import STEPS, TRAJECTORY
+from agentrl_testing.contracts import TrackerCase, TrackerContract
+from agentrl_testing.contracts.tracker import STEPS, TRAJECTORY
 from agentrl_tracker_mlflow.config import MlflowConfig
 from agentrl_tracker_mlflow.plugin import TRACKER
 

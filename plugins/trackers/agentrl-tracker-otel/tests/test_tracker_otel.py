@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-from agentrl_core.testing.contracts import TrackerCase, TrackerContract
-from agentrl_core.testing.contracts.tracker import TRAJECTORY
+from agentrl_testing.contracts import TrackerCase, TrackerContract
+from agentrl_testing.contracts.tracker import TRAJECTORY
 from agentrl_tracker_otel.config import OtelConfig
 from agentrl_tracker_otel.plugin import TRACKER
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.testing.contracts import TrackerCase, TrackerContract
-from agentrl_core.testing.contracts.tracker import STEPS, TRAJECTORY
+from agentrl_testing.contracts import TrackerCase, TrackerContract
+from agentrl_testing.contracts.tracker import STEPS, TRAJECTORY
 from agentrl_tracker_swanlab.config import SwanlabConfig
 from agentrl_tracker_swanlab.plugin import TRACKER
 

@@ -7,8 +7,8 @@ from uuid import uuid4
 
 import pytest
 
-from agentrl_core.testing.contracts import TrackerCase, TrackerContract
-from agentrl_core.testing.contracts.tracker import STEPS, TRAJECTORY
+from agentrl_testing.contracts import TrackerCase, TrackerContract
+from agentrl_testing.contracts.tracker import STEPS, TRAJECTORY
 from agentrl_tracker_trackio.config import TrackioConfig
 from agentrl_tracker_trackio.plugin import TRACKER
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.testing.contracts import TrackerCase, TrackerContract
-from agentrl_core.testing.contracts.tracker import STEPS, TRAJECTORY
+from agentrl_testing.contracts import TrackerCase, TrackerContract
+from agentrl_testing.contracts.tracker import STEPS, TRAJECTORY
 from agentrl_tracker_wandb.config import WandbConfig
 from agentrl_tracker_wandb.plugin import TRACKER
 

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_core.testing.contracts import TrackerCase, TrackerContract
+from agentrl_testing.contracts import TrackerCase, TrackerContract
 from agentrl_trackers_basic.plugin import CONSOLE, CURVE, JSONL, TENSORBOARD
 
 

@@ -20,7 +20,7 @@ from agentrl_core.cli._shared import (
 )
 
 if TYPE_CHECKING:
-    from agentrl_core.devtools.engine_bench import EngineFigures
+    from agentrl_engines.bench import EngineFigures
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Set up engine environments and measure engines.")
 
@@ -73,7 +73,7 @@ def bench_engines(
 
     Exits with code 1 if an engine doesn't start.
     """
-    from agentrl_core.devtools.engine_bench import measure_engines, row_of
+    from agentrl_engines.bench import measure_engines, row_of
 
     set_up_logging(stderr=as_json)
     log_transformers()

@@ -1,1 +1,0 @@
-"""What tests of plugins import: contract suites, the scripted engine, tiny models."""
