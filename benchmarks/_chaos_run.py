@@ -320,15 +320,23 @@ def unreadable(run: RunDir, *, ended: bool) -> list[str]:
     return problems
 
 
-def lost_or_repeated(run: RunDir, steps: int) -> list[str]:
-    """Steps and trajectories of a finished run that are missing or there twice, and updates that were made twice."""
+def lost_or_repeated(run: RunDir, steps: int, staleness: int = 0) -> list[str]:
+    """Steps and trajectories of a finished run that are missing or there twice, tokens that are too old, and updates that
+    were made twice. Above 0, ``staleness`` lets a step train prompts of others."""
     logged = [row["step"] for row in run.read_metrics()]
     problems = [] if logged == [*range(steps + 1)] else [f"metrics.jsonl has the steps {logged}"]
+    found, expected = list[list[str]](), list[list[str]]()
     for step in range(1, steps + 1):
-        names = [record.trajectory_id for record in read_rollouts(run.rollout_file(step, "train"))]
-        expected = [f"train-{step:06d}-{p:05d}-{s:03d}" for p in range(PROMPTS) for s in range(SAMPLES)]
-        if names != expected:
-            problems.append(f"step {step} has the trajectories {names}")
+        records = list(read_rollouts(run.rollout_file(step, "train")))
+        found.append([record.trajectory_id for record in records])
+        expected.append([f"train-{step:06d}-{p:05d}-{s:03d}" for p in range(PROMPTS) for s in range(SAMPLES)])
+        ages = [step - 1 - version for record in records for version in record.policy_versions if version >= 0]
+        if max(ages) > staleness:
+            problems.append(f"step {step} has tokens that are {max(ages)} versions old")
+    if staleness:
+        found, expected = ([sorted(name for names in each for name in names)] for each in (found, expected))
+    problems += [f"the trajectories are {ours}, not {theirs}" for ours, theirs in zip(found, expected, strict=True)
+                 if ours != theirs]  # fmt: skip
     rates = {row["step"]: row["actor/lr"] for row in run.read_metrics() if "actor/lr" in row}
     updates = sorted(rates.values(), reverse=True)
     # The learning rate falls with each optimizer step, in a straight line.

@@ -2,6 +2,7 @@
 
     python benchmarks/chaos.py --parts local --faults 60
     python benchmarks/chaos.py --parts ray --faults 20
+    python benchmarks/chaos.py --parts overlap --faults 60 --signals SIGKILL
     python benchmarks/chaos.py --parts disk --write
 
 Every fault hits a random phase of the run; ``--seed`` repeats the choice. After each one the run goes on, or ends and
@@ -150,11 +151,22 @@ RAY = (
 )
 
 
+CHANGES: dict[str, dict[str, object]] = {
+    "local": {"cluster.runtime": "local"},
+    "ray": {"cluster.runtime": "ray"},
+    "overlap": {
+        "cluster.runtime": "ray", "rollout.engine.placement": "standalone", "rollout.max_staleness": 4,
+        "algorithm.loss": "dppo",
+    },
+}  # fmt: skip
+"""What each part changes of the configuration; ``overlap`` samples while it trains."""
+
+
 class Chaos:
     """Faults at random moments of one run after the other.
 
     Args:
-        runtime: ``local`` or ``ray``.
+        runtime: a key of :data:`CHANGES`.
         work: for the folders of the runs.
         steps: of each run.
         seed: of the choices.
@@ -197,7 +209,7 @@ class Chaos:
 
     def _one_run(self, order: list[Fault]) -> None:
         folder = Path(tempfile.mkdtemp(prefix="c", dir=self.work))
-        run = ChaosRun(folder / "r", self.steps, {"cluster.runtime": self.runtime})
+        run = ChaosRun(folder / "r", self.steps, CHANGES[self.runtime])
         first = len(self.seen)
         try:
             self._start(run)
@@ -214,7 +226,8 @@ class Chaos:
                     self._save(self.seen)
             code = run.wait()
             problems = [] if code == 0 else [f"the run ended with {code}: {run.output()[-2000:]}"]
-            problems += lost_or_repeated(run.run_dir, self.steps) if code == 0 else []
+            staleness = int(str(CHANGES[self.runtime].get("rollout.max_staleness", 0)))
+            problems += lost_or_repeated(run.run_dir, self.steps, staleness) if code == 0 else []
             problems += unreadable(run.run_dir, ended=code == 0) + self._left(run)
         except Exception as error:
             # A run that hangs is what the last fault did.
@@ -318,7 +331,7 @@ class Chaos:
 
         Ray ends its own processes within two minutes.
         """
-        end = time.monotonic() + (180 if self.runtime == "ray" else 30)
+        end = time.monotonic() + (30 if self.runtime == "local" else 180)
         while (processes := left_processes(self._own)) and time.monotonic() < end:
             time.sleep(0.2)
         ports = still_open(self._sockets)
@@ -475,8 +488,8 @@ def put_between(page: Path, name: str, lines: Sequence[str]) -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="*", choices=("local", "ray", "disk"), default=("local", "ray", "disk"))
-    parser.add_argument("--faults", type=int, default=200, help="number of faults in each of the parts local and ray")
+    parser.add_argument("--parts", nargs="*", choices=(*CHANGES, "disk"), default=(*CHANGES, "disk"))
+    parser.add_argument("--faults", type=int, default=200, help="number of faults in each of the parts but disk")
     parser.add_argument("--steps", type=int, default=40, help="of each run")
     parser.add_argument("--signals", nargs="*", default=(), help="such as SIGKILL: send only these; default: all")
     parser.add_argument("--seed", type=int, default=0)
