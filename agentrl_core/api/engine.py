@@ -217,7 +217,11 @@ class InferenceEngine(ABC):
         return None
 
     async def update_weights(self, update: WeightUpdate, version: int) -> None:
-        """Take new weights, and reset every cache that was computed with the old ones."""
+        """Take new weights, and reset every cache that was computed with the old ones.
+
+        Requests may run, if the engine has the capability ``live_update``: ``update.running`` says what becomes of
+        them. A token that is sampled after this belongs to ``version``, and every other one to the version before.
+        """
         raise NotImplementedError(f"{type(self).__name__} declares no capability 'weight_update'")
 
 

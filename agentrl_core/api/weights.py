@@ -15,12 +15,15 @@ import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from agentrl_core.api.errors import EngineError
 
 if TYPE_CHECKING:
     import numpy as np
+
+Running = Literal["recompute", "continue"]
+"""What becomes of requests that run while an engine takes new weights, see :class:`WeightUpdate`."""
 
 DTYPE_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 """Bytes of one element of the dtypes that weights may have, by their torch names."""
@@ -108,12 +111,16 @@ class WeightUpdate:
         shared: the engine generates with the actor's module itself, so nothing moves; only caches are reset and the
             version is taken over.
         broadcast: nothing lies anywhere yet. Only for engines with the capability ``broadcast``.
+        running: what becomes of requests that run while the weights change. ``recompute``: their KV cache is computed
+            again with the new weights. ``continue``: they keep the cache that the old weights computed; only for
+            engines with the capability ``old_cache``. In both modes requests that come later find nothing cached.
     """
 
     buckets: Sequence[ArrayBucket] = ()
     files: tuple[str, ...] = ()
     shared: bool = False
     broadcast: Broadcast | None = None
+    running: Running = "recompute"
 
     def __iter__(self) -> Iterator[ArrayBucket]:
         yield from self.buckets

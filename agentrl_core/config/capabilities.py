@@ -104,6 +104,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "weight_update", lambda config: "training", training=True),
     Requirement("rollout.engine", "deterministic", _set("deterministic", False)),
     Requirement("rollout.engine", "logprobs", _log_probs),
+    Requirement("rollout.engine", "old_cache", _set("on_new_weights", "recompute", "restart"), training=True),
+    Requirement("rollout.engine", "pause", _set("on_new_weights", "recompute", "continue"), training=True),
     Requirement("rollout.engine", "sleep", _set("engine.sleep", 0, None), training=True),
     Requirement("rollout.engine", "broadcast", _set("engine.weight_transfer", "auto", "host_memory"), training=True),
     *(Requirement("rollout.engine", name, _sampling(name, unused)) for name, unused in RESHAPING.items()),

@@ -17,6 +17,7 @@ TRAJECTORIES_PER_WORKER, WORKERS_PER_NODE = 128, 8
 DeviceName = Literal["auto", "cpu", "cuda"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 Retry = Literal["continue", "restart"]
+OnNewWeights = Literal["recompute", "continue", "restart"]
 TemplateBreak = Literal["fork", "mask", "error"]
 Records = Literal["all", "sample", "none"]
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -339,6 +340,11 @@ class RolloutConfig:
         help="batches that are begun ahead of the trainer; at most max_staleness; null: 1 if max_staleness is above 0",
     )
     batch_policy: BatchPolicySlot = option(default_factory=BatchPolicySlot)
+    on_new_weights: OnNewWeights = option(
+        "recompute",
+        help="for requests that run while weights change: compute their KV cache again with the new weights, continue "
+        "with the cache of the old ones, or restart them, so that no turn has tokens of two versions",
+    )
     retries: int = option(2, ge=0, help="retries of a trajectory whose infrastructure failed")
     max_failed_fraction: float = option(0.1, ge=0, le=1, help="stop if a larger share of a step's trajectories fails")
     turn_timeout: float = option(

@@ -130,6 +130,11 @@ class Runtime(ABC):
         To be called before the first of them."""
         self._loop.in_background = True
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether :meth:`overlap` was called."""
+        return self._loop.in_background
+
     def shutdown(self) -> None:
         """Close what was started, the last first, and end every group and actor. A second call does nothing."""
         if self._is_open:

@@ -59,8 +59,8 @@ class ModelTensors:
             for bucket in buckets
         ]
         if update.broadcast is not None:
-            return WeightUpdate(broadcast=replace(update.broadcast, buckets=tuple(renamed)))
-        return WeightUpdate(renamed)
+            return replace(update, broadcast=replace(update.broadcast, buckets=tuple(renamed)))
+        return replace(update, buckets=renamed, files=())
 
 
 def check_weights(

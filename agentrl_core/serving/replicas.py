@@ -65,8 +65,8 @@ class EngineReplicas:
     """Owns the engine servers.
 
     A replica that dies is restarted and gets the current weights before it serves again. That happens while
-    trajectories run; weights are read only then, in :meth:`sleep` and in :meth:`update_weights`, so that the files of
-    an update may be overwritten between them. :meth:`_bring` knows which weights a replica must have and whether it
+    trajectories run; the actor is asked for weights only then, in :meth:`sleep` and in :meth:`update_weights`, so that
+    it may train between them. :meth:`_bring` knows which weights a replica must have and whether it
     must sleep, and brings every replica there: those that serve, and those that have just been restarted.
 
     Args:
@@ -100,7 +100,7 @@ class EngineReplicas:
         self._concurrency = config.agent_workers * config.rollout.agent.max_concurrent + 100
         self._members: list[ReplicaState] = []
         self._routers: Sequence[ActorHandle] = ()
-        self._delivery = WeightDelivery(slot.devices)
+        self._delivery = WeightDelivery(slot.devices, config.rollout.on_new_weights, self._in_time)
         self._is_asleep = self._is_closed = False
         self._restarting: dict[int, asyncio.Task[None]] = {}
         self._restarts = 0
@@ -108,8 +108,6 @@ class EngineReplicas:
         self._hopeless = ""
         self._watches = 0
         self._watcher: asyncio.Task[None] | None = None
-        self._may_load = asyncio.Event()
-        self._loading: set[int] = set()
         runtime.started.callback(self.close)
         for replica in range(len(self._assignments)):
             self._members.append(ReplicaState([], slot.restarts))
@@ -185,11 +183,15 @@ class EngineReplicas:
     async def watched(self, work: Coroutine[Any, Any, T]) -> T:
         """The result of ``work``, with the replicas watched and replaced meanwhile. Calls may overlap.
 
+        The actor is free meanwhile, unless calls of the trainer overlap with it: then it is in :meth:`update_weights`
+        only.
+
         Raises:
             EngineError: every replica is dead, and none has a new start left.
         """
         self._watches += 1
-        self._may_load.set()
+        if not self.runtime.overlaps:
+            await self._delivery.actor.release()
         if self._watcher is None:
             for member in self._members:
                 member.looked = None
@@ -206,19 +208,7 @@ class EngineReplicas:
                 watcher.cancel()
                 with suppress(asyncio.CancelledError):
                     await watcher
-                await self._settle()
-
-    async def _settle(self) -> None:
-        """From here on no replica reads weights."""
-        self._may_load.clear()
-        loading = [self._restarting[index] for index in self._loading if index in self._restarting]
-        if loading:
-            await asyncio.wait(loading)
-
-    @blocking
-    async def settle(self) -> None:
-        """Return once no replica reads weights any more; none begins to before it gets the next ones."""
-        await self._settle()
+                await self._delivery.actor.hold()
 
     async def _watch(self) -> None:
         while True:
@@ -315,14 +305,11 @@ class EngineReplicas:
                 # Requests that wait to hear whether this replica still works move to the others now, whether or not
                 # it boots: hence no together().
                 await asyncio.gather(self._boot(member), self._tell("drop_server", index))
-                await self._may_load.wait()
-                self._loading.add(index)
-                await self._bring(member)
+                while not self._is_brought(member):
+                    await self._bring(member)
             except (EngineError, WorkerError) as error:
                 reason = str(error)
                 continue
-            finally:
-                self._loading.discard(index)
             member.is_alive = True
             self._restarts += 1
             await self._tell("put_server", index, member.server)
@@ -347,6 +334,12 @@ class EngineReplicas:
 
     # Weights and sleep ------------------------------------------------------------------------------------------
 
+    def _is_brought(self, member: ReplicaState) -> bool:
+        """A replica is in the state that all must be in, which may have changed while it was brought there."""
+        if bool(member.sleeping) != self._is_asleep:
+            return False
+        return (self._is_asleep and self.sleep_level == 2) or self._delivery.is_newest(member)
+
     async def _bring(self, member: ReplicaState) -> None:
         """Bring a replica that runs to the state that all must be in: asleep, or awake with the newest weights.
 
@@ -357,7 +350,7 @@ class EngineReplicas:
         if self._is_asleep:
             if self.sleep_level < 2:
                 # A sleeper of level 1 keeps its weights, and must have the newest ones when it wakes.
-                await self._in_time("load weights", self._delivery.load(member))
+                await self._delivery.load(member)
             else:
                 member.newest = None
             if not member.sleeping:
@@ -370,7 +363,7 @@ class EngineReplicas:
             return
         # The KV cache waits: while weights are loaded there may be no room for both.
         await self._wake(member, "weights")
-        await self._in_time("load weights", self._delivery.load(member))
+        await self._delivery.load(member)
         await self._wake(member, "kv_cache")
 
     async def _wake(self, member: ReplicaState, tag: str) -> None:
@@ -397,13 +390,13 @@ class EngineReplicas:
         if not self.sleep_level:
             return
         self._is_asleep = True
-        self._may_load.set()
+        await self._delivery.actor.release()
         try:
             await self._bring_all()
             while self._restarting:
                 await asyncio.wait(self._restarting.values())
         finally:
-            await self._settle()
+            await self._delivery.actor.hold()
 
     @blocking
     async def update_weights(self, weights: Weights) -> None:
@@ -413,7 +406,7 @@ class EngineReplicas:
             EngineError: a replica refuses them, or none is alive.
             WorkerError: the actor, or a replica that weights are broadcast to, died in the middle of it.
         """
-        self._delivery.note(weights)
+        await self._delivery.note(weights)
         async with self._awake():
             if weights.sender is not None:
                 members = [member for member in self._members if member.is_alive]
@@ -430,7 +423,7 @@ class EngineReplicas:
     async def _awake(self) -> AsyncIterator[None]:
         """After the block all replicas are awake with the newest weights, and at least one is alive."""
         self._is_asleep = False
-        self._may_load.set()
+        await self._delivery.actor.release()
         try:
             yield
             await self._bring_all()
@@ -439,8 +432,8 @@ class EngineReplicas:
                     raise EngineError(f"no engine replica is alive to take the new weights{self._last_death}")
                 await asyncio.wait(self._restarting.values(), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            if not self._watches:
-                await self._settle()
+            if self.runtime.overlaps or not self._watches:
+                await self._delivery.actor.hold()
 
     async def _in_time(self, what: str, call: Coroutine[Any, Any, T]) -> T:
         """A frozen process cannot keep its own deadline: this one is kept from outside."""
@@ -478,10 +471,14 @@ class EngineReplicas:
 
     @blocking
     async def metrics(self) -> dict[str, float]:
-        """Counters of all replicas added up, ``restarts``, ``tokens_per_second`` and ``cache_hit_rate``."""
+        """Counters of all replicas added up, ``restarts``, ``tokens_per_second`` and ``cache_hit_rate``; the longest
+        pause of each replica for new weights, and of all."""
         totals: dict[str, float] = defaultdict(float)
         rate = 0.0
-        for metrics in await self._ask("metrics"):
+        for replica, metrics in enumerate(await self._ask("metrics")):
+            if metrics and (pause := metrics.pop("pause_seconds", 0.0)):
+                totals[f"pause/replica_{replica}_seconds"] = pause
+                totals["pause_seconds"] = max(pause, totals["pause_seconds"])
             for name, value in (metrics or {}).items():
                 totals[name] += value
             if metrics and metrics.get("serving_seconds"):

@@ -22,9 +22,11 @@ from agentrl_core.api import (
     ProgressingEngine,
     SamplingParams,
     TokenOutput,
+    WeightUpdate,
     WorkerError,
 )
-from agentrl_core.config.schema import ServedSlot
+from agentrl_core.api.weights import Running
+from agentrl_core.config.schema import OnNewWeights, ServedSlot
 from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.hosting.processes import family_memory
 from agentrl_core.plugins.boundary import boundary, deadline, with_traceback
@@ -76,6 +78,10 @@ class EngineServer:
         self._start_timeout = slot.start_timeout
         self._health_timeout = slot.health_timeout
         self._requests = RequestStats(slot.max_in_flight)
+        # Requests enter the engine, except while an update ends those that run.
+        self._enters = asyncio.Event()
+        self._enters.set()
+        self._restarts = 0
 
     def rendezvous(self) -> str:
         """``address:port`` of this host, where the servers of a replica on several hosts can find each other."""
@@ -131,13 +137,23 @@ class EngineServer:
         """
         async with self._requests as queued:
             try:
-                output: TokenOutput = await self._ask("generate", prompt_ids, params, request_id)
+                output = await self._generate(prompt_ids, params, request_id)
             except EngineError as error:
                 await self._examine(error)
                 raise
             self._requests.tokens += len(output.token_ids)
             output.queued += queued
             return output
+
+    async def _generate(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str) -> TokenOutput:
+        """Again where new weights have ended it."""
+        while True:
+            while not self._enters.is_set():
+                await self._enters.wait()
+            restarts = self._restarts
+            output: TokenOutput = await self._ask("generate", prompt_ids, params, request_id)
+            if output.finish_reason != "abort" or restarts == self._restarts:
+                return output
 
     health = _delegated("health")
     open_session = _delegated("open_session")
@@ -149,7 +165,42 @@ class EngineServer:
         """Whether all these files are readable from here."""
         return all(os.access(path, os.R_OK) for path in paths)
 
-    update_weights = _delegated("update_weights", "has not taken new weights")
+    async def update_weights(self, update: WeightUpdate, version: int, on_running: OnNewWeights = "recompute") -> None:
+        """See :meth:`InferenceEngine.update_weights`.
+
+        Args:
+            on_running: what becomes of requests that run, see ``rollout.on_new_weights``. With ``restart`` the server
+                asks for them again.
+
+        Raises:
+            EngineError: the engine refuses the weights.
+            WorkerError: it takes longer than ``start_timeout``, or fails and is not healthy any more.
+        """
+        start, runs = time.perf_counter(), self._requests.in_flight > 0
+        try:
+            if on_running == "restart" and runs:
+                await self._update_alone(update, version)
+            else:
+                running: Running = "continue" if on_running == "continue" else "recompute"
+                await self._take_weights(replace(update, running=running), version)
+        finally:
+            if runs:
+                self._requests.paused(time.perf_counter() - start)
+
+    _take_weights = _delegated("update_weights", "has not taken new weights")
+    _pause = _delegated("pause", "has not ended its requests")
+    _resume = _delegated("resume", "has not resumed")
+
+    async def _update_alone(self, update: WeightUpdate, version: int) -> None:
+        """Requests that run are ended, and begin again afterwards."""
+        self._enters.clear()
+        self._restarts += 1
+        try:
+            await self._pause("abort")
+            await self._take_weights(update, version)
+            await self._resume()
+        finally:
+            self._enters.set()
 
     async def progress(self) -> "Progress":
         """Whether something is computed, by the engine's own account or by what has been answered."""
@@ -223,7 +274,7 @@ class RequestStats:
 
     def _reset(self) -> None:
         self._max_waiting, self._max_running = self._waiting, self._running
-        self._requests, self._serving_seconds, self.tokens = 0, 0.0, 0
+        self._requests, self._serving_seconds, self.tokens, self._pause = 0, 0.0, 0, 0.0
 
     async def __aenter__(self) -> float:
         """A request has arrived; returns the seconds that it waited."""
@@ -254,9 +305,14 @@ class RequestStats:
         if self._slots is not None:
             self._slots.release()
 
+    def paused(self, seconds: float) -> None:
+        """No request got a token for so long."""
+        self._pause = max(self._pause, seconds)
+
     def take(self) -> dict[str, float]:
         """``requests``; ``queue_max`` and ``running_max``, the most at once; ``generated_tokens`` in
-        ``serving_seconds``, in which there was at least one request. Nothing where there was none."""
+        ``serving_seconds``, in which there was at least one request; ``pause_seconds``, the longest pause. Nothing
+        where there was no request."""
         if not self._requests and not self._running:
             return {}
         now = time.perf_counter()
@@ -269,6 +325,7 @@ class RequestStats:
             "running_max": float(self._max_running),
             "generated_tokens": float(self.tokens),
             "serving_seconds": self._serving_seconds,
+            "pause_seconds": self._pause,
         }
         self._reset()
         return taken

@@ -18,18 +18,20 @@ A replica that comes back between two updates gets the current weights by the sa
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from agentrl_core.api import ConfigError, WeightUpdate
 from agentrl_core.api.weights import Broadcast
-from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.config.schema import OnNewWeights, ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.plugins.boundary import in_daemon_thread
 from agentrl_core.serving.server import Progress
 from agentrl_core.workers.protocols import Actor
 
+InTime = Callable[[str, Coroutine[Any, Any, Any]], Coroutine[Any, Any, Any]]
 BUCKET_BYTES = 256 << 20
 Transport = Literal["shared_module", "buckets", "host_memory", "broadcast"]
 
@@ -88,12 +90,14 @@ class Weights:
     Args:
         version: of the weights.
         update: for replicas that can read its files, or for all where it has none.
+        write: makes ``update``, over the files of the one before; called once, in a thread.
         elsewhere: makes the update for the other replicas, or what stands for it; called once, in a thread.
         sender: sends them instead, to all replicas at the same time; ``update`` is empty then.
     """
 
     version: int
     update: WeightUpdate = field(default_factory=WeightUpdate)
+    write: Callable[[], WeightUpdate] | None = None
     elsewhere: Callable[[], Any] | None = None
     sender: "ActorWeights | None" = None
 
@@ -123,9 +127,15 @@ class ActorWeights:
             case "broadcast":
                 return Weights(version, sender=self)
             case "buckets":
-                return Weights(version, WeightUpdate(buckets=self._actor.weight_buckets(BUCKET_BYTES)))
+                return Weights(version, write=self._buckets)
             case "host_memory":
-                return Weights(version, WeightUpdate(files=self._actor.weight_files()), self._elsewhere)
+                return Weights(version, write=self._files, elsewhere=self._elsewhere)
+
+    def _buckets(self) -> WeightUpdate:
+        return WeightUpdate(buckets=self._actor.weight_buckets(BUCKET_BYTES))
+
+    def _files(self) -> WeightUpdate:
+        return WeightUpdate(files=self._actor.weight_files())
 
     def _elsewhere(self) -> Any:
         return self._actor.keep("weight_update", BUCKET_BYTES)
@@ -170,15 +180,55 @@ class ReplicaState:
         return None if self.newest is None else self.newest.version
 
 
+class Shared:
+    """Used by many at the same time, or held by one, who waits for them."""
+
+    def __init__(self, held: bool = False) -> None:
+        self._held, self._users = held, 0
+        self._changed = asyncio.Condition()
+
+    @asynccontextmanager
+    async def used(self) -> AsyncIterator[None]:
+        """Not held inside the block."""
+        async with self._changed:
+            await self._changed.wait_for(lambda: not self._held)
+            self._users += 1
+        try:
+            yield
+        finally:
+            async with self._changed:
+                self._users -= 1
+                self._changed.notify_all()
+
+    async def hold(self) -> None:
+        """Nobody uses it until :meth:`release`."""
+        async with self._changed:
+            self._held = True
+            await self._changed.wait_for(lambda: not self._users)
+
+    async def release(self) -> None:
+        """Take back :meth:`hold`."""
+        async with self._changed:
+            self._held = False
+            self._changed.notify_all()
+
+
 class WeightDelivery:
     """Keeps the newest weights for replicas that come back, and hands weights over.
 
     Args:
         devices: of a replica.
+        on_new_weights: what becomes of requests that run, see ``rollout.on_new_weights``.
+        in_time: bounds a call; WorkerError where a process is frozen. What it names comes first.
     """
 
-    def __init__(self, devices: int) -> None:
+    def __init__(self, devices: int, on_new_weights: OnNewWeights, in_time: InTime) -> None:
         self._devices = devices
+        self._on_new_weights = on_new_weights
+        self._in_time = in_time
+        self.actor = Shared(held=True)
+        """Held while the trainer computes: until then it has other weights, and no time."""
+        self._files = Shared()
         self._newest: Weights | None = None
         self._elsewhere: tuple[Weights, Any] | None = None
         # The servers in the group that weights were broadcast in last.
@@ -186,33 +236,65 @@ class WeightDelivery:
         # Two calls at once could reach the actor's ranks in different orders, which would then wait for each other.
         self._actor_is_free = asyncio.Lock()
 
-    def note(self, weights: Weights) -> None:
-        """These are the newest ones."""
-        self._newest, self._elsewhere = weights, None
+    async def note(self, weights: Weights) -> None:
+        """These are the newest ones. Writes them while no replica reads the ones before."""
+        await self._files.hold()
+        try:
+            if weights.write is not None:
+                async with self._actor_is_free:
+                    weights.update, weights.write = await in_daemon_thread(weights.write), None
+            self._newest, self._elsewhere = weights, None
+        finally:
+            await self._files.release()
+
+    def is_newest(self, member: ReplicaState) -> bool:
+        """A replica has the newest weights, if there are any."""
+        return self._newest is None or member.newest is self._newest
 
     async def load(self, member: ReplicaState) -> None:
-        """Give a replica the newest weights.
+        """Give a replica the newest weights. Those that are not in files that it can read wait for the actor.
 
         Raises:
             EngineError: it refuses them.
-            WorkerError: it died.
+            WorkerError: it died, or does not answer.
         """
-        while self._newest is not None and member.newest is not self._newest:
-            weights = self._newest
-            if weights.sender is not None:
-                await self.broadcast(weights, [member])
-            else:
-                await member.server.call("update_weights", await self._update_for(member, weights), weights.version)
-                member.newest = weights
+        while not self.is_newest(member):
+            async with self._files.used():
+                if await self._in_time("load weights", self._load_files(member)):
+                    continue
+            async with self.actor.used():
+                if not self.is_newest(member):
+                    await self._in_time("load weights", self._load_from_actor(member))
 
-    async def _update_for(self, member: ReplicaState, weights: Weights) -> Any:
+    async def _load_files(self, member: ReplicaState) -> bool:
+        """Whether it can read them."""
+        weights = self._newest
+        assert weights is not None
         files = weights.update.files
-        if weights.elsewhere is None or await member.server.call("can_read", files):
+        if not files or (weights.elsewhere is not None and not await member.server.call("can_read", files)):
+            return False
+        await self._give(member, weights.update, weights)
+        return True
+
+    async def _load_from_actor(self, member: ReplicaState) -> None:
+        weights = self._newest
+        assert weights is not None
+        if weights.sender is not None:
+            await self.broadcast(weights, [member])
+        else:
+            await self._give(member, await self._unread(weights), weights)
+
+    async def _unread(self, weights: Weights) -> Any:
+        if weights.elsewhere is None:
             return weights.update
         async with self._actor_is_free:
             if self._elsewhere is None or self._elsewhere[0] is not weights:
                 self._elsewhere = weights, await asyncio.to_thread(weights.elsewhere)
             return self._elsewhere[1]
+
+    async def _give(self, member: ReplicaState, update: Any, weights: Weights) -> None:
+        await member.server.call("update_weights", update, weights.version, self._on_new_weights)
+        member.newest = weights
 
     async def broadcast(self, weights: Weights, members: Sequence[ReplicaState]) -> None:
         """Let the sender of these weights send them to these replicas, all at the same time.
@@ -236,5 +318,4 @@ class WeightDelivery:
 
     async def _receive(self, member: ReplicaState, number: int, broadcast: Broadcast, weights: Weights) -> None:
         broadcast = replace(broadcast, first_rank=broadcast.first_rank + number * self._devices)
-        await member.server.call("update_weights", WeightUpdate(broadcast=broadcast), weights.version)
-        member.newest = weights
+        await self._give(member, WeightUpdate(broadcast=broadcast), weights)

@@ -143,3 +143,91 @@ def test_a_model_that_this_node_lacks_is_named_with_the_node(make_slot: Any, tmp
             asyncio.run(server.start())
     finally:
         asyncio.run(server.close())
+
+
+UPDATED = """
+import asyncio
+from agentrl_core.api import InferenceEngine, PolicySpan, TokenOutput
+
+class Engine(InferenceEngine):
+    # Requests end when they are told to, or aborted; what happens is written down.
+    capabilities = frozenset({"pause", "weight_update", "live_update"})
+
+    def __init__(self, config, context):
+        self.version, self.running, self.calls, self.paused = 0, {}, [], False
+
+    async def generate(self, prompt_ids, params, request_id, multi_modal=None):
+        assert not self.paused, "asked while an update ends what runs"
+        first = self.version
+        end = self.running[request_id] = asyncio.get_running_loop().create_future()
+        reason = await end
+        spans = [PolicySpan(first, 0, 1), *([] if self.version == first else [PolicySpan(self.version, 1, 2)])]
+        return TokenOutput([1, 2][: spans[-1].end], None, reason, spans)
+
+    def end(self, reason):
+        while self.running:
+            self.running.popitem()[1].set_result(reason)
+
+    async def pause(self, mode):
+        self.calls.append(f"pause {mode}")
+        self.paused = True
+        self.end("abort")
+        # A request that came now would be lost.
+        await asyncio.sleep(0.01)
+
+    async def resume(self):
+        self.calls.append("resume")
+        self.paused = False
+
+    async def update_weights(self, update, version):
+        self.calls.append(f"update {version} {update.running} over {len(self.running)}")
+        self.version = version
+"""
+
+
+@pytest.mark.parametrize(
+    ("mode", "calls", "versions"),
+    [
+        ("recompute", ["update 7 recompute over 2"], [0, 7]),
+        ("continue", ["update 7 continue over 2"], [0, 7]),
+        ("restart", ["pause abort", "update 7 recompute over 0", "resume"], [7]),
+    ],
+)
+def test_requests_that_run_meet_new_weights_as_the_mode_says(make_server, mode, calls, versions) -> None:
+    async def main() -> None:
+        server = await started(make_server(source=UPDATED))
+        engine = server._engine
+        before = [asyncio.create_task(server.generate([1], SamplingParams(2), name)) for name in "ab"]
+        while len(engine.running) < 2:
+            await asyncio.sleep(0)
+        update = asyncio.create_task(server.update_weights(WeightUpdate(), 7, mode))
+        # One that comes in the middle of it.
+        await asyncio.sleep(0)
+        before.append(asyncio.create_task(server.generate([1], SamplingParams(2), "c")))
+        await update
+        while len(engine.running) < 3:
+            await asyncio.sleep(0)
+        engine.end("length")
+        outputs = await asyncio.gather(*before)
+        assert engine.calls == calls
+        assert [[span.version for span in each.spans] for each in outputs[:2]] == [versions] * 2
+        assert {each.finish_reason for each in outputs} == {"length"}
+        assert server.metrics()["pause_seconds"] > 0
+        await server.update_weights(WeightUpdate(), 8, mode)
+        assert engine.calls[-1] == "update 8 " + ("continue over 0" if mode == "continue" else "recompute over 0")
+        assert server.metrics() == {}, "an update that no request meets pauses nobody"
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_aborted_without_an_update_does_not_begin_again(make_server) -> None:
+    async def main() -> None:
+        server = await started(make_server(source=UPDATED))
+        await server.update_weights(WeightUpdate(), 7, "restart")
+        request = asyncio.create_task(server.generate([1], SamplingParams(2), "a"))
+        while not server._engine.running:
+            await asyncio.sleep(0)
+        server._engine.end("abort")
+        assert (await request).finish_reason == "abort"
+
+    asyncio.run(main())

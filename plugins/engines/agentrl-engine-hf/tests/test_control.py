@@ -1,6 +1,8 @@
 import asyncio
 import time
+from dataclasses import replace
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +115,44 @@ def test_pause_keep_with_an_update_goes_on_with_the_new_weights(
         head = reference_log_probs(old, prompt, output.token_ids)[:8]
         tail = reference_log_probs(new, prompt, output.token_ids)[8:]
         assert output.log_probs == pytest.approx(head + tail, abs=2e-5)
+
+
+def test_an_update_that_keeps_the_cache_of_what_runs_gives_it_to_nobody_else(
+    qwen3, serve, prompts, gate, pack, generate_all, reference_log_probs
+) -> None:
+    """Tokens after the update are the new model's on keys and values of the old one; no later request reads those."""
+    old, new, module = qwen3(seed=0), qwen3(seed=1), qwen3(seed=0)
+    starts = prompts(4, 5, 5)
+
+    async def main():
+        async with serve(module) as engine:
+            held = gate(module, 9)
+            task = asyncio.create_task(generate_all(engine, starts, SamplingParams(20, seed=1)))
+            await held.command(engine.update_weights(replace(pack(new), running="continue"), 7))
+            outputs = await task
+            engine.metrics()
+            # The next turn of each session, and the same prompts in other sessions.
+            turns = [[*start, *output.token_ids, 3] for start, output in zip(starts, outputs, strict=True)]
+            later = await generate_all(engine, turns, SamplingParams(5, seed=2))
+            later += await generate_all(engine, starts, SamplingParams(5, seed=2), tag="other")
+            return outputs, turns + starts, later, engine.metrics()
+
+    outputs, later_prompts, later, metrics = asyncio.run(main())
+    for prompt, output in zip(starts, outputs, strict=True):
+        assert output.spans == [PolicySpan(0, 0, 8), PolicySpan(7, 8, 20)]
+        assert output.log_probs[:8] == pytest.approx(reference_log_probs(old, prompt, output.token_ids)[:8], abs=2e-5)
+        assert output.log_probs[8:] == pytest.approx(tail_on_old_cache(old, new, prompt, output.token_ids, 8), abs=2e-5)
+    assert metrics["cached_tokens"] == 0
+    for prompt, output in zip(later_prompts, later, strict=True):
+        assert output.log_probs == pytest.approx(reference_log_probs(new, prompt, output.token_ids), abs=2e-5)
+
+
+@torch.no_grad()
+def tail_on_old_cache(old: Any, new: Any, prompt: list[int], token_ids: list[int], start: int) -> list[float]:
+    """Log-probs of the tokens from ``start`` on; the old model has computed the cache of all before the last one."""
+    cache = old(torch.tensor([[*prompt, *token_ids[: start - 1]]]), use_cache=True).past_key_values
+    logits = new(torch.tensor([token_ids[start - 1 :]]), past_key_values=cache).logits[0, :-1].float()
+    return torch.log_softmax(logits, -1).gather(1, torch.tensor(token_ids[start:])[:, None])[:, 0].tolist()
 
 
 def test_pause_abort_ends_what_runs_and_holds_what_comes(qwen3, serve, gate) -> None:

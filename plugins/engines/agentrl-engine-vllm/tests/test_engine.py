@@ -1,6 +1,7 @@
 """The engine's promises, over a stand-in for vLLM."""
 
 import asyncio
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -169,6 +170,30 @@ def test_an_update_empties_the_cache_and_what_runs_goes_on(serve, run, weights, 
     old, new = output.spans
     assert (old.version, new.version, new.end) == (0, 7, 60)
     assert len(output.token_ids) == 60
+
+
+def test_a_cache_that_requests_keep_is_under_another_salt(serve, run, weights) -> None:
+    async def main() -> TokenOutput:
+        async with serve() as engine:
+            last().most_tokens = 5
+            task = asyncio.create_task(engine.generate([1], SamplingParams(60), "r"))
+            await turns(10)
+            during: list[asyncio.Task[TokenOutput]] = []
+
+            async def come_in_the_middle() -> None:
+                during.append(asyncio.create_task(engine.generate([1], SamplingParams(5), "during")))
+                await turns(10)
+
+            last().start_weight_update = come_in_the_middle
+            await engine.update_weights(replace(weights, running="continue"), 7)
+            assert ("pause", "keep", False) in last().calls and ("pause", "keep", True) not in last().calls
+            assert [span.version for span in (await during[0]).spans] == [7]
+            await engine.generate([1], SamplingParams(5), "after")
+            before, *later = last().salts
+            assert len(set(later)) == 1 and before not in later
+            return await task
+
+    assert [span.version for span in run(main()).spans] == [0, 7]
 
 
 def test_buckets_come_as_files_that_are_gone_afterwards(serve, run, weights) -> None:

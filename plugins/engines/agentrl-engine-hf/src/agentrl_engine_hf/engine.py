@@ -145,7 +145,7 @@ class HFEngine(InferenceEngine):
     async def update_weights(self, update: WeightUpdate, version: int) -> None:
         """Raises EngineError, and changes nothing, where the tensors are not the model's.
 
-        Requests that are paused with ``keep`` go on from their ids with the new weights.
+        Requests that run, or are paused with ``keep``, go on from their ids with the new weights.
         """
         await self._call(lambda executor: executor.update_weights(update, version))
 

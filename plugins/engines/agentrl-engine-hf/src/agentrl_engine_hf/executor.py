@@ -281,8 +281,10 @@ class Executor:
             if self._loader is None:
                 self._loader = WeightLoader(self.model.module)
             self._loader.load(update)
-        self._scheduler.invalidate()
+        self._scheduler.invalidate(but_decoding=update.running == "continue")
         self.version = version
+        for sequence in self._scheduler.running()[: self._scheduler.decoding]:
+            sequence.mark(version)
 
     def pause(self, mode: PauseMode, done: "Future[None]") -> None:
         """``done`` is set when nothing is computed any more."""

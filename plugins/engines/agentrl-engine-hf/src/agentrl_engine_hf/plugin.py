@@ -25,6 +25,8 @@ PLUGIN = PluginSpec(
             "pause",
             "sleep",
             "weight_update",
+            "live_update",
+            "old_cache",
             "broadcast",
             "ipc",
             "shared_module",

@@ -60,16 +60,26 @@ class Scheduler:
         if session_id in self.idle:
             self._free(self.idle.pop(session_id))
 
-    def invalidate(self) -> None:
-        """All keys and values are worthless: idle sessions go, running requests are prefilled again."""
+    def invalidate(self, but_decoding: bool = False) -> None:
+        """All keys and values are worthless: idle sessions go, running requests are prefilled again.
+
+        Args:
+            but_decoding: those that sample keep theirs to their end, and leave them to nobody.
+        """
         for sequence in list(self.idle.values()):
             self._free(sequence)
         self.idle.clear()
         self.prefixes.clear()
-        for sequence in self.running():
-            sequence.cached, sequence.prefix = 0, None
-        self.decoding = 0
-        self.store.clear()
+        kept = self.decoding if but_decoding else 0
+        for row, sequence in enumerate(self.running()):
+            sequence.prefix = None
+            if row < kept:
+                sequence.keep = False
+            else:
+                sequence.cached = 0
+        self.decoding = kept
+        if not kept:
+            self.store.clear()
 
     def abandon(self) -> None:
         """Forget every request and every session."""

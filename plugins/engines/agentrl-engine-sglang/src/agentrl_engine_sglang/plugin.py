@@ -14,7 +14,8 @@ PLUGIN = PluginSpec(
     # No penalties: SGLang applies them one token late with its overlapping scheduler, and its repetition penalty counts
     # what was sampled, but not the prompt. No json_schema: a server with a tokenizer, which grammars need, ends every
     # request at the tokenizer's end of sequence. No chained_truncation: SGLang takes the share of top_p of the whole
-    # distribution.
+    # distribution. No old_cache: SGLang pauses in place with the results of a step still unread, and takes their tokens
+    # for those of the new weights.
     capabilities=frozenset(
         {
             "logprobs",
@@ -24,6 +25,7 @@ PLUGIN = PluginSpec(
             "pause",
             "sleep",
             "weight_update",
+            "live_update",
             "broadcast",
             "parallel",
             "multi_node",

@@ -49,6 +49,8 @@ class VLLMEngine(InferenceEngine):
         self._lost_weights = False
         self._control = asyncio.Lock()
         self._version = 0
+        # Prefixes are cached under it, and those of other updates are never found.
+        self._updates = 0
         self._ended_because = ""
         self._vocab_size = 0
         self._weights = WorkerWeights(context.nodes)
@@ -194,7 +196,7 @@ class VLLMEngine(InferenceEngine):
             arguments["structured_outputs"] = StructuredOutputsParams(json=schema)
         params = VLLMSamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
         final = None
-        prompt = TokensPrompt(prompt_token_ids=prompt_ids)
+        prompt = TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=str(self._updates))
         async for answer in llm.generate(prompt, params, request_id):
             final = answer
         if final is None or not final.finished:
@@ -242,7 +244,7 @@ class VLLMEngine(InferenceEngine):
             self._open("pause")
 
     async def update_weights(self, update: WeightUpdate, version: int) -> None:
-        """What runs goes on with the new weights.
+        """What runs goes on with the new weights, and computes its KV cache again unless it is to keep it.
 
         Raises:
             EngineError: the tensors are not the model's, and nothing was sent; or vLLM failed in the middle of the
@@ -252,13 +254,15 @@ class VLLMEngine(InferenceEngine):
         update = await asyncio.to_thread(self._checked, update)
         async with self._control:
             llm = self._running()
+            self._closed_by.add("update")
             try:
-                # What runs gives up its KV cache, and computes it again with the new weights.
-                await llm.pause_generation(mode="keep", clear_cache=True)
+                # vLLM raises where it cannot clear the cache, which is also that of what runs.
+                await llm.pause_generation(mode="keep", clear_cache=update.running == "recompute")
                 await llm.start_weight_update()
                 await self._weights.send(llm, update)
                 await llm.finish_weight_update(str(version))
                 self._version = version
+                self._updates += 1
                 self._lost_weights = False
                 if not self._closed_by & {"pause", "sleep"}:
                     await llm.resume_generation()
@@ -266,6 +270,8 @@ class VLLMEngine(InferenceEngine):
                 self._ended_because = f"it was ended after an update to weights {version} that failed ({error!r})"
                 await self.close()
                 raise EngineError(f"weights {version}: {error}; restart the vllm engine") from error
+            finally:
+                self._open("update")
 
     def _checked(self, update: WeightUpdate) -> WeightUpdate:
         if update.shared:

@@ -26,6 +26,8 @@ PLUGIN = PluginSpec(
             "pause",
             "sleep",
             "weight_update",
+            "live_update",
+            "old_cache",
             "broadcast",
             "ipc",
             "parallel",

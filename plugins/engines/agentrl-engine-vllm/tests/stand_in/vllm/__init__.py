@@ -10,8 +10,8 @@ from typing import Any
 VOCAB = 200
 
 
-def TokensPrompt(*, prompt_token_ids: list[int]) -> dict[str, list[int]]:
-    return {"prompt_token_ids": prompt_token_ids}
+def TokensPrompt(**fields: Any) -> dict[str, Any]:
+    return fields
 
 
 @dataclass

@@ -25,6 +25,7 @@ class AsyncLLM:
         self.aborted: set[str] = set()
         self.running: set[str] = set()
         self.params: list[SamplingParams] = []
+        self.salts: list[str] = []
         self.sizes: list[int] = []
 
     @classmethod
@@ -48,9 +49,10 @@ class AsyncLLM:
             raise RuntimeError("EngineCore encountered an issue")
 
     async def generate(
-        self, prompt: dict[str, list[int]], params: SamplingParams, request_id: str
+        self, prompt: dict[str, Any], params: SamplingParams, request_id: str
     ) -> AsyncIterator[RequestOutput]:
         self.params.append(params)
+        self.salts.append(prompt["cache_salt"])
         self.running.add(request_id)
         start = prompt["prompt_token_ids"]
         ids: list[int] = []
