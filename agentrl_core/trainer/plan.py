@@ -2,7 +2,6 @@
 
 from typing import Any, Protocol
 
-from agentrl_core.api import ConfigError
 from agentrl_core.api.plugin import PREDICTION_GROUP
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.plugins.registration import registered_in
@@ -46,31 +45,6 @@ def devices(config: ResolvedConfig) -> int:
     own = config.engine_replicas * engine.devices if engine.placement == "standalone" else 0
     named = sum(slot.replicas * slot.devices for slot in config.engines.values()) * (config.cluster.runtime == "ray")
     return config.cluster.processes + own + named
-
-
-def check_context(config: ResolvedConfig, text_config: Any) -> None:
-    """Reject lengths that the model does not support, and engines that cannot split it.
-
-    Args:
-        config: of the run.
-        text_config: the model's.
-
-    Raises:
-        ConfigError: with both numbers.
-    """
-    context, heads = (getattr(text_config, key, None) for key in ("max_position_embeddings", "num_attention_heads"))
-    if context is not None and max_model_len(config) > context:
-        raise ConfigError(
-            f"data.max_prompt_length + rollout.max_response_length = {max_model_len(config)} tokens, but the model in "
-            f"model.path has a context of {context}. Lower one of the two"
-        )
-    split = config.rollout.engine.tensor_parallel
-    if heads and heads % split:
-        allowed = ", ".join(str(count) for count in range(1, heads + 1) if heads % count == 0)
-        raise ConfigError(
-            f"rollout.engine.tensor_parallel: {split} devices cannot share the {heads} attention heads of the model in "
-            f"model.path equally; allowed are {allowed}"
-        )
 
 
 def memory_line(config: ResolvedConfig) -> str:

@@ -71,6 +71,23 @@ def test_context_longer_than_the_models(tiny_run: Any) -> None:
         prepare(tiny_run({"data.max_prompt_length": 5000}))
 
 
+def test_all_that_the_files_of_the_models_refuse_is_reported_together(tiny_run: Any) -> None:
+    copied = tiny_run.folder / "copied"
+    shutil.copytree(tiny_run.model, copied, ignore=shutil.ignore_patterns("*.safetensors"))
+    changes = {
+        "data.max_prompt_length": 5000,
+        "rollout.sampling.logit_bias": {300_000: 1.0},
+        "reference.path": str(copied),
+        "algorithm.kl_coef": 0.1,
+    }
+    with pytest.raises(ConfigError) as caught:
+        prepare(tiny_run(changes))
+    weights, context, bias = caught.value.problems
+    assert weights.startswith(f"weights in {copied}: ")
+    assert "5008 tokens, but the model in model.path has a context of 4096" in context
+    assert bias.startswith("rollout.sampling.logit_bias: 300000 is no token id of ")
+
+
 def model_with(tiny_run: Any, template: str | None) -> str:
     path: Path = tiny_run.folder / "model"
     shutil.copytree(tiny_run.model, path, ignore=shutil.ignore_patterns("*.jinja"))
@@ -81,7 +98,7 @@ def model_with(tiny_run: Any, template: str | None) -> str:
 def test_model_that_transformers_cannot_read(tiny_run: Any) -> None:
     path = Path(model_with(tiny_run, CHATML_TEMPLATE))
     (path / "config.json").write_text("{}")
-    with pytest.raises(ConfigError, match=r"model.path: .* is not a model transformers can load"):
+    with pytest.raises(ConfigError, match=r"config.json in .*: transformers cannot build a model from .*config.json"):
         prepare(tiny_run({"model.path": str(path)}))
 
 

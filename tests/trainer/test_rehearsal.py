@@ -131,7 +131,7 @@ def test_a_parser_of_control_tokens_hints_at_the_renderer_that_reads_them(tiny_r
             "rollout.tool_parser": "harmony",
             "model.chat_template": str(templates / "gptoss.jinja"),
             **LOOPS,
-            "data.max_prompt_length": 4096,
+            "data.max_prompt_length": 4000,
         }
     )
     (tiny_run.folder / "odd.py").write_text(PLUGINS)

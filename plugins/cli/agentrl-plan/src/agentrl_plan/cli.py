@@ -45,7 +45,8 @@ def run(
 
     Only the model's config.json is needed, no weights.
     """
-    from agentrl_core.trainer.plan import check_context, max_model_len
+    from agentrl_core.trainer.checks import check_context
+    from agentrl_core.trainer.plan import max_model_len
     from agentrl_core.workers.models import check_architecture, check_lengths
     from agentrl_plan.changes import changes, largest_model, spare
     from agentrl_plan.devices import device_of
