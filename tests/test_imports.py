@@ -31,6 +31,7 @@ EXTENDS = {
     "agentrl-compat-verl": ("protocol", "controller"),
     "agentrl-engines": ("cli", "config", "plugins", "serving", "trainer"),
     "agentrl-plan": ("", "cli", "config", "controller", "protocol", "rollout", "serving", "trainer", "workers"),
+    "agentrl-viewer": ("cli", "config", "runs"),
     "agentrl-testing": (
         "algorithms", "cli", "config", "controller", "data", "hosting", "plugins", "rollout", "runs", "serving",
         "trainer",

@@ -21,7 +21,6 @@ COMMANDS = {
     "config": ("config:app", "Inspect configurations."),
     "plugins": ("plugins:app", "List and inspect plugins."),
     "rollouts": ("rollouts:app", "Inspect the trajectories of a run."),
-    "runs": ("runs:app", "List and compare runs."),
     "completion": ("completion:run", "Print the completion script of a shell."),
 }
 """By name: the module and its function or group of commands, and the help text."""

@@ -47,7 +47,7 @@ _BROUGHT = {
     "agentrl-tracker-trackio": {"tracker": "trackio"},
     "agentrl-tracker-wandb": {"tracker": "wandb"},
     "agentrl-trackers-basic": {"tracker": "console curve jsonl tensorboard"},
-    "agentrl-viewer": {"command": "view"},
+    "agentrl-viewer": {"command": "runs view"},
 }
 """By distribution and kind: names of plugins."""
 

@@ -154,11 +154,11 @@ def test_debug_behind_two_dashes_is_an_argument(monkeypatch: pytest.MonkeyPatch,
 def test_completion_knows_commands_and_options(shell: str) -> None:
     script = agentrl("completion", shell)
     assert script.exit_code == 0 and COMPLETE in script.stdout
-    asked = {COMPLETE: f"complete_{shell}", "COMP_WORDS": "agentrl runs com", "COMP_CWORD": "2"}
-    asked |= {"_TYPER_COMPLETE_ARGS": "agentrl runs com", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
+    asked = {COMPLETE: f"complete_{shell}", "COMP_WORDS": "agentrl config sh", "COMP_CWORD": "2"}
+    asked |= {"_TYPER_COMPLETE_ARGS": "agentrl config sh", "_TYPER_COMPLETE_FISH_ACTION": "get-args"}
     command = [sys.executable, "-m", "agentrl_core.cli.main"]
     done = subprocess.run(command, env={**os.environ, **asked}, capture_output=True, text=True)
-    assert "compare" in done.stdout, done
+    assert "show" in done.stdout, done
 
 
 def test_completion_of_another_shell_names_those_that_there_are() -> None:
@@ -280,6 +280,7 @@ finally:
         ("view", "agentrl-viewer"),
         ("plan", "agentrl-plan"),
         ("bench", "agentrl-plan"),
+        ("runs list", "agentrl-viewer"),
         ("init", "agentrl-testing"),
         ("replay", "agentrl-testing"),
         ("reward replay", "agentrl-testing"),

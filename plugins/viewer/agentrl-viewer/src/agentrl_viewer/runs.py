@@ -20,7 +20,7 @@ _COMPARED = "reward/mean", "response_length/mean", "perf/tokens_per_second"
 _NAMES = "trainer.name", "trainer.resume"
 """Keys that differ without making a difference."""
 
-app = command_group()
+app = command_group("List and compare runs.")
 
 
 @app.command("list")
