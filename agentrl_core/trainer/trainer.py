@@ -356,7 +356,6 @@ class Trainer:
         """Give the engines the actor's weights, as version ``step``, if they have changed; wake sleeping engines."""
         with self.timer.phase("sync_weights"):
             self.rollouts.before_weights()
-            self.roles.engines.settle()
             if (
                 self._updates != self._sent_updates
                 or self.roles.engines.sleep_level == 2
