@@ -8,6 +8,7 @@ import torch
 
 from agentrl_core.api.algorithm import AdvantageInput
 from agentrl_core.protocol import DataProto
+from agentrl_core.protocol.ragged import converted
 
 
 def advantage_input(batch: DataProto) -> AdvantageInput:
@@ -28,7 +29,7 @@ def advantage_input(batch: DataProto) -> AdvantageInput:
         values=column("values"),
         outcomes=batch.batch["outcomes"],
         scores=batch.batch["scores"],
-        turn_ids=batch.batch["turn_ids"].long(),
+        turn_ids=converted(batch.batch["turn_ids"], torch.int64),
         turn_rewards=batch.batch["turn_rewards"],
         components={name: torch.tensor([each.get(name, math.nan) for each in parts]) for name in names},
         old_log_probs=column("old_log_probs"),

@@ -6,6 +6,8 @@ Shapes: b rows of a micro-batch, R response tokens.
 import torch
 from torch import Tensor
 
+from agentrl_core.protocol.ragged import under
+
 
 def value_losses(values_bR: Tensor, old_values_bR: Tensor, returns_bR: Tensor, clip: float | None) -> Tensor:
     """Per-token loss [b, R] of a value function.
@@ -28,7 +30,7 @@ def explained_variance(values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -
 
     0 where the returns do not vary.
     """
-    values_N, returns_N = values_BR[mask_BR].double(), returns_BR[mask_BR].double()
+    values_N, returns_N = (column_N.double() for column_N in under(mask_BR, values_BR, returns_BR))
     if len(returns_N) < 2 or bool((returns_N == returns_N[0]).all()):
         return 0.0
     return float(1 - (returns_N - values_N).var() / returns_N.var())

@@ -61,8 +61,6 @@ class RayGroup(WorkerGroup):
     raise that. Closing the group ends the processes if it ``owns_processes``.
     """
 
-    pickles = True
-
     def __init__(
         self, cls: type, role: str, processes: Processes, roles: Mapping[str, type], owns_processes: bool = False
     ) -> None:

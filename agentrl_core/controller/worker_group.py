@@ -53,9 +53,6 @@ class WorkerGroup(ABC):
                 raise WorkerError(f"{cls.__name__}.{name} is registered, but worker groups have a {name} of their own")
             setattr(self, name, functools.wraps(getattr(cls, name))(functools.partial(self._call, name, mode)))
 
-    pickles = False
-    """Whether arguments reach the ranks pickled."""
-
     @property
     def world_size(self) -> int:
         """The number of ranks."""

@@ -5,7 +5,6 @@ still share them afterwards. Ours are dense columns, where its ways are slower, 
 """
 
 import math
-import mmap
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,9 +13,8 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 
 from agentrl_core.api.errors import ProtocolError
+from agentrl_core.protocol.ragged import LARGE_BYTES, RaggedColumn, concatenated, ragged
 
-# From here on numpy asks for huge pages.
-LARGE_BYTES = 4 * 2**20
 RowIndex = slice | torch.Tensor
 Array = np.ndarray[Any, Any]
 
@@ -47,36 +45,12 @@ def row_index(index: Any, size: int) -> RowIndex:
     return torch.from_numpy(np.where(rows < 0, rows + size, rows))
 
 
-def padded(flat: Array, lengths_B: Array, value: float, width: int | None = None, first_B: Any = 0) -> Array:
-    """Rows that stand one after the other, as one array [B, width].
-
-    Args:
-        width: None: as wide as the longest row.
-        first_B: where each row begins.
-    """
-    end, width = 0, int(lengths_B.max(initial=0)) if width is None else width
-    shape = len(lengths_B), width
-    rows = np.full(shape, value, dtype=flat.dtype) if value else zeros(shape, flat.dtype)
-    # Row by row: a mask of all places would cost more than all rows do.
-    places = zip(lengths_B.tolist(), np.broadcast_to(first_B, len(lengths_B)).tolist(), strict=True)
-    for row, (length, first) in enumerate(places):
-        start, end = end, end + length
-        rows[row, first : first + length] = flat[start:end]
-    return rows
-
-
 def counts(mask_BW: torch.Tensor) -> torch.Tensor:
     """[B] int64: how many values of each row are not 0, of a mask of bool or int8. torch takes ten times as long."""
+    if (column := ragged(mask_BW)) is not None:
+        return torch.from_numpy(column.rows.counts(column.flat != 0))
     mask = mask_BW.numpy().view(np.bool_) if mask_BW.dtype in (torch.bool, torch.int8) else mask_BW.bool().numpy()
     return torch.from_numpy(np.add.reduce(mask, axis=1, dtype=np.int64))
-
-
-def zeros(shape: tuple[int, ...], dtype: Any) -> Array:
-    """Zeros that take memory only where they are written to. numpy asks for huge pages, which are filled whole."""
-    size = math.prod(shape) * np.dtype(dtype).itemsize
-    if size < LARGE_BYTES:
-        return np.zeros(shape, dtype)
-    return np.frombuffer(mmap.mmap(-1, size), dtype).reshape(shape)
 
 
 def map_columns(td: Any, function: Callable[[torch.Tensor], torch.Tensor], rows: int) -> Any:
@@ -95,17 +69,20 @@ def take_rows(td: Any, index: RowIndex) -> Any:
         rows, index = len(numbers), index if numbers.step > 0 else torch.tensor(numbers, dtype=torch.int64)
     else:
         rows = index.numel()
-    return map_columns(td, lambda column: _take(column, index), rows)
+    taken: dict[int, RaggedColumn] = {}
+    return map_columns(td, lambda column: _take(column, index, taken), rows)
 
 
-def _take(column: torch.Tensor, index: RowIndex) -> torch.Tensor:
+def _take(column: torch.Tensor, index: RowIndex, taken: dict[int, RaggedColumn] | None = None) -> torch.Tensor:
+    if (rows := ragged(column)) is not None:
+        return rows.take(index if isinstance(index, slice) else index.numpy(), taken)
     if column.layout == torch.jagged:
-        taken: torch.Tensor = _alone(column)[index]["column"]
-        return taken
+        chosen: torch.Tensor = _alone(column)[index]["column"]
+        return chosen
     if column.is_nested:
         parts = column.unbind()
-        chosen = parts[index] if isinstance(index, slice) else [parts[row] for row in index.tolist()]
-        return torch.nested.nested_tensor(list(chosen), dtype=column.dtype)
+        few = parts[index] if isinstance(index, slice) else [parts[row] for row in index.tolist()]
+        return torch.nested.nested_tensor(list(few), dtype=column.dtype)
     return column[index] if isinstance(index, slice) else column.index_select(0, index.to(column.device))
 
 
@@ -119,7 +96,7 @@ def repeat_rows(td: Any, index: torch.Tensor, times: int, interleave: bool) -> A
 
     def repeat(column: torch.Tensor) -> torch.Tensor:
         # With one repetition flatten would give a view, which repeated rows must not be: they are for writing.
-        if column.is_nested or times < 2:
+        if column.is_nested or times < 2 or ragged(column) is not None:
             return _take(column, index)
         dim = 1 if interleave else 0
         shape = [-1] * (column.dim() + 1)
@@ -137,16 +114,16 @@ def cat_rows(parts: Sequence[Any], where: str = "") -> Any:
         if missing:
             names = ", ".join(repr(where + key) for key in sorted(missing))
             raise ProtocolError(f"concat: part {number} and part 0 do not have the same tensors: {names} in one only")
-    columns = {}
+    columns, joined = {}, dict[int, RaggedColumn]()
     for key, value in first.items():
         pieces = [part[key] for part in parts]
         is_tensor = not isinstance(value, TensorDictBase)
-        columns[key] = _cat(where + key, pieces) if is_tensor else cat_rows(pieces, f"{where}{key}.")
+        columns[key] = _cat(where + key, pieces, joined) if is_tensor else cat_rows(pieces, f"{where}{key}.")
     rows = sum(part.batch_size[0] for part in parts)
     return TensorDict(columns, batch_size=[rows, *first.batch_size[1:]], device=first.device)
 
 
-def _cat(key: str, pieces: list[Any]) -> torch.Tensor:
+def _cat(key: str, pieces: list[Any], joined: dict[int, RaggedColumn]) -> torch.Tensor:
     first = pieces[0]
     for number, piece in enumerate(pieces[1:], start=1):
         if piece.dtype != first.dtype or piece.layout != first.layout or piece.is_nested != first.is_nested:
@@ -159,6 +136,9 @@ def _cat(key: str, pieces: list[Any]) -> torch.Tensor:
                 f"concat: {key!r} has shape {list(first.shape)} in part 0 and {list(piece.shape)} in part {number}: "
                 "all but the first dimension must be equal (pad to one length first)"
             )
+    if (column := concatenated(pieces, joined)) is not None:
+        return column
+    pieces = [piece.padded() if isinstance(piece, RaggedColumn) else piece for piece in pieces]
     if first.layout == torch.jagged:
         dims = [piece._ragged_idx for piece in pieces]
         if len(set(dims)) > 1:

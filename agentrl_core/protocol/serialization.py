@@ -5,7 +5,8 @@
     jagged       {"values": dense, "offsets": dense, "dim": jagged dimension}
     nested       {"rows": [dense, …], "dtype": name}
 
-Files (`storage`) keep each dense tensor under a name, pickles as ``(buffer, dtype's name, shape)``. Pickle protocol 5
+Files (`storage`) keep each dense tensor under a name, pickles as ``(buffer, dtype's name, shape)``, or a column without
+padding as a document of its own: its values and where they stand. Pickle protocol 5
 keeps buffers out of band: Ray's object store then holds a batch without an extra copy, and readers map it without one.
 What a reader maps is shared memory: it is read-only by contract, `DataProto.writable` gives a private copy. No object
 has its own class: each costs Ray's pickler more than a small tensor does.
@@ -20,6 +21,7 @@ import torch
 from tensordict import TensorDict, TensorDictBase, is_non_tensor
 
 from agentrl_core.api.errors import ProtocolError
+from agentrl_core.protocol.ragged import RaggedColumn, Rows, Source, Values, source_of
 
 Bytes = np.ndarray[Any, np.dtype[np.uint8]]
 Document = dict[str, Any]
@@ -90,8 +92,26 @@ def nbytes(td: Any) -> int:
 def encode(td: Any, protocol: int = OUT_OF_BAND_PROTOCOL) -> Document | None:
     """A picklable form of a TensorDict; device tensors are copied to the CPU. Raises ProtocolError on non-tensors."""
     out_of_band = protocol >= OUT_OF_BAND_PROTOCOL
+    seen: dict[int, Any] = {}
 
-    def dense(tensor: torch.Tensor) -> tuple[Any, ...]:
+    def ragged(column: RaggedColumn) -> Document:
+        if column.whole is not None:
+            return {"whole": once(column.whole, dense), "begins": column.begins, "width": column.rows.width}
+        source = column.source.derived or dense(torch.from_numpy(column.flat))
+        return {"source": source, "rows": once(column.rows, places), "fill": column.fill}
+
+    def places(rows: Rows) -> Document:
+        lengths, first = (dense(torch.from_numpy(each)) for each in (rows.lengths_B, rows.first_B))
+        return {"lengths": lengths, "first": first, "width": rows.width}
+
+    def once(value: Any, encoded: Callable[[Any], Any]) -> Any:
+        if id(value) not in seen:
+            seen[id(value)] = encoded(value)
+        return seen[id(value)]
+
+    def dense(tensor: torch.Tensor) -> Any:
+        if isinstance(tensor, RaggedColumn) and tensor.is_ragged:
+            return once(tensor, ragged)
         whole = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         # A single entry counts as contiguous whatever its stride; view needs a stride of 1.
         data: Any = whole.as_strided((whole.numel(),), (1,)).view(torch.uint8).numpy()
@@ -103,7 +123,29 @@ def encode(td: Any, protocol: int = OUT_OF_BAND_PROTOCOL) -> Document | None:
 
 def decode(encoded: Document | None) -> Any:
     """The TensorDict of `encode`, on the CPU; its tensors use the buffers as they are."""
-    return None if encoded is None else from_document(encoded, _from_buffer)
+    seen: dict[int, Any] = {}
+
+    def dense(encoded: Any) -> torch.Tensor:
+        if not isinstance(encoded, dict):
+            return _from_buffer(encoded)
+        if id(encoded) not in seen:
+            seen[id(encoded)] = ragged(encoded)
+        column: torch.Tensor = seen[id(encoded)]
+        return column
+
+    def ragged(encoded: Document) -> torch.Tensor:
+        if "whole" in encoded:
+            whole: Any = dense(encoded["whole"])
+            part: torch.Tensor = whole.part(encoded["begins"], encoded["width"])
+            return part
+        values, rows = encoded["source"], encoded["rows"]
+        if id(rows) not in seen:
+            lengths, first = (_from_buffer(rows[name]).numpy() for name in ("lengths", "first"))
+            seen[id(rows)] = Rows(lengths, rows["width"], first)
+        source: Source = source_of(values) if isinstance(values, str) else Values(_from_buffer(values).numpy())
+        return RaggedColumn(source, seen[id(rows)], encoded["fill"])
+
+    return None if encoded is None else from_document(encoded, dense)
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

@@ -1,4 +1,4 @@
-"""Finished trajectories as one padded batch: padded once, vectorised, to the batch's own maxima.
+"""Finished trajectories as one batch, whose columns are padded where somebody asks for that, to the batch's own maxima.
 
 Legend: B rows, P prompt tokens, R response tokens.
 """
@@ -17,7 +17,7 @@ from agentrl_core.api import AgentLoopOutput, RewardResult
 from agentrl_core.api.agent_loop import Status
 from agentrl_core.api.tree import Node, TreePath, packed_ids
 from agentrl_core.protocol import DataProto
-from agentrl_core.protocol.rows import padded, zeros
+from agentrl_core.protocol.ragged import Few, Filled, Order, RaggedColumn, Rows, Runs, Source, Values
 from agentrl_core.rollout.results import TrajectoryResult
 
 Array = np.ndarray[Any, Any]
@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_info: dict[str, Any]) -> DataProto:
     """The trained rows of ``results``, those that are replaced by others left out.
 
-    Tensors: ``prompts [B, P]`` left-padded and ``responses [B, R]`` right-padded, both views of ``input_ids [B, P+R]``,
+    Tensors: ``prompts [B, P]`` left-padded and ``responses [B, R]`` right-padded, both parts of ``input_ids [B, P+R]``,
     ``response_mask [B, R]`` bool, ``attention_mask`` and ``position_ids`` ``[B, P+R]``, the columns of
     :func:`reward_columns`,
     ``turn_ids`` and ``policy_versions`` ``[B, R]`` (-1 under mask 0; version 0 where a loop names none), and
@@ -44,35 +44,34 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
         for part in (_prompt, _response)
     )
     width_P, width_R = int(prompts_B.max(initial=0)), int(responses_B.max(initial=0))
-    flat = np.frombuffer(packed_ids([node for path in paths for node in path.nodes]), np.int32)
-    ids = padded(flat, prompts_B + responses_B, pad_token_id, width_P + width_R, width_P - prompts_B)
-    first_B1, last_B1 = (each.astype(np.int32)[:, None] for each in (width_P - prompts_B, prompts_B + responses_B))
-    order = np.arange(width_P + width_R, dtype=np.int32) - first_B1
-    attention = (order >= 0) & (order < last_B1)
-    columns = {name: padded(flat, responses_B, fill) for name, (flat, fill) in _by_token(paths, after).items()}
-    tensors = {
-        "prompts": ids[:, :width_P],
-        "responses": ids[:, width_P:],
+    # Writable, as tensors must be.
+    flat = np.frombuffer(bytearray().join([packed_ids(path.nodes) for path in paths]), np.int32)
+    whole = Rows(prompts_B + responses_B, width_P + width_R, width_P - prompts_B)
+    response = Rows.of(responses_B, width_R)
+    ids = RaggedColumn(Values(flat), whole, pad_token_id)
+    columns = _by_token(paths, after)
+    tensors: dict[str, torch.Tensor] = {
+        "prompts": ids.part(0, width_P),
+        "responses": ids.part(width_P, width_R),
         "input_ids": ids,
-        "attention_mask": attention.view(np.int8),
-        "position_ids": np.clip(order, 0, np.maximum(last_B1 - 1, 0), out=order),
-        **columns,
-        **reward_columns(trained, columns["response_mask"], columns["turn_ids"]),
+        "attention_mask": RaggedColumn(Filled(np.int8), whole),
+        "position_ids": RaggedColumn(Order(), whole),
+        **{name: RaggedColumn(source, response, fill) for name, (source, fill) in columns.items()},
     }
+    mask, turns = (columns[name][0].values(response) for name in ("response_mask", "turn_ids"))
+    token_rewards, of_rows = reward_columns(trained, mask, turns, response)
+    tensors["rm_scores"] = RaggedColumn(Few(token_rewards), response)
+    tensors |= {name: torch.from_numpy(column) for name, column in of_rows.items()}
     baselines = [result.baseline for result, _ in pairs]
     if all(value is not None for value in baselines):
-        tensors["baselines"] = np.array(baselines, dtype=np.float32)
-    return DataProto.from_dict(
-        tensors={key: torch.from_numpy(value) for key, value in tensors.items()},
-        non_tensors=_objects(pairs),
-        meta_info=meta_info,
-    )
+        tensors["baselines"] = torch.tensor(baselines, dtype=torch.float32)
+    return DataProto.from_dict(tensors=tensors, non_tensors=_objects(pairs), meta_info=meta_info)
 
 
 _prompt, _response = attrgetter("prompt"), attrgetter("response")
 
 
-def _by_token(paths: Sequence[TreePath], nodes: Sequence[Node]) -> dict[str, tuple[Array, float]]:
+def _by_token(paths: Sequence[TreePath], nodes: Sequence[Node]) -> dict[str, tuple[Source, float]]:
     """Columns of the response tokens of all rows, one row after the other, and what stands behind the end of a row.
 
     Args:
@@ -89,17 +88,14 @@ def _by_token(paths: Sequence[TreePath], nodes: Sequence[Node]) -> dict[str, tup
             counts.append(count)
     lengths = [len(node.ids) for node in nodes]
 
-    def spread(values: list[int], counts: list[int], dtype: type) -> Array:
-        return np.repeat(np.array(values, dtype=dtype), np.array(counts, dtype=np.int64))
-
-    columns: dict[str, tuple[Array, float]] = {
-        "response_mask": (spread([node.sampled for node in nodes], lengths, np.bool_), 0),
-        "turn_ids": (spread([numbers.get(node, -1) for node in nodes], lengths, np.int32), -1),
-        "policy_versions": (spread(versions, counts, np.int32), -1),
+    columns: dict[str, tuple[Source, float]] = {
+        "response_mask": (Runs([node.sampled for node in nodes], lengths, np.bool_), 0),
+        "turn_ids": (Runs([numbers.get(node, -1) for node in nodes], lengths, np.int32), -1),
+        "policy_versions": (Runs(versions, counts, np.int32), -1),
     }
     if not any(node.sampled and node.log_probs is None for node in nodes):
         parts = [_singles(node.log_probs) or bytes(4 * len(node.ids)) for node in nodes]
-        columns["rollout_log_probs"] = np.frombuffer(b"".join(parts), np.float32), 0.0
+        columns["rollout_log_probs"] = Values(np.frombuffer(bytearray().join(parts), np.float32)), 0.0
     return columns
 
 
@@ -107,39 +103,33 @@ def _singles(values: Sequence[float] | None) -> "array[float] | None":
     return values if isinstance(values, array) and values.typecode == "f" else array("f", values or ())
 
 
-def pad(rows: Sequence[Sequence[Any]], value: float, *, left: bool) -> tuple[Array, Array]:
-    """Rows of different lengths as one array ``[B, longest]`` (int32, or float32 for a float ``value``), and where
-    it is filled (bool)."""
-    lengths = np.array([len(row) for row in rows], dtype=np.int64)
-    dtype = np.float32 if isinstance(value, float) else np.int32
-    flat = np.fromiter((item for row in rows for item in row), dtype=dtype, count=int(lengths.sum()))
-    first: Any = lengths.max(initial=0) - lengths if left else 0
-    return padded(flat, lengths, value, None, first), padded(np.ones(len(flat), np.bool_), lengths, 0, None, first)
-
-
 def reward_columns(
-    trained: Sequence[TrajectoryResult],
-    mask_BR: Array,
-    turns_BR: Array,
-) -> dict[str, Array]:
-    """Rewards in float32: ``rm_scores`` [B, R], each where it was earned; ``scores`` and ``outcomes`` [B], of the row's
-    trajectory with and without its turns and tokens; ``turn_rewards`` [B, T], of each turn of the row's trajectory.
+    trained: Sequence[TrajectoryResult], mask: Array, turns: Array, rows: Rows
+) -> tuple[Array, dict[str, Array]]:
+    """Rewards in float32: those of all response tokens, each where it was earned; ``scores`` and ``outcomes`` [B], of
+    the row's trajectory with and without its turns and tokens; ``turn_rewards`` [B, T], of each turn of the row's
+    trajectory.
 
     What turns and tokens earned that are in no row of the batch, because the template rewrote history or their row is
     not trained, adds to the outcome.
+
+    Args:
+        mask, turns: of all response tokens.
+        rows: where each row's tokens are among them.
     """
     owners = [result for result in trained for output in result.outputs if output.trained]
     rewards = [result.reward or RewardResult(0.0) for result in owners]
-    turns = max([int(turns_BR.max(initial=-1)) + 1, *(len(reward.turn_rewards) for reward in rewards)])
-    by_turn_BT = np.zeros((len(owners), turns), dtype=np.float64)
+    places = [slice(*ends) for ends in zip(rows.starts_B.tolist(), rows.ends_B.tolist(), strict=True)]
+    count = max([int(turns.max(initial=-1)) + 1, *(len(reward.turn_rewards) for reward in rewards)])
+    by_turn_BT = np.zeros((len(owners), count), dtype=np.float64)
     for row, reward in enumerate(rewards):
         by_turn_BT[row, : len(reward.turn_rewards)] = reward.turn_rewards
     with_turns = np.flatnonzero(by_turn_BT.any(axis=1)).tolist()
     present: dict[str, set[int]] = defaultdict(set)
     for row in with_turns:
-        present[owners[row].trajectory_id].update(np.unique(turns_BR[row]).tolist())
+        present[owners[row].trajectory_id].update(np.unique(turns[places[row]]).tolist())
     for row in with_turns:
-        absent = [turn for turn in range(turns) if turn not in present[owners[row].trajectory_id]]
+        absent = [turn for turn in range(count) if turn not in present[owners[row].trajectory_id]]
         by_turn_BT[row, absent] = 0.0
     scores_B = np.array([reward.score for reward in rewards], dtype=np.float64)
     by_token = [part for result in trained for part in _by_row(result)]
@@ -148,15 +138,16 @@ def reward_columns(
         of_tokens[result.trajectory_id] += sum(part)
     earned_B = np.array([of_tokens[result.trajectory_id] for result in owners], dtype=np.float64)
     outcomes_B = scores_B - by_turn_BT.sum(axis=1) - earned_B
-    rewards_BR = outcome_scores(mask_BR, outcomes_B.tolist())
+    earned = outcome_scores(mask, rows, outcomes_B)
     for row in np.flatnonzero(by_turn_BT.any(axis=1)).tolist():
-        for turn in np.unique(turns_BR[row][mask_BR[row]]).tolist():
-            rewards_BR[row, np.flatnonzero(turns_BR[row] == turn)[-1]] += by_turn_BT[row, turn]
+        of_row, mask_R, turns_R = (each[places[row]] for each in (earned, mask, turns))
+        for turn in np.unique(turns_R[mask_R]).tolist():
+            of_row[np.flatnonzero(turns_R == turn)[-1]] += by_turn_BT[row, turn]
     for row, part in enumerate(by_token):
         if part:
-            rewards_BR[row, np.flatnonzero(mask_BR[row])] += np.asarray(part, dtype=np.float32)
-    columns = {"scores": scores_B, "outcomes": outcomes_B, "turn_rewards": by_turn_BT, "rm_scores": rewards_BR}
-    return {name: column.astype(np.float32, copy=False) for name, column in columns.items()}
+            earned[places[row]][mask[places[row]]] += np.asarray(part, dtype=np.float32)
+    columns = {"scores": scores_B, "outcomes": outcomes_B, "turn_rewards": by_turn_BT}
+    return earned, {name: column.astype(np.float32, copy=False) for name, column in columns.items()}
 
 
 def _by_row(result: TrajectoryResult) -> Iterator[list[float]]:
@@ -168,14 +159,15 @@ def _by_row(result: TrajectoryResult) -> Iterator[list[float]]:
             yield part
 
 
-def outcome_scores(mask_BR: Array, scores: Sequence[float | None]) -> Array:
-    """Each row's score on its last token with mask 1, float32; a row without such a token gets none."""
-    scores_BR = zeros(mask_BR.shape, np.float32)
-    has = mask_BR.any(axis=1) & np.array([score is not None for score in scores], dtype=bool)
-    rows = np.flatnonzero(has)
-    last = mask_BR.shape[1] - 1 - mask_BR[rows, ::-1].argmax(axis=1) if len(rows) else rows
-    scores_BR[rows, last] = [scores[row] or 0.0 for row in rows.tolist()]
-    return scores_BR
+def outcome_scores(mask: Array, rows: Rows, scores_B: Array) -> Array:
+    """Of all response tokens, float32: each row's score on its last token with mask 1. A row without one gets none."""
+    earned = np.zeros(rows.size, np.float32)
+    sampled = np.flatnonzero(mask)
+    # The last of the sampled tokens before the row's end, if it is the row's own.
+    number_B = np.searchsorted(sampled, rows.ends_B) - 1
+    has_B = (number_B >= 0) & rows.any(mask)
+    earned[sampled[number_B[has_B]]] = scores_B[has_B]
+    return earned
 
 
 def _objects(pairs: Sequence[tuple[TrajectoryResult, AgentLoopOutput]]) -> dict[str, np.ndarray[Any, Any]]:

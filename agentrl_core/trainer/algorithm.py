@@ -18,6 +18,7 @@ from agentrl_core.api.agent_loop import Status
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
+from agentrl_core.protocol.ragged import converted, like, on_values
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.workers.actor import CORRECTION, reads_advantages
 
@@ -75,15 +76,16 @@ class Algorithm:
                 "algorithm.correction needs the engine's log-probs, and some trajectories of this step have none: "
                 "an agent loop made rows without response_logprobs"
             )
+        mask_BR = converted(batch.batch["response_mask"], torch.bool)
         seen = CorrectionInput(
             batch.batch["old_log_probs"],
             batch.batch["rollout_log_probs"],
-            batch.batch["response_mask"].bool(),
-            batch.batch["policy_versions"].long(),
+            mask_BR,
+            converted(batch.batch["policy_versions"], torch.int64),
         )
         with hang_reported("the rollout correction"):
             output = self._correction(seen)
-        batch.batch[CORRECTION] = output.weights
+        batch.batch[CORRECTION] = like(mask_BR, output.weights)
         return {f"correction/{name}": value for name, value in output.metrics.items()}
 
     def penalise(self, batch: DataProto) -> dict[str, float]:
@@ -96,11 +98,14 @@ class Algorithm:
         settings = self._settings
         if settings.kl_placement != "reward" or not settings.kl_coef:
             return {}
-        mask_BR = batch.batch["response_mask"].bool()
-        kl_BR = kl_estimate(batch.batch["old_log_probs"], batch.batch["ref_log_prob"], "k1")
-        kl_BR = torch.where(mask_BR, kl_BR, 0.0)
-        penalty_BR = self.kl_coef * kl_BR
-        batch.batch["rm_scores"] = batch.batch["rm_scores"] - penalty_BR
+        mask_BR, old_BR, ref_BR = (batch.batch[name] for name in ("response_mask", "old_log_probs", "ref_log_prob"))
+
+        def kl_of(mask: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+            return torch.where(mask.bool(), kl_estimate(old, ref, "k1"), 0.0)
+
+        kl_BR = on_values(kl_of, mask_BR, old_BR, ref_BR)
+        penalty_BR = on_values(lambda kl: self.kl_coef * kl, kl_BR)
+        batch.batch["rm_scores"] = on_values(torch.sub, batch.batch["rm_scores"], penalty_BR)
         batch.batch["scores"] = batch.batch["scores"] - _of_trajectories(batch, penalty_BR.sum(-1))
         mean = float(kl_BR.sum() / mask_BR.sum().clamp(min=1))
         metrics = {"reward/kl": mean, "reward/kl_coef": self.kl_coef}
@@ -111,7 +116,7 @@ class Algorithm:
 
     def estimate(self, batch: DataProto) -> dict[str, float]:
         """Add ``advantages`` and ``returns`` [B, R] to the batch; returns metrics."""
-        advantage = self._settings.advantage
+        advantage, mask_BR = self._settings.advantage, batch.batch["response_mask"]
         seen = advantage_input(batch)
         if advantage.has("components") and not seen.components:
             raise ConfigError(
@@ -122,8 +127,8 @@ class Algorithm:
             seen = outcomes_only(seen)
         with hang_reported(f"advantage estimator {advantage.name!r}"):
             output = self._estimator(seen)
-        batch.batch["advantages"] = output.advantages
-        batch.batch["returns"] = output.returns
+        batch.batch["advantages"] = like(mask_BR, output.advantages)
+        batch.batch["returns"] = like(mask_BR, output.returns)
         return {f"advantage/{name}": value for name, value in output.metrics.items()}
 
 

@@ -1,6 +1,6 @@
 """Difference between the engine's and the actor's log-probs: the number that reveals most engine faults.
 
-Legend: B rows, R response tokens.
+Legend: B rows, R response tokens, N sampled ones of all rows.
 """
 
 import logging
@@ -20,6 +20,8 @@ from agentrl_core.api import (
 from agentrl_core.api.tree import Node, Tree, TreePath
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.protocol import DataProto
+from agentrl_core.protocol.ragged import on_values, under
+from agentrl_core.protocol.rows import counts
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.loop_output import TreeRow
 from agentrl_core.rollout.results import TrajectoryResult
@@ -56,19 +58,25 @@ def logprob_gap(batch: DataProto, log_probs_BR: torch.Tensor, version: int | Non
         log_probs_BR: of the actor.
         version: of the actor's weights, where rows may be older: only rows that it sampled from end to end count.
     """
-    mask_BR = batch.batch["response_mask"].bool()
+    columns = [batch.batch[name] for name in ("response_mask", "rollout_log_probs", "turn_ids")] + [log_probs_BR]
     if version is not None:
-        mask_BR &= ~(mask_BR & (batch.batch["policy_versions"] != version)).any(-1, keepdim=True)
-    gap_BR = (batch.batch["rollout_log_probs"] - log_probs_BR).abs()
-    if not mask_BR.any():
+        older_B = counts(
+            on_values(
+                lambda mask, versions: mask.bool() & (versions != version), columns[0], batch.batch["policy_versions"]
+            )
+        )
+        columns = [column_BR[(older_B == 0).nonzero().squeeze(-1)] for column_BR in columns]
+    engine_N, turn_N, actor_N = under(*columns)
+    if not len(engine_N):
         return {}
-    metrics = {f"{GAP}_mean": float(gap_BR[mask_BR].mean()), f"{GAP}_max": float(gap_BR[mask_BR].max())}
-    probs_diff = (batch.batch["rollout_log_probs"][mask_BR].exp() - log_probs_BR[mask_BR].exp()).abs()
-    metrics |= {f"{PROBS_DIFF}_mean": float(probs_diff.mean()), f"{PROBS_DIFF}_max": float(probs_diff.max())}
-    metrics[f"{PROBS_DIFF}_std"] = float(probs_diff.std(correction=0))
-    turn_BR = batch.batch["turn_ids"] + 1
-    for turn in turn_BR[mask_BR & (turn_BR <= MOST_TURNS)].unique().tolist():
-        gaps = gap_BR[mask_BR & (turn_BR == turn)]
+    gap_N = (engine_N - actor_N).abs()
+    metrics = {f"{GAP}_mean": float(gap_N.mean()), f"{GAP}_max": float(gap_N.max())}
+    probs_diff_N = (engine_N.exp() - actor_N.exp()).abs()
+    metrics |= {f"{PROBS_DIFF}_mean": float(probs_diff_N.mean()), f"{PROBS_DIFF}_max": float(probs_diff_N.max())}
+    metrics[f"{PROBS_DIFF}_std"] = float(probs_diff_N.std(correction=0))
+    turn_N = turn_N + 1
+    for turn in turn_N[turn_N <= MOST_TURNS].unique().tolist():  # type: ignore[no-untyped-call]
+        gaps = gap_N[turn_N == turn]
         metrics |= {f"{GAP}/turn_{turn}_mean": float(gaps.mean()), f"{GAP}/turn_{turn}_max": float(gaps.max())}
     return metrics
 

@@ -16,6 +16,8 @@ import torch
 from agentrl_core.api.agent_loop import Status
 from agentrl_core.api.tree import packed_ids
 from agentrl_core.protocol import DataProto
+from agentrl_core.protocol.ragged import on_values, under
+from agentrl_core.protocol.rows import counts
 from agentrl_core.rollout.results import TrajectoryResult
 
 _BY_TOKEN = ("advantages", "returns", "values")
@@ -78,7 +80,8 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in _BY_TOKEN:
         if name in batch.batch.keys():
-            values = batch.batch[name][batch.batch["response_mask"].bool()].double().numpy()
+            (values_N,) = under(batch.batch["response_mask"], batch.batch[name])
+            values = values_N.double().numpy()
             metrics |= spread(f"critic/{name}", values)
             if len(values):
                 metrics[f"critic/{name}/std"] = float(values.std())
@@ -93,10 +96,14 @@ def signal_metrics(batch: DataProto) -> dict[str, float]:
     """
     signals: dict[object, bool] = {}
     if len(batch):
-        mask_BR = batch.batch["response_mask"].bool()
+        mask_BR = batch.batch["response_mask"]
+
         # A mean of equal rewards can differ from them by its rounding error, which is no advantage.
-        moved_B = (mask_BR & (batch.batch["advantages"].abs() > SMALLEST_ADVANTAGE)).any(-1)
-        for row in mask_BR.any(-1).nonzero().squeeze(-1).tolist():
+        def moves(mask: torch.Tensor, advantages: torch.Tensor) -> torch.Tensor:
+            return mask.bool() & (advantages.abs() > SMALLEST_ADVANTAGE)
+
+        moved_B = counts(on_values(moves, mask_BR, batch.batch["advantages"])) > 0
+        for row in counts(mask_BR).nonzero().squeeze(-1).tolist():
             uid = batch.non_tensor_batch["uid"][row]
             signals[uid] = signals.get(uid, False) or bool(moved_B[row])
     return {"advantage/groups_without_signal": 1 - sum(signals.values()) / max(len(signals), 1)}
@@ -110,7 +117,7 @@ def throughput(batch: DataProto, seconds: float, devices: int) -> dict[str, floa
         seconds: of the step.
         devices: of training processes and engines together.
     """
-    tokens = float(batch.batch["attention_mask"].sum())
+    tokens = float(counts(batch.batch["attention_mask"]).sum())
     return {"perf/total_num_tokens": tokens, "perf/throughput": tokens / seconds / devices}
 
 

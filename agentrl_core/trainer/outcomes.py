@@ -4,18 +4,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from agentrl_core.api import EndedTrajectory
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.record_format import SCHEMA_VERSION, earned_of, nodes_of
 from agentrl_core.api.tree import Call, Node, Tree, TreePath, spans_of
 from agentrl_core.protocol import DataProto
-from agentrl_core.protocol.rows import counts
+from agentrl_core.protocol.ragged import values_in
 from agentrl_core.rollout.loop_output import TreeRow
 from agentrl_core.rollout.results import AGENT, TrajectoryResult
 from agentrl_core.runs.records import reward_input
+from agentrl_core.workers.micro_batching import response_rows
 
 
 class Credit(NamedTuple):
@@ -39,19 +38,19 @@ class Credit(NamedTuple):
         if batch is None or not len(batch):
             return cls()
         tensors = batch.batch
-        mask_BR = tensors["response_mask"].bool()
-        lengths = counts(tensors["attention_mask"][:, -mask_BR.shape[1] :]).tolist()
+        rows = response_rows(tensors)
 
-        def flat(column_BR: Tensor) -> Any:
-            joined = torch.cat([row[:length] for row, length in zip(column_BR, lengths, strict=True)])
-            return (joined if joined.dtype == torch.float64 else joined.float()).numpy()
+        def flat(name: str) -> Any:
+            values = values_in(tensors[name], rows)
+            return values if values.dtype == np.float64 else values.astype(np.float32, copy=False)
 
-        old_BR, reused = tensors["old_log_probs"], "rollout_log_probs" in tensors.keys()
-        if reused and torch.equal(old_BR, tensors["rollout_log_probs"]):
+        old = flat("old_log_probs")
+        if "rollout_log_probs" in tensors.keys() and np.array_equal(old, flat("rollout_log_probs")):
             old = None
         else:
-            old = np.where(flat(mask_BR), flat(old_BR), 0.0)
-        return cls(batch.non_tensor_batch["trajectory_id"].tolist(), lengths, flat(tensors["advantages"]), old)
+            old = np.where(values_in(tensors["response_mask"], rows).astype(bool), old, 0.0)
+        lengths, advantages = rows.lengths_B.tolist(), flat("advantages")
+        return cls(batch.non_tensor_batch["trajectory_id"].tolist(), lengths, advantages, old)
 
     def rows(self) -> dict[str, list[dict[str, list[float]]]]:
         """By trajectory id, ``advantages`` of each of its rows, and ``old_log_probs`` where they were computed."""

@@ -1,6 +1,6 @@
 """What the teacher reads and the policy does not: ``teacher.context`` in each prompt.
 
-Legend: B rows, P and Q tokens of the policy's and of the teacher's prompts, R response tokens.
+Legend: B rows.
 """
 
 import re
@@ -9,13 +9,13 @@ from itertools import takewhile
 from typing import Any
 
 import numpy as np
-import torch
 
 from agentrl_core.api import DataError, Message, Renderer
 from agentrl_core.api.agent_loop import Status
 from agentrl_core.protocol import DataProto
-from agentrl_core.rollout.batching import pad
+from agentrl_core.protocol.ragged import Filled, Order, RaggedColumn, Rows, Values, values_in
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.workers.micro_batching import response_rows
 
 TEACHER_PROMPTS = "teacher_prompts"
 """Column of the batch: the ids of each row's prompt as the teacher reads it."""
@@ -41,17 +41,20 @@ def as_the_teacher_reads(batch: DataProto, pad_token_id: int) -> DataProto:
     ids = batch.non_tensor_batch.pop(TEACHER_PROMPTS, None)
     if ids is None:
         return batch
-    responses_BR = batch.batch["responses"]
-    prompts_BQ, filled_BQ = (torch.from_numpy(each) for each in pad(ids.tolist(), pad_token_id, left=True))
-    of_response_BR = batch.batch["attention_mask"][:, -responses_BR.shape[1] :]
-    attention = torch.cat([filled_BQ.to(of_response_BR.dtype), of_response_BR], dim=1)
+    response = response_rows(batch.batch)
+    flat, ends = values_in(batch.batch["responses"], response), zip(response.starts_B, response.ends_B, strict=True)
+    parts = [part for prompt, (start, end) in zip(ids, ends, strict=True) for part in (prompt, flat[start:end])]
+    prompts_B = np.array([len(prompt) for prompt in ids], dtype=np.int64)
+    left = int(prompts_B.max(initial=0))
+    rows = Rows(prompts_B + response.lengths_B, left + response.width, left - prompts_B)
+    read = RaggedColumn(Values(np.concatenate(parts, dtype=np.int32)), rows, pad_token_id)
     tensors = {
-        "prompts": prompts_BQ,
-        "responses": responses_BR,
+        "prompts": read.part(0, left),
+        "responses": read.part(left, response.width),
         "response_mask": batch.batch["response_mask"],
-        "input_ids": torch.cat([prompts_BQ, responses_BR], dim=1),
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
+        "input_ids": read,
+        "attention_mask": RaggedColumn(Filled(np.int8), rows),
+        "position_ids": RaggedColumn(Order(), rows),
     }
     objects = {name: batch.non_tensor_batch[name] for name in ("uid", "trajectory_id")}
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=dict(batch.meta_info))

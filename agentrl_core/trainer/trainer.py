@@ -336,8 +336,8 @@ class Trainer:
         if self.roles.critic is not None:
             with self.timer.phase("update_critic"):
                 metrics |= mean_of(self.roles.critic.update(narrowed(batch, UPDATE_COLUMNS)))
-            mask_BR = batch.batch["response_mask"].bool()
-            explained = explained_variance(batch.batch["values"], batch.batch["returns"], mask_BR)
+            columns = (batch.batch[name] for name in ("values", "returns", "response_mask"))
+            explained = explained_variance(*columns)
             metrics["critic/explained_variance"] = explained
             self._skipped["critic"].note(self.step + 1, metrics)
         # While the critic warms up, the policy is measured but not updated.

@@ -38,7 +38,7 @@ from agentrl_core.workers.micro_batching import (
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.models import compute_dtype, engine_dtype
 from agentrl_core.workers.offload import Offload
-from agentrl_core.workers.shares import SHARED, Sharing, share_of
+from agentrl_core.workers.shares import SHARED, Sharing, has_advantage, share_of
 from agentrl_core.workers.update import MicroLoss, Share, seed_of
 from agentrl_core.workers.weights import ModelWeights
 
@@ -116,7 +116,7 @@ class ActorWorker(FarFiles, TrainingWorker):
         columns = self._columns(batch)
         share = share_of(batch, columns)
         if self._needs_advantage and share.ranks_EB is None:
-            share = replace(share, moving_B=(columns["advantages"] != 0).any(-1).cpu())
+            share = replace(share, moving_B=has_advantage(columns["response_mask"], columns["advantages"]))
         if share.groups_B is not None:
             columns[GROUPS] = share.groups_B[share.rows].unsqueeze(-1)
 

@@ -4,7 +4,7 @@ Shapes: B rows of a batch, b of a micro-batch; P prompt tokens, R response token
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -16,6 +16,8 @@ from torch import Tensor
 
 from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.protocol import DataProto
+from agentrl_core.protocol.ragged import Order, RaggedColumn, Rows, converted, on_values, ragged, together, values_in
+from agentrl_core.protocol.rows import counts
 from agentrl_core.workers.data_parallel import DataParallel
 
 SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids")
@@ -77,9 +79,22 @@ def columns_of(batch: DataProto, names: tuple[str, ...], method: str) -> Columns
     wanted = (*SEQUENCE_COLUMNS, *RESPONSE_COLUMNS, *names)
     check_columns(batch, wanted, method)
     columns: Columns = {name: batch.batch[name] for name in wanted}
-    mask_BR = columns["response_mask"] = columns["response_mask"].bool()
+    mask_BR = columns["response_mask"] = converted(columns["response_mask"], torch.bool)
     # Fillers under mask 0 may be anything, and 0 * NaN in a backward pass is NaN.
-    return columns | {name: torch.where(mask_BR, columns[name].float(), 0.0) for name in names}
+    return columns | {name: under_mask(mask_BR, columns[name]) for name in names}
+
+
+def under_mask(mask_BR: Tensor, column_BR: Tensor) -> Tensor:
+    """The column as float32, 0 under mask 0."""
+    return on_values(lambda mask, column: torch.where(mask, column.float(), 0.0), mask_BR, column_BR)
+
+
+def response_rows(columns: Mapping[str, Tensor]) -> Rows:
+    """Where the response tokens of a batch are."""
+    if (mask := ragged(columns["response_mask"])) is not None:
+        return mask.rows
+    width = columns["response_mask"].shape[1]
+    return Rows.of(counts(columns["attention_mask"][:, -width:]).numpy(), width)
 
 
 def check_columns(batch: DataProto, names: tuple[str, ...], method: str) -> None:
@@ -100,9 +115,9 @@ def narrowed(batch: DataProto, names: tuple[str, ...]) -> DataProto:
     for name in small.batch.keys():
         column = small.batch[name]
         if name in _MASKS:
-            small.batch[name] = column.bool()
+            small.batch[name] = converted(column, torch.bool)
         elif column.dtype == torch.int64:
-            small.batch[name] = column.int()
+            small.batch[name] = converted(column, torch.int32)
     return small
 
 
@@ -112,7 +127,18 @@ def _widened(name: str, column: Tensor) -> Tensor:
 
 def take(columns: Columns, rows: Tensor) -> Columns:
     """The columns of these rows ([n] int64)."""
-    return {name: column[rows.to(column.device)] for name, column in columns.items()}
+    taken: dict[int, RaggedColumn] = {}
+
+    def chosen(column: Tensor) -> Tensor:
+        kept = ragged(column)
+        return column[rows.to(column.device)] if kept is None else kept.take(rows.cpu().numpy(), taken)
+
+    return {name: chosen(column) for name, column in columns.items()}
+
+
+def counts_of(mask_BW: Tensor) -> Tensor:
+    """[B] int64: how many values of each row are not 0."""
+    return mask_BW.sum(-1) if ragged(mask_BW) is None else counts(mask_BW)
 
 
 def in_place(values_n: Tensor, places_br: Tensor) -> Tensor:
@@ -148,19 +174,44 @@ class Prefixes:
 
 def prefixes_of(columns: Columns) -> Prefixes | None:
     """None where rows cannot be packed: one has no prompt, or positions have several dimensions."""
-    ids_BL, attention_BL, positions_BL = (columns[name].cpu().numpy() for name in SEQUENCE_COLUMNS)
-    width_P = ids_BL.shape[1] - columns["responses"].shape[1]
-    if positions_BL.ndim != 2 or not attention_BL[:, :width_P].any(-1).all():
+    found = _tokens_of(columns)
+    if found is None:
         return None
     # Bytes are compared quickly, and whole tokens share their first bytes only as far as they are the same.
+    tokens, kind = found
+    rows = sorted(range(len(tokens)), key=tokens.__getitem__)
+    sorted_tokens = [np.frombuffer(tokens[row], kind) for row in rows]
+    shared = [0, *(_common(*pair) for pair in pairwise(sorted_tokens))]
+    return Prefixes(rows, [len(each) for each in sorted_tokens], shared[: len(rows)])
+
+
+def _tokens_of(columns: Columns) -> tuple[list[bytes], Any] | None:
+    """The tokens of each row, and the type in which they are bytes."""
+    width_P = columns["input_ids"].shape[1] - columns["responses"].shape[1]
+    if (rows := plain_rows(columns)) is not None:
+        if not (rows.first_B < width_P).all():
+            return None
+        # Where positions follow from lengths, ids are all that a token is.
+        flat = values_in(columns["input_ids"], rows).astype(np.int32, copy=False)
+        ends = zip(rows.starts_B.tolist(), rows.ends_B.tolist(), strict=True)
+        return [flat[start:end].tobytes() for start, end in ends], np.int32
+    ids_BL, attention_BL, positions_BL = (columns[name].cpu().numpy() for name in SEQUENCE_COLUMNS)
+    if positions_BL.ndim != 2 or not attention_BL[:, :width_P].any(-1).all():
+        return None
     tokens = [
         np.stack([ids_L[is_token_L], positions_L[is_token_L]], -1).astype(np.int32).tobytes()
         for ids_L, is_token_L, positions_L in zip(ids_BL, attention_BL.astype(bool), positions_BL, strict=True)
     ]
-    rows = sorted(range(len(tokens)), key=tokens.__getitem__)
-    sorted_tokens = [np.frombuffer(tokens[row], np.int64) for row in rows]
-    shared = [0, *(_common(*pair) for pair in pairwise(sorted_tokens))]
-    return Prefixes(rows, [len(each) for each in sorted_tokens], shared[: len(rows)])
+    return tokens, np.int64
+
+
+def plain_rows(columns: Columns) -> Rows | None:
+    """Where the tokens of rows without padding are; None where masks and positions do not follow from lengths."""
+    found = together(*(columns[name] for name in SEQUENCE_COLUMNS))
+    if found is None:
+        return None
+    ids, attention, positions = found
+    return ids.rows if attention.source.derived and isinstance(positions.source, Order) else None
 
 
 def _common(one: "np.ndarray[Any, Any]", other: "np.ndarray[Any, Any]") -> int:
@@ -212,17 +263,22 @@ def micro_batches(columns: Columns, max_tokens: int, by_prefix: bool = False) ->
             share counts once; but a micro-batch has at most ``max_tokens`` sampled tokens, and its rows together
             :data:`MOST_SHARING` times as many tokens.
     """
-    attention_BL, width_R = columns["attention_mask"].bool(), columns["responses"].shape[1]
-    width_P = attention_BL.shape[1] - width_R
-    prompts = _extent(attention_BL[:, :width_P].flip(-1))
-    responses = _extent(attention_BL[:, width_P:])
+    width_L, width_R = columns["input_ids"].shape[1], columns["responses"].shape[1]
+    width_P = width_L - width_R
+    if (places := plain_rows(columns)) is not None:
+        prompts = np.maximum(width_P - places.first_B, 1).tolist()
+        responses = np.maximum(places.first_B + places.lengths_B - width_P, 1).tolist()
+    else:
+        attention_BL = columns["attention_mask"].bool()
+        prompts = _extent(attention_BL[:, :width_P].flip(-1))
+        responses = _extent(attention_BL[:, width_P:])
     prefixes = prefixes_of(columns) if by_prefix else None
     if prefixes is None:
         padded = [(prompt + response, prompt) for prompt, response in zip(prompts, responses, strict=True)]
         rows = sorted(range(len(padded)), key=padded.__getitem__, reverse=True)
         # With all padding, so that packing never pays.
-        prefixes = Prefixes(rows, [attention_BL.shape[1]] * len(rows), [0] * len(rows))
-    sampled = columns["response_mask"].sum(-1).tolist()
+        prefixes = Prefixes(rows, [width_L] * len(rows), [0] * len(rows))
+    sampled = counts_of(columns["response_mask"]).tolist()
 
     packs: list[list[int]] = []
     sizes: list[_Size] = []
@@ -254,7 +310,7 @@ def rank_of_rows(columns: Columns, size: int, by_prefix: bool) -> Tensor:
     Rows are dealt out by length. ``by_prefix``, each rank gets rows that begin alike, so that the rank with the most
     different tokens has as few as possible.
     """
-    lengths_B = columns["attention_mask"].sum(-1)
+    lengths_B = counts_of(columns["attention_mask"])
     ranks_B = torch.zeros_like(lengths_B, dtype=torch.long)
     if by_prefix and (prefixes := prefixes_of(columns)) is not None:
         enough = bisect_left(
@@ -303,10 +359,11 @@ def _extent(mask_BW: Tensor) -> list[int]:
 def _cropped(columns: Columns, pack: list[int], width_P: int, prompts: list[int], responses: list[int]) -> MicroBatch:
     p, r = max(prompts[row] for row in pack), max(responses[row] for row in pack)
     rows = torch.tensor(pack, dtype=torch.long)
-    cropped = {
-        name: column[..., width_P - p : width_P + r] if name in SEQUENCE_COLUMNS else column[..., :r]
-        for name, column in take(columns, rows).items()
-    }
+    cropped: Columns = {}
+    for name, column in take(columns, rows).items():
+        start, end = (width_P - p, width_P + r) if name in SEQUENCE_COLUMNS else (0, r)
+        kept = ragged(column)
+        cropped[name] = column[..., start:end] if kept is None else kept.part(start, end - start).padded()
     return MicroBatch(rows, cropped, _is_plain(cropped["attention_mask"].bool(), cropped["position_ids"]))
 
 
@@ -335,14 +392,28 @@ def map_micro_batches(
     and all of them must call this.
     """
     mask_BR = columns["response_mask"].cpu()
-    results = {name: torch.zeros(mask_BR.shape, dtype=torch.float32) for name in names}
+    mask = ragged(mask_BR)
+    shape = mask_BR.shape if mask is None else (mask.rows.size,)
+    results = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
     for micro in in_step(micro_batches(columns, max_tokens, by_prefix), columns, parallel):
         with memory_errors(micro, setting):
             outputs = function(micro.to(device))
         for name, output_br in zip(names, outputs, strict=True):
-            if len(micro.rows):
+            if mask is not None:
+                _write(results[name], mask.rows, micro.rows, output_br.float().cpu())
+            elif len(micro.rows):
                 results[name][micro.rows, : output_br.shape[1]] = output_br.float().cpu()
-    return {name: torch.where(mask_BR, result_BR, 0.0) for name, result_BR in results.items()}
+    if mask is None:
+        return {name: torch.where(mask_BR, result_BR, 0.0) for name, result_BR in results.items()}
+    return {name: under_mask(mask, mask.like(result.numpy())) for name, result in results.items()}
+
+
+def _write(values_N: Tensor, rows: Rows, index_b: Tensor, output_br: Tensor) -> None:
+    """Put the results of some rows among the values of all."""
+    starts_b, ends_b = (each[index_b.numpy()].tolist() for each in (rows.starts_B, rows.ends_B))
+    # The empty micro-batch of a rank without rows has a row that is none of these.
+    for start, end, output_r in zip(starts_b, ends_b, output_br, strict=False):
+        values_N[start:end] = output_r[: end - start]
 
 
 @contextmanager

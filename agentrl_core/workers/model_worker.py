@@ -50,7 +50,7 @@ from agentrl_core.workers.optimizer import ScheduledAdamW
 from agentrl_core.workers.packed_attention import Packing, check_padding
 from agentrl_core.workers.profiling import start_profile, stop_profile
 from agentrl_core.workers.protocols import DeviceMemory
-from agentrl_core.workers.sent_rows import parts_of
+from agentrl_core.workers.sent_rows import unpadded
 from agentrl_core.workers.sharding import place, rest
 from agentrl_core.workers.shares import Sharing
 from agentrl_core.workers.update import Update
@@ -63,12 +63,13 @@ def _plan_balanced(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) 
         return plan_dp_compute_proto(group, args, kwargs)
     if len(batch) < group.world_size:
         return plan_dp_compute_proto(group, args, kwargs)
+    batch = unpadded(batch)
     columns = {name: batch.batch[name] for name in needed}
     ranks_B = rank_of_rows(columns, group.world_size, by_prefix=True)
     if len(set(ranks_B.tolist())) < group.world_size:
         ranks_B = rank_of_rows(columns, group.world_size, by_prefix=False)
     shares = [(ranks_B == rank).nonzero().squeeze(-1) for rank in range(group.world_size)]
-    calls: list[Call | None] = [((part,), {}) for part in parts_of(group, batch, shares)]
+    calls: list[Call | None] = [((part,), {}) for part in map(batch.select_idxs, shares)]
     back_B = torch.cat(shares).argsort()
 
     def collect(results: list[Any]) -> DataProto | None:

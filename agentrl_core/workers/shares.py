@@ -10,9 +10,18 @@ from torch import Tensor
 
 from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, plan_one_to_all
 from agentrl_core.protocol import DataProto
+from agentrl_core.protocol.ragged import on_values
 from agentrl_core.protocol.rows import counts
-from agentrl_core.workers.micro_batching import SEQUENCE_COLUMNS, Columns, check_columns, columns_of, rank_of_rows
-from agentrl_core.workers.sent_rows import parts_of
+from agentrl_core.workers.micro_batching import (
+    SEQUENCE_COLUMNS,
+    Columns,
+    check_columns,
+    columns_of,
+    counts_of,
+    rank_of_rows,
+    take,
+)
+from agentrl_core.workers.sent_rows import unpadded
 from agentrl_core.workers.update import Share, mini_batches, seed_of
 
 SHARE = "share of the update"
@@ -34,32 +43,37 @@ class Sharing(NamedTuple):
     leaves_out: bool = False
 
 
-def shared_out(group: Ranks, batch: DataProto, sharing: Sharing) -> list[Any]:
+def shared_out(group: Ranks, batch: DataProto, sharing: Sharing) -> list[DataProto]:
     """What each rank of a group gets of a batch."""
     size = group.world_size
+    batch = unpadded(batch)
     columns = columns_of(batch, (), "update")
     sampled_B, lengths_B = (counts(columns[name]) for name in ("response_mask", "attention_mask"))
     moving_B = sampled_B > 0
     if sharing.leaves_out:
         check_columns(batch, ("advantages",), "update")
-        moving_B = torch.where(columns["response_mask"], batch.batch["advantages"] != 0, False).any(-1)
+        moving_B = has_advantage(columns["response_mask"], batch.batch["advantages"])
     measures = batch.meta_info.get("measure_only", False) or not moving_B.any()
     ranks_EB = torch.full((1 if measures else sharing.epochs, len(batch)), -1)
     passes: Any = [(0, torch.arange(len(batch)))]
     if not measures:
         every = mini_batches(sampled_B.nonzero().squeeze(-1), sharing.epochs, sharing.mini_batches, seed_of(batch))
         passes = ((epoch, rows[moving_B[rows] == moves]) for epoch, rows in every for moves in (False, True))
-    responses_BR = columns["responses"]
     for epoch, rows in passes:
-        # Of the responses only the width is read, and copies of whole columns are what takes the time here.
-        part = {name: columns[name][rows] for name in SEQUENCE_COLUMNS} | {"responses": responses_BR[: len(rows)]}
-        ranks_EB[epoch, rows] = rank_of_rows(part, size, sharing.by_prefix)
+        looked_at = take({name: columns[name] for name in (*SEQUENCE_COLUMNS, "responses")}, rows)
+        ranks_EB[epoch, rows] = rank_of_rows(looked_at, size, sharing.by_prefix)
     groups_B = group_numbers(batch)
     shares = [(ranks_EB == rank).any(0).nonzero().squeeze(-1) for rank in range(size)]
-    parts = parts_of(group, batch, shares)
+    parts = [batch.select_idxs(rows) for rows in shares]
     for rows, part in zip(shares, parts, strict=True):
         part.meta_info[SHARE] = Share(rows, ranks_EB, sampled_B, lengths_B, moving_B, groups_B)
     return parts
+
+
+def has_advantage(mask_BR: Tensor, advantages_BR: Tensor) -> Tensor:
+    """[B] Whether an advantage of a row is not 0."""
+    moved_BR = on_values(lambda mask, advantages: mask & (advantages != 0), mask_BR, advantages_BR)
+    return counts(moved_BR.cpu()) > 0
 
 
 def group_numbers(batch: DataProto) -> Tensor | None:
@@ -75,8 +89,7 @@ def share_of(batch: DataProto, columns: Columns) -> Share:
     found: Share | None = batch.meta_info.get(SHARE)
     if found is not None:
         return found
-    sampled_B = columns["response_mask"].sum(-1).cpu()
-    lengths_B = columns["attention_mask"].sum(-1).cpu()
+    sampled_B, lengths_B = (counts_of(columns[name]).cpu() for name in ("response_mask", "attention_mask"))
     rows = torch.arange(len(sampled_B))
     return Share(rows, None, sampled_B, lengths_B, sampled_B > 0, group_numbers(batch))
 

@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from agentrl_core.algorithms.outcome import advantage_input
 from agentrl_core.api import AgentLoopOutput, RewardResult, Termination
 from agentrl_core.api.tree import Node, Tree, paths_of
-from agentrl_core.rollout.batching import outcome_scores, pad, to_data_proto
+from agentrl_core.protocol.ragged import Rows
+from agentrl_core.rollout.batching import outcome_scores, to_data_proto
 from agentrl_core.rollout.loop_output import TreeRow, adopt
 from agentrl_core.rollout.results import TrajectoryResult
 
@@ -123,17 +124,9 @@ def test_rows_without_log_probs_leave_the_column_out() -> None:
     assert "rollout_log_probs" not in to_data_proto(rows, PAD, {}).batch.keys()
 
 
-def test_pad_widths_and_sides() -> None:
-    padded, filled = pad([[1], [2, 3], []], 0, left=True)
-    assert padded.tolist() == [[0, 1], [2, 3], [0, 0]] and filled.tolist() == [[False, True], [True, True], [False] * 2]
-    padded, _ = pad([[0.5], []], 0.0, left=False)
-    assert padded.tolist() == [[0.5], [0.0]] and padded.dtype == np.float32
-    assert pad([], 0, left=True)[0].shape == (0, 0)
-
-
 def test_a_score_of_zero_and_a_negative_score_are_written() -> None:
-    mask = np.array([[True], [True]])
-    assert outcome_scores(mask, [0.0, -1.5]).tolist() == [[0.0], [-1.5]]
+    mask, rows = np.array([True, True, False, False]), Rows.of(np.array([0, 1, 2, 0, 1]), 2)
+    assert outcome_scores(mask, rows, np.array([9.0, 0.0, -1.5, 9.0, 9.0])).tolist() == [0.0, -1.5, 0.0, 0.0]
 
 
 def test_a_reward_stands_on_the_token_that_earned_it() -> None:

@@ -1,7 +1,6 @@
 """What arrives of a batch on the ranks, and in how many bytes."""
 
 import pickle
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_core.protocol import DataProto
-from agentrl_core.protocol.rows import padded
+from agentrl_core.protocol.ragged import padded, together
 from agentrl_core.workers.micro_batching import narrowed
-from agentrl_core.workers.sent_rows import SentRows, parts_of
+from agentrl_core.workers.sent_rows import unpadded
 
 PAD = 7
 NAMES = ("advantages", "turn_ids")
@@ -45,12 +44,6 @@ def batch(rows: list[tuple[int, int]], seed: int = 0) -> DataProto:
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info={"seed": 3})
 
 
-def sent_of(whole: DataProto) -> SentRows:
-    sent = SentRows.of(narrowed(whole, NAMES))
-    assert sent is not None
-    return sent
-
-
 def check(found: DataProto, expected: DataProto) -> None:
     assert type(found) is DataProto
     assert set(found.batch.keys()) == set(expected.batch.keys())
@@ -69,19 +62,20 @@ def check(found: DataProto, expected: DataProto) -> None:
 ))  # fmt: skip
 def test_a_batch_arrives_as_it_was(rows: list[tuple[int, int]]) -> None:
     whole = narrowed(batch(rows), NAMES)
-    sent = sent_of(whole)
+    sent = unpadded(whole)
+    assert together(*(sent.batch[name] for name in ("responses", *NAMES)))
     check(pickle.loads(pickle.dumps(sent)), whole)
     some = torch.arange(len(rows)).flip(0)[::2]
-    check(pickle.loads(pickle.dumps(sent.take(some))), whole.select_idxs(some))
+    check(pickle.loads(pickle.dumps(sent.select_idxs(some))), whole.select_idxs(some))
 
 
 def test_padding_takes_no_bytes() -> None:
     # 4 bytes each for an id, an advantage and a turn, 1 for the mask.
     whole = narrowed(batch([(10, 20)] * 99 + [(10, 20_000)]), NAMES)
-    assert len(pickle.dumps(sent_of(whole))) < 100 * 10 * 4 + (99 * 20 + 20_000) * 13 + 5_000 < whole.nbytes() / 80
+    assert len(pickle.dumps(unpadded(whole))) < 100 * 10 * 4 + (99 * 20 + 20_000) * 13 + 5_000 < whole.nbytes() / 80
 
 
-@pytest.mark.parametrize("what", ["gap", "positions", "several positions", "responses", "bfloat16", "no rows"])
+@pytest.mark.parametrize("what", ["gap", "positions", "several positions", "responses", "no rows"])
 def test_what_cannot_be_derived_is_sent_as_it_is(what: str) -> None:
     whole = batch([(2, 3), (4, 1)])
     if what == "gap":
@@ -92,18 +86,15 @@ def test_what_cannot_be_derived_is_sent_as_it_is(what: str) -> None:
         whole.batch["position_ids"] = whole.batch["position_ids"].unsqueeze(1).repeat(1, 3, 1)
     elif what == "responses":
         whole.batch["responses"][0, 0] += 1
-    elif what == "bfloat16":
-        whole.batch["advantages"] = whole.batch["advantages"].bfloat16()
     else:
         whole = whole.select_idxs([])
     whole = narrowed(whole, NAMES)
-    assert SentRows.of(whole) is None
-    (found,) = parts_of(SimpleNamespace(pickles=True), whole, [torch.arange(len(whole))])
-    assert type(found) is DataProto
-    assert all(torch.equal(found.batch[name], column) for name, column in whole.batch.items())
+    assert unpadded(whole) is whole
 
 
-def test_in_one_process_rows_stay_as_they_are() -> None:
+def test_a_type_that_numpy_does_not_know_is_sent_as_it_is() -> None:
     whole = narrowed(batch([(2, 3), (4, 1)]), NAMES)
-    (found,) = parts_of(SimpleNamespace(pickles=False), whole, [torch.tensor([1])])
-    assert isinstance(found, DataProto) and len(found) == 1
+    whole.batch["advantages"] = whole.batch["advantages"].bfloat16()
+    found = pickle.loads(pickle.dumps(unpadded(whole)))
+    assert together(found.batch["responses"], found.batch["turn_ids"])
+    assert torch.equal(found.batch["advantages"], whole.batch["advantages"])

@@ -20,7 +20,7 @@ ROWS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 6)), min_size=1, max
 
 
 def group(size: int) -> Any:
-    return SimpleNamespace(world_size=size, pickles=True)
+    return SimpleNamespace(world_size=size)
 
 
 def of(rows: list[tuple[int, int]]) -> DataProto:
