@@ -8,8 +8,9 @@ hand them over. Each part of the path runs in the same process, whose CPU second
 
 1. unpickle: results arrive from the workers.
 2. build: the step's batch.
-3. send: what the actor's update sends to each rank, pickled.
-4. records: until the trajectories are handed over to what writes them, or written.
+3. estimate: advantages by GRPO, and the metrics of the batch.
+4. send: what the actor's update sends to each rank, pickled.
+5. records: until the trajectories are handed over to what writes them, or written.
 
 With ``--against`` the same runs with the code of another checkout, in turns. Goals hold for 8,192 rows and are scaled
 to ``--rows``.
@@ -31,7 +32,7 @@ from typing import Any
 
 CPU_GOAL, MEMORY_GOAL, FULL = 5.0, 1.0, 8192
 SAMPLES, WORKERS, PROMPT, TURN, ANSWER, LONGEST, MEDIAN, SIGMA = 8, 16, 300, 400, 100, 16_000, 2_000, 0.9
-PARTS = ("unpickle", "build", "send", "records")
+PARTS = ("unpickle", "build", "estimate", "send", "records")
 OUT_OF_BAND = 5
 
 
@@ -74,7 +75,16 @@ def in_checkout(checkout: Path, options: argparse.Namespace) -> dict[str, float]
     environment = os.environ | {"PYTHONPATH": f"{checkout}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     with tempfile.TemporaryDirectory() as folder:
         for work in ("make", "measure"):
-            command = [sys.executable, __file__, "--rows", str(options.rows), "--ranks", str(options.ranks)]
+            own = checkout / ".venv" / "bin" / "python"
+            # Its plugins are those of its own environment.
+            command = [
+                str(own) if own.exists() else sys.executable,
+                __file__,
+                "--rows",
+                str(options.rows),
+                "--ranks",
+                str(options.ranks),
+            ]
             subprocess.run([*command, "--worker", work, folder], env=environment, check=True)
         measured: dict[str, float] = json.loads(Path(folder, "figures.json").read_text())
         return measured
@@ -172,13 +182,14 @@ def single(values: list[float]) -> list[float]:
 
 def measure(folder: Path, rows: int, ranks: int) -> None:
     """Write CPU seconds and the growth of the peak memory of each part."""
-    import torch
     from ray import cloudpickle
 
     from agentrl_core.controller.decorator import registrations
     from agentrl_core.rollout.batching import to_data_proto
     from agentrl_core.rollout.pacing import fewer_collections
     from agentrl_core.trainer import outcomes
+    from agentrl_core.trainer.algorithm import Algorithm
+    from agentrl_core.trainer.metrics import batch_metrics, signal_metrics, throughput
     from agentrl_core.workers.actor import FREE_COLUMNS, ActorWorker
     from agentrl_core.workers.micro_batching import narrowed
 
@@ -203,8 +214,11 @@ def measure(folder: Path, rows: int, ranks: int) -> None:
             results += cloudpickle.loads((folder / f"{worker}.pickle").read_bytes(), buffers=buffers)
     with part("build"):
         batch = to_data_proto(results, 0, {"step": 1, "temperature": 1.0, "seed": 0})
-    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-    batch.batch["advantages"] = torch.where(batch.batch["response_mask"], batch.batch["scores"].unsqueeze(-1), 0.0)
+    algorithm = Algorithm(config(folder))
+    with part("estimate"):
+        batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+        algorithm.estimate(batch)
+        metrics = signal_metrics(batch) | batch_metrics(batch) | throughput(batch, 1.0, 1)
     names = ("old_log_probs", "advantages", *FREE_COLUMNS)
     sent: dict[int, int] = {}
     most = 0
@@ -223,8 +237,20 @@ def measure(folder: Path, rows: int, ranks: int) -> None:
     figures["CPU in all"] = sum(figures[f"{name}: CPU"] for name in PARTS)
     figures["growth of the peak memory"] = max(figures[f"{name}: peak memory"] for name in PARTS)
     figures["most that a rank receives"] = most / 2**30
-    figures["million tokens"] = float(batch.batch["attention_mask"].sum()) / 1e6
+    figures["million tokens"] = metrics["perf/total_num_tokens"] / 1e6
     (folder / "figures.json").write_text(json.dumps(figures))
+
+
+def config(folder: Path) -> Any:
+    from agentrl_core.config import load_config
+
+    file = folder / "config.json"
+    loops = [{"name": "single_turn"}]
+    file.write_text(json.dumps({
+        "model": {"path": str(folder)}, "data": {"train_files": ["none.jsonl"]},
+        "rollout": {"n": SAMPLES, "agent": {"loops": loops}}, "reward": {"functions": [{"name": "exact_match"}]},
+    }))  # fmt: skip
+    return load_config(file, check_files=False)
 
 
 class Ranks:

@@ -105,6 +105,7 @@ KINDS: dict[str, PluginKind] = {
             "entropies": "needs the entropies of the policy before the update",
             "teacher_log_probs": "needs the log-probs of teacher.path",
             "greedy_baseline": "needs the score of a greedy answer to each prompt: one more trajectory per prompt",
+            "separate_groups": "a group's advantages follow from it alone: gets parts of a step, returns no metrics",
         }, {1: "rewards now stand on the turn that earned them; this plugin gets them all on each row's last token"}),
         PluginKind("policy_loss", "agentrl.policy_losses", 2, "policy loss", {
             "rollout_log_probs": "needs the engine's log-probs",

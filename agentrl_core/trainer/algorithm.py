@@ -5,15 +5,16 @@ Shapes: B rows, R response tokens.
 
 import logging
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from agentrl_core.algorithms.kl import kl_estimate
 from agentrl_core.algorithms.outcome import advantage_input, outcomes_only
-from agentrl_core.api import AlgorithmContext, ConfigError, CorrectionInput
+from agentrl_core.api import AdvantageOutput, AlgorithmContext, ConfigError, CorrectionInput
 from agentrl_core.api.agent_loop import Status
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.plugins.boundary import hang_reported
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 KL_HORIZON = 10_000
 """Trajectories over which an adaptive coefficient may move by its own size, times the clipped error."""
 MOST_KL_ERROR = 0.2
+PART = 256
+"""Rows that an estimator with separate groups gets at once, if groups are no larger."""
+TOKEN_COLUMNS = ("prompts", "responses", "input_ids", "attention_mask", "position_ids")
+"""What no estimator sees."""
 
 
 class Algorithm:
@@ -116,7 +121,24 @@ class Algorithm:
 
     def estimate(self, batch: DataProto) -> dict[str, float]:
         """Add ``advantages`` and ``returns`` [B, R] to the batch; returns metrics."""
-        advantage, mask_BR = self._settings.advantage, batch.batch["response_mask"]
+        names = [name for name in batch.batch.keys() if name not in TOKEN_COLUMNS]
+        seen, metrics = batch.select(names), dict[str, float]()
+        separate = self._settings.advantage.has("separate_groups")
+        parts = whole_groups(batch.non_tensor_batch["uid"]) if separate else [np.arange(len(batch))]
+        estimated = []
+        for rows in parts:
+            part = seen.select_idxs(rows) if len(parts) > 1 else seen
+            output, mask_BR = self._estimated(part), part.batch["response_mask"]
+            found = {"advantages": output.advantages, "returns": output.returns}
+            estimated.append(DataProto.from_dict({name: like(mask_BR, column) for name, column in found.items()}))
+            metrics |= {f"advantage/{name}": value for name, value in output.metrics.items()}
+        whole = DataProto.concat(estimated).select_idxs(np.argsort(np.concatenate(parts)))
+        for name, column_BR in whole.batch.items():
+            batch.batch[name] = column_BR
+        return metrics
+
+    def _estimated(self, batch: DataProto) -> AdvantageOutput:
+        advantage = self._settings.advantage
         seen = advantage_input(batch)
         if advantage.has("components") and not seen.components:
             raise ConfigError(
@@ -126,10 +148,21 @@ class Algorithm:
         if advantage.plugin.spec.api_version < 2:
             seen = outcomes_only(seen)
         with hang_reported(f"advantage estimator {advantage.name!r}"):
-            output = self._estimator(seen)
-        batch.batch["advantages"] = like(mask_BR, output.advantages)
-        batch.batch["returns"] = like(mask_BR, output.returns)
-        return {f"advantage/{name}": value for name, value in output.metrics.items()}
+            output: AdvantageOutput = self._estimator(seen)
+        return output
+
+
+def whole_groups(uids: Iterable[object]) -> list[Any]:
+    """Rows of all groups, in parts of about :data:`PART` rows that have whole groups; in each they keep their order."""
+    groups: dict[object, list[int]] = defaultdict(list)
+    for row, uid in enumerate(uids):
+        groups[uid].append(row)
+    parts: list[list[int]] = [[]]
+    for rows in groups.values():
+        if parts[-1] and len(parts[-1]) + len(rows) > PART:
+            parts.append([])
+        parts[-1] += rows
+    return [np.sort(part) for part in parts]
 
 
 def _of_trajectories(batch: DataProto, values_B: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ GRPO = _estimator(
     "grpo:GRPO",
     "reward relative to the other samples of the same prompt; no critic",
     "groups",
+    "separate_groups",
     config=GRPOConfig,
 )
 GAE = _estimator(
@@ -68,12 +69,15 @@ TURN_GAE = _estimator(
     "values",
     config=TurnGAEConfig,
 )
-RLOO = _estimator("rloo", "rloo:RLOO", "score minus the mean of the prompt's other samples; unbiased", "groups")
+RLOO = _estimator(
+    "rloo", "rloo:RLOO", "score minus the mean of the prompt's other samples; unbiased", "groups", "separate_groups"
+)
 TURN_RLOO = _estimator(
     "turn_rloo",
     "turn_rloo:TurnRLOO",
     "credit per turn: what is earned from a turn on, minus that of the prompt's other samples",
     "groups",
+    "separate_groups",
 )
 REINFORCE_PLUS_PLUS = _estimator(
     "reinforce_plus_plus",
@@ -87,8 +91,10 @@ REINFORCE_PLUS_PLUS_BASELINE = _estimator(
     "score minus its group's mean, normalised over the whole batch",
     "groups",
 )
-REMAX = _estimator("remax", "remax:ReMax", "score minus that of a greedy answer to the prompt", "greedy_baseline")
-OPO = _estimator("opo", "opo:OPO", "score minus the length-weighted mean of its group", "groups")
+REMAX = _estimator(
+    "remax", "remax:ReMax", "score minus that of a greedy answer to the prompt", "greedy_baseline", "separate_groups"
+)
+OPO = _estimator("opo", "opo:OPO", "score minus the length-weighted mean of its group", "groups", "separate_groups")
 GPG = _estimator("gpg", "gpg:GPG", "score minus its group's mean, scaled up for groups without signal", "groups")
 GDPO = _estimator(
     "gdpo",
@@ -99,7 +105,11 @@ GDPO = _estimator(
     config=GDPOConfig,
 )
 GRPO_PASSK = _estimator(
-    "grpo_passk", "grpo_passk:GRPOPassK", "pass@k: only the best sample of a group counts, with its lead", "groups"
+    "grpo_passk",
+    "grpo_passk:GRPOPassK",
+    "pass@k: only the best sample of a group counts, with its lead",
+    "groups",
+    "separate_groups",
 )
 MAXRL = _estimator("maxrl", "maxrl:MaxRL", "maximum likelihood: centred scores over the group's success rate", "groups")
 OPTIMAL_TOKEN_BASELINE = _estimator(
