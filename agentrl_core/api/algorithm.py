@@ -141,9 +141,8 @@ class AdvantageEstimator(ABC):
     A row without sampled tokens has no vote: it must not change a mean, a baseline or a group's size. It is in the
     batch where the engine had no room to answer, and where mask 1 is nowhere.
 
-    One that declares ``separate_groups`` is called for some groups of the step at a time, all rows of each, so that
-    little of the step is padded at once. It must give every group what it gives it among all others, bit for bit, and
-    no metrics.
+    One that declares ``separate_groups`` is called for some groups of the step at a time, all rows of each, padded to
+    the longest of these rows. It must give every group what it gives it among all others, bit for bit, and no metrics.
     """
 
     def __init__(self, config: Any, context: AlgorithmContext) -> None:

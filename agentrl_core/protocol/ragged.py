@@ -107,15 +107,14 @@ class Rows:
         parts = zip(column_BW, self.first_B.tolist(), (self.first_B + self.lengths_B).tolist(), strict=True)
         return np.concatenate([row_W[first:end] for row_W, first, end in parts] or [column_BW.reshape(-1)[:0]])
 
-    def any(self, values: Array) -> Array:
-        """[B] bool: whether a row has a value other than 0."""
-        before = np.concatenate([[0], np.cumsum(values != 0, dtype=np.int64)])
-        return np.asarray(before[self.ends_B] > before[self.starts_B])
-
-    def counts(self, mask: Array) -> Array:
+    def counts(self, values: Array) -> Array:
         """[B] int64: how many values of each row are not 0."""
-        before = np.concatenate([[0], np.cumsum(mask, dtype=np.int64)])
-        return np.asarray(before[self.ends_B] - before[self.starts_B])
+        return np.array([np.count_nonzero(values[part]) for part in self.slices], dtype=np.int64)
+
+    @property
+    def slices(self) -> list[slice]:
+        """Where each row is among all values."""
+        return [slice(*ends) for ends in zip(self.starts_B.tolist(), self.ends_B.tolist(), strict=True)]
 
 
 class Source:
@@ -158,7 +157,7 @@ class Values(Source):
 
 
 class Runs(Source):
-    """Values of which each stands several times in a row."""
+    """Values of which each stands several times in succession, in one row."""
 
     def __init__(self, values: Any, counts: Any, dtype: Any) -> None:
         self._runs, self._counts = np.array(values, dtype=dtype), np.array(counts, dtype=np.int64)
@@ -166,6 +165,13 @@ class Runs(Source):
 
     def values(self, rows: Rows) -> Array:
         return np.repeat(self._runs, self._counts)
+
+    def take(self, rows: Rows, index: Any) -> Source:
+        ends = self._counts.cumsum()
+        # No run goes on in another row.
+        first_B, last_B = ends.searchsorted(rows.starts_B[index], "right"), ends.searchsorted(rows.ends_B[index])
+        kept = _ranges(first_B, np.where(rows.lengths_B[index] > 0, last_B + 1, first_B))
+        return Runs(self._runs[kept], self._counts[kept], self.dtype)
 
     @property
     def nbytes(self) -> int:
@@ -175,15 +181,21 @@ class Runs(Source):
 class Few(Source):
     """Zeros, and something else in few places."""
 
-    def __init__(self, values: Array) -> None:
-        # A zero with a sign is something else.
-        self._places = np.flatnonzero(values.view(f"i{values.itemsize}"))
-        self._few, self.dtype = values[self._places], values.dtype
+    def __init__(self, places: Array, values: Array) -> None:
+        order = places.argsort()
+        self._places, self._few, self.dtype = places[order], values[order], values.dtype
 
     def values(self, rows: Rows) -> Array:
         values = np.zeros(rows.size, dtype=self.dtype)
         values[self._places] = self._few
         return values
+
+    def take(self, rows: Rows, index: Any) -> Source:
+        starts_B = rows.starts_B[index]
+        first_B, end_B = self._places.searchsorted(starts_B), self._places.searchsorted(rows.ends_B[index])
+        kept = _ranges(first_B, end_B)
+        moved_B = rows.take(index).starts_B - starts_B
+        return Few(self._places[kept] + np.repeat(moved_B, end_B - first_B), self._few[kept])
 
     @property
     def nbytes(self) -> int:
@@ -472,6 +484,12 @@ def _chosen(func: Any, args: tuple[Any, ...]) -> Array | None:
         return np.flatnonzero(index.numpy())
     numbers = index.numpy().astype(np.int64)
     return np.where(numbers < 0, numbers + len(args[0].rows.lengths_B), numbers)
+
+
+def _ranges(starts_B: Array, ends_B: Array) -> Array:
+    """The numbers from each start up to its end."""
+    ranges = [np.arange(*ends) for ends in zip(starts_B.tolist(), ends_B.tolist(), strict=True)]
+    return np.concatenate(ranges or [np.arange(0)])
 
 
 def _joined(values: Array, starts_B: Array, ends_B: Array) -> Array:

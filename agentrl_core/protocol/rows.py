@@ -48,7 +48,7 @@ def row_index(index: Any, size: int) -> RowIndex:
 def counts(mask_BW: torch.Tensor) -> torch.Tensor:
     """[B] int64: how many values of each row are not 0, of a mask of bool or int8. torch takes ten times as long."""
     if (column := ragged(mask_BW)) is not None:
-        return torch.from_numpy(column.rows.counts(column.flat != 0))
+        return torch.from_numpy(column.rows.counts(column.flat))
     mask = mask_BW.numpy().view(np.bool_) if mask_BW.dtype in (torch.bool, torch.int8) else mask_BW.bool().numpy()
     return torch.from_numpy(np.add.reduce(mask, axis=1, dtype=np.int64))
 

@@ -21,6 +21,7 @@ from agentrl_core.protocol.ragged import Few, Filled, Order, RaggedColumn, Rows,
 from agentrl_core.rollout.results import TrajectoryResult
 
 Array = np.ndarray[Any, Any]
+NOTHING = np.float32(0)
 
 
 def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_info: dict[str, Any]) -> DataProto:
@@ -60,7 +61,7 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
     }
     mask, turns = (columns[name][0].values(response) for name in ("response_mask", "turn_ids"))
     token_rewards, of_rows = reward_columns(trained, mask, turns, response)
-    tensors["rm_scores"] = RaggedColumn(Few(token_rewards), response)
+    tensors["rm_scores"] = RaggedColumn(token_rewards, response)
     tensors |= {name: torch.from_numpy(column) for name, column in of_rows.items()}
     baselines = [result.baseline for result, _ in pairs]
     if all(value is not None for value in baselines):
@@ -105,8 +106,8 @@ def _singles(values: Sequence[float] | None) -> "array[float] | None":
 
 def reward_columns(
     trained: Sequence[TrajectoryResult], mask: Array, turns: Array, rows: Rows
-) -> tuple[Array, dict[str, Array]]:
-    """Rewards in float32: those of all response tokens, each where it was earned; ``scores`` and ``outcomes`` [B], of
+) -> tuple[Few, dict[str, Array]]:
+    """Rewards in float32: those of response tokens, each where it was earned; ``scores`` and ``outcomes`` [B], of
     the row's trajectory with and without its turns and tokens; ``turn_rewards`` [B, T], of each turn of the row's
     trajectory.
 
@@ -119,7 +120,7 @@ def reward_columns(
     """
     owners = [result for result in trained for output in result.outputs if output.trained]
     rewards = [result.reward or RewardResult(0.0) for result in owners]
-    places = [slice(*ends) for ends in zip(rows.starts_B.tolist(), rows.ends_B.tolist(), strict=True)]
+    places = rows.slices
     count = max([int(turns.max(initial=-1)) + 1, *(len(reward.turn_rewards) for reward in rewards)])
     by_turn_BT = np.zeros((len(owners), count), dtype=np.float64)
     for row, reward in enumerate(rewards):
@@ -138,16 +139,19 @@ def reward_columns(
         of_tokens[result.trajectory_id] += sum(part)
     earned_B = np.array([of_tokens[result.trajectory_id] for result in owners], dtype=np.float64)
     outcomes_B = scores_B - by_turn_BT.sum(axis=1) - earned_B
-    earned = outcome_scores(mask, rows, outcomes_B)
+    earned: dict[int, np.float32] = dict(zip(*outcome_scores(mask, rows, outcomes_B), strict=True))
     for row in np.flatnonzero(by_turn_BT.any(axis=1)).tolist():
-        of_row, mask_R, turns_R = (each[places[row]] for each in (earned, mask, turns))
+        mask_R, turns_R = mask[places[row]], turns[places[row]]
         for turn in np.unique(turns_R[mask_R]).tolist():
-            of_row[np.flatnonzero(turns_R == turn)[-1]] += by_turn_BT[row, turn]
+            place = places[row].start + int(np.flatnonzero(turns_R == turn)[-1])
+            earned[place] = np.float32(earned.get(place, NOTHING) + by_turn_BT[row, turn])
     for row, part in enumerate(by_token):
-        if part:
-            earned[places[row]][mask[places[row]]] += np.asarray(part, dtype=np.float32)
+        sampled = np.flatnonzero(mask[places[row]]) + places[row].start if part else ()
+        for place, value in zip(sampled, part, strict=True):
+            earned[int(place)] = earned.get(int(place), NOTHING) + np.float32(value)
+    few = Few(np.array(list(earned), dtype=np.int64), np.array(list(earned.values()), dtype=np.float32))
     columns = {"scores": scores_B, "outcomes": outcomes_B, "turn_rewards": by_turn_BT}
-    return earned, {name: column.astype(np.float32, copy=False) for name, column in columns.items()}
+    return few, {name: column.astype(np.float32, copy=False) for name, column in columns.items()}
 
 
 def _by_row(result: TrajectoryResult) -> Iterator[list[float]]:
@@ -159,15 +163,12 @@ def _by_row(result: TrajectoryResult) -> Iterator[list[float]]:
             yield part
 
 
-def outcome_scores(mask: Array, rows: Rows, scores_B: Array) -> Array:
-    """Of all response tokens, float32: each row's score on its last token with mask 1. A row without one gets none."""
-    earned = np.zeros(rows.size, np.float32)
-    sampled = np.flatnonzero(mask)
-    # The last of the sampled tokens before the row's end, if it is the row's own.
-    number_B = np.searchsorted(sampled, rows.ends_B) - 1
-    has_B = (number_B >= 0) & rows.any(mask)
-    earned[sampled[number_B[has_B]]] = scores_B[has_B]
-    return earned
+def outcome_scores(mask: Array, rows: Rows, scores_B: Array) -> tuple[list[int], Array]:
+    """Where each row's last token with mask 1 is among all response tokens, and its score in float32. A row without
+    such a token has none."""
+    sampled = [(row, part.stop - 1 - int(mask[part][::-1].argmax())) for row, part in enumerate(rows.slices)
+               if mask[part].any()]  # fmt: skip
+    return [place for _, place in sampled], scores_B[[row for row, _ in sampled]].astype(np.float32)
 
 
 def _objects(pairs: Sequence[tuple[TrajectoryResult, AgentLoopOutput]]) -> dict[str, np.ndarray[Any, Any]]:

@@ -19,7 +19,7 @@ from agentrl_core.api.agent_loop import Status
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
-from agentrl_core.protocol.ragged import converted, like, on_values
+from agentrl_core.protocol.ragged import RaggedColumn, Values, converted, like, on_values, ragged, values_in
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.workers.actor import CORRECTION, reads_advantages
 
@@ -121,21 +121,33 @@ class Algorithm:
 
     def estimate(self, batch: DataProto) -> dict[str, float]:
         """Add ``advantages`` and ``returns`` [B, R] to the batch; returns metrics."""
-        names = [name for name in batch.batch.keys() if name not in TOKEN_COLUMNS]
-        seen, metrics = batch.select(names), dict[str, float]()
-        separate = self._settings.advantage.has("separate_groups")
-        parts = whole_groups(batch.non_tensor_batch["uid"]) if separate else [np.arange(len(batch))]
-        estimated = []
-        for rows in parts:
-            part = seen.select_idxs(rows) if len(parts) > 1 else seen
-            output, mask_BR = self._estimated(part), part.batch["response_mask"]
-            found = {"advantages": output.advantages, "returns": output.returns}
-            estimated.append(DataProto.from_dict({name: like(mask_BR, column) for name, column in found.items()}))
-            metrics |= {f"advantage/{name}": value for name, value in output.metrics.items()}
-        whole = DataProto.concat(estimated).select_idxs(np.argsort(np.concatenate(parts)))
-        for name, column_BR in whole.batch.items():
+        mask_BR = batch.batch["response_mask"]
+        if (mask := ragged(mask_BR)) is not None and self._settings.advantage.has("separate_groups"):
+            columns, metrics = self._by_groups(batch, mask), dict[str, float]()
+        else:
+            output = self._estimated(batch)
+            columns = {"advantages": like(mask_BR, output.advantages), "returns": like(mask_BR, output.returns)}
+            metrics = {f"advantage/{name}": value for name, value in output.metrics.items()}
+        for name, column_BR in columns.items():
             batch.batch[name] = column_BR
         return metrics
+
+    def _by_groups(self, batch: DataProto, mask: RaggedColumn) -> dict[str, Tensor]:
+        """``advantages`` and ``returns`` of an estimator that gets some groups at a time."""
+        seen = batch.select([name for name in batch.batch.keys() if name not in TOKEN_COLUMNS])
+        found: dict[str, list[Any]] = {"advantages": [], "returns": []}
+        parts = whole_groups(batch.non_tensor_batch["uid"], mask.rows.lengths_B)
+        for rows in parts:
+            part, width = seen.select_idxs(rows), int(mask.rows.lengths_B[rows].max())
+            for name, column_bR in part.batch.items():
+                if (column := ragged(column_bR)) is not None:
+                    part.batch[name] = column.part(0, width)
+            output, places = self._estimated(part), part.batch["response_mask"].rows
+            for name, values in found.items():
+                values.append(values_in(getattr(output, name), places))
+        order = np.concatenate(parts)
+        rows, back = mask.rows.take(order), order.argsort()
+        return {name: RaggedColumn(Values(np.concatenate(values)), rows).take(back) for name, values in found.items()}
 
     def _estimated(self, batch: DataProto) -> AdvantageOutput:
         advantage = self._settings.advantage
@@ -152,14 +164,17 @@ class Algorithm:
         return output
 
 
-def whole_groups(uids: Iterable[object]) -> list[Any]:
-    """Rows of all groups, in parts of about :data:`PART` rows that have whole groups; in each they keep their order."""
+def whole_groups(uids: Iterable[object], lengths_B: Any) -> list[Any]:
+    """The rows of all groups, in parts of about :data:`PART` rows, none of which cuts a group.
+
+    Groups with rows of similar length come together, and rows of a part are in their order.
+    """
     groups: dict[object, list[int]] = defaultdict(list)
     for row, uid in enumerate(uids):
         groups[uid].append(row)
-    parts: list[list[int]] = [[]]
-    for rows in groups.values():
-        if parts[-1] and len(parts[-1]) + len(rows) > PART:
+    parts: list[list[int]] = []
+    for rows in sorted(groups.values(), key=lambda rows: int(lengths_B[rows].max())):
+        if not parts or len(parts[-1]) + len(rows) > PART:
             parts.append([])
         parts[-1] += rows
     return [np.sort(part) for part in parts]

@@ -126,7 +126,8 @@ def test_rows_without_log_probs_leave_the_column_out() -> None:
 
 def test_a_score_of_zero_and_a_negative_score_are_written() -> None:
     mask, rows = np.array([True, True, False, False]), Rows.of(np.array([0, 1, 2, 0, 1]), 2)
-    assert outcome_scores(mask, rows, np.array([9.0, 0.0, -1.5, 9.0, 9.0])).tolist() == [0.0, -1.5, 0.0, 0.0]
+    places, scores = outcome_scores(mask, rows, np.array([9.0, 0.0, -1.5, 9.0, 9.0]))
+    assert places == [0, 1] and scores.tolist() == [0.0, -1.5]
 
 
 def test_a_reward_stands_on_the_token_that_earned_it() -> None:
