@@ -13,8 +13,8 @@ from agentrl_core.api import WeightUpdate
 from agentrl_core.api.engine import RESHAPING
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.engine import HFEngine
-from agentrl_testing.contracts import EngineCase, EngineContract
-from agentrl_testing.contracts.engine import Served
+from agentrl_testing.contracts import EngineCase, EngineContract, PluginContract
+from agentrl_testing.contracts.engine_served import Model, Served
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,9 +117,36 @@ class Stale(Changed):
 
 def _own() -> WeightUpdate:
     """The weights that it began with."""
-    from agentrl_testing.contracts.engine import Model
-
     return Model(0, True).buckets()
+
+
+class KeepsItsCache(Changed):
+    """Takes new weights and forgets nothing."""
+
+    async def update_weights(self, update, version):
+        await self._call(lambda executor: setattr(executor._scheduler, "invalidate", lambda but_decoding: None))
+        await super().update_weights(update, version)
+
+
+class Continues(Changed):
+    """What runs keeps its cache, whatever is asked for."""
+
+    async def update_weights(self, update, version):
+        await super().update_weights(replace(update, running="continue"), version)
+
+
+class Recomputes(Changed):
+    """What runs computes its cache again, whatever is asked for."""
+
+    async def update_weights(self, update, version):
+        await super().update_weights(replace(update, running="recompute"), version)
+
+
+class KeepsWhatRuns(Changed):
+    """Freezes what it should end."""
+
+    async def pause(self, mode="keep"):
+        await super().pause("keep" if mode == "abort" else mode)
 
 
 class Lenient(Changed):
@@ -171,6 +198,8 @@ ALL = (
     "pause",
     "sleep",
     "weight_update",
+    "live_update",
+    "old_cache",
     "broadcast",
     "sessions",
     "json_schema",
@@ -198,6 +227,10 @@ BROKEN: dict[str, type[HFEngine]] = {
     "test_weights_that_are_sent_in_a_group_are_received": Stale,
     "test_weights_that_do_not_fit_are_refused": Lenient,
     "test_pause_keep_goes_on_with_new_weights": Stale,
+    "test_requests_that_run_compute_their_cache_again": Continues,
+    "test_requests_that_run_keep_their_cache": Recomputes,
+    "test_requests_end_before_weights_that_they_must_not_meet": KeepsWhatRuns,
+    "test_a_new_request_finds_no_cache_of_other_weights": KeepsItsCache,
     "test_pause_empties_the_engine": NeverPauses,
     "test_sleep_and_wake": ForgetsToWake,
     "test_progress_shows_that_requests_are_computed": NeverProgresses,
@@ -206,7 +239,8 @@ BROKEN: dict[str, type[HFEngine]] = {
 
 
 def test_every_check_has_a_broken_engine() -> None:
-    own = {name for name in vars(EngineContract) if name.startswith("test_")}
+    shared = {name for name in dir(PluginContract) if name.startswith("test_")}
+    own = {name for name in dir(EngineContract) if name.startswith("test_")} - shared
     assert own == BROKEN.keys()
 
 
@@ -214,7 +248,7 @@ def test_every_check_has_a_broken_engine() -> None:
 def test_the_check_catches_its_broken_engine(
     spec: Any, tmp_path: Path, check: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("agentrl_testing.contracts.engine.DEADLINE", 6.0)
+    monkeypatch.setattr("agentrl_testing.contracts.engine_served.DEADLINE", 6.0)
     case = EngineCase(spec("engine", BROKEN[check], *ALL, config=HFEngineConfig))
     served = Served(case, tmp_path)
     function = getattr(EngineContract, check)
