@@ -32,6 +32,8 @@ NOT_RUN = {
     "agentrl completion fish": "needs fish; tests/cli reads what it prints",
     "agentrl engines setup": "installs an engine; the tests of agentrl-engines run it with a stand-in for pip",
     "agentrl engines bench": "needs SGLang",
+    "agentrl engines add": "needs a run that runs; tests/serving changes one's replicas",
+    "agentrl engines drain": "needs a run that runs",
     "agentrl train config.yaml cluster.runtime=ray": "needs SGLang, eight GPUs or a second host",
     "agentrl train examples/calculator/config.yaml cluster.runtime=ray": "starts Ray; tests/e2e trains with it",
     "agentrl bench config.yaml": "trains several times in processes of their own; tests/e2e measures with it",

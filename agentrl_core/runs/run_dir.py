@@ -11,6 +11,7 @@ runs/<name>/
   log.txt
   superseded/<n>/          files replaced by a later or resumed run, in the same layout
   .lock                    held by the process that runs here
+  .engine-changes/         requests of `agentrl engines add|drain`, and their answers
 """
 
 import fcntl

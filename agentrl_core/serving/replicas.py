@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from functools import wraps
+from pathlib import Path
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from agentrl_core.api import (
@@ -22,6 +23,7 @@ from agentrl_core.config.schema import ResolvedConfig, ServedSlot
 from agentrl_core.controller.runtime import ActorHandle, ActorOptions, Runtime
 from agentrl_core.plugins.boundary import deadline, wait_reported
 from agentrl_core.serving.placement import GpuAssignments, assign_anywhere, sleep_level
+from agentrl_core.serving.replica_changes import ChangeRequests
 from agentrl_core.serving.server import EngineServer, Progress, tail_of
 from agentrl_core.serving.weight_transport import ReplicaState, WeightDelivery, Weights
 
@@ -106,6 +108,7 @@ class EngineReplicas:
         self._restarts = 0
         self._last_death = ""
         self._hopeless = ""
+        self._changes: ChangeRequests | None = None
         self._watches = 0
         self._watcher: asyncio.Task[None] | None = None
         runtime.started.callback(self.close)
@@ -115,8 +118,8 @@ class EngineReplicas:
 
     @property
     def servers(self) -> list[ActorHandle]:
-        """The present handles, in the order of the replicas."""
-        return [member.server for member in self._members]
+        """The present handles, in the order of the replicas; none once they are closed."""
+        return [member.server for member in self._members if member.servers]
 
     def introduce(self, routers: Sequence[ActorHandle]) -> None:
         """Set the workers whose routers learn which replicas came back, or will not."""
@@ -197,6 +200,8 @@ class EngineReplicas:
                 member.looked = None
             self._watcher = asyncio.create_task(self._watch())
         try:
+            if self._changes is not None:
+                self._changes.begin()
             result = await work
             # A rollout may be over before the watcher has looked at a replica that was lost on the way.
             await self._look()
@@ -213,12 +218,15 @@ class EngineReplicas:
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._slot.health_interval)
+            if self._changes is not None:
+                self._changes.begin()
             await self._look(everywhere=True)
 
     async def _look(self, everywhere: bool = False) -> None:
         """Examine the replicas that the routers have left out, or all that are alive."""
         alive = [index for index, each in enumerate(self._members) if each.is_alive]
-        lost = {index for each in await self._tell("lost_servers") for index in each}
+        leaving = [index for index, each in enumerate(self._members) if each.leaves]
+        lost = {index for each in await self._tell("know", self.servers, leaving) for index in each}
         if self._hopeless:
             # Again, because a worker that was restarted, or was slow to answer, does not know it.
             await self._tell("give_up", self._hopeless)
@@ -305,14 +313,11 @@ class EngineReplicas:
                 # Requests that wait to hear whether this replica still works move to the others now, whether or not
                 # it boots: hence no together().
                 await asyncio.gather(self._boot(member), self._tell("drop_server", index))
-                while not self._is_brought(member):
-                    await self._bring(member)
+                await self._serve(index)
             except (EngineError, WorkerError) as error:
                 reason = str(error)
                 continue
-            member.is_alive = True
             self._restarts += 1
-            await self._tell("put_server", index, member.server)
             weights = "" if self._name else f" with weights {member.version}"
             logger.warning("%s replica %d is back%s", self._label, index, weights)
             return
@@ -321,6 +326,69 @@ class EngineReplicas:
         if not any(each.is_alive or each.restarts_left for each in self._members):
             self._hopeless = f"no {self._label} replica is alive and none can be started: {reason}"
             await self._tell("give_up", self._hopeless)
+
+    async def _serve(self, index: int) -> None:
+        """Let a replica that has booted take requests, in the state that all must be in."""
+        member = self._members[index]
+        while not self._is_brought(member):
+            await self._bring(member)
+        member.is_alive = True
+        await self._tell("put_server", index, member.server)
+
+    # Changes ----------------------------------------------------------------------------------------------------
+
+    def accept_changes(self, run: Path) -> None:
+        """Add and drain replicas as ``agentrl engines`` asks for it in the directory of the run."""
+        self._changes = ChangeRequests(run, self.add, self.drain)
+
+    async def add(self) -> int:
+        """Start one more replica with the current weights, and let it serve; its number.
+
+        Raises:
+            EngineError: this run's replicas are where no other has room, or it does not start.
+            WorkerError: it died as it got its weights.
+        """
+        if self.context.deterministic:
+            raise EngineError("rollout.deterministic=true needs one replica; set it to false")
+        first = self._assignments[0]
+        if any(each.node or each.devices is not None for each in first):
+            raise EngineError(
+                "rollout.engine.placement: found colocated, and all GPUs of the training processes have an engine; "
+                "only with placement=standalone can replicas be added"
+            )
+        index, member = len(self._members), ReplicaState([], self._slot.restarts, is_alive=False)
+        self._assignments = [*self._assignments, first]
+        self._members.append(member)
+        try:
+            self._make(index)
+            await self._boot(member)
+            await self._serve(index)
+        except BaseException:
+            member.leaves = True
+            for server in member.servers:
+                server.kill()
+            raise
+        return index
+
+    async def drain(self, index: int) -> None:
+        """Send a replica no new requests, let it answer those that it has, and close it.
+
+        Raises:
+            EngineError: there is no such replica, or no other one.
+        """
+        serving = [number for number, each in enumerate(self._members) if each.is_alive and not each.leaves]
+        if index not in serving:
+            raise EngineError(f"replica {index} does not serve; those that do are {', '.join(map(str, serving))}")
+        if len(serving) == 1:
+            raise EngineError(f"replica {index} is the only one that serves; add another one first")
+        member = self._members[index]
+        member.leaves, member.restarts_left = True, 0
+        await self._look()
+        while member.is_alive and any(await self._tell("in_flight", index)):
+            await asyncio.sleep(min(1.0, self._slot.health_interval))
+        member.is_alive = False
+        await self._tell("drop_server", index)
+        await close_actors(member.servers)
 
     async def _tell(self, method: str, *args: Any) -> list[Any]:
         """The answers of the routers; those that are dead or do not answer in time are left out."""
@@ -446,8 +514,8 @@ class EngineReplicas:
     @blocking
     async def probe(self, prompt_ids: Sequence[int], params: SamplingParams) -> list[TokenOutput]:
         """What each replica answers to one request, in their order; no trajectory, tool or reward takes part."""
-        calls = (self.sample(replica, prompt_ids, params, "probe") for replica in range(len(self._members)))
-        return await together(calls)
+        replicas = (replica for replica, member in enumerate(self._members) if not member.leaves)
+        return await together(self.sample(replica, prompt_ids, params, "probe") for replica in replicas)
 
     async def sample(
         self, replica: int, prompt_ids: Sequence[int], params: SamplingParams, request_id: str
@@ -495,11 +563,13 @@ class EngineReplicas:
     async def close(self) -> None:
         """Close the servers on every host of every replica, those of a replica that is being restarted too."""
         self._is_closed = True
-        restarting = list(self._restarting.values())
+        restarting = [*self._restarting.values(), *(self._changes.tasks if self._changes is not None else ())]
         for task in restarting:
             task.cancel()
         await asyncio.gather(*restarting, return_exceptions=True)
-        servers = [server for member in self._members for server in member.servers]
+        servers = [
+            server for member in self._members if member.is_alive or not member.leaves for server in member.servers
+        ]
         for member in self._members:
             member.servers, member.is_alive = [], False
         await close_actors(servers)

@@ -29,14 +29,22 @@ class Replica:
     is_alive: bool = True
     is_dropped: bool = False
     """Its owner has said that it is dead."""
+    leaves: bool = False
+    """Its owner lets it end: it takes no new requests."""
     in_flight: int = 0
     assigned: int = 0
+
+    @property
+    def serves(self) -> bool:
+        """Takes new requests."""
+        return self.is_alive and not self.leaves
 
 
 class AsyncLLMServerManager:
     """Sends each request to a replica: sticky by request id, the least loaded for a new one, another if one dies.
 
-    A dead replica is left out until :meth:`put_server` brings it back. If all are dead, requests wait for one to
+    A dead replica is left out until :meth:`put_server` brings it back, and so is a new one. One that leaves ends the
+    requests that it has; the next turns of their trajectories go to others. If all are dead, requests wait for one to
     return, unless :meth:`give_up` has said that none will come back; no deadline runs meanwhile, see :meth:`outage`.
 
     A request whose time is over may be slow, or its replica may be frozen. The owner of the replicas finds out which:
@@ -85,12 +93,24 @@ class AsyncLLMServerManager:
 
     # Lost and restarted replicas -----------------------------------------------------------------------------
 
-    def lost_servers(self) -> list[int]:
-        """Numbers of the replicas that are left out."""
+    def know(self, servers: Sequence[ActorHandle], leaving: Collection[int]) -> list[int]:
+        """Learn the servers of all replicas, and which of them take no new requests; the numbers of those left out.
+
+        New ones are left out until :meth:`put_server`.
+        """
+        new = servers[len(self._replicas) :]
+        self._replicas += [Replica(server, is_alive=False) for server in new]
+        for index in leaving:
+            self._replicas[index].leaves = True
         return [index for index, replica in enumerate(self._replicas) if not replica.is_alive]
 
+    def in_flight(self, index: int) -> int:
+        """Requests that replica ``index`` has from here."""
+        return self._replicas[index].in_flight if index < len(self._replicas) else 0
+
     def put_server(self, index: int, server: ActorHandle) -> None:
-        """Replica ``index`` serves again, behind this handle."""
+        """Replica ``index`` serves, or serves again, behind this handle. Unknown ones before it are left out."""
+        self._replicas += [Replica(server, is_alive=False) for _ in range(len(self._replicas), index + 1)]
         self._replicas[index].server = server
         self._set_alive(index, True)
 
@@ -112,7 +132,7 @@ class AsyncLLMServerManager:
         replica = self._replicas[index]
         replica.is_alive = is_alive
         replica.is_dropped = replica.is_dropped and not is_alive
-        if any(each.is_alive for each in self._replicas):
+        if any(each.serves for each in self._replicas):
             self._outages, self._down_since = self.outage(), None
         elif self._down_since is None:
             self._down_since = time.monotonic()
@@ -139,21 +159,21 @@ class AsyncLLMServerManager:
         if replica.server == server and replica.is_alive:
             self._set_alive(index, False)
             logger.error("lost engine replica %d, moving its requests to the others: %s", index, error)
-        if self._hopeless and not any(each.is_alive for each in self._replicas):
+        if self._hopeless and not any(each.serves for each in self._replicas):
             raise EngineError(f"{self._hopeless}; the last one: {error}") from error
 
     async def _route(self, request_id: str) -> int:
-        while not any(replica.is_alive for replica in self._replicas):
+        while not any(replica.serves for replica in self._replicas):
             if self._hopeless:
                 raise EngineError(self._hopeless)
             await self._changed.wait()
         index = self._sticky.get(request_id)
-        if index is not None and self._replicas[index].is_alive:
+        if index is not None and self._replicas[index].serves:
             self._sticky.move_to_end(request_id)
             return index
-        alive = [number for number, replica in enumerate(self._replicas) if replica.is_alive]
+        serving = [number for number, replica in enumerate(self._replicas) if replica.serves]
         # Trajectories that have a home but wait on a tool break ties.
-        loads = {number: (self._replicas[number].in_flight, self._replicas[number].assigned) for number in alive}
+        loads = {number: (self._replicas[number].in_flight, self._replicas[number].assigned) for number in serving}
         equal = [number for number, load in loads.items() if load == min(loads.values())]
         index = self._random.choice(equal) if len(equal) > 1 else equal[0]
         self._forget(request_id)

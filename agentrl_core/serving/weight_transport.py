@@ -158,6 +158,7 @@ class ReplicaState:
         restarts_left: new starts that it still has.
         newest: weights that it has taken last.
         is_alive: serves, as far as is known.
+        leaves: takes no new requests, and is closed when it has answered those that it has.
         sleeping: tags of the memory that it has released.
         looked: what its progress was when it last changed, and when that was; None before the first look.
     """
@@ -166,6 +167,7 @@ class ReplicaState:
     restarts_left: int
     newest: Weights | None = None
     is_alive: bool = True
+    leaves: bool = False
     sleeping: tuple[str, ...] = ()
     looked: tuple[Progress, float] | None = None
 

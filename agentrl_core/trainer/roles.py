@@ -36,6 +36,8 @@ from agentrl_core.workers.protocols import Actor, Critic, DeviceMemory, Referenc
 from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
 
 logger = logging.getLogger(__name__)
+SPARE_REPLICAS = 8
+"""Engine replicas that can be added while a run runs, where it starts Ray itself."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,10 @@ def uses_gpus(config: ResolvedConfig, runtime: Runtime) -> bool:
 
 
 def start_runtime(config: ResolvedConfig) -> Runtime:
-    """Start the runtime that ``cluster`` asks for. A new Ray cluster gets a CPU for every worker and actor."""
+    """Start the runtime that ``cluster`` asks for. A new Ray cluster gets a CPU for every worker and actor,
+    and for replicas that are added later."""
     cluster, engine = config.cluster, config.rollout.engine
-    actors = config.engine_replicas * engine.nodes + config.reward.num_workers + config.agent_workers
+    actors = (config.engine_replicas + SPARE_REPLICAS) * engine.nodes + config.reward.num_workers + config.agent_workers
     actors += sum(slot.replicas * slot.nodes for slot in config.engines.values())
     runtime = make_runtime(
         cluster.runtime,

@@ -148,6 +148,7 @@ class Trainer:
             self.gap_watch = GapWatch(self.config, self.roles.engines.context)
             self.step = self.run.begin(runtime)
             self.rollouts = self._build_rollouts(runtime)
+            self.roles.engines.accept_changes(self.run.path)
             self.roles.rollout.on_progress = partial(self.run.trackers.progress, "")
             # Weights that wait on the host need the GPU to be sent.
             self.rest_engines()

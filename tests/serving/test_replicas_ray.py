@@ -1,22 +1,33 @@
 """Engine replicas in processes and an interpreter of their own: killed, replaced, and fed with new weights."""
 
 import asyncio
+import itertools
 import site
 import sys
 import venv
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
 import pytest
 
-from agentrl_core.api import ArrayBucket, EngineContext, EngineError, SamplingParams, WeightUpdate
+from agentrl_core.api import (
+    ArrayBucket,
+    EngineContext,
+    EngineError,
+    SamplingParams,
+    WeightUpdate,
+    WorkerError,
+)
 from agentrl_core.config import load_config
 from agentrl_core.controller import Runtime, make_runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.engine_kit.memory_files import WeightFile
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.serving.replica_changes import ReplicaChange, change_replicas
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.serving.weight_transport import Weights
 
@@ -195,6 +206,48 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
     assert all(output.response_ids[0] == 66 for result in results for output in result.outputs)
     served = [runtime.run(server.call("metrics"))["requests"] for server in engines.servers]
     assert all(requests > 0 for requests in served)
+
+
+def test_replicas_are_added_and_drained_while_a_run_runs(
+    make_manager: Any, weights: TokenFile, tiny_run: Any, runtime: Runtime
+) -> None:
+    manager, engines = make_manager(replicas=2)
+    engines.start()
+    engines.update_weights(Weights(7, WeightUpdate(files=weights.write(token(65)))))
+    run = RunDir.create(tiny_run.folder, "changed")
+    run.config_file.write_text("cluster: {runtime: ray}")
+    run.write_state("running", 0)
+    steps = itertools.count(1)
+
+    def meanwhile(action: Any, replica: int = -1) -> str:
+        """What the run says of a change while its rollouts go on; every trajectory of them is whole."""
+        with ThreadPoolExecutor() as pool:
+            asked = pool.submit(change_replicas, run.path, ReplicaChange(action, replica))
+            while not asked.done():
+                results = manager.generate_sequences(prompts(32, next(steps)))
+                assert all(result.status == "trained" and result.attempts == 1 for result in results)
+                assert all(set(output.policy_versions) == {7, -1} for each in results for output in each.outputs)
+        return asked.result()
+
+    with run.locked():
+        engines.accept_changes(run.path)
+        assert meanwhile("add") == "replica 2 serves"
+        assert meanwhile("drain", 0) == "replica 0 has answered its requests and is closed"
+        assert meanwhile("drain", 1) == "replica 1 has answered its requests and is closed"
+        for replica, message in [
+            (2, "replica 2 is the only one that serves; add another one first"),
+            (0, "replica 0 does not serve; those that do are 2"),
+            (9, "replica 9 does not serve; those that do are 2"),
+        ]:
+            with pytest.raises(EngineError, match=message):
+                meanwhile("drain", replica)
+    with pytest.raises(WorkerError, match="it was killed"):
+        runtime.run(engines.servers[0].call("metrics"))
+    engines.update_weights(Weights(8, WeightUpdate(files=weights.write(token(66)))))
+    results = manager.generate_sequences(prompts(32, next(steps)))
+    assert {node.request.replica for result in results for node in result.turns} == {2}
+    assert all(output.response_ids[0] == 66 for result in results for output in result.outputs)
+    assert "restarts" not in engines.metrics()
 
 
 def test_weights_that_do_not_fit_are_refused_by_name(make_manager: Any, weights: TokenFile) -> None:

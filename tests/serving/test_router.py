@@ -225,11 +225,11 @@ def test_a_replica_that_came_back_is_used_again() -> None:
     manager, replicas = make(2, restarts=True)
     replicas[0].alive = False
     drive(manager, "a", "b")
-    assert manager.lost_servers() == [0] and replicas[1].requests == ["a", "b"]
+    assert manager.know((), ()) == [0] and replicas[1].requests == ["a", "b"]
     replicas[0].alive = True
     manager.put_server(0, replicas[0])
     drive(manager, "c")
-    assert manager.lost_servers() == [] and replicas[0].requests == ["c"]
+    assert manager.know((), ()) == [] and replicas[0].requests == ["c"]
 
 
 def test_requests_wait_for_the_return_of_a_replica_where_all_are_dead() -> None:
@@ -239,7 +239,7 @@ def test_requests_wait_for_the_return_of_a_replica_where_all_are_dead() -> None:
 
     async def scenario() -> None:
         waiting = [asyncio.create_task(manager.generate(name, [1], PARAMS)) for name in ("a", "b")]
-        while not manager.lost_servers():
+        while not manager.know((), ()):
             await asyncio.sleep(0)
         manager.put_server(0, fresh)
         assert await asyncio.gather(*waiting) == [OUTPUT, OUTPUT]
@@ -254,7 +254,7 @@ def test_requests_that_wait_in_vain_fail_with_the_reason() -> None:
 
     async def scenario() -> None:
         waiting = asyncio.create_task(manager.generate("a", [1], PARAMS))
-        while not manager.lost_servers():
+        while not manager.know((), ()):
             await asyncio.sleep(0)
         manager.give_up("the GPU has fallen off the bus")
         await waiting
@@ -325,9 +325,9 @@ def test_a_request_of_a_frozen_replica_is_repeated_and_a_slow_one_fails(
 
     async def scenario() -> Any:
         waiting = asyncio.create_task(manager.generate("a", [1], PARAMS))
-        while not manager.lost_servers():
+        while not manager.know((), ()):
             await asyncio.sleep(1)
-        (index,) = manager.lost_servers()
+        (index,) = manager.know((), ())
         replicas[1 - index].gate = None
         # Nothing happens until the owner of the replicas has looked.
         await asyncio.sleep(1000)
@@ -358,7 +358,7 @@ def test_a_request_that_freezes_two_replicas_fails(run_skipping: Callable[[Any],
     async def scenario() -> None:
         waiting = asyncio.create_task(manager.generate("a", [1], PARAMS))
         for _ in range(2):
-            while not manager.lost_servers():
+            while not manager.know((), ()):
                 await asyncio.sleep(1)
             manager.drop_server(0)
             manager.put_server(0, fresh)
@@ -384,7 +384,7 @@ def test_a_late_failure_of_the_process_before_does_not_take_the_new_one_out() ->
         await waiting
 
     asyncio.run(scenario())
-    assert manager.lost_servers() == []
+    assert manager.know((), ()) == []
 
 
 def test_a_request_that_kills_one_replica_after_the_other_is_given_up() -> None:
@@ -455,3 +455,44 @@ def test_a_request_that_was_ended_early_with_its_budget_spent_is_not_asked_again
     replicas[0].call = call  # type: ignore[method-assign]
     output = asyncio.run(manager.generate("a", [1, 2], SamplingParams(2)))
     assert (output.token_ids, output.finish_reason) == ([5, 6], "length")
+
+
+def test_a_replica_that_leaves_ends_what_it_has_and_new_ones_join() -> None:
+    manager, (first, second) = make(2, seed="s")
+    third = Replica()
+
+    async def main() -> None:
+        first.gate = second.gate = asyncio.Event()
+        running = [asyncio.create_task(manager.generate(name, [1, 2], PARAMS)) for name in "abcd"]
+        while len(first.requests) + len(second.requests) < 4:
+            await asyncio.sleep(0)
+        moving = first.requests[0]
+        assert manager.know([first, second], [0]) == [] and manager.in_flight(0) == 2
+        # One that this router has not heard of is left out until its owner has seen that it serves.
+        assert manager.know([first, second, third], [0]) == [2] and manager.in_flight(7) == 0
+        manager.put_server(2, third)
+        first.gate.set()
+        assert await asyncio.gather(*running) == [OUTPUT] * 4 and manager.in_flight(0) == 0
+        for name in (moving, "e", "f"):
+            await manager.generate(name, [1, 2], PARAMS)
+        assert len(first.requests) == 2 and moving in second.requests + third.requests and third.requests
+        manager.put_server(4, fourth := Replica())
+        assert manager.know((), ()) == [3] and fourth.calls == []
+
+    asyncio.run(main())
+
+
+def test_requests_wait_where_only_a_replica_that_leaves_is_alive() -> None:
+    manager, (first, second) = make(2, restarts=True)
+
+    async def main() -> None:
+        manager.know([first, second], [0])
+        manager.drop_server(1)
+        waiting = asyncio.create_task(manager.generate("a", [1, 2], PARAMS))
+        await asyncio.sleep(0)
+        assert manager.outage() > 0 and not first.requests
+        manager.put_server(1, second)
+        await waiting
+        assert second.requests == ["a"]
+
+    asyncio.run(main())

@@ -1,4 +1,4 @@
-"""``agentrl engines setup`` and ``agentrl engines bench``."""
+"""``agentrl engines``."""
 
 import json
 import re
@@ -10,6 +10,7 @@ from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.main import app
 from agentrl_core.plugins.resolution import resolve
+from agentrl_core.serving import replica_changes
 from tests.conftest import tiny_model, tiny_run
 
 __all__ = ["tiny_model", "tiny_run"]
@@ -68,3 +69,21 @@ def test_bench_goes_on_after_an_engine_that_fails(tiny_run: Any) -> None:
     ]  # fmt: skip
     alone = agentrl("engines", "bench", path, "--engine", "sglang=/no/python")
     assert alone.exit_code == 2
+
+
+def test_replicas_of_a_run_are_changed_and_its_answer_is_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(
+        replica_changes, "change_replicas", lambda *change: asked.append(change) or f"answer {len(asked)}"
+    )
+    assert agentrl("engines", "add", tmp_path).stdout == "answer 1\n"
+    assert agentrl("engines", "drain", tmp_path, 2).stdout == "answer 2\n"
+    add, drain = replica_changes.ReplicaChange("add"), replica_changes.ReplicaChange("drain", 2)
+    assert asked == [(tmp_path, add), (tmp_path, drain)]
+
+
+def test_a_directory_without_a_run_has_no_replicas(tmp_path: Path) -> None:
+    result = agentrl("engines", "drain", tmp_path, 0)
+    assert result.exit_code == 1 and "holds no run. Give the directory of a run" in result.output

@@ -1,4 +1,4 @@
-"""``agentrl engines setup`` and ``agentrl engines bench``."""
+"""``agentrl engines``: environments of engines, their speed, and the replicas of a run."""
 
 import json
 import shlex
@@ -22,7 +22,14 @@ from agentrl_core.cli._shared import (
 if TYPE_CHECKING:
     from agentrl_engines.bench import EngineFigures
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, help="Set up engine environments and measure engines.")
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    help="Set up engine environments, measure engines, and change the replicas of a run.",
+)
+RunDirectory = Annotated[
+    Path, typer.Argument(metavar="RUN", help="Directory of a run that is running, on Ray.", show_default=False)
+]
 
 
 @app.command("setup")
@@ -87,6 +94,31 @@ def bench_engines(
             say(f"\n{name}: {failure}")
     if failed:
         raise typer.Exit(1)
+
+
+@app.command("add")
+def add_replica(run: RunDirectory) -> None:
+    """Add an engine replica to a running run, and wait until it serves.
+
+    It needs a free logical CPU of the Ray cluster, and GPUs where engines have their own. It gets the current weights.
+    """
+    from agentrl_core.serving.replica_changes import ReplicaChange, change_replicas
+
+    typer.echo(change_replicas(run, ReplicaChange("add")))
+
+
+@app.command("drain")
+def drain_replica(
+    run: RunDirectory,
+    replica: Annotated[int, typer.Argument(min=0, help="Number of the replica, from 0.", show_default=False)],
+) -> None:
+    """Close an engine replica of a running run after it has answered its requests.
+
+    It gets no new ones: the next turns of its trajectories go to other replicas.
+    """
+    from agentrl_core.serving.replica_changes import ReplicaChange, change_replicas
+
+    typer.echo(change_replicas(run, ReplicaChange("drain", replica)))
 
 
 def _print(found: "dict[str, EngineFigures | AgentRLError]") -> None:
