@@ -398,3 +398,22 @@ class Watch:
         with self.file.open("a") as file:
             file.write(json.dumps(asdict(trajectory)) + "\\n")
 """
+
+
+def test_a_run_answers_requests_to_change_its_replicas(fit: Fit, tiny_run: Any) -> None:
+    """In the rollout that comes next: here a hook asks where ``agentrl engines`` would, which refuses such a run."""
+    (tiny_run.folder / "asks.py").write_text("""
+from agentrl_core.api import hookimpl
+
+class Asks:
+    def __init__(self, config, context):
+        self.folder = context.run_dir / ".engine-changes"
+
+    @hookimpl
+    def on_rollout_start(self, step):
+        (self.folder / f"{step}.request").write_text('{"action": "drain", "replica": 0}')
+""")
+    run = fit({**SCRIPTED, **ONE_STEP, "hooks": ["./asks.py:Asks"]})
+    (answer,) = (run.path / ".engine-changes").iterdir()
+    said = json.loads(answer.read_text())
+    assert said == {"text": "replica 0 is the only one that serves; add another one first", "failed": True}
