@@ -56,7 +56,7 @@ class SlotEngine(InferenceEngine):
     """Runs so many requests at once, each at the same rate whatever the others do. Requests go on under new weights."""
 
     config_class = SlotConfig
-    capabilities = frozenset({"logprobs", "weight_update"})
+    capabilities = frozenset({"logprobs", "weight_update", "live_update"})
 
     def __init__(self, config: SlotConfig, context: object) -> None:
         self._config = config

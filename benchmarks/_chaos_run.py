@@ -39,7 +39,7 @@ def mark(role):
 
 class Letters(ScriptedEngine):
     """Eight letters that are a function of the request."""
-    capabilities = frozenset({{"logprobs", "weight_update", "sessions"}})
+    capabilities = frozenset({{"logprobs", "weight_update", "live_update", "sessions"}})
 
     def __init__(self, config, context):
         super().__init__(ScriptedConfig(log_prob=-4.0), context, script=self.answer)

@@ -104,6 +104,7 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "weight_update", lambda config: "training", training=True),
     Requirement("rollout.engine", "deterministic", _set("deterministic", False)),
     Requirement("rollout.engine", "logprobs", _log_probs),
+    Requirement("rollout.engine", "live_update", _set("max_staleness", 0), training=True),
     Requirement("rollout.engine", "old_cache", _set("on_new_weights", "recompute", "restart"), training=True),
     Requirement("rollout.engine", "pause", _set("on_new_weights", "recompute", "continue"), training=True),
     Requirement("rollout.engine", "sleep", _set("engine.sleep", 0, None), training=True),

@@ -97,6 +97,34 @@ def test_dry_run_refuses_an_engine_that_cannot_take_new_weights(tiny_run: Any) -
     assert not (tiny_run.folder / "runs").exists()
 
 
+@pytest.mark.parametrize(
+    ("capability", "changes", "feature"),
+    [
+        ("live_update", {"max_staleness": 1}, "rollout.max_staleness=1"),
+        ("old_cache", {"on_new_weights": "continue"}, "rollout.on_new_weights=continue"),
+        ("pause", {"on_new_weights": "restart"}, "rollout.on_new_weights=restart"),
+    ],
+)
+def test_dry_run_refuses_an_engine_that_cannot_do_this_with_new_weights(
+    tiny_run: Any, capability: str, changes: dict[str, Any], feature: str
+) -> None:
+    (tiny_run.folder / "engines.py").write_text(
+        f"class Lacks:\n    capabilities = {{'logprobs', 'weight_update', 'live_update', 'old_cache', 'pause'}} - "
+        f"{{{capability!r}}}\n"
+    )
+    config = {
+        "cluster.runtime": "ray",
+        "algorithm.loss.name": "dppo",
+        "rollout.engine": {"name": "./engines.py:Lacks", "placement": "standalone"},
+        **{f"rollout.{key}": value for key, value in changes.items()},
+    }
+    result = agentrl("train", str(tiny_run(config)), "--dry-run")
+    assert result.exit_code == 2
+    text = " ".join(result.stderr.split())
+    assert f"'Lacks' lacks the capability '{capability}', which {feature} needs; installed with it:" in text
+    assert {"hf", "vllm"} <= set(re.findall(r"[a-z]+", text.partition("installed with it: ")[2]))
+
+
 def test_a_tool_that_always_raises_is_seen_before_training(tiny_run: Any) -> None:
     (tiny_run.folder / "broken.py").write_text(
         "def lookup(city: str) -> str:\n    'Looks up.'\n    return {}[city]\n\n"
