@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 # Two processes on a small machine thrash with one thread per core each.
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
-# Empty is off: without its cache every process compiles what it imports anew, torch for seconds each time.
+# Empty is off: without its cache every process compiles what it imports again, torch for seconds each time.
 export PYTHONDONTWRITEBYTECODE :=
 
 PROJECTS := $(shell git ls-files '*pyproject.toml')

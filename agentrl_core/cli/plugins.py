@@ -10,7 +10,7 @@ from agentrl_core.api.errors import PluginConflictError, PluginError
 from agentrl_core.api.plugin import KINDS, PluginSpec
 from agentrl_core.cli._shared import Json, command_group, console_of_stdout, new_table
 from agentrl_core.plugins.child import stdout_to_stderr
-from agentrl_core.plugins.discovery import PluginRow, discover, rows_of
+from agentrl_core.plugins.discovery import PluginRow, discover, plugin_rows
 from agentrl_core.plugins.registration import Registration, registrations, registrations_named
 from agentrl_core.plugins.requirements import requirement_states
 from agentrl_core.plugins.spec import load_spec
@@ -83,7 +83,7 @@ def _find(name: str, kinds: list[str] | None) -> Registration:
 def _row_of(registration: Registration) -> PluginRow:
     # Registrations with the same name are included, because they make this one a duplicate.
     same = [each for each in registrations() if (each.kind, each.name) == (registration.kind, registration.name)]
-    return next(row for row, each in zip(rows_of(same), same, strict=True) if each == registration)
+    return next(row for row, each in zip(plugin_rows(same), same, strict=True) if each == registration)
 
 
 def _spec_of(registration: Registration) -> PluginSpec | None:

@@ -21,22 +21,6 @@ def is_hub_name(path: str) -> bool:
     return _NAME.fullmatch(path) is not None
 
 
-def config_directory(path: str) -> str:
-    """The directory with the config of a model, which may lack weights; of the hub only ``config.json`` is fetched.
-
-    Raises:
-        ConfigError: there is none.
-    """
-    if (Path(path) / "config.json").is_file():
-        return path
-    if not is_hub_name(path):
-        found = f"{path} has no config.json" if Path(path).is_dir() else f"no such directory: {path}"
-        raise ConfigError(f"{found}; name a directory with the model's config.json, or a model of the hub as org/name")
-    from huggingface_hub import hf_hub_download
-
-    return str(Path(_fetched(path, lambda name, **of: hf_hub_download(name, "config.json", **of))).parent)
-
-
 def hub_directory(name: str) -> str:
     """The directory of the hub's cache with config, tokenizer and weights of a model; what is missing is downloaded.
 
@@ -45,7 +29,7 @@ def hub_directory(name: str) -> str:
     """
     from huggingface_hub import snapshot_download
 
-    found = _fetched(name, partial(snapshot_download, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
+    found = fetched(name, partial(snapshot_download, allow_patterns=_WANTED, ignore_patterns=_UNWANTED))
     for pattern in ("config.json", "*.safetensors"):
         if not any(Path(found).glob(pattern)):
             raise ConfigError(
@@ -55,7 +39,7 @@ def hub_directory(name: str) -> str:
     return found
 
 
-def _fetched(name: str, fetch: Callable[..., str]) -> str:
+def fetched(name: str, fetch: Callable[..., str]) -> str:
     """What ``fetch(repository, revision=…)`` of the hub's client gives.
 
     Raises:

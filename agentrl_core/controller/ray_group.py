@@ -155,11 +155,11 @@ class RayWorkerGroup(RayGroup):
         self._owns_pool = owns_pool
         ranks = range(self.world_size)
         try:
-            places = self._fetcher("place", ranks)([actor.place.remote() for actor in actors])
-            watch = self._processes.watch_over(role, [address for address, _ in places])
+            addresses = self._fetcher("free_address", ranks)([actor.free_address.remote() for actor in actors])
+            watch = self._processes.watch_over(role, [address for address, _ in addresses])
             for name, item in classes.items():
                 plain = ray.put(ClassWithInitArgs(item.cls, *item.args, **item.kwargs))
-                built = [actor.build.remote(name, plain, *places[0]) for actor in actors]
+                built = [actor.build.remote(name, plain, *addresses[0]) for actor in actors]
                 watch.last_calls = [f"{name}.__init__"] * len(actors)
                 self._fetcher(f"{name}.__init__", ranks)(built)
         except WorkerError:

@@ -51,7 +51,7 @@ class _Host:
         group = ray.util.get_current_placement_group()
         return self._context.world_size, ray.util.get_node_ip_address(), list(self._workers), group
 
-    def place(self) -> tuple[str, int]:
+    def free_address(self) -> tuple[str, int]:
         """This node's address and a port that is free on it."""
         with socket.socket() as probe:
             probe.bind(("", 0))

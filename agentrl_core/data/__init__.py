@@ -1,1 +1,1 @@
-"""Rows of a step: samplers, overlong prompts, chat templates and renderers."""
+"""Rows of a step, overlong prompts, chat templates and their renderer."""

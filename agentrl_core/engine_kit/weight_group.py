@@ -184,7 +184,7 @@ def join_as_engine(broadcast: Broadcast, rank: int, device: "torch.device") -> W
 
 
 def _process_group(backend: str, address: str, rank: int, size: int, limit: timedelta) -> Any:
-    """A bare group beside torch's default one, which is not touched.
+    """A bare group next to torch's default one, which is not touched.
 
     Keys have the prefixes that ``torch.distributed`` gives them, so that an engine may join with its own functions.
     """

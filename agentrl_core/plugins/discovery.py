@@ -61,10 +61,10 @@ def discover(
         time_limit: seconds for importing the module of one spec; one that takes longer is ``broken``.
     """
     wanted = None if kinds is None else set(kinds)
-    return rows_of([each for each in registrations() if wanted is None or each.kind in wanted], block, time_limit)
+    return plugin_rows([each for each in registrations() if wanted is None or each.kind in wanted], block, time_limit)
 
 
-def rows_of(
+def plugin_rows(
     found: Sequence[Registration], block: Sequence[str] = (), time_limit: float = SPEC_SECONDS
 ) -> list[PluginRow]:
     """The rows of these registrations, as :func:`discover` makes them; duplicates are looked for among them."""

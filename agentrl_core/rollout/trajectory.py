@@ -8,6 +8,7 @@ exact ids of the turn before. The renderer says what follows when messages are a
 import math
 from bisect import bisect_left
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
@@ -234,8 +235,7 @@ class TrajectoryBuilder(Trajectory):
     def fork(self) -> "TrajectoryBuilder":
         if self._finished is not None:
             raise self._closed("fork")
-        twin = object.__new__(type(self))
-        twin.__dict__.update(self.__dict__)
+        twin = copy(self)
         twin._branch = self._next_branch()
         twin.messages = list(self.messages)
         twin._path = list(self._path)

@@ -1,1 +1,1 @@
-"""The run directory: its files, the records of its trajectories, the index of all runs."""
+"""The run directory: its files, and the records of its trajectories."""

@@ -17,7 +17,7 @@ from agentrl_core.algorithms.value import value_losses
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.controller import register
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.micro_batching import MicroBatch, columns_of, in_place
+from agentrl_core.workers.micro_batching import MicroBatch, columns_of, scattered
 from agentrl_core.workers.model_files import FILE_BYTES, save_model
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.models import empty_backbone, load_backbone
@@ -87,7 +87,7 @@ class CriticWorker(TrainingWorker):
 
     @register(dispatch_mode=BALANCED)
     def compute_values(self, batch: DataProto) -> DataProto:
-        return self._map(batch, "compute_values", ("values",), lambda micro: (in_place(*self._model(micro)),))
+        return self._map(batch, "compute_values", ("values",), lambda micro: (scattered(*self._model(micro)),))
 
     @register(dispatch_mode=SHARED)
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -96,7 +96,7 @@ class CriticWorker(TrainingWorker):
             return self._update.run(columns, share_of(batch, columns), seed_of(batch), self._loss)
 
     def _loss(self, micro: MicroBatch, divisor: float) -> MicroLoss:
-        values_br, clip = in_place(*self._model(micro)), self.config.critic.value_clip
+        values_br, clip = scattered(*self._model(micro)), self.config.critic.value_clip
         losses_br = value_losses(values_br, micro["values"], micro["returns"], clip)
         loss = aggregate(losses_br, micro["response_mask"], "token-mean", divisor)
         token_values = {"value_mean": values_br}

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from agentrl_core.algorithms.token_log_probs import Entropies, token_log_probs
 from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.micro_batching import MicroBatch, in_place
+from agentrl_core.workers.micro_batching import MicroBatch, scattered
 from agentrl_core.workers.models import vocabulary_of
 from agentrl_core.workers.packed_attention import example_rows, forward_pass, rounding
 from agentrl_core.workers.packing import ForwardPass
@@ -76,7 +76,7 @@ def response_log_probs(
         results = _of_chunks(model, rows, labels_n, -(-len(labels_n) // count), log_probs)
     else:
         results = log_probs(_logits(model, rows), labels_n)
-    return tuple(in_place(result_n, rows.places) for result_n in results)
+    return tuple(scattered(result_n, rows.places) for result_n in results)
 
 
 def chunks_logits(model: Any, most_logits: int, device: torch.device) -> bool:

@@ -141,7 +141,7 @@ def counts_of(mask_BW: Tensor) -> Tensor:
     return mask_BW.sum(-1) if ragged(mask_BW) is None else counts(mask_BW)
 
 
-def in_place(values_n: Tensor, places_br: Tensor) -> Tensor:
+def scattered(values_n: Tensor, places_br: Tensor) -> Tensor:
     """Values [b, r] at their places (bool, n of them set, row after row), 0 elsewhere."""
     zeros_br = torch.zeros(places_br.shape, dtype=values_n.dtype, device=values_n.device)
     return zeros_br.masked_scatter(places_br, values_n)

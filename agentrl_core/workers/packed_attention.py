@@ -18,7 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from agentrl_core.api.errors import ConfigError, WorkerError
 from agentrl_core.workers.micro_batching import Columns, MicroBatch
 from agentrl_core.workers.models import vocabulary_of
-from agentrl_core.workers.packing import BlockLayout, ForwardPass, VarlenLayout, pack, rows_of
+from agentrl_core.workers.packing import BlockLayout, ForwardPass, VarlenLayout, look_up, pack
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ PROBE = "agentrl_probe"
 VARLEN_DTYPES = (torch.bfloat16, torch.float16)
 """What FlashAttention computes in."""
 NOT_PACKABLE = ("sliding_window", "position_bias", "softcap", "s_aux")
-"""What some models hand to attention beside the usual, and packed attention does not know."""
+"""What some models hand to attention besides what is usual; packed attention cannot use it."""
 
 
 def packed_attention(
@@ -57,7 +57,7 @@ def packed_attention(
     tables = [states.transpose(1, 2).flatten(2).squeeze(0) for states in (query, key, value)]
 
     def heads(table: Tensor, index: Tensor) -> Tensor:
-        return rows_of(table, index).view(*index.shape, -1, query.shape[-1]).transpose(1, 2)
+        return look_up(table, index).view(*index.shape, -1, query.shape[-1]).transpose(1, 2)
 
     def attend(queries: Tensor, keys: Tensor, mask: Tensor | None) -> Tensor:
         states = heads(tables[0], queries), heads(tables[1], keys), heads(tables[2], keys)
@@ -65,7 +65,7 @@ def packed_attention(
         return result.flatten(2).flatten(0, 1)
 
     results = torch.cat([attend(each.queries, each.keys, each.seen) for each in packed_layout.blocks])
-    results_Tc = rows_of(results, packed_layout.slots)
+    results_Tc = look_up(results, packed_layout.slots)
     return results_Tc.view(1, query.shape[2], query.shape[1], -1), None
 
 
@@ -97,7 +97,7 @@ def varlen_attention(
         states.squeeze(0).transpose(0, 1).to(dtype) for states in (query, key, value)
     )  # fmt: skip
     row_keys, row_values = (
-        rows_of(states.flatten(1), packed_layout.row_tokens).view(-1, *states.shape[1:])
+        look_up(states.flatten(1), packed_layout.row_tokens).view(-1, *states.shape[1:])
         for states in (key_THD, value_THD)
     )
     result: Tensor = _varlen_attn()(

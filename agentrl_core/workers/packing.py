@@ -55,7 +55,7 @@ class ForwardPass:
         """The states [n, H] after which response tokens are predicted, of all states [rows, tokens, H]."""
         rows, width = hidden.shape[:2]
         starts = torch.arange(0, rows * width, width, device=hidden.device)
-        return rows_of(hidden.flatten(0, 1), (starts.unsqueeze(-1) + self.predicting).flatten())
+        return look_up(hidden.flatten(0, 1), (starts.unsqueeze(-1) + self.predicting).flatten())
 
 
 @dataclass(frozen=True)
@@ -196,6 +196,6 @@ def _moved(array: Array, device: torch.device) -> Tensor:
     return torch.from_numpy(array).to(device)
 
 
-def rows_of(table: Tensor, index: Tensor) -> Tensor:
+def look_up(table: Tensor, index: Tensor) -> Tensor:
     """``table[index]`` along the first dimension, by a lookup whose gradient is quick on a CPU, too."""
     return functional.embedding(index, table)

@@ -52,7 +52,7 @@ def place(
     model = skeleton()
     arrange(model, parallel, compute_dtype, device)
     model.to_empty(device=device)
-    send_weights(model, source, device)
+    copy_from_rank_zero(model, source, device)
     return model.eval()
 
 
@@ -109,7 +109,7 @@ def _float32_units(model: nn.Module) -> list[nn.Module]:
     return [head] if isinstance(head, nn.Module) else []
 
 
-def send_weights(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
+def copy_from_rank_zero(model: nn.Module, source: nn.Module | None, device: torch.device) -> None:
     """Give a sharded model the parameters and buffers of ``source``, which only rank 0 has."""
     weights: dict[str, Any] = source.state_dict() if source is not None else {}
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)

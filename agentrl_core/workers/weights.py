@@ -3,7 +3,7 @@
 They leave in the form that checkpoints have, whose names and shapes differ from the model's own where transformers
 fuses tensors as it loads them (the experts of a mixture-of-experts model, for one). They are cast to the data type of
 the engines before anything is gathered or copied. Where the model is sharded, a bucket is gathered when it is asked
-for: all ranks must step through together, rank 0 keeps what is gathered, and no rank holds more than one bucket beside
+for: all ranks must step through together, rank 0 keeps what is gathered, and no rank holds more than one bucket besides
 its shards. Into a file on one host each rank writes its own shards instead.
 """
 

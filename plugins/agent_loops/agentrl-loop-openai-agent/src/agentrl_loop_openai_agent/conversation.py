@@ -2,7 +2,7 @@
 
 A client sends its whole history with every request. What it sends is compared with what is recorded: where the
 recorded messages are its head, only the rest is appended, and the model sees the exact ids that it sampled before.
-Anything else starts another branch, rendered anew, and is counted as a fork: nothing is guessed.
+Anything else starts another branch, rendered from its start, and is counted as a fork: nothing is guessed.
 """
 
 import asyncio

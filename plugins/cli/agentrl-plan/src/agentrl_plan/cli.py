@@ -10,7 +10,7 @@ import typer
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.cli._shared import ConfigFile, Json, Overrides, console_of_stdout, new_table, say, set_up_logging
 from agentrl_core.config import ResolvedConfig, load_config
-from agentrl_core.config.hub import config_directory
+from agentrl_core.config.hub import fetched, is_hub_name
 
 if TYPE_CHECKING:
     from agentrl_plan.prediction import Prediction
@@ -94,7 +94,7 @@ def _loaded(config: Path, overrides: Sequence[str]) -> ResolvedConfig:
         section = getattr(loaded, name)
         if section.path is not None:
             try:
-                section.path = config_directory(section.path)
+                section.path = _config_directory(section.path)
             except ConfigError as error:
                 problems += [f"{name}.path: {problem}" for problem in error.problems]
     if problems:
@@ -131,3 +131,19 @@ def _print(prediction: "Prediction", advice: Sequence[str]) -> None:
     say(f"\n{prediction.line}")
     for line in advice:
         say(line)
+
+
+def _config_directory(path: str) -> str:
+    """The directory with the config of a model, which may lack weights; of the hub only ``config.json`` is fetched.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    if (Path(path) / "config.json").is_file():
+        return path
+    if not is_hub_name(path):
+        found = f"{path} has no config.json" if Path(path).is_dir() else f"no such directory: {path}"
+        raise ConfigError(f"{found}; name a directory with the model's config.json, or a model of the hub as org/name")
+    from huggingface_hub import hf_hub_download
+
+    return str(Path(fetched(path, lambda name, **of: hf_hub_download(name, "config.json", **of))).parent)

@@ -170,7 +170,7 @@ class Execute(Enum):
 
 
 @dataclass(frozen=True)
-class Registration(DispatchMode):
+class RegisteredMode(DispatchMode):
     """What `register` noted on a method: its mode, and whether a call waits for the result."""
 
     blocking: bool = True
@@ -208,7 +208,7 @@ def register(
         wrapped: Any = method
         if materialize_futures:
             wrapped = call_async if inspect.iscoroutinefunction(method) else call
-        setattr(wrapped, MARK, Registration(dispatch_mode.name, runs, blocking))
+        setattr(wrapped, MARK, RegisteredMode(dispatch_mode.name, runs, blocking))
         return wrapped  # type: ignore[no-any-return]  # functools.wraps keeps the method's signature
 
     return decorate

@@ -5,7 +5,7 @@ Such code imports from here what it imports from ``verl.single_controller``. Gro
 
 from typing import Any, Self
 
-from agentrl_compat_verl.dispatch import BatchPlan, DataProtoFuture, GroupFuture, MeshPlace, Registration
+from agentrl_compat_verl.dispatch import BatchPlan, DataProtoFuture, GroupFuture, MeshPlace, RegisteredMode
 from agentrl_core.api import WorkerError
 from agentrl_core.controller import DispatchMode, WorkerGroup
 from agentrl_core.controller import LocalWorkerGroup as CoreLocalWorkerGroup
@@ -51,7 +51,7 @@ class VerlGroup(WorkerGroup):
         super().__init__(*args, **kwargs)
 
     def _call(self, method: str, mode: DispatchMode, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(mode, Registration) or mode.blocking:
+        if not isinstance(mode, RegisteredMode) or mode.blocking:
             return super()._call(method, mode, *args, **kwargs)
         plan = mode.plan(self, args, kwargs)
         handles = self._submit(method, plan.calls)

@@ -143,7 +143,7 @@ class Index:
         self.path = self._opened(run)
 
     def _opened(self, run: Path) -> Path:
-        """The first place that can be written: the run directory or the user's cache; made anew if it is damaged."""
+        """The first place that can be written: the run directory or the user's cache; made again if it is damaged."""
         cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "agentrl"
         name = hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:20]
         places = [run / ".viewer.sqlite", cache / f"viewer-{name}.sqlite"]
@@ -375,7 +375,7 @@ def conversation(record: Mapping[str, Any]) -> str:
 
 
 def _prepare(database: sqlite3.Connection) -> None:
-    """Make the tables, anew where another version made them."""
+    """Make the tables, again where another version made them."""
     (version,) = database.execute("PRAGMA user_version").fetchone()
     if version != VERSION:
         for (table,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'").fetchall():
