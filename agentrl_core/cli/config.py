@@ -1,12 +1,11 @@
 """``agentrl config show``."""
 
 import json
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from agentrl_core.cli._shared import Overrides, command_group
+from agentrl_core.cli._shared import ConfigFile, Overrides, command_group
 
 SCHEMA_VERSION = 1
 
@@ -15,21 +14,11 @@ app = command_group()
 
 @app.command()
 def show(
-    config: Annotated[Path | None, typer.Argument(metavar="[CONFIG]", help="YAML file.", show_default=False)] = None,
+    config: ConfigFile,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON: key, value and origin of each value.")] = False,
-    schema: Annotated[
-        bool, typer.Option("--schema", help="Print the JSON Schema of all configurations, for editors.")
-    ] = False,
 ) -> None:
     """Print the whole resolved configuration, each value with its origin. Model and data need not exist."""
-    if schema:
-        from agentrl_core.config.json_schema import config_schema
-
-        typer.echo(json.dumps(config_schema(), indent=2, ensure_ascii=False))
-        return
-    if config is None:
-        raise typer.BadParameter("expected a YAML file, or --schema", param_hint="CONFIG")
     from agentrl_core.config import load_with_origins, to_commented_yaml, to_dict
     from agentrl_core.config.nodes import dotted
     from agentrl_core.config.writing import leaves

@@ -101,12 +101,12 @@ def _row_as_json(row: PluginRow) -> dict[str, Any]:
 
 
 def _shown_as_json(row: PluginRow, spec: PluginSpec | None) -> dict[str, Any]:
-    from agentrl_core.config.json_schema import json_schema
+    from agentrl_core.config.describe import describe
 
     shown: dict[str, Any] = {"schema_version": SCHEMA_VERSION, "plugin": _row_as_json(row)}
     if spec is not None:
         shown["requirements"] = [asdict(state) for state in requirement_states(spec.requires)]
-        shown["config"] = json_schema(spec.config)
+        shown["options"] = [asdict(option) for option in describe(spec.config)]
         shown["yaml"] = _yaml_fragment(row, spec)
     return shown
 

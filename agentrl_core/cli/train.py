@@ -1,6 +1,5 @@
 """``agentrl train``."""
 
-import asyncio
 import json
 import logging
 import shlex
@@ -35,9 +34,6 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Check everything, print plugins and batch arithmetic, start nothing.")
     ] = False,
-    run_tools: Annotated[
-        bool, typer.Option("--run-tools", help="As --dry-run, and call each tool and reward function once.")
-    ] = False,
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue from the newest checkpoint, if there is one.")
     ] = False,
@@ -45,16 +41,16 @@ def train(
         bool, typer.Option("--allow-plugin-drift", help="Resume although plugin versions have changed.")
     ] = False,
     verbose: Annotated[bool, typer.Option("--verbose", help="Log more; show the traceback of an error.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run or --run-tools: print JSON.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print JSON.")] = False,
 ) -> None:
     """The command: :func:`run` with what the options say."""
     ctx.meta[VERBOSE] = verbose or ctx.meta[VERBOSE]
     overrides = [*(overrides or []), *(["plugins.allow_drift=true"] if allow_plugin_drift else [])]
-    if as_json and not (dry_run or run_tools):
-        raise typer.BadParameter("goes with --dry-run or --run-tools; a run writes metrics.jsonl", param_hint="--json")
-    if run_tools or as_json:
-        set_up_logging(ctx.meta[VERBOSE], stderr=as_json)
-        _dry_run(load_config(config, overrides), run_tools, as_json)
+    if as_json and not dry_run:
+        raise typer.BadParameter("goes with --dry-run; a run writes metrics.jsonl", param_hint="--json")
+    if as_json:
+        set_up_logging(ctx.meta[VERBOSE], stderr=True)
+        _dry_run(load_config(config, overrides), as_json)
         return
     run(config=config, overrides=overrides, dry_run=dry_run, resume=resume, verbose=ctx.meta[VERBOSE])
 
@@ -109,7 +105,7 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
         raise typer.Exit(128 + trainer.stop.number)
 
 
-def _dry_run(config: ResolvedConfig, run_tools: bool = False, as_json: bool = False) -> None:
+def _dry_run(config: ResolvedConfig, as_json: bool = False) -> None:
     logger.info("loading torch and transformers")
     with fewer_collections():
         from agentrl_core.trainer.preparation import Preparation
@@ -118,20 +114,15 @@ def _dry_run(config: ResolvedConfig, run_tools: bool = False, as_json: bool = Fa
         with reading_input():
             preparation = Preparation.of(config, listeners=True)
     plugins = [(slot.kind, slot.registered_name, slot.ref.dist, slot.ref.version) for slot in all_slots(config)]
-    tried: list[str] = []
-    if run_tools:
-        from agentrl_core.trainer.trial import trial_lines
-
-        tried = asyncio.run(trial_lines(config, preparation.data.train[0]))
     if as_json:
         keys = "kind", "name", "package", "version"
         content = {"plugins": [dict(zip(keys, each, strict=True)) for each in plugins], **preparation.to_dict(config)}
-        typer.echo(json.dumps({"schema_version": 1, **content, "tried": tried}, indent=2, ensure_ascii=False))
+        typer.echo(json.dumps({"schema_version": 1, **content}, indent=2, ensure_ascii=False))
         return
     table = new_table("KIND", "NAME", "PACKAGE", "VERSION", title="Plugins")
     for *names, version in plugins:
         table.add_row(*names, version[:12])
     console_of_stdout().print(table)
-    for line in ("", *preparation.lines(config), *([""] if tried else []), *tried):
+    for line in ("", *preparation.lines(config)):
         say(line)
     say("\nThe configuration is valid. Nothing was started.")

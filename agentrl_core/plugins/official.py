@@ -32,7 +32,10 @@ _BROUGHT = {
     },
     "agentrl-rewards-judge": {"reward_function": "judge reward_model"},
     "agentrl-rewards-math": {"reward_function": "math"},
-    "agentrl-testing": {"command": "init plugins.check plugins.new replay reward", "engine": "scripted"},
+    "agentrl-testing": {
+        "command": "config.schema init plugins.check plugins.new replay reward try",
+        "engine": "scripted",
+    },
     "agentrl-tool-mcp": {"tool": "mcp"},
     "agentrl-tool-parsers": {
         "tool_parser": "deepseek_v3 deepseek_v32 gemma4 glm4 granite harmony hermes internlm2 kimi_k2 lfm2 llama3_json "

@@ -125,22 +125,6 @@ def test_dry_run_refuses_an_engine_that_cannot_do_this_with_new_weights(
     assert {"hf", "vllm"} <= set(re.findall(r"[a-z]+", text.partition("installed with it: ")[2]))
 
 
-def test_a_tool_that_always_raises_is_seen_before_training(tiny_run: Any) -> None:
-    (tiny_run.folder / "broken.py").write_text(
-        "def lookup(city: str) -> str:\n    'Looks up.'\n    return {}[city]\n\n"
-        "def score(trajectory):\n    return trajectory.nothing\n"
-    )
-    path = tiny_run({
-        **VALIDATED, "tools": ["./broken.py:lookup"], "rollout.agent.loops": ["tool_agent"],
-        "reward.functions": ["./broken.py:score"], "data.max_prompt_length": 400,
-    })  # fmt: skip
-    result = agentrl("train", path, "--run-tools")
-    assert result.exit_code == 0, result.output
-    assert "tool lookup(city='1') failed:" in result.output and "return {}[city]" in result.output
-    assert "reward function score failed:" in result.output and "return trajectory.nothing" in result.output
-    assert "failed:" not in agentrl("train", path, "--dry-run").output
-
-
 def test_train_says_what_to_do_next(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_run({**SCRIPTED, **VALIDATED})
     monkeypatch.chdir(tiny_run.folder)

@@ -283,6 +283,8 @@ finally:
         ("runs list", "agentrl-viewer"),
         ("init", "agentrl-testing"),
         ("replay", "agentrl-testing"),
+        ("try", "agentrl-testing"),
+        ("config schema", "agentrl-testing"),
         ("reward replay", "agentrl-testing"),
         ("plugins new", "agentrl-testing"),
         ("plugins check", "agentrl-testing"),

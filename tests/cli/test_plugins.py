@@ -149,27 +149,18 @@ def test_show(isolated_plugins: IsolatedPlugins) -> None:
     }
 
 
-def test_show_as_json_has_a_json_schema(isolated_plugins: IsolatedPlugins) -> None:
+def test_show_as_json_has_the_options(isolated_plugins: IsolatedPlugins) -> None:
     add_plugin(isolated_plugins)
     content = shown("show", "acme-tools:shout")
     assert content["plugin"]["name"] == "shout"
     assert [state["met"] for state in content["requirements"]] == [True, False]
-    schema = content["config"]
-    assert schema["required"] == ["text"]
-    assert schema["additionalProperties"] is False
-    properties = schema["properties"]
-    assert properties["text"] == {"type": "string", "description": "what is shouted"}
-    assert properties["volume"] == {
-        "type": "integer",
-        "minimum": 1,
-        "maximum": 11,
-        "description": "how loud",
-        "default": 3,
-    }
-    assert properties["style"] == {"type": "string", "enum": ["plain", "bold"], "default": "plain"}
-    assert properties["voice"]["properties"]["pitch"]["exclusiveMinimum"] == 0
-    assert properties["voice"]["properties"]["pitch"]["x-unit"] == "Hz"
-    assert properties["names"] == {"type": "array", "items": {"type": "string"}, "default": []}
+    options = {option["path"]: option for option in content["options"]}
+    assert list(options) == ["text", "volume", "style", "voice.pitch", "names"]
+    assert options["text"]["default"] == "required" and "bold" in options["style"]["type"]
+    assert options["volume"] == {
+        "path": "volume", "type": "int", "default": "3", "help": "how loud", "unit": "", "bounds": ">= 1 and <= 11",
+    }  # fmt: skip
+    assert options["voice.pitch"]["unit"] == "Hz"
     assert yaml.safe_load(content["yaml"])["tools"][0]["config"]["volume"] == 3
 
 
@@ -261,5 +252,5 @@ def test_every_installed_plugin_is_shown_with_a_fragment_that_a_configuration_ta
         slot: Any = yaml.safe_load(content["yaml"])
         while isinstance(slot, list) or "name" not in slot:
             slot = slot[0] if isinstance(slot, list) else next(iter(slot.values()))
-        known = set(content["config"].get("properties", {}))
+        known = {option["path"].partition(".")[0].removesuffix("[]") for option in content["options"]}
         assert set(slot.get("config", {})) <= known and "NAME" not in content["yaml"]

@@ -1,6 +1,8 @@
-"""The commands for who writes a task or a plugin: ``plugins new``, ``plugins check``, ``init``, ``replay`` and
-``reward replay``."""
+"""The commands for who writes a task or a plugin: ``init``, ``config schema``, ``try``, ``plugins new``,
+``plugins check``, ``replay`` and ``reward replay``."""
 
+import asyncio
+import json
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -9,9 +11,20 @@ import typer
 
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.cli._shared import Json, command_group, console_of_stdout, set_up_logging, warn
+from agentrl_core.cli._shared import (
+    ConfigFile,
+    Json,
+    Overrides,
+    command_group,
+    console_of_stdout,
+    reading_input,
+    say,
+    set_up_logging,
+    warn,
+)
 from agentrl_core.cli.plugins import Kind, kinds_named
 from agentrl_core.cli.rollouts import found_step
+from agentrl_core.config import load_config
 from agentrl_core.runs.run_dir import RunDir
 
 Several = list[str] | None
@@ -21,6 +34,8 @@ check = typer.Typer(add_completion=False)
 init = typer.Typer(add_completion=False)
 replay = typer.Typer(add_completion=False)
 reward = command_group("Debug reward functions.")
+schema = typer.Typer(add_completion=False)
+trial = typer.Typer(add_completion=False)
 
 
 @new.command()
@@ -93,6 +108,35 @@ def write_start_files(
 
 def _asked(question: str) -> list[str]:
     return str(typer.prompt(question, default="", show_default=False, err=True)).split()
+
+
+@schema.command()
+def print_schema() -> None:
+    """Print the JSON Schema of all configurations with the options of all installed plugins, for editors."""
+    from agentrl_testing.devtools.json_schema import config_schema
+
+    typer.echo(json.dumps(config_schema(), indent=2, ensure_ascii=False))
+
+
+@trial.command()
+def try_config(config: ConfigFile, overrides: Overrides = None, as_json: Json = False) -> None:
+    """Check a configuration as `agentrl train --dry-run` does, and call each tool and reward function once.
+
+    Tools get made-up arguments, rewards an empty answer to the first prompt.
+    """
+    from agentrl_core.trainer.preparation import Preparation
+    from agentrl_testing.devtools.trial import trial_lines
+
+    set_up_logging(stderr=as_json)
+    loaded = load_config(config, overrides or [])
+    with reading_input():
+        row = Preparation.of(loaded).data.train[0]
+    lines = asyncio.run(trial_lines(loaded, row))
+    if as_json:
+        typer.echo(json.dumps({"schema_version": 1, "tried": lines}, indent=2, ensure_ascii=False))
+        return
+    for line in lines:
+        say(line)
 
 
 @reward.command("replay")

@@ -1,4 +1,4 @@
-"""Calls each tool and reward function once, for ``agentrl train --run-tools``."""
+"""``agentrl try``: calls each tool and reward function once."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
