@@ -321,8 +321,8 @@ def unreadable(run: RunDir, *, ended: bool) -> list[str]:
 
 
 def lost_or_repeated(run: RunDir, steps: int, staleness: int = 0) -> list[str]:
-    """Steps and trajectories of a finished run that are missing or there twice, tokens that are too old, and updates that
-    were made twice. Above 0, ``staleness`` lets a step train prompts of others."""
+    """Steps and trajectories of a finished run that are missing or there twice, tokens that are too old, and updates
+    that were made twice. Above 0, ``staleness`` lets a step train prompts of others."""
     logged = [row["step"] for row in run.read_metrics()]
     problems = [] if logged == [*range(steps + 1)] else [f"metrics.jsonl has the steps {logged}"]
     found, expected = list[list[str]](), list[list[str]]()

@@ -1,4 +1,4 @@
-"""The commands for who writes a task or a plugin: ``init``, ``config schema``, ``try``, ``plugins new``,
+"""The commands for authors of tasks and plugins: ``init``, ``config schema``, ``try``, ``plugins new``,
 ``plugins check``, ``replay`` and ``reward replay``."""
 
 import asyncio
