@@ -272,6 +272,7 @@ def files(config: ResolvedConfig) -> Problems:
         "model.path": config.model.path,
         "critic.path": config.critic.path,
         "reference.path": config.reference.path,
+        "teacher.path": config.teacher.path,
         **{f"engines.{name}.model": slot.model for name, slot in config.engines.items()},
     }
     for key, path in models.items():

@@ -99,7 +99,7 @@ def check_files(config: ResolvedConfig, *, training: bool) -> Any:
                 shares = training and slot is config.rollout.engine and may_share_nccl(config)
                 with of(""):
                     check_interpreter(slot.python, slot.ref, slot.plugin.spec, key=f"{key}.python", shares_nccl=shares)
-        for path in dict.fromkeys((model.path, config.critic.path, config.reference.path)):
+        for path in dict.fromkeys((model.path, config.critic.path, config.reference.path, config.teacher.path)):
             if path is not None:
                 with of(f"weights in {path}"):
                     check_weights(Path(path))

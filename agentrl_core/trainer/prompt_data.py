@@ -22,6 +22,7 @@ from agentrl_core.api import (
     TemplateError,
 )
 from agentrl_core.api.dataset import Split
+from agentrl_core.config.capabilities import installed_with
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.event_loop import EventLoop
 from agentrl_core.data.length_cache import cached_lengths
@@ -203,10 +204,11 @@ class PromptLoader:
             loop = row.get("agent_name") or self._default_loop
             used = {"tools": bool(episode.schemas), "interactions": episode.replies}
             for capability in (name for name, needed in used.items() if needed and name not in self._loops[loop]):
+                able = ", ".join(installed_with("agent_loop", capability, config.plugins.block))
                 raise ConfigError(
                     f"{title} {'offers tools' if capability == 'tools' else 'answers the policy'}, but the agent loop "
-                    f"{loop!r} lacks the capability {capability!r}; add one that has it to rollout.agent.loops, such "
-                    "as tool_agent"
+                    f"{loop!r} lacks the capability {capability!r}; add one that has it to rollout.agent.loops "
+                    f"(installed: {able or 'none'})"
                 )
             if episode.schemas:
                 require_tool_role(RenderedText(self._renderer))

@@ -214,7 +214,11 @@ def test_a_run_trains_on_an_environment_alone(fit: Callable[..., Any], tiny_run:
 @pytest.mark.parametrize(
     ("changes", "error", "message"),
     [
-        ({"rollout.agent.loops": ["single_turn"]}, ConfigError, "offers tools, but the agent loop 'single_turn' lacks"),
+        (
+            {"rollout.agent.loops": ["single_turn"]},
+            ConfigError,
+            "offers tools, but the agent loop 'single_turn' lacks.*installed: .*tool_agent",
+        ),
         ({"data.max_prompt_length": 20}, ConfigError, "the first task of environment 'World' has a prompt of"),
         ({"environments": ["./world.py:Empty"]}, ConfigError, "environment 'Empty' has no training task"),
         ({"environments": ["./world.py:Refuses"]}, EpisodeError, "could not begin the task .*no display"),

@@ -166,6 +166,16 @@ def test_a_dry_run_reports_a_damaged_model(tiny_run: Any, damage: Callable[[Path
     assert message in " ".join(result.output.split()), result.output
 
 
+def test_a_dry_run_reports_a_damaged_teacher(tiny_run: Any) -> None:
+    model = copied_model(tiny_run)
+    changes = {"algorithm.advantage": "on_policy_distillation", "teacher.path": str(model)}
+    cut_weights(model)
+    result = dry_run(tiny_run(changes))
+    assert result.exit_code == 2 and f"weights in {model}: " in " ".join(result.output.split()), result.output
+    shutil.rmtree(model)
+    assert "teacher.path" in (output := dry_run(tiny_run(changes)).output) and "no such directory" in output
+
+
 COUNTED = """
 from agentrl_core.api import Tool, ToolResponse, ToolResult, function_schema
 
