@@ -334,7 +334,7 @@ def test_generated_pages_are_current(name: str) -> None:
 SEAMS = (
     "agent_loop", "engine", "tool", "tool_parser", "renderer", "interaction", "environment", "reward", "algorithm",
     "dataset",
-    "sampler", "tracker", "hooks",
+    "sampler", "batch_policy", "tracker", "hooks",
 )  # fmt: skip
 
 

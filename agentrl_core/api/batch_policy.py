@@ -5,7 +5,7 @@ called often, whenever a group has ended or weights have changed: they must retu
 only. A policy cannot break the bound: the core refuses a batch with a group that is too old.
 
     class Oldest(BatchPolicy):
-        '''Starts as many groups as allowed, and trains them strictly in the order in which they started.'''
+        # Starts as many groups as allowed, and trains them strictly in the order in which they started.
 
         def admit(self, state):
             return state.allowed

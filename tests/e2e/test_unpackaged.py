@@ -25,6 +25,7 @@ from agentrl_core.api import CorrectionOutput, Environment, Episode, Interaction
 from agentrl_core.api import RewardManager, RolloutCorrection, Tracker, hookimpl
 from agentrl_testing.scripted_config import ScriptedConfig
 from agentrl_testing.scripted_engine import ScriptedEngine
+from agentrl_core.rollout.deadline import Deadline
 from agentrl_dataset_prompts.config import PromptsConfig
 from agentrl_dataset_prompts.prompts import PromptsFromFiles
 from agentrl_loop_tool_agent.config import ToolAgentConfig
@@ -92,6 +93,10 @@ class Correction(RolloutCorrection):
         return CorrectionOutput(batch.response_mask.float())
 
 
+class Policy(Deadline):
+    pass
+
+
 class Sampler(PromptSampler):
     def __init__(self, config, context):
         self.context = context
@@ -133,6 +138,7 @@ EVERY_SLOT: dict[str, Any] = {
     "algorithm.correction": "./mine.py:Correction",
     "data.dataset": "./mine.py:Prompts",
     "data.sampler": "./mine.py:Sampler",
+    "rollout.batch_policy": "./mine.py:Policy",
     "trainer.trackers": ["./mine.py:Memory"],
     "hooks": ["./mine.py:Bell"],
     "rollout.max_response_length": 400,

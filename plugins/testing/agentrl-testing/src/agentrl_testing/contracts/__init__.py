@@ -20,6 +20,7 @@ from agentrl_testing.contracts.case import PluginCase, PluginContract
 if TYPE_CHECKING:
     from agentrl_testing.contracts.advantage_estimator import AdvantageEstimatorCase, AdvantageEstimatorContract
     from agentrl_testing.contracts.agent_loop import AgentLoopCase, AgentLoopContract
+    from agentrl_testing.contracts.batch_policy import BatchPolicyCase, BatchPolicyContract
     from agentrl_testing.contracts.dataset import DatasetCase, DatasetContract
     from agentrl_testing.contracts.engine import EngineCase, EngineContract
     from agentrl_testing.contracts.environment import EnvironmentCase, EnvironmentContract
@@ -39,6 +40,8 @@ __all__ = [
     "AdvantageEstimatorContract",
     "AgentLoopCase",
     "AgentLoopContract",
+    "BatchPolicyCase",
+    "BatchPolicyContract",
     "DatasetCase",
     "DatasetContract",
     "EngineCase",
@@ -72,6 +75,7 @@ __all__ = [
 _MODULES = {
     "AdvantageEstimator": "advantage_estimator",
     "AgentLoop": "agent_loop",
+    "BatchPolicy": "batch_policy",
     "Dataset": "dataset",
     "Engine": "engine",
     "Environment": "environment",

@@ -38,6 +38,7 @@ _BASES = {
     "rollout_correction": "algorithm:RolloutCorrection",
     "dataset": "dataset:PromptDataset",
     "sampler": "sampler:PromptSampler",
+    "batch_policy": "batch_policy:BatchPolicy",
     "tracker": "tracker:Tracker",
 }
 """Classes that what a factory builds must derive from; hooks and reward functions may be anything."""

@@ -58,6 +58,7 @@ _RECIPES = {
     "rollout_correction": _Recipe("Correction", "correction", "truncated importance weight per token"),
     "dataset": _Recipe("Dataset", "dataset", "questions and answers from JSON lines"),
     "sampler": _Recipe("Sampler", "sampler", "short prompts before long ones"),
+    "batch_policy": _Recipe("Policy", "policy", "trains groups in the order in which they started"),
     "tracker": _Recipe("Tracker", "tracker", "metrics as lines of a CSV file"),
     "hook": _Recipe("Hooks", "hooks", "keeps the step with the best value of a metric"),
 }
