@@ -71,6 +71,11 @@ class ChangeRequests:
             self.tasks.add(task)
             task.add_done_callback(self.tasks.discard)
 
+    def close(self) -> None:
+        """Take no further requests. An answer that nobody has read stays until the next run begins."""
+        with suppress(OSError):
+            self._folder.rmdir()
+
     async def _carry_out(self, change: ReplicaChange, answer: Path) -> None:
         failed = False
         try:

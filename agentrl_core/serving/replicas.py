@@ -567,6 +567,8 @@ class EngineReplicas:
         for task in restarting:
             task.cancel()
         await asyncio.gather(*restarting, return_exceptions=True)
+        if self._changes is not None:
+            self._changes.close()
         servers = [
             server for member in self._members if member.is_alive or not member.leaves for server in member.servers
         ]

@@ -417,3 +417,8 @@ class Asks:
     (answer,) = (run.path / ".engine-changes").iterdir()
     said = json.loads(answer.read_text())
     assert said == {"text": "replica 0 is the only one that serves; add another one first", "failed": True}
+
+
+def test_a_run_that_was_asked_nothing_leaves_no_folder_of_requests(fit: Fit) -> None:
+    run = fit({**SCRIPTED, **ONE_STEP})
+    assert [file.name for file in run.path.glob(".*")] == [".lock"]
