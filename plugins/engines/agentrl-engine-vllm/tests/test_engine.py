@@ -172,6 +172,20 @@ def test_an_update_empties_the_cache_and_what_runs_goes_on(serve, run, weights, 
     assert len(output.token_ids) == 60
 
 
+def test_a_paused_engine_that_is_empty_is_not_paused_again_for_an_update(serve, run, weights) -> None:
+    async def main() -> None:
+        async with serve() as engine:
+            await engine.pause("abort")
+            late = asyncio.create_task(engine.generate([1], SamplingParams(5), "late"))
+            await turns(5)
+            await engine.update_weights(weights, 7)
+            assert [call[0] for call in last().calls[-3:]] == ["pause", "reset", "weights"]
+            await engine.resume()
+            assert [span.version for span in (await late).spans] == [7]
+
+    run(main())
+
+
 def test_a_cache_that_requests_keep_is_under_another_salt(serve, run, weights) -> None:
     async def main() -> TokenOutput:
         async with serve() as engine:

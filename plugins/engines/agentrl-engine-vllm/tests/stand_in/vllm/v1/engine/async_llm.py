@@ -93,6 +93,10 @@ class AsyncLLM:
                 await asyncio.sleep(0)
         self.moving = False
 
+    async def reset_prefix_cache(self) -> bool:
+        self.calls.append(("reset",))
+        return not self.running
+
     async def resume_generation(self) -> None:
         self.calls.append(("resume",))
         self.moving = True
