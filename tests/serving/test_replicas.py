@@ -16,6 +16,7 @@ from agentrl_core.plugins import boundary
 from agentrl_core.serving import replicas as replicas_module
 from agentrl_core.serving.server import Progress
 from agentrl_core.serving.weight_transport import ReplicaState, Weights
+from agentrl_core.trainer.metrics import engine_metric
 
 ENGINE = """
 import asyncio
@@ -353,6 +354,18 @@ def test_requests_beyond_the_limit_queue_at_the_replica(make_rollout: Any, make_
     assert len(queued) == 10 and queued[:3] == [0.0] * 3 and queued[-1] > 0
     assert metrics["running_max"] == 3 and metrics["queue_max"] > 0 and metrics["requests"] == 10
     assert fleet.replicas.metrics() == {}
+
+
+def test_the_longest_pause_of_each_replica_is_a_metric(make_rollout: Any, make_row: Any) -> None:
+    fleet = Fleet(make_rollout, {}, replicas=3)
+    fleet.rollout([make_row(str(index)) for index in range(12)])
+    for replica, seconds in [(0, 0.2), (0, 0.5), (0, 0.1), (2, 0.3)]:
+        fleet.replicas.servers[replica]._instance._requests.paused(seconds)
+    found = {engine_metric(name): value for name, value in fleet.replicas.metrics().items()}
+    pauses = {name: value for name, value in found.items() if "pause" in name}
+    assert pauses == {
+        "timing/engine/pause": 0.5, "timing/engine/pause/replica_0": 0.5, "timing/engine/pause/replica_2": 0.3,
+    }  # fmt: skip
 
 
 def test_engines_sleep_from_the_rollout_to_the_next_weights(make_rollout: Any, make_row: Any) -> None:
