@@ -136,7 +136,8 @@ class _Jumping(selectors.DefaultSelector):
         if events or timeout == 0:
             return events
         if timeout is None or not self.may_jump():
-            return list(super().select(None))
+            # Not for long: a thread that has ended wakes nobody.
+            return list(super().select(None if timeout is None else 0.002))
         self.now += timeout
         return []
 
@@ -145,7 +146,7 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self._jumping = _Jumping()
         super().__init__(self._jumping)
-        self._jumping.may_jump = lambda: self.waited_for > 0 and not self._in_threads
+        self._jumping.may_jump = lambda: self.waited_for > 0 and not self._in_threads and not _foreign_threads()
         self.waited_for = 0
         """Coroutines that the trainer's thread waits for. While there are none, it computes, in no time."""
         self._in_threads = 0
@@ -161,6 +162,11 @@ class _JumpingLoop(asyncio.SelectorEventLoop):
 
     def _came_back(self, _: object) -> None:
         self._in_threads -= 1
+
+
+def _foreign_threads() -> bool:
+    """Whether something computes that ``in_daemon_thread`` has started."""
+    return any(thread.name == "agentrl-foreign-code" for thread in threading.enumerate())
 
 
 class SimulatedTime(EventLoop):
