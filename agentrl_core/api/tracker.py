@@ -72,8 +72,10 @@ class Tracker(ABC):
 
         Args:
             phase: what has begun or goes on: ``rollout``, ``update_actor``, ``validation`` and so on, as in
-                ``timing/<phase>``; empty while trajectories end.
-            done, total: trajectories that have ended, and all of this rollout; 0 outside of rollouts.
+                ``timing/<phase>``; empty while trajectories end, which they do in every phase where rollout and
+                training overlap.
+            done, total: trajectories that have ended, and all of this rollout, or since none was under way; 0 where
+                ``phase`` is not empty.
         """
         return None
 

@@ -22,7 +22,7 @@ from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorDiedError, ActorHandle, ActorOptions, Runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.rewards import RewardWorker
-from agentrl_core.plugins.boundary import deadline, traced
+from agentrl_core.plugins.boundary import deadline, in_daemon_thread, traced
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.worker import AgentLoopWorker
 from agentrl_core.serving.clients import RoutedClient
@@ -195,7 +195,9 @@ class AgentLoopManager:
                 async with deadline(limit, f"{actor.name} has not moved for {limit:g} s"):
                     self._ended[actor] = await actor.call("ping") or 0
                 self._started.add(actor)
-                self.on_progress(min(self._done + sum(self._ended.values()), self._total), self._total)
+                done = min(self._done + sum(self._ended.values()), self._total)
+                # Not on the event loop: a tracker may be busy for long, with the step that has just ended.
+                await in_daemon_thread(self.on_progress, done, self._total)
             except DeadlineError as error:
                 logger.error("%s; killing its process", error)
                 self._started.discard(actor)

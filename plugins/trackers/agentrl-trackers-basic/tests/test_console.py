@@ -34,7 +34,7 @@ class Clock:
 
 
 def tracker(
-    run_dir: Path, terminal: bool, first_step: int = 1, live: bool | None = None
+    run_dir: Path, terminal: bool, first_step: int = 1, live: bool | None = None, staleness: int = 0
 ) -> tuple[ConsoleTracker, io.StringIO, Clock]:
     class File(io.StringIO):
         def isatty(self) -> bool:
@@ -42,7 +42,7 @@ def tracker(
 
     file, clock = File(), Clock()
     console = Console(file=file, force_terminal=terminal, width=100, color_system=None, _environ={"TERM": "xterm"})
-    context = TrackerContext("calculator", run_dir, 20, {}, first_step)
+    context = TrackerContext("calculator", run_dir, 20, {"rollout": {"max_staleness": staleness}}, first_step)
     return ConsoleTracker(ConsoleConfig(live=live), context, console, clock), file, clock
 
 
@@ -231,3 +231,38 @@ def test_a_notebook_gets_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyP
     ]
     assert not any("\x1b" in line or "\r" in line or "<" in line for line in lines)
     assert len(shown) == 1
+
+
+OVERLAPPING = {"staleness/mean": 0.97, "staleness/max": 2.0, "idle/trainer/engines": 0.05, "idle/trainer/other": 0.07}
+
+
+def test_the_line_of_a_step_says_how_old_its_batch_was_and_who_waited() -> None:
+    metrics = {**STEP, **OVERLAPPING, "idle/rollout/trainer": 0.03}
+    assert plain_line(metrics, 3, 20, 72.0).endswith(
+        "other 9%  age 1.0 (max 2)  waited: training 12% rollout 3%  eta 1m12s"
+    )
+
+
+def test_rollout_and_training_have_a_lane_each_where_they_overlap(tmp_path: Path) -> None:
+    console, file, clock = tracker(tmp_path, terminal=False, staleness=4)
+    console.progress("rollout")
+    for phase, done, shown in (
+        ("", 12, "rollout: 52 trajectories under way, training: waits for a batch"),
+        ("update_actor", 12, "rollout: 52 trajectories under way, training: update"),
+        ("", 64, "rollout: waits for the trainer, training: update"),
+    ):
+        clock.now += 31
+        console.progress(phase, *(() if phase else (done, 64)))
+        assert file.getvalue().splitlines()[-1] == f"step 1/20  {shown}"
+
+
+def test_the_panel_has_both_lanes_and_what_each_waited(tmp_path: Path) -> None:
+    console, file, clock = tracker(tmp_path, terminal=True, staleness=4)
+    console.log({**STEP, **OVERLAPPING}, 1)
+    console.progress("update_actor")
+    clock.now += 1
+    console.progress("", 3, 64)
+    panel = file.getvalue()
+    assert re.search(r"rollout +61 trajectories under way ", panel)
+    assert re.search(r"training +update   waited 12%", panel)
+    assert re.search(r"age +0.97 versions   oldest 2", panel)

@@ -17,7 +17,7 @@ from agentrl_core.api import Tracker, TrackerContext
 from agentrl_trackers_basic.config import ConsoleConfig
 from agentrl_trackers_basic.formatting import compact, duration, figure, percent
 from agentrl_trackers_basic.live_view import live_view
-from agentrl_trackers_basic.metrics import mean_accuracies, metrics_file, read_metrics, time_shares
+from agentrl_trackers_basic.metrics import idle_shares, mean_accuracies, metrics_file, read_metrics, time_shares
 from agentrl_trackers_basic.progress import FAILED, TOKENS, TOOL_FAILURES, Progress
 
 _SMALLEST_SHARE = 0.02
@@ -48,7 +48,8 @@ class ConsoleTracker(Tracker):
         super().__init__(config, context)
         self._console = console or rich.get_console()
         self._clock = clock
-        self._progress = Progress(context.run_name, context.total_steps, started=clock())
+        overlaps = bool(context.config.get("rollout", {}).get("max_staleness"))
+        self._progress = Progress(context.run_name, context.total_steps, clock(), overlaps)
         if context.first_step > 1:
             for row in read_metrics(metrics_file(context.run_dir)):
                 self._progress.remember(row["step"], row)
@@ -69,14 +70,14 @@ class ConsoleTracker(Tracker):
 
     def progress(self, phase: str, done: int = 0, total: int = 0) -> None:
         progress = self._progress
-        progress.activity, progress.done, progress.total = phase or progress.activity, done, total
+        progress.report(phase, done, total)
         quiet = self._clock() - self._shown
         if quiet < (_QUIET_SECONDS if self._live is None else _REDRAW_SECONDS):
             return
         self._shown = self._clock()
         if self._live is not None:
             self._redraw()
-        elif total:
+        elif total or progress.overlaps:
             self._write(
                 f"step {min(progress.step + 1, progress.total_steps)}/{progress.total_steps}  {progress.going_on}"
             )
@@ -152,6 +153,11 @@ def plain_line(metrics: Mapping[str, float], step: int, total_steps: int, remain
     shares = [item for item in time_shares(metrics).items() if item[1] >= _SMALLEST_SHARE]
     if shares:
         parts.append(" ".join(f"{label} {percent(share)}" for label, share in shares))
+    if "staleness/mean" in metrics:
+        parts.append(f"age {metrics['staleness/mean']:.1f} (max {metrics['staleness/max']:.0f})")
+    waited = [f"{who} {percent(share)}" for who, share in idle_shares(metrics).items() if share >= _SMALLEST_SHARE]
+    if waited:
+        parts.append(f"waited: {' '.join(waited)}")
     if remaining:
         parts.append(f"eta {duration(remaining)}")
     return "  ".join(parts)

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from agentrl_trackers_basic.formatting import compact, duration, figure, percent, sparkline
-from agentrl_trackers_basic.metrics import Accuracy, time_shares
+from agentrl_trackers_basic.metrics import Accuracy, idle_shares, time_shares
 from agentrl_trackers_basic.progress import LENGTH, REWARD, SPEED, TOOL_SHARE, Progress
 
 MAX_WIDTH = 96
@@ -48,7 +48,7 @@ def live_view(progress: Progress, width: int, eta_clock: str = "", status: str =
     """
     width = min(width, MAX_WIDTH)
     inner = width - 4
-    rows = [*_reward(progress), *_accuracy(progress), *_rollout(progress), *_speed(progress)]
+    rows = [*_reward(progress), *_accuracy(progress), *_rollout(progress), *_speed(progress), *_lanes(progress)]
     spark_width = next(width for least, width in _SPARK_WIDTHS if inner >= least)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold", no_wrap=True, width=_NAME_WIDTH)
@@ -61,7 +61,7 @@ def live_view(progress: Progress, width: int, eta_clock: str = "", status: str =
         parts += [Text(), table]
     parts += _time(progress, inner)
     title = Text.assemble(("agentrl", "bold cyan"), " · ", (progress.run_name, "bold default"))
-    below = status or progress.going_on
+    below = status or ("" if progress.overlaps else progress.going_on)
     subtitle = Text(below, style=_STATUS_STYLES.get(status, "dim")) if below else None
     return Panel(
         Group(*parts), box=ROUNDED, width=width, title=title, title_align="left", subtitle=subtitle,
@@ -160,6 +160,19 @@ def _speed(progress: Progress) -> Iterable[_Row]:
         if "perf/rss_gib" in progress.latest:
             text.append(f"   {figure(progress.latest['perf/rss_gib'])} GiB of memory", style="dim")
         yield "speed", text, _Spark(speeds, "blue")
+
+
+def _lanes(progress: Progress) -> Iterable[_Row]:
+    """Rollout and training, where they overlap, and what share of the newest step each waited."""
+    shares = idle_shares(progress.latest)
+    for lane, text in progress.lanes if progress.activity else ():
+        row = Text(text)
+        if lane in shares:
+            row.append(f"   waited {percent(shares[lane])}", style="dim")
+        yield lane, row, None
+    if "staleness/mean" in progress.latest:
+        age, most = progress.latest["staleness/mean"], progress.latest["staleness/max"]
+        yield "age", Text.assemble((figure(age), "bold"), " versions", (f"   oldest {most:.0f}", "dim")), None
 
 
 def _time(progress: Progress, inner: int) -> list[RenderableType]:

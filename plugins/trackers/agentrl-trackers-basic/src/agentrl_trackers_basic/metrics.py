@@ -57,6 +57,19 @@ def mean_accuracies(metrics: Mapping[str, Any]) -> dict[ValidationMode, float]:
     return means
 
 
+def idle_shares(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Share of the step that the trainer waited for its batch, and in which no trajectory was under way, by lane; empty
+    where one follows the other."""
+    step = metrics.get("timing/step")
+    waits = {
+        lane: [value for name, value in metrics.items() if name.startswith(f"idle/{who}/") and is_number(value)]
+        for who, lane in (("trainer", "training"), ("rollout", "rollout"))
+    }
+    return (
+        {lane: sum(values) / step for lane, values in waits.items() if values} if is_number(step) and step > 0 else {}
+    )
+
+
 def time_shares(metrics: Mapping[str, Any]) -> dict[str, float]:
     """Share of the step's time by phase label, in the order of a step; they sum to 1. Empty without timings.
 

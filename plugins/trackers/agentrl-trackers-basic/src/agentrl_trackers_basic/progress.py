@@ -31,6 +31,8 @@ class Progress:
     run_name: str
     total_steps: int
     started: float
+    overlaps: bool = False
+    """Trajectories are sampled while the trainer trains."""
     step: int = 0
     now: float = 0.0
     latest: dict[str, float] = field(default_factory=dict)
@@ -46,7 +48,7 @@ class Progress:
     """The phase that goes on within the step."""
     done: int = 0
     total: int = 0
-    """Trajectories of this phase: those that have ended, and all."""
+    """Trajectories of this phase, or since none was under way: those that have ended, and all."""
     _durations: deque[float] = field(default_factory=lambda: deque(maxlen=10))
 
     def __post_init__(self) -> None:
@@ -70,7 +72,8 @@ class Progress:
     def add(self, step: int, metrics: Mapping[str, float], now: float) -> None:
         """Take a step that has just ended."""
         self.remember(step, metrics)
-        self.activity, self.done, self.total = "", 0, 0
+        self.report("")
+        self.activity = ""
         self.latest = {name: float(value) for name, value in metrics.items() if is_number(value)}
         if step > 0:
             # What came before the first step of this process is start-up, not a step.
@@ -78,9 +81,30 @@ class Progress:
             self._durations.append(now - self.now if self._durations or own is None else own)
         self.now = now
 
+    def report(self, phase: str, done: int = 0, total: int = 0) -> None:
+        """Take what ``Tracker.progress`` says. Where both overlap, a phase of training says nothing of trajectories."""
+        self.activity = phase or self.activity
+        if total or not self.overlaps:
+            self.done, self.total = done, total
+
+    @property
+    def lanes(self) -> list[tuple[str, str]]:
+        """What rollout and training do, or wait for; empty where one follows the other."""
+        if not self.overlaps:
+            return []
+        under_way = self.total - self.done
+        rollout = f"{under_way} trajectories under way" if under_way else "waits for the trainer"
+        label = PHASE_LABELS.get(self.activity, "")
+        return [
+            ("rollout", rollout),
+            ("training", "waits for a batch" if label == "rollout" else label or "between steps"),
+        ]
+
     @property
     def going_on(self) -> str:
         """What happens within the step: ``rollout, 12 of 64 trajectories``."""
+        if self.overlaps:
+            return ", ".join(f"{lane}: {text}" for lane, text in self.lanes) if self.activity else ""
         label = PHASE_LABELS.get(self.activity, "")
         return f"{label}, {self.done} of {self.total} trajectories" if label and self.total else label
 
