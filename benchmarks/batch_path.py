@@ -6,7 +6,7 @@ Trajectories have a log-normal length (median 2,000 tokens, at most 16,000), a p
 of the policy and answers of a tool. Agent-loop workers, which are not measured, have left them in files, as Ray would
 hand them over. Each part of the path runs in the same process, whose CPU seconds and peak memory are taken:
 
-1. unpickle: results arrive from the workers.
+1. unpickle: summaries of the results arrive from the workers.
 2. build: the step's batch.
 3. estimate: advantages by GRPO, and the metrics of the batch.
 4. send: what the actor's update sends to each rank, pickled.
@@ -100,7 +100,7 @@ def make(folder: Path, rows: int, ranks: int) -> None:
     chance = random.Random(0)
     for worker in range(WORKERS):
         share = range(worker * rows // WORKERS, (worker + 1) * rows // WORKERS)
-        results = [trajectory(chance, number) for number in share]
+        results = what_is_sent([trajectory(chance, number) for number in share])
         buffers: list[Any] = []
         data = cloudpickle.dumps(results, protocol=OUT_OF_BAND, buffer_callback=buffers.append)
         (folder / f"{worker}.pickle").write_bytes(data)
@@ -165,6 +165,15 @@ def trajectory(chance: random.Random, number: int) -> Any:
     return result
 
 
+def what_is_sent(results: list[Any]) -> Any:
+    """Summaries; of an earlier version, results as they are."""
+    try:
+        from agentrl_core.rollout.summaries import summaries
+    except ImportError:
+        return results
+    return summaries(results)
+
+
 def written(chance: random.Random, ids: list[int]) -> str:
     """About four characters a token."""
     return "".join(f"{token % 999:3d} " for token in ids)
@@ -212,6 +221,8 @@ def measure(folder: Path, rows: int, ranks: int) -> None:
             files = sorted(folder.glob(f"{worker}.[0-9]*"), key=lambda file: int(file.suffix[1:]))
             buffers = [file.read_bytes() for file in files]
             results += cloudpickle.loads((folder / f"{worker}.pickle").read_bytes(), buffers=buffers)
+        for number, result in enumerate(results):
+            result.kept, result.place = There(number // SAMPLES), number % SAMPLES
     with part("build"):
         batch = to_data_proto(results, 0, {"step": 1, "temperature": 1.0, "seed": 0})
     algorithm = Algorithm(config(folder))
@@ -228,17 +239,28 @@ def measure(folder: Path, rows: int, ranks: int) -> None:
         for call in plan.calls:
             most = max(most, sum(pickled(cloudpickle, each, sent) for each in call[0]))
     with part("records"):
-        if hasattr(outcomes, "Credit"):
-            pickled(cloudpickle, ("train", results, outcomes.Credit.of(batch)), {})
-        else:
-            from agentrl_core.runs.records import RolloutWriter
-
-            RolloutWriter(folder).write(1, "train", outcomes.make_records(1, "train", results, batch))
+        pickled(cloudpickle, ("train", what_is_handed(results), outcomes.Credit.of(batch)), {})
     figures["CPU in all"] = sum(figures[f"{name}: CPU"] for name in PARTS)
     figures["growth of the peak memory"] = max(figures[f"{name}: peak memory"] for name in PARTS)
     figures["most that a rank receives"] = most / 2**30
     figures["million tokens"] = metrics["perf/total_num_tokens"] / 1e6
     (folder / "figures.json").write_text(json.dumps(figures))
+
+
+class There:
+    """Stands for the place in Ray's store of a group's trajectories."""
+
+    def __init__(self, number: int) -> None:
+        self.reference = number.to_bytes(28)
+
+
+def what_is_handed(results: list[Any]) -> Any:
+    """References; of an earlier version, results as they are."""
+    try:
+        from agentrl_core.rollout.summaries import handed
+    except ImportError:
+        return results
+    return handed(results)
 
 
 def config(folder: Path) -> Any:

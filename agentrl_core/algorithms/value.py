@@ -30,7 +30,7 @@ def explained_variance(values_BR: Tensor, returns_BR: Tensor, mask_BR: Tensor) -
 
     0 where the returns do not vary.
     """
-    values_N, returns_N = (column_N.double() for column_N in under(mask_BR, values_BR, returns_BR))
+    values_N, returns_N = under(mask_BR, values_BR, returns_BR, dtype=torch.float64)
     if len(returns_N) < 2 or bool((returns_N == returns_N[0]).all()):
         return 0.0
     return float(1 - (returns_N - values_N).var() / returns_N.var())

@@ -22,6 +22,8 @@ from torch.utils._pytree import tree_map_only
 Array = np.ndarray[Any, Any]
 # From here on numpy asks for huge pages.
 LARGE_BYTES = 4 * 2**20
+BLOCK = 2**20
+"""Values that are looked at together."""
 aten = torch.ops.aten
 
 
@@ -90,14 +92,6 @@ class Rows:
         """Some of the rows."""
         return Rows(self.lengths_B[index], self.width, self.first_B[index])
 
-    def taken(self, values: Array, index: Any) -> Array:
-        """The values of these rows."""
-        if isinstance(index, slice) and index.step in (None, 1):
-            # Consecutive rows are consecutive values.
-            starts, ends = self.starts_B[index], self.ends_B[index]
-            return values[starts[0] : ends[-1]] if len(ends) else values[:0]
-        return _joined(values, self.starts_B[index], self.ends_B[index])
-
     def padded(self, values: Array, fill: float) -> Array:
         """[B, W]"""
         return padded(values, self.lengths_B, fill, self.width, self.first_B)
@@ -134,26 +128,34 @@ class Source:
 
     def take(self, rows: Rows, index: Any) -> "Source":
         """Of some of the rows."""
-        return Values(rows.taken(self.values(rows), index))
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes that it keeps."""
-        return 0
+        raise NotImplementedError(f"{type(self).__name__} must know its rows")
 
 
 class Values(Source):
-    """The values themselves."""
+    """The values themselves.
 
-    def __init__(self, array: Array) -> None:
-        self._array, self.dtype = array, array.dtype
+    Args:
+        array: has them.
+        starts_B: where each row begins in it; None: the rows are all of it, one after the other.
+    """
+
+    def __init__(self, array: Array, starts_B: Array | None = None) -> None:
+        self._array, self._starts_B, self.dtype = array, starts_B, array.dtype
 
     def values(self, rows: Rows) -> Array:
-        return self._array
+        if self._starts_B is None:
+            return self._array
+        ends_B = self._starts_B + rows.lengths_B
+        if len(ends_B) and (self._starts_B[1:] == ends_B[:-1]).all():
+            return self._array[self._starts_B[0] : ends_B[-1]]
+        return _joined(self._array, self._starts_B, ends_B)
 
-    @property
-    def nbytes(self) -> int:
-        return int(self._array.nbytes)
+    def take(self, rows: Rows, index: Any) -> Source:
+        return Values(self._array, (rows.starts_B if self._starts_B is None else self._starts_B)[index])
+
+    def cut(self, rows: Rows, skipped_B: Array) -> Source:
+        """Without the first values of each row."""
+        return Values(self._array, (rows.starts_B if self._starts_B is None else self._starts_B) + skipped_B)
 
 
 class Runs(Source):
@@ -172,10 +174,6 @@ class Runs(Source):
         first_B, last_B = ends.searchsorted(rows.starts_B[index], "right"), ends.searchsorted(rows.ends_B[index])
         kept = _ranges(first_B, np.where(rows.lengths_B[index] > 0, last_B + 1, first_B))
         return Runs(self._runs[kept], self._counts[kept], self.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        return int(self._runs.nbytes + self._counts.nbytes)
 
 
 class Few(Source):
@@ -196,10 +194,6 @@ class Few(Source):
         kept = _ranges(first_B, end_B)
         moved_B = rows.take(index).starts_B - starts_B
         return Few(self._places[kept] + np.repeat(moved_B, end_B - first_B), self._few[kept])
-
-    @property
-    def nbytes(self) -> int:
-        return int(self._places.nbytes + self._few.nbytes)
 
 
 class Filled(Source):
@@ -280,7 +274,11 @@ class RaggedColumn(Tensor):
         """The places from ``begins`` on, as a column that shares this one's values."""
         first_B = np.clip(self.rows.first_B - begins, 0, width)
         ends_B = np.clip(self.rows.first_B + self.rows.lengths_B - begins, 0, width)
-        return RaggedColumn(self.source, Rows(np.maximum(ends_B - first_B, 0), width, first_B), self.fill, self, begins)
+        rows = Rows(np.maximum(ends_B - first_B, 0), width, first_B)
+        source = self.source
+        if isinstance(source, Values):
+            source = source.cut(self.rows, np.clip(begins - self.rows.first_B, 0, self.rows.lengths_B))
+        return RaggedColumn(source, rows, self.fill, self, begins)
 
     @property
     def is_ragged(self) -> bool:
@@ -289,17 +287,17 @@ class RaggedColumn(Tensor):
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        """Bytes that it keeps."""
+        """Bytes of its values."""
         if not self.is_ragged:
             return self.kept().nbytes
-        return self.source.nbytes if self.whole is None else self.rows.size * self.source.dtype.itemsize
+        return 0 if self.source.derived else self.rows.size * self.source.dtype.itemsize
 
     @property
     def flat(self) -> Array:
         """[N] its values; not to be written to."""
         if not self.is_ragged:
             return self.rows.values_of(self.kept().numpy())
-        if self.whole is None:
+        if self.whole is None or isinstance(self.source, Values):
             return self.source.values(self.rows)
         rows = self.whole.rows
         skipped_B = np.maximum((self.begins or 0) - rows.first_B, 0)
@@ -349,7 +347,10 @@ class RaggedColumn(Tensor):
 
     def copied(self) -> Tensor:
         """A column of its own."""
-        return RaggedColumn(Values(self.flat.copy()), self.rows, self.fill) if self.is_ragged else self.kept().clone()
+        if not self.is_ragged:
+            return self.kept().clone()
+        derived = self.source.derived and self.whole is None
+        return RaggedColumn(self.source if derived else Values(self.flat.copy()), self.rows, self.fill)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
@@ -437,12 +438,23 @@ def converted(column_BW: Tensor, dtype: torch.dtype) -> Tensor:
     return RaggedColumn(source, column.rows, column.fill)
 
 
-def under(mask_BW: Tensor, *columns_BW: Tensor) -> list[Tensor]:
-    """[N] of each column the values where the mask is not 0, row by row."""
+def under(mask_BW: Tensor, *columns_BW: Tensor, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """[N] of each column the values where the mask is not 0, row by row; in another type, if one is given."""
     if columns := together(mask_BW, *columns_BW):
-        places = np.flatnonzero(columns[0].flat)
-        return [torch.from_numpy(column.flat[places]) for column in columns[1:]]
-    return [column_BW[mask_BW.bool()] for column_BW in columns_BW]
+        mask = columns[0].flat.astype(np.bool_, copy=False)
+        return [_under(mask, column.flat, dtype or column.dtype) for column in columns[1:]]
+    return [column_BW[mask_BW.bool()].to(dtype or column_BW.dtype) for column_BW in columns_BW]
+
+
+def _under(mask: Array, values: Array, dtype: torch.dtype) -> Tensor:
+    chosen_N, end = torch.empty(int(np.count_nonzero(mask)), dtype=dtype), 0
+    # In blocks: numpy needs eight bytes for each value that a mask chooses.
+    for start in range(0, len(mask), BLOCK):
+        block = slice(start, start + BLOCK)
+        part = torch.from_numpy(values[block][mask[block]])
+        chosen_N[end : end + len(part)] = part
+        end += len(part)
+    return chosen_N
 
 
 def concatenated(pieces: Sequence[Any], joined: dict[int, RaggedColumn]) -> RaggedColumn | None:

@@ -118,7 +118,10 @@ def encode(td: Any, protocol: int = OUT_OF_BAND_PROTOCOL) -> Document | None:
         in_band = data.nbytes <= SMALL_BYTES or not out_of_band
         return bytearray(data) if in_band else pickle.PickleBuffer(data), dtype_name(tensor), tuple(tensor.shape)
 
-    return None if td is None else to_document(td, dense)
+    document = None if td is None else to_document(td, dense)
+    # The functions above are a cycle, which would keep what they have seen.
+    seen.clear()
+    return document
 
 
 def decode(encoded: Document | None) -> Any:
@@ -145,7 +148,9 @@ def decode(encoded: Document | None) -> Any:
         source: Source = source_of(values) if isinstance(values, str) else Values(_from_buffer(values).numpy())
         return RaggedColumn(source, seen[id(rows)], encoded["fill"])
 
-    return None if encoded is None else from_document(encoded, dense)
+    td = None if encoded is None else from_document(encoded, dense)
+    seen.clear()
+    return td
 
 
 def dtype_name(tensor: torch.Tensor) -> str:

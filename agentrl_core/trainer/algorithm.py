@@ -19,7 +19,7 @@ from agentrl_core.api.agent_loop import Status
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
-from agentrl_core.protocol.ragged import RaggedColumn, Values, converted, like, on_values, ragged, values_in
+from agentrl_core.protocol.ragged import RaggedColumn, converted, like, on_values, ragged
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.workers.actor import CORRECTION, reads_advantages
 
@@ -81,16 +81,17 @@ class Algorithm:
                 "algorithm.correction needs the engine's log-probs, and some trajectories of this step have none: "
                 "an agent loop made rows without response_logprobs"
             )
-        mask_BR = converted(batch.batch["response_mask"], torch.bool)
+        # Columns of its own, as of an estimator.
+        columns = batch[:].batch
         seen = CorrectionInput(
-            batch.batch["old_log_probs"],
-            batch.batch["rollout_log_probs"],
-            mask_BR,
-            converted(batch.batch["policy_versions"], torch.int64),
+            columns["old_log_probs"],
+            columns["rollout_log_probs"],
+            converted(columns["response_mask"], torch.bool),
+            converted(columns["policy_versions"], torch.int64),
         )
         with hang_reported("the rollout correction"):
             output = self._correction(seen)
-        batch.batch[CORRECTION] = like(mask_BR, output.weights)
+        batch.batch[CORRECTION] = like(batch.batch["response_mask"], output.weights)
         return {f"correction/{name}": value for name, value in output.metrics.items()}
 
     def penalise(self, batch: DataProto) -> dict[str, float]:
@@ -135,23 +136,26 @@ class Algorithm:
     def _by_groups(self, batch: DataProto, mask: RaggedColumn) -> dict[str, Tensor]:
         """``advantages`` and ``returns`` of an estimator that gets some groups at a time."""
         seen = batch.select([name for name in batch.batch.keys() if name not in TOKEN_COLUMNS])
-        found: dict[str, list[Any]] = {"advantages": [], "returns": []}
-        parts = whole_groups(batch.non_tensor_batch["uid"], mask.rows.lengths_B)
-        for rows in parts:
+        found: dict[str, Any] = {}
+        slices = mask.rows.slices
+        for rows in whole_groups(batch.non_tensor_batch["uid"], mask.rows.lengths_B):
             part, width = seen.select_idxs(rows), int(mask.rows.lengths_B[rows].max())
             for name, column_bR in part.batch.items():
                 if (column := ragged(column_bR)) is not None:
                     part.batch[name] = column.part(0, width)
-            output, places = self._estimated(part), part.batch["response_mask"].rows
-            for name, values in found.items():
-                values.append(values_in(getattr(output, name), places))
-        order = np.concatenate(parts)
-        rows, back = mask.rows.take(order), order.argsort()
-        return {name: RaggedColumn(Values(np.concatenate(values)), rows).take(back) for name, values in found.items()}
+            output = self._estimated(part)
+            for name in ("advantages", "returns"):
+                column_bR = getattr(output, name).numpy()
+                values = found.setdefault(name, np.zeros(mask.rows.size, dtype=column_bR.dtype))
+                for row, of_row_R in zip(rows.tolist(), column_bR, strict=True):
+                    place = slices[row]
+                    values[place] = of_row_R[: place.stop - place.start]
+        return {name: mask.like(values) for name, values in found.items()}
 
     def _estimated(self, batch: DataProto) -> AdvantageOutput:
         advantage = self._settings.advantage
-        seen = advantage_input(batch)
+        # Columns of its own: one that it looks at through a view would stay padded.
+        seen = advantage_input(batch[:])
         if advantage.has("components") and not seen.components:
             raise ConfigError(
                 f"advantage estimator '{advantage.name}' needs the parts of the score, and the reward manager names "

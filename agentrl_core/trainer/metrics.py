@@ -80,11 +80,15 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for name in _BY_TOKEN:
         if name in batch.batch.keys():
-            (values_N,) = under(batch.batch["response_mask"], batch.batch[name])
-            values = values_N.double().numpy()
+            values = under(batch.batch["response_mask"], batch.batch[name], dtype=torch.float64)[0].numpy()
             metrics |= spread(f"critic/{name}", values)
             if len(values):
-                metrics[f"critic/{name}/std"] = float(values.std())
+                # In place: what std() copies is the largest array of the step.
+                values -= values.mean()
+                values *= values
+                metrics[f"critic/{name}/std"] = float(np.sqrt(values.mean()))
+            # Before the next one is made.
+            del values
     return metrics
 
 

@@ -9,12 +9,18 @@ import torch
 from agentrl_core.api import AgentLoopOutput, ConfigError, RewardResult, RolloutError, Termination
 from agentrl_core.api.tree import Tree
 from agentrl_core.config import load_config
+from agentrl_core.plugins.official import OFFICIAL
+from agentrl_core.protocol import DataProto
+from agentrl_core.protocol.ragged import like, ragged
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.loop_output import adopt
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.trainer import algorithm as algorithm_module
 from agentrl_core.trainer.algorithm import Algorithm, add_baselines
 from agentrl_core.trainer.dynamic_sampling import fill
 
+# One needs a teacher.
+ESTIMATORS = sorted({name for kind, name in OFFICIAL if kind == "advantage_estimator"} - {"on_policy_distillation"})
 ROWS = [("a", "a0", [1, 0, 1], 1.0), ("a", "a1", [1, 1, 0], 0.0), ("b", "b0", [1, 1, 1], 0.5)]
 
 
@@ -111,3 +117,37 @@ def test_a_correction_without_the_log_probs_of_the_rollout_says_what_lacks_them(
     batch.batch = batch.batch.exclude("rollout_log_probs")
     with pytest.raises(ConfigError, match="algorithm.correction needs .* an agent loop made rows without response_log"):
         made.correct(batch)
+
+
+@pytest.mark.parametrize("name", ESTIMATORS)
+def test_estimators_with_separate_groups_say_the_same_of_parts_of_a_step(
+    algorithm, batch, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit what the whole step in padded tensors gives; others get the whole step."""
+    chance = np.random.default_rng(1)
+    results = [
+        trajectory(f"u{row % 7}", f"t{row}", chance.integers(0, 2, 1 + row * row % 23).tolist(), float(chance.random()))
+        for row in range(40)
+    ]
+    whole = to_data_proto(results, 0, {})
+    for column in ("old_log_probs", "values", "entropys", "teacher_log_probs"):
+        whole.batch[column] = like(whole.batch["response_mask"], torch.rand(whole.batch["response_mask"].shape))
+    whole.batch["baselines"] = torch.rand(len(whole))
+    components = [{"a": float(chance.random())} for _ in results]
+    whole.non_tensor_batch["reward_components"] = np.array(components, dtype=object)
+    made, seen = algorithm(advantage=name), []
+    monkeypatch.setattr(algorithm_module, "PART", 9)
+    padded = DataProto.from_dict(
+        {key: getattr(column, "padded", column.clone)() for key, column in whole.batch.items()}, whole.non_tensor_batch
+    )
+    expected, metrics = made._estimated(padded), made.estimate(whole)
+    for column in ("advantages", "returns"):
+        assert torch.equal(whole.batch[column], getattr(expected, column)), column
+        assert ragged(whole.batch[column]) is not None
+    assert metrics == {f"advantage/{key}": value for key, value in expected.metrics.items()}
+    monkeypatch.setattr(made, "_estimator", lambda batch: (seen.append(len(batch.response_mask)), expected)[1])
+    if made._settings.advantage.has("separate_groups"):
+        assert not expected.metrics
+    else:
+        made.estimate(whole)
+        assert seen == [len(results)]
