@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -63,6 +64,17 @@ def _own(value: Any) -> Any:
     return value.slice() if isinstance(value, DataProto) else value
 
 
+@dataclass(frozen=True)
+class LocalKept:
+    """A value of this process."""
+
+    value: Any
+
+    def get(self) -> Any:
+        """The value itself."""
+        return self.value
+
+
 class LocalActorHandle:
     """An object of this process; methods run in the caller's thread and event loop."""
 
@@ -76,6 +88,11 @@ class LocalActorHandle:
             raise WorkerError(f"actor {self.name!r}: {method!r} was called after the actor was killed")
         result = getattr(self._instance, method)(*args, **kwargs)
         return await result if inspect.isawaitable(result) else result
+
+    async def call_keeping(self, method: str, *args: Any) -> tuple[Any, "LocalKept"]:
+        """As :meth:`call`."""
+        first, second = await self.call(method, *args)
+        return first, LocalKept(second)
 
     def kill(self) -> None:
         """Forgets the object."""

@@ -15,7 +15,7 @@ import ray
 from ray._private import ray_constants
 from ray._private.ray_logging import global_worker_stdstream_dispatcher
 from ray._private.worker import print_to_stdstream
-from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError
+from ray.exceptions import AuthenticationError, GetTimeoutError, RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from agentrl_core.api.errors import AgentRLError, ConfigError, WorkerError
@@ -31,6 +31,8 @@ from agentrl_core.plugins.boundary import wait_reported
 # Logical CPUs only count actors, most of which wait: a laptop's two cores must hold all actors of a small run.
 MIN_LOGICAL_CPUS = 32
 LOOPBACK = "127.0.0.1"
+FETCH_SECONDS = 600.0
+"""For a value to come from another node."""
 LOOK_SECONDS = 120.0
 """For a process to start on a node and to look for a file."""
 ENGINE_SERVER = "EngineServer"
@@ -60,10 +62,20 @@ class RayActorHandle:
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Calls a method from any event loop; cancelling the call cancels an async method over there."""
+        return await self._result(method, self._begun(method, 1, args, kwargs))
+
+    async def call_keeping(self, method: str, *args: Any) -> tuple[Any, "RayKept"]:
+        """As :meth:`call`. This process owns the second value: it outlives the actor, and is lost with its node."""
+        first, second = self._begun(method, 2, args, {})
+        return await self._result(method, first), RayKept(second)
+
+    def _begun(self, method: str, results: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._was_killed:
             # Ray may still carry out what comes shortly after a kill.
             raise WorkerError(f"actor {self.name!r}, in {method!r}: it was killed")
-        reference = getattr(self._actor, method).options(max_task_retries=0).remote(*args, **kwargs)
+        return getattr(self._actor, method).options(max_task_retries=0, num_returns=results).remote(*args, **kwargs)
+
+    async def _result(self, method: str, reference: Any) -> Any:
         try:
             return await reference
         except asyncio.CancelledError:
@@ -85,6 +97,20 @@ class RayActorHandle:
     def restart(self) -> None:
         """Kills the actor's process; Ray starts a new one if the actor has restarts left."""
         kill(self._actor, restart=True)
+
+
+class RayKept:
+    """A value in Ray's object store."""
+
+    def __init__(self, reference: Any) -> None:
+        self._reference = reference
+
+    def get(self) -> Any:
+        """See :meth:`Kept.get`."""
+        try:
+            return ray.get(self._reference, timeout=FETCH_SECONDS)
+        except (RayError, TimeoutError) as error:
+            raise WorkerError(f"it is lost with the node that kept it: {type(error).__name__}: {error}") from error
 
 
 def _handle(name: str, actor: bytes, num_cpus: float, num_gpus: float) -> RayActorHandle:
@@ -238,6 +264,11 @@ class RayRuntime(Runtime):
                 "this run: use fewer or smaller engine replicas, let them share the training processes' GPUs "
                 "(rollout.engine.placement=colocated), or add nodes"
             )
+
+    @property
+    def is_remote(self) -> bool:
+        """See :attr:`Runtime.is_remote`."""
+        return True
 
     @property
     def nodes(self) -> int:

@@ -17,6 +17,14 @@ class ActorDiedError(WorkerError):
     """The actor's process died, or cannot be reached, during a call."""
 
 
+class Kept(Protocol):
+    """A value that stays where it was made until somebody asks for it. Can be passed to actors."""
+
+    def get(self) -> Any:
+        """Raises WorkerError where it is lost, because what kept it has died."""
+        ...
+
+
 @runtime_checkable
 class ActorHandle(Protocol):
     """A plain object that lives somewhere else, or here. Handles of one actor are equal, in every process."""
@@ -29,6 +37,10 @@ class ActorHandle(Protocol):
 
         Errors of agentrl keep their class; on Ray others, and the actor's death, surface as WorkerError.
         """
+        ...
+
+    async def call_keeping(self, method: str, *args: Any) -> tuple[Any, Kept]:
+        """As :meth:`call`, for a method that returns two values: the second one stays over there."""
         ...
 
     def kill(self) -> None:
@@ -98,6 +110,11 @@ class Runtime(ABC):
 
     @abstractmethod
     def _actor(self, name: str, options: ActorOptions, cls: ClassWithInitArgs) -> ActorHandle: ...
+
+    @property
+    def is_remote(self) -> bool:
+        """Whether actors are other processes, to which values are sent."""
+        return False
 
     @property
     def nodes(self) -> int:

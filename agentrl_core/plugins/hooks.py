@@ -45,6 +45,10 @@ class HookCaller(HookSpecs):
                 raise PluginBrokenError(f"hook {name!r}: {error}") from error
             self._names[registered] = name
 
+    def implements(self, hook: str) -> bool:
+        """Whether a configured hook wants to hear of this."""
+        return bool(getattr(self._manager.hook, hook).get_hookimpls())
+
     def _call(self, implementation: pluggy.HookImpl, hook: str, arguments: Mapping[str, Any]) -> Any:
         name = self._names[implementation.plugin_name]
         raised = boundary(PluginBrokenError, f"hook {name!r} raised in {hook}:", describe=describe_exception)

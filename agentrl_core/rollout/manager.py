@@ -24,6 +24,7 @@ from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.rewards import RewardWorker
 from agentrl_core.plugins.boundary import deadline, in_daemon_thread, traced
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.rollout.summaries import handed, whole
 from agentrl_core.rollout.worker import AgentLoopWorker
 from agentrl_core.serving.clients import RoutedClient
 from agentrl_core.serving.replicas import EngineReplicas, close_actors
@@ -166,9 +167,7 @@ class AgentLoopManager:
                 for restart in range(RESTARTS + 1):
                     calls[id(piece)] = len(piece)
                     try:
-                        rows = replace(piece, attempt=restart * (retries + 1))
-                        results: list[TrajectoryResult] = await worker.call("generate_sequences", rows)
-                        return results
+                        return await self._results(worker, replace(piece, attempt=restart * (retries + 1)))
                     except ActorDiedError as error:
                         # A deterministic engine waits for the requests of the lost trajectories.
                         if restart == RESTARTS or self._config.rollout.deterministic:
@@ -184,6 +183,17 @@ class AgentLoopManager:
         finally:
             self._load[worker] -= len(piece)
             self._done += len(piece)
+
+    async def _results(self, worker: ActorHandle, rows: PromptBatch) -> list[TrajectoryResult]:
+        """What a worker says of rows: in this process all of it, from another one summaries."""
+        results: list[TrajectoryResult]
+        if not self._runtime.is_remote:
+            results = await worker.call("generate_sequences", rows)
+            return results
+        results, kept = await worker.call_keeping("generate_apart", rows)
+        for place, result in enumerate(results):
+            result.kept, result.place = kept, place
+        return results
 
     async def _supervise(self, actor: ActorHandle, longest: float) -> None:
         """Restart a worker whose process or event loop has stood still for the ``longest`` time."""
@@ -230,9 +240,9 @@ class AgentLoopManager:
 
         async def revise(index: int, group: list[TrajectoryResult]) -> None:
             rewarder = self._rewarders[index % len(self._rewarders)]
-            seen = [(result.reward_input, result.token_rows) for result in group]
-            inputs = [replace(each, token_rows=rows) for each, rows in seen if each is not None]
             try:
+                seen = [(result.reward_input, result.token_rows) for result in whole(handed(group))]
+                inputs = [replace(each, token_rows=rows) for each, rows in seen if each is not None]
                 async with deadline(limit, f"{rewarder.name} has not answered for {limit:g} s", WorkerError):
                     revised = await rewarder.call("score_group", inputs, [result.reward for result in group])
             except (RewardError, WorkerError) as error:

@@ -6,6 +6,7 @@ from typing import Any
 from agentrl_core.api import RewardResult, RewardTrajectory, Termination
 from agentrl_core.api.agent_loop import Status
 from agentrl_core.api.tree import Call, Earned, Node, Source, Span, Tree
+from agentrl_core.controller.runtime import Kept
 from agentrl_core.rollout.loop_output import TreeRow
 
 AGENT = "@"
@@ -36,6 +37,8 @@ class TrajectoryResult:
         agent: whose part it is; None: the whole trajectory.
         other_agent: another result is of the same trajectory, and stands for it where trajectories are counted.
         agents: see :func:`by_agent`; empty where only one agent acts.
+        kept: where the whole result is, in a list, if this is its summary: see :mod:`agentrl_core.rollout.summaries`.
+        place: in that list.
     """
 
     row: dict[str, Any]
@@ -57,6 +60,8 @@ class TrajectoryResult:
     agent: str | None = None
     other_agent: bool = False
     agents: list["TrajectoryResult"] = field(default_factory=list)
+    kept: Kept | None = None
+    place: int = 0
 
     def pack(self) -> None:
         """Keep each token once, in the arrays of the tree: many finished trajectories wait, and leave the process."""

@@ -36,6 +36,7 @@ from agentrl_core.rollout.loop_output import adopt
 from agentrl_core.rollout.pacing import fewer_collections
 from agentrl_core.rollout.results import TrajectoryResult, by_agent, reward_trajectory
 from agentrl_core.rollout.session import HostedInteraction, RolloutSession, SessionEnvironment, interaction_context
+from agentrl_core.rollout.summaries import summaries
 from agentrl_core.rollout.trajectory import TemplateBreakError, TrajectoryLimits
 from agentrl_core.rollout.watchdog import Watchdog
 from agentrl_core.serving.clients import RoutedClient
@@ -162,6 +163,11 @@ class AgentLoopWorker:
             finally:
                 self._ended -= {key.trajectory_id for key in keys}
         return results
+
+    async def generate_apart(self, prompts: PromptBatch) -> tuple[list[TrajectoryResult], list[TrajectoryResult]]:
+        """Summaries, and the results of :meth:`generate_sequences`."""
+        results = await self.generate_sequences(prompts)
+        return summaries(results), results
 
     async def route(self, engine: str, method: str, *args: Any) -> Any:
         """Call a method of the router of a named engine; an empty name stands for the policy's engine."""

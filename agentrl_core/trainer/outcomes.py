@@ -1,6 +1,6 @@
 """What rollout files and hooks get of a finished trajectory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -69,7 +69,7 @@ NO_CREDIT = Credit()
 
 
 def make_records(
-    step: int, split: Split, results: Sequence[TrajectoryResult], credit: Credit = NO_CREDIT
+    step: int, split: Split, results: Iterable[TrajectoryResult], credit: Credit = NO_CREDIT
 ) -> Iterator[dict[str, Any]]:
     """Make the line of each trajectory, for ``to_json`` and ``rows_of``.
 
@@ -77,13 +77,14 @@ def make_records(
         credit: of the batch that was trained.
     """
     columns = credit.rows()
-    start = 0
-    while start < len(results):
-        end = start + 1
-        while end < len(results) and results[end].other_agent:
-            end += 1
-        yield _line(step, split, results[start:end], columns)
-        start = end
+    parts: list[TrajectoryResult] = []
+    for result in results:
+        if parts and not result.other_agent:
+            yield _line(step, split, parts, columns)
+            parts = []
+        parts.append(result)
+    if parts:
+        yield _line(step, split, parts, columns)
 
 
 def _line(

@@ -1,6 +1,8 @@
 """Writes a run's rollout files while the run goes on: on Ray in a separate process."""
 
 import asyncio
+import logging
+import textwrap
 from collections.abc import Coroutine, Sequence
 from functools import cached_property
 from pathlib import Path
@@ -12,9 +14,13 @@ from agentrl_core.config.schema import Records
 from agentrl_core.controller.runtime import ActorDiedError, ActorHandle, ActorOptions, Runtime
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.rollout.summaries import Handed, handed, whole
 from agentrl_core.runs.records import RolloutWriter
 from agentrl_core.trainer.outcomes import Credit, make_records
 
+logger = logging.getLogger(__name__)
+SHOWN_CHARACTERS = 500
+"""Of the names of lost trajectories."""
 SAMPLED_PROMPTS = 16
 """Of a file, with ``rollout.records=sample``: the first one, and others at equal distances."""
 MOST_WAITING = 2
@@ -32,9 +38,11 @@ class RecordProcess:
     def __init__(self, rollouts_dir: Path, config: Any) -> None:
         self._writer = RolloutWriter(rollouts_dir)
 
-    def write(self, step: int, split: Split, results: Sequence[TrajectoryResult], credit: Credit) -> None:
-        """Write the file of a step."""
-        self._writer.write(step, split, make_records(step, split, results, credit))
+    def write(self, step: int, split: Split, results: Sequence[Handed], credit: Credit) -> list[str]:
+        """Write the file of a step; return the ids of trajectories that are lost, and have no line."""
+        lost: list[str] = []
+        self._writer.write(step, split, make_records(step, split, whole(results, lost), credit))
+        return lost
 
 
 class RecordWriter:
@@ -73,8 +81,8 @@ class RecordWriter:
         if self._records == "sample":
             results, batch = sampled(results, batch)
         self.wait(MOST_WAITING - 1)
-        call = self._process.call("write", step, split, results, Credit.of(batch))
-        self._waiting.append(self._runtime.run(_begun(call)))
+        call = self._process.call("write", step, split, handed(results), Credit.of(batch))
+        self._waiting.append(self._runtime.run(_begun(_reported(step, split, call))))
         self.wait(MOST_WAITING)
 
     def wait(self, most: int = 0) -> None:
@@ -89,6 +97,14 @@ class RecordWriter:
                 ) from error
             except WorkerError as error:
                 raise error.__cause__ if isinstance(error.__cause__, OSError) else error from None
+
+
+async def _reported(step: int, split: Split, call: Coroutine[Any, Any, list[str]]) -> None:
+    if lost := await call:
+        logger.warning(
+            "%d trajectories of step %d (%s) have no record, because the node that kept them has died: %s",
+            len(lost), step, split, textwrap.shorten(", ".join(lost), SHOWN_CHARACTERS, placeholder=" …"),
+        )  # fmt: skip
 
 
 async def _begun(call: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":

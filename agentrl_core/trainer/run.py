@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
@@ -15,7 +16,6 @@ import rich
 from agentrl_core.api import (
     CheckpointError,
     ConfigError,
-    EndedTrajectory,
     HookContext,
     PromptSampler,
     TrackerContext,
@@ -27,6 +27,7 @@ from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.plugins.lock import write_lock
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.rollout.summaries import handed, whole
 from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.records import records_of, to_json
 from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus
@@ -35,7 +36,7 @@ from agentrl_core.trainer.algorithm import Algorithm
 from agentrl_core.trainer.checkpoint import CheckpointStore, Position, TrainerState, plugin_refs, resumed_state
 from agentrl_core.trainer.disks import Disks
 from agentrl_core.trainer.health import Health
-from agentrl_core.trainer.outcomes import Credit, make_records
+from agentrl_core.trainer.outcomes import Credit, ended_trajectory, make_records
 from agentrl_core.trainer.record_writer import RecordWriter
 from agentrl_core.trainer.trackers import Trackers
 from agentrl_core.workers.checkpoints import STATE_FOLDER, check_training_state
@@ -343,11 +344,14 @@ class Run:
         if split == "train" and step == self.first_step and results:
             console = rich.get_console()
             console.print(f"[bold]The first trajectory of step {step}[/bold], as the model was trained on it:")
-            line = next(make_records(step, split, results, Credit.of(batch)))
-            show_trajectory(records_of(to_json(line))[0], console)
+            for line in islice(make_records(step, split, whole(handed(results), []), Credit.of(batch)), 1):
+                show_trajectory(records_of(to_json(line))[0], console)
 
-    def log_trajectories(self, step: int, trajectories: Sequence[EndedTrajectory]) -> None:
-        """Report the trajectories of a rollout to hooks and trackers."""
+    def log_trajectories(self, step: int, split: Split, results: Sequence[TrajectoryResult]) -> None:
+        """Report the trajectories of a rollout to hooks and trackers, if one wants them. Lost ones are left out."""
+        if not self.trackers.want_trajectories and not self.hooks.implements("on_trajectory_end"):
+            return
+        trajectories = [ended_trajectory(split, result) for result in whole(handed(results), [])]
         for trajectory in trajectories:
             self.hooks.on_trajectory_end(step=step, trajectory=trajectory)
         self.trackers.log_trajectories(trajectories, step)

@@ -79,6 +79,11 @@ class Trackers:
         """Log the metrics of one step."""
         self._each(f"at step {step}", lambda thread: thread.tracker.log(metrics, step))
 
+    @property
+    def want_trajectories(self) -> bool:
+        """Whether a tracker does something with trajectories."""
+        return any(type(thread.tracker).log_trajectories is not Tracker.log_trajectories for thread in self._threads)
+
     def log_trajectories(self, trajectories: Sequence[EndedTrajectory], step: int) -> None:
         """Log the trajectories of one rollout."""
         self._each(

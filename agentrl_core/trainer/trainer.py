@@ -21,6 +21,7 @@ from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.rollout.summaries import handed, whole
 from agentrl_core.trainer.algorithm import Algorithm
 from agentrl_core.trainer.logprob_gap import GapWatch, compare_with_engines, logprob_gap, other_distributions
 from agentrl_core.trainer.metrics import (
@@ -33,7 +34,6 @@ from agentrl_core.trainer.metrics import (
     source_metrics,
     throughput,
 )
-from agentrl_core.trainer.outcomes import ended_trajectory
 from agentrl_core.trainer.pipeline import Pipeline
 from agentrl_core.trainer.plan import devices
 from agentrl_core.trainer.preparation import Preparation
@@ -247,8 +247,9 @@ class Trainer:
             sampled = [result for result in results if result.sampled_tokens]
             batch = to_data_proto(sampled, self.preparation.chat.pad_token_id, meta)
             if self.config.teacher.context is not None:
-                add_teacher_prompts(batch, sampled, self.config.teacher.context, self.renderer)
-        self.run.log_trajectories(step, [ended_trajectory("train", result) for result in results])
+                texts = list(whole(handed(sampled)))
+                add_teacher_prompts(batch, texts, self.config.teacher.context, self.renderer)
+        self.run.log_trajectories(step, "train", results)
         self.run.hooks.on_rollout_end(step=step, batch=batch)
         return batch
 
@@ -416,7 +417,7 @@ class Trainer:
             self.roles.engines.metrics()
         if results:
             self.run.write_records(step, "validation", results)
-            self.run.log_trajectories(step, [ended_trajectory("validation", result) for result in results])
+            self.run.log_trajectories(step, "validation", results)
             self.run.hooks.on_validation_end(step=step, metrics=metrics)
         return metrics
 

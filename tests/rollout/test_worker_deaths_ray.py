@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import ObjectLostError
 
-from agentrl_core.api import EngineContext
+from agentrl_core.api import EngineContext, WorkerError
 from agentrl_core.config import load_config
 from agentrl_core.controller import Runtime, make_runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout import manager as manager_module
 from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.rollout.summaries import handed, whole
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.trainer.roles import start_named_engines
 
@@ -146,3 +149,36 @@ def test_a_judge_that_is_killed_comes_back_and_no_trajectory_is_lost(make_manage
     assert [result.reward.score for result in results] == [1.0] * 8
     assert all(result.attempts == 1 for result in results)
     assert manager.named_metrics()["engines/judge/restarts"] == 1
+
+
+class Pair:
+    def both(self, size: int) -> tuple[str, bytes]:
+        return "short", b"x" * size
+
+
+def test_what_is_kept_outlives_its_process_and_a_loss_is_an_error(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    actor = runtime.actor(Pair, name="pair")
+    # Ray sends small values at once.
+    for size in (10, 1_000_000):
+        short, kept = runtime.run(actor.call_keeping("both", size))
+        assert short == "short" and len(kept.get()) == size
+    actor.kill()
+    assert len(kept.get()) == size
+
+    def lost(reference: Any, timeout: float) -> None:
+        raise ObjectLostError(reference.hex(), None, "")
+
+    # As Ray says where the node has died.
+    monkeypatch.setattr(ray, "get", lost)
+    with pytest.raises(WorkerError, match=r"it is lost with the node that kept it: ObjectLostError"):
+        kept.get()
+
+
+def test_texts_stay_with_the_workers_until_somebody_asks(make_manager: Any) -> None:
+    results = make_manager().generate_sequences(prompts(4, 9))
+    assert all(node.text == "" and not node.messages for result in results for node in result.tree.nodes)
+    found = list(whole(handed(results)))
+    assert [each.trajectory_id for each in found] == [each.trajectory_id for each in results]
+    assert all(each.tree.nodes[0].messages[0]["content"] == "go" for each in found)
