@@ -7,6 +7,7 @@ import pytest
 
 from agentrl_core.api import PluginRef
 from agentrl_core.plugins.discovery import PluginRow, discover
+from agentrl_core.plugins.resolution import resolve
 from agentrl_testing.devtools.check import CheckResult, check_here, check_in_children
 from agentrl_testing.plugins import IsolatedPlugins
 
@@ -308,3 +309,9 @@ def test_hook_with_a_misspelt_method(isolated_plugins: IsolatedPlugins) -> None:
     install(isolated_plugins, kind="hook", factory=factory)
     (problem,) = check_here(PluginRef("hook", "shout", "acme-tools", "0.1.0")).problems
     assert problem.startswith(f"{BROKEN}hook 'shout' implements 'on_step_ends', which is no hook: did you mean")
+
+
+def test_a_batch_policy_is_built(isolated_plugins: IsolatedPlugins) -> None:
+    isolated_plugins.allow("agentrl-core")
+    result = check_here(resolve("batch_policy", "deadline").ref)
+    assert (result.status, result.problems, result.notes) == ("ok", (), ())

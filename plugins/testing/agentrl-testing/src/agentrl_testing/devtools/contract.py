@@ -13,6 +13,7 @@ from typing import Any
 
 from agentrl_core.api.agent_loop import AgentLoopContext, ChatRenderer, TruncationSide
 from agentrl_core.api.algorithm import AlgorithmContext
+from agentrl_core.api.batch_policy import BatchPolicyContext
 from agentrl_core.api.engine import PausableEngine, SessionEngine, SleepingEngine
 from agentrl_core.api.environment import EnvironmentContext
 from agentrl_core.api.errors import PluginBrokenError
@@ -190,6 +191,7 @@ def _context(spec: PluginSpec, directory: Path) -> Any:
         "advantage_estimator": lambda: AlgorithmContext(group_size=2),
         "policy_loss": lambda: AlgorithmContext(group_size=2),
         "rollout_correction": lambda: AlgorithmContext(group_size=2),
+        "batch_policy": lambda: BatchPolicyContext(batch_size=2, max_staleness=1, pipeline_depth=1),
         "hook": lambda: HookContext(spec.name, directory),
     }
     return contexts[spec.kind]()
