@@ -417,7 +417,8 @@ def page(simulated: Sequence[Compared], real: Sequence[Compared], options: argpa
     lines = [
         "# Rollout and training at the same time",
         "",
-        f"`python benchmarks/async_sim.py --steps {options.steps} --output docs/results`, {date.today()}.",
+        f"`python benchmarks/async_sim.py --steps {options.steps} --real-steps {options.real_steps} --output "
+        f"docs/results`, {date.today()}.",
         "",
         "`Trainer.fit` with manager, pipeline and batch policy on the local runtime; scripted are the engine, whose",
         f"{options.slots} slots take {options.token_ms:g} ms a token, and the update, which waits. {options.batch_size}"
