@@ -1,5 +1,6 @@
 """What trainer and rollout waited for in a run that samples while it trains, and what would help most."""
 
+import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -50,7 +51,9 @@ class IdleTime:
         self._begun = begun if self._begun is None else self._begun
         self._last = end
         order = sorted(groups, key=lambda group: group[0])
-        most = order[min(int(MOST_ENDED * len(order)), len(order) - 1)][0] if order else end
+        # At least one is the slowest, in a small batch too.
+        slowest = max(1, math.ceil(round((1 - MOST_ENDED) * len(order), 6)))
+        most = order[-1 - slowest][0] if len(order) > slowest else begun
         turning = min(max(most, begun), end)
         self._trainer[ENGINES] += turning - begun
         left = end - turning
@@ -89,13 +92,12 @@ class IdleTime:
         rows += [("rollout", cause, seconds) for cause, seconds in self._rollout.items()]
         rows = sorted((row for row in rows if row[2] >= 0.005 * whole), key=lambda row: -row[2])
         lines = [
-            f"{who} waited {seconds:8.1f} s  {seconds / whole:5.1%}  for {_words(cause)}"
-            for who, cause, seconds in rows
+            f"  {who}  {seconds:8.1f} s  {seconds / whole:5.1%}  for {_words(cause)}" for who, cause, seconds in rows
         ]
         if not rows:
             return ["neither trainer nor rollout waited for the other"]
         who, cause, _ = rows[0]
-        return [*lines, f"what would help most: {_advice(who, cause, depth, most)}"]
+        return [f"waited, of {whole:.1f} s:", *lines, f"what would help most: {_advice(who, cause, depth, most)}"]
 
 
 def _name(cause: str) -> str:
