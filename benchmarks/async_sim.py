@@ -218,7 +218,7 @@ class ScriptedTrainer(Trainer):
     def finish_step(self, step: int, results: Any, batch: Any, metrics: dict[str, float]) -> None:
         super().finish_step(step, results, batch, metrics)
         if self.config.rollout.max_staleness:
-            found = self.rollouts.metrics()
+            found = self.rollouts.metrics(0.0)
             self._outcome.ages.append((found["staleness/mean"], found["staleness/max"]))
         if step == self.steps:
             self._outcome.begun.append(self._now())

@@ -128,9 +128,10 @@ class Pipeline(Rollouts):
         """Let the groups start that may under the new weights."""
         self._runtime.run(self._new_version(version))
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, pause: float) -> dict[str, float]:
         """``staleness/``: how much older than the weights that they update the groups of the batch began; ``idle/``:
         seconds that the trainer waited for the batch, by cause, and in which no group was under way."""
+        self._idle.paused(pause)
         ages = self._ages
         return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))} | self._idle.take()
 

@@ -82,8 +82,12 @@ class Rollouts:
     def weights_changed(self, version: int) -> None:
         """Called when the engines have the weights of this version."""
 
-    def metrics(self) -> dict[str, float]:
-        """Of the last batch, beyond those of any."""
+    def metrics(self, pause: float) -> dict[str, float]:
+        """Of the last batch, beyond those of any.
+
+        Args:
+            pause: seconds for which requests stood still for new weights.
+        """
         return {}
 
     def report(self) -> list[str]:

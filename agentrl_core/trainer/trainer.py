@@ -376,9 +376,9 @@ class Trainer:
         self.step = step
         self._publish_checkpoint(wait=False)
         self.rollouts.trained(step, results)
-        metrics |= self.rollouts.metrics()
         # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
+        metrics |= self.rollouts.metrics(metrics.get(engine_metric("pause_seconds"), 0.0))
         metrics |= self.roles.rollout.named_metrics()
         metrics |= source_metrics(results, self.config.trainer.validation.correct_above)
         metrics["epoch"] = step * self.config.data.batch_size / len(self.preparation.data.train)

@@ -193,7 +193,7 @@ def run(config: Any, steps: int, dice: random.Random, life: Life, *, state: Trai
         now["version"] = step
         pipeline.weights_changed(step)
         pipeline.trained(step, results)
-        metrics = pipeline.metrics()
+        metrics = pipeline.metrics(0.0)
         assert metrics["staleness/max"] <= staleness
         state = TrainerState(step, None, None, "", sampler=sampler.state_dict(), position=pipeline.position)
         if dice.random() < 0.7 or step == until:
