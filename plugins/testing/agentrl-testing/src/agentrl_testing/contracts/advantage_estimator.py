@@ -138,6 +138,18 @@ class AdvantageEstimatorContract(PluginContract):
             assert not values[~batch.response_mask].any(), f"{name} is not zero under mask 0"
             assert not values.requires_grad, f"{name} carries a gradient"
 
+    def test_separate_groups_need_nothing_of_each_other(self, plugin: AdvantageEstimatorCase) -> None:
+        """With ``separate_groups`` a group alone gives the same bit for bit, and no metrics."""
+        needs(plugin, "separate_groups")
+        batch = example()
+        whole = plugin.estimate(batch)
+        assert not whole.metrics, f"with separate_groups there are no metrics, this one has {sorted(whole.metrics)}"
+        for rows in (slice(0, 4), slice(4, 8)):
+            alone = plugin.estimate(rows_of(batch, range(8)[rows]))
+            for name in ("advantages", "returns"):
+                found, expected = getattr(alone, name), getattr(whole, name)[rows]
+                assert torch.equal(found, expected), f"{name} of a group depend on the other groups of the step"
+
     def test_what_is_masked_has_no_influence(self, plugin: AdvantageEstimatorCase) -> None:
         """A reward or a value of 100 under mask 0 changes nothing."""
         batch = example()
