@@ -36,6 +36,17 @@ TOOL_AGENT = "rollout.agent.loops=[tool_agent]"
             "actor.offload_parameters=false",
         ),
         (
+            ["rollout.max_staleness=1", "algorithm.uncorrected_staleness=true"],
+            "rollout.max_staleness (override 'rollout.max_staleness=1'): found 1, but in the local runtime, which is "
+            "one process, nothing can be sampled while the trainer trains; set cluster.runtime=ray, or "
+            "rollout.max_staleness=0",
+        ),
+        (
+            ["rollout.pipeline_depth=1"],
+            "rollout.pipeline_depth (override 'rollout.pipeline_depth=1'): found 1, but batches that are begun so far "
+            "ahead would be older than rollout.max_staleness=0; allowed is up to 0",
+        ),
+        (
             ["rollout.deterministic=true", "rollout.engine=fussy"],
             "rollout.engine.name (override 'rollout.engine=fussy'): inference engine 'fussy' lacks the capability "
             "'deterministic', which rollout.deterministic=true needs; installed with it: hf",
@@ -194,6 +205,37 @@ def test_what_agrees_is_accepted(problems, valid, overrides):
 
 def test_they_wait_until_the_tree_is_sound(problems, valid):
     assert len(problems(valid, "rollout.n=1", "trainer.seed=x")) == 1
+
+
+OVERLAPS = ["cluster.runtime=ray", "rollout.engine.placement=standalone", "rollout.max_staleness=2"]
+CORRECTED = "algorithm.correction=truncated"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "message"),
+    [
+        ([], "rollout.max_staleness", "the loss 'ppo' compares with the policy before the update, not with the one"),
+        (
+            [CORRECTED, "rollout.engine.placement=colocated"],
+            "rollout.max_staleness",
+            "set rollout.engine.placement=stan",
+        ),
+        ([CORRECTED, "rollout.pipeline_depth=3"], "rollout.pipeline_depth", "allowed is up to 2"),
+        (
+            [CORRECTED, "rollout.pipeline_depth=2", "rollout.deterministic=true"],
+            "rollout.pipeline_depth",
+            "set rollout.pipeline_depth=1",
+        ),
+    ],
+)
+def test_what_sampling_ahead_needs(problems, valid, overrides, key, message):
+    found = problems(valid, *OVERLAPS, *overrides)
+    assert any(each.startswith(key) and message in each for each in found), found
+
+
+@pytest.mark.parametrize("overrides", [[CORRECTED], ["algorithm.uncorrected_staleness=true"]])
+def test_what_agrees_may_sample_ahead(problems, valid, overrides):
+    assert not [each for each in problems(valid, *OVERLAPS, *overrides) if "staleness" in each]
 
 
 def test_several_at_once(problems, valid):

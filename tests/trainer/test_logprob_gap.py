@@ -58,6 +58,18 @@ def test_gaps_are_told_by_turn_and_only_over_sampled_tokens() -> None:
     assert logprob_gap(DataProto.from_dict(tensors={**batch.batch, "response_mask": mask & False}), actor) == {}
 
 
+def test_rows_with_tokens_of_older_weights_are_left_out_of_the_gap_and_stay_trained() -> None:
+    versions = torch.tensor([[3, 3, -1], [2, 3, 3], [3, -1, -1]])
+    mask = versions >= 0
+    engine, actor = torch.full((3, 3), -1.0), torch.tensor([[-1.5, -1.0, 9.0], [-7.0, -7.0, -7.0], [-1.25, 9.0, 9.0]])
+    tensors = {"response_mask": mask.clone(), "rollout_log_probs": engine, "turn_ids": torch.where(mask, 0, -1)}
+    batch = DataProto.from_dict(tensors={**tensors, "policy_versions": versions})
+    gap = logprob_gap(batch, actor, version=3)
+    assert (gap["rollout/logprob_gap_mean"], gap["rollout/logprob_gap_max"]) == pytest.approx((0.75 / 3, 0.5))
+    assert torch.equal(batch.batch["response_mask"], mask)
+    assert logprob_gap(batch, actor, version=4) == {}
+
+
 def test_the_gap_is_told_before_the_first_step_and_in_every_step(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, logger="agentrl_core")
     run = fit({"rollout.max_logprob_gap": 1e-4, "rollout.engine.config": {}})
