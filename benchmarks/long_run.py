@@ -2,8 +2,9 @@
 
     python benchmarks/long_run.py --steps 2000 --write
     python benchmarks/long_run.py --steps 300 --runtime ray
+    python benchmarks/long_run.py --steps 300 --runtime overlap
 
-The model is tiny; the tool and the reward run in processes of their own; the trackers are those that a run has by
+``overlap`` is Ray, sampling while it trains. The model is tiny; the tool and the reward run in processes of their own; the trackers are those that a run has by
 default. The first fifth of the steps is the warm-up. ``--write`` puts the figures into docs/reliability.md.
 """
 
@@ -20,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 from _chaos_run import ChaosRun, process_name, shared_memory
-from chaos import put_between
+from chaos import CHANGES, put_between
 
 from agentrl_core.hosting.processes import family
 
@@ -118,13 +119,13 @@ def disk(run: ChaosRun, steps: int) -> list[str]:
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--runtime", choices=("local", "ray"), default="local")
+    parser.add_argument("--runtime", choices=tuple(CHANGES), default="local")
     parser.add_argument("--write", action="store_true", help="put the figures into docs/reliability.md")
     options = parser.parse_args(arguments)
     steps, warm = options.steps, options.steps // 5
     folder = Path(tempfile.mkdtemp(prefix="long"))
     changes = {
-        "cluster.runtime": options.runtime,
+        **CHANGES[options.runtime],
         "rollout.engine": {"name": "./parts.py:Letters"},
         "trainer.trackers": ["console", "jsonl", "tensorboard", "curve"],
         "trainer.checkpoint": {"interval": max(steps // 20, 1), "keep": 2},
