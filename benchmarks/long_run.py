@@ -4,8 +4,8 @@
     python benchmarks/long_run.py --steps 300 --runtime ray
     python benchmarks/long_run.py --steps 300 --runtime overlap
 
-``overlap`` is Ray, sampling while it trains. The model is tiny; the tool and the reward run in processes of their own; the trackers are those that a run has by
-default. The first fifth of the steps is the warm-up. ``--write`` puts the figures into docs/reliability.md.
+``overlap`` is Ray, sampling while it trains. The model is tiny; the tool and the reward run in processes of their own;
+the trackers are those that a run has by default. The first fifth of the steps is the warm-up. ``--write`` puts the figures into docs/reliability.md.
 """
 
 import argparse
@@ -125,8 +125,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     steps, warm = options.steps, options.steps // 5
     folder = Path(tempfile.mkdtemp(prefix="long"))
     changes = {
-        **CHANGES[options.runtime],
         "rollout.engine": {"name": "./parts.py:Letters"},
+        **CHANGES[options.runtime],
         "trainer.trackers": ["console", "jsonl", "tensorboard", "curve"],
         "trainer.checkpoint": {"interval": max(steps // 20, 1), "keep": 2},
         "trainer.validation": {"interval": max(steps // 20, 1), "max_prompts": 2},
