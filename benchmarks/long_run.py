@@ -5,7 +5,8 @@
     python benchmarks/long_run.py --steps 300 --runtime overlap
 
 ``overlap`` is Ray, sampling while it trains. The model is tiny; the tool and the reward run in processes of their own;
-the trackers are those that a run has by default. The first fifth of the steps is the warm-up. ``--write`` puts the figures into docs/reliability.md.
+the trackers are those that a run has by default. The first fifth of the steps is the warm-up. ``--write`` puts the
+figures into docs/reliability.md.
 """
 
 import argparse
