@@ -9,9 +9,10 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from operator import index
+from typing import Any, TypeVar
 
 from agentrl_core.api import (
     BatchPolicy,
@@ -23,6 +24,7 @@ from agentrl_core.api import (
 from agentrl_core.api.tree import Span
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.data.rows import PromptBatch
+from agentrl_core.plugins.boundary import boundary, hang_reported, with_traceback
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.algorithm import add_baselines
 from agentrl_core.trainer.checkpoint import Position
@@ -31,6 +33,7 @@ from agentrl_core.trainer.idle import IdleTime, activities
 from agentrl_core.trainer.rollouts import Rollouts, scores
 
 logger = logging.getLogger(__name__)
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -162,7 +165,7 @@ class Pipeline(Rollouts):
             if self._error is not None:
                 raise self._error
             state = self._state()
-            chosen = self._policy.select(state)
+            chosen = self._asked("select", state, lambda found: None if found is None else [*map(index, found)])
             if chosen is not None:
                 return self._take(state, chosen)
             if lacks_rows:
@@ -174,6 +177,12 @@ class Pipeline(Rollouts):
                 )
             self._changed.clear()
             await self._changed.wait()
+
+    def _asked(self, method: str, state: PipelineState, as_expected: Callable[[Any], T]) -> T:
+        """What the policy answers."""
+        name = f"rollout.batch_policy '{self._policy_name}', {method}():"
+        with boundary(RolloutError, name, describe=with_traceback), hang_reported(name):
+            return as_expected(getattr(self._policy, method)(state))
 
     @property
     def _policy_name(self) -> str:
@@ -195,10 +204,16 @@ class Pipeline(Rollouts):
             return False
         state = self._state()
         left = (self._steps - state.next_batch) * self._size - len(self._groups)
-        count = min(self._policy.admit(state), state.allowed, left)
+        try:
+            count = min(self._asked("admit", state, index), state.allowed, left)
+        except RolloutError as error:
+            # It may be the callback of a task, where nobody would see what it raises.
+            self._error = error
+            return False
         if self._config.rollout.deterministic:
-            # One whole batch, and nothing beside it.
-            count = 0 if self._running or count < self._size else self._size
+            # One whole batch, and nothing beside it; less where that fills the last one.
+            whole = min(self._size, left)
+            count = 0 if self._running or count < whole else whole
         starting = min(count, len(self._rows)) if count > 0 else 0
         if self._config.rollout.deterministic and starting < count:
             return True

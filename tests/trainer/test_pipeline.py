@@ -241,6 +241,32 @@ def test_every_prompt_once_and_none_too_old_in_random_schedules(seed: int) -> No
                 assert outcome.rewards in ([], [float(row), float(row) + 1])
 
 
+class ByPrompt(Sampled):
+    """Some prompts have no signal, whenever they are sampled."""
+
+    async def sample(self, prompts: PromptBatch) -> list[TrajectoryResult]:
+        await asyncio.sleep(0)
+        results = [TrajectoryResult(row, row["uid"], Termination.COMPLETED) for row in prompts.rows]
+        for number, result in enumerate(results):
+            silent = random.Random(result.row["uid"]).random() < self.silent
+            result.reward = RewardResult(score=float(not silent and number))
+        return results
+
+
+def test_deterministic_batches_are_filled_up_to_the_last_one() -> None:
+    manager, runtime, steps = ByPrompt(random.Random(0), silent=0.3), OneThread(), 5
+    data = PromptData([{"raw_prompt": [], "number": 0}] * ROWS, [], InOrder(4), 1, 4, [])
+    config = config_of(4, 1, 1, deterministic=True, rounds=4)
+    pipeline = Pipeline(config, data, steps, manager, PhaseTimer(), runtime=runtime, step=0, position=None)
+    for step in range(1, steps + 1):
+        results = pipeline.batch(step)
+        assert len({result.row["uid"] for result in results if not result.replaced}) == 4
+        pipeline.before_weights()
+        pipeline.weights_changed(step)
+        pipeline.trained(step, results)
+    pipeline.close()
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_deterministic_batches_are_in_order_and_each_of_one_version(seed: int) -> None:
     dice, life = random.Random(seed), Life()
@@ -299,9 +325,31 @@ class Wrong(Greedy):
         return [0] * state.batch_size
 
 
+class Late(Greedy):
+    """Fails when a group has ended, which is while the trainer waits."""
+
+    def admit(self, state: PipelineState) -> int:
+        if any(group.ended for group in state.groups):
+            raise ValueError("no idea")
+        return state.allowed
+
+
+class Half(Greedy):
+    def admit(self, state: PipelineState) -> Any:
+        return state.allowed / 2
+
+
+class Text(Greedy):
+    def select(self, state: PipelineState) -> Any:
+        return "ab"
+
+
 @pytest.mark.parametrize(
     ("policy", "message"),
     [
+        (Late, r"admit\(\): ValueError: no idea"),
+        (Half, r"admit\(\): TypeError: 'float' object cannot be interpreted as an integer"),
+        (Text, r"select\(\): TypeError: 'str' object cannot be interpreted as an integer"),
         (Greedy, "more than rollout.max_staleness=1 versions"),
         (Nothing, "starts nothing and chooses nothing"),
         (Wrong, "expected 2 different ones of groups that have ended"),
