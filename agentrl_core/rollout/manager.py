@@ -1,6 +1,7 @@
 """Sends prompts to the workers, and brings back trajectories with their rewards."""
 
 import asyncio
+import itertools
 import logging
 import textwrap
 from collections import defaultdict
@@ -12,6 +13,8 @@ from typing import Any, TypeVar
 from agentrl_core.api import (
     DeadlineError,
     RewardError,
+    RewardResult,
+    RewardTrajectory,
     RolloutError,
     Termination,
     WorkerError,
@@ -91,6 +94,7 @@ class AgentLoopManager:
         self._load = dict.fromkeys(self._workers, 0)
         self._slots = {worker: asyncio.Semaphore(most) for worker in self._workers}
         self._calls: dict[ActorHandle, dict[int, int]] = {worker: {} for worker in self._workers}
+        self._next_rewarder = itertools.cycle(self._rewarders)
         self._started: set[ActorHandle] = set()
         self._watches = 0
         self._watchers: list[asyncio.Task[None]] = []
@@ -225,12 +229,18 @@ class AgentLoopManager:
         Raises:
             RolloutError: as :meth:`generate_sequences`, these failures included.
         """
-        if self._config.reward.manager.has("group"):
+        if self._scores_groups:
             self._runtime.run(self.score(results))
             self.check_failed(results)
 
+    @property
+    def _scores_groups(self) -> bool:
+        return self._config.reward.manager.has("group")
+
     async def score(self, results: Sequence[TrajectoryResult]) -> None:
         """:meth:`score_groups` for coroutines; failures are not counted."""
+        if not self._scores_groups:
+            return
         # A frozen process cannot keep its own deadline.
         limit = self._config.reward.timeout + FROZEN_GRACE
         groups: dict[str, list[TrajectoryResult]] = defaultdict(list)
@@ -238,13 +248,25 @@ class AgentLoopManager:
             if result.reward is not None and result.reward_input is not None:
                 groups[result.row["uid"]].append(result)
 
-        async def revise(index: int, group: list[TrajectoryResult]) -> None:
-            rewarder = self._rewarders[index % len(self._rewarders)]
+        async def asked(inputs: list[RewardTrajectory], rewards: list[RewardResult]) -> list[RewardResult]:
+            """The answer of one reward worker; of another process where it dies."""
+            for attempt in range(self._config.rollout.retries + 1):
+                rewarder = next(self._next_rewarder)
+                try:
+                    async with deadline(limit, f"{rewarder.name} has not answered for {limit:g} s", WorkerError):
+                        revised: list[RewardResult] = await rewarder.call("score_group", inputs, rewards)
+                        return revised
+                except ActorDiedError:
+                    if attempt == self._config.rollout.retries:
+                        raise
+            raise AssertionError("the loop returns or raises")
+
+        async def revise(group: list[TrajectoryResult]) -> None:
             try:
-                seen = [(result.reward_input, result.token_rows) for result in whole(handed(group))]
-                inputs = [replace(each, token_rows=rows) for each, rows in seen if each is not None]
-                async with deadline(limit, f"{rewarder.name} has not answered for {limit:g} s", WorkerError):
-                    revised = await rewarder.call("score_group", inputs, [result.reward for result in group])
+                # It may wait for another node.
+                seen = await asyncio.to_thread(whole, handed(group))
+                inputs = [replace(each.reward_input, token_rows=each.token_rows) for each in seen if each.reward_input]
+                revised = await asked(inputs, [result.reward for result in group if result.reward is not None])
             except (RewardError, WorkerError) as error:
                 logger.warning("the group of %s is excluded: %s", group[0].trajectory_id, error)
                 for result in group:
@@ -254,7 +276,7 @@ class AgentLoopManager:
             for result, reward in zip(group, revised, strict=True):
                 result.reward = reward
 
-        await together(revise(index, group) for index, group in enumerate(groups.values()))
+        await together(map(revise, groups.values()))
 
     def named_metrics(self) -> dict[str, float]:
         """Counters of the named engines since the last call, as ``engines/<name>/<counter>``."""

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import ConfigError, EngineError, PluginError, RolloutError, Status, Termination, WorkerError
+from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.rollout import worker
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
@@ -767,6 +768,36 @@ def test_group_rewards_are_revised_and_a_group_that_fails_is_excluded(make_rollo
     rollout.config.rollout.max_failed_fraction = 0.25
     with pytest.raises(RolloutError, match="2 of 4 trajectories failed"):
         rollout.manager.score_groups(results)
+
+
+def test_a_group_whose_reward_worker_dies_is_revised_by_the_process_that_takes_its_place(
+    make_rollout, make_row, monkeypatch
+) -> None:
+    changes = {"reward.manager": "./parts.py:Keeps", "reward.functions": [], "rollout.retries": 1}
+    rollout = make_rollout(loops("Once", **changes), FILES)
+    results = rollout([make_row("good")], n=2)
+    (rewarder,) = rollout.manager._rewarders
+    call, asked = rewarder.call, list[str]()
+
+    async def dies_once(method: str, *args: Any) -> Any:
+        asked.append(method)
+        if len(asked) == 1:
+            raise ActorDiedError("reward-0 died")
+        return await call(method, *args)
+
+    monkeypatch.setattr(rewarder, "call", dies_once)
+    rollout.manager.score_groups(results)
+    assert asked == ["score_group"] * 2
+    assert [result.reward.score for result in results] == [3.0, 3.0]
+
+
+def test_a_manager_that_looks_at_one_trajectory_at_a_time_gets_no_groups(make_rollout, make_row, monkeypatch) -> None:
+    rollout = make_rollout(loops("Once"), FILES)
+    results = rollout([make_row("good")], n=2)
+    (rewarder,) = rollout.manager._rewarders
+    monkeypatch.setattr(rewarder, "call", None)
+    asyncio.run(rollout.manager.score(results))
+    assert {result.termination for result in results} == {Termination.COMPLETED}
 
 
 def test_weights_reach_every_replica_and_metrics_are_added_up(make_rollout, make_row) -> None:
