@@ -75,6 +75,7 @@ def describe(
         f"micro-batches of up to {actor.micro_batch_tokens} padded tokens",
         f"validation  {validation_rows} prompts x {samples} = {validation_rows * samples} trajectories each time",
         _engine_line(config),
+        *_overlap(config),
         *(
             f"{name:<11} {slot.replicas} x {slot.registered_name}, {slot.devices} device(s) each, frozen {slot.model}"
             for name, slot in config.engines.items()
@@ -109,6 +110,14 @@ def arithmetic(
         "engine_replicas": config.engine_replicas,
         "prediction": prediction,
     }
+
+
+def _overlap(config: ResolvedConfig) -> list[str]:
+    most, depth = config.rollout.max_staleness, config.pipeline_depth
+    if not most:
+        return []
+    waits = "; each update waits for the batch that is sampled meanwhile" if config.rollout.deterministic else ""
+    return [f"overlap     samples {depth} batch(es) ahead; tokens are at most {most} version(s) old{waits}"]
 
 
 def _engine_line(config: ResolvedConfig) -> str:

@@ -125,6 +125,17 @@ def test_dry_run_refuses_an_engine_that_cannot_do_this_with_new_weights(
     assert {"hf", "vllm"} <= set(re.findall(r"[a-z]+", text.partition("installed with it: ")[2]))
 
 
+def test_dry_run_says_how_far_a_run_samples_ahead(tiny_run: Any) -> None:
+    changes = {
+        "cluster.runtime": "ray", "algorithm.loss.name": "dppo", "rollout.engine.placement": "standalone",
+        "rollout.max_staleness": 4,
+    }  # fmt: skip
+    result = agentrl("train", str(tiny_run(changes)), "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert "overlap     samples 1 batch(es) ahead; tokens are at most 4 version(s) old\n" in result.output
+    assert "overlap" not in agentrl("train", str(tiny_run()), "--dry-run").output
+
+
 def test_train_says_what_to_do_next(tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_run({**SCRIPTED, **VALIDATED})
     monkeypatch.chdir(tiny_run.folder)
