@@ -262,7 +262,9 @@ class RaggedColumn(Tensor):
     ) -> "RaggedColumn":
         dtype = torch.from_numpy(np.empty(0, dtype=source.dtype)).dtype
         shape = len(rows.lengths_B), rows.width
-        column: RaggedColumn = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype)
+        # Those of the padded tensor: torch asks whether it can look at it in another shape.
+        strides = None if part_of is None else part_of.stride()
+        column: RaggedColumn = torch.Tensor._make_wrapper_subclass(cls, shape, strides, dtype=dtype)
         column.source, column.rows, column.fill = source, rows, fill
         column.whole, column.begins, column._kept = part_of, None if part_of is None else begins, None
         return column
@@ -372,6 +374,15 @@ class RaggedColumn(Tensor):
     def numpy(self, *, force: bool = False) -> Array:
         found: Array = self.kept().numpy(force=force)
         return found
+
+    def data_ptr(self) -> int:
+        return self.kept().data_ptr()
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        return self.kept().untyped_storage()
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.kept().__dlpack__(**options)
 
     def tolist(self) -> Any:
         return self.padded().tolist()
@@ -484,18 +495,23 @@ def concatenated(pieces: Sequence[Any], joined: dict[int, RaggedColumn]) -> Ragg
 
 
 def _chosen(func: Any, args: tuple[Any, ...]) -> Array | None:
-    """The numbers of the rows that an operation chooses; None: it is another one."""
+    """The numbers of the rows that an operation chooses; None: it is another one, or an error that torch reports."""
     index: Any = None
     if func is aten.index_select.default and args[1] in (0, -2):
         index = args[2]
     elif func is aten.index.Tensor and len(args[1]) == 1:
         index = args[1][0]
-    if not isinstance(index, Tensor) or index.dim() != 1:
+    # To torch uint8 is a mask too.
+    if not isinstance(index, Tensor) or index.dim() != 1 or index.dtype == torch.uint8:
         return None
+    size = len(args[0].rows.lengths_B)
     if index.dtype == torch.bool:
-        return np.flatnonzero(index.numpy())
+        return np.flatnonzero(index.numpy()) if len(index) == size else None
     numbers = index.numpy().astype(np.int64)
-    return np.where(numbers < 0, numbers + len(args[0].rows.lengths_B), numbers)
+    least = -size if func is aten.index.Tensor else 0
+    if numbers.min(initial=0) < least or numbers.max(initial=-1) >= size:
+        return None
+    return np.where(numbers < 0, numbers + size, numbers)
 
 
 def _ranges(starts_B: Array, ends_B: Array) -> Array:

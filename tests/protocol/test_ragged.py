@@ -121,6 +121,12 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
     "rows": lambda column: column[torch.tensor([2, 0])],
     "last row": lambda column: column[torch.tensor([-1])],
     "mask of rows": lambda column: column[torch.tensor([True, False, True])],
+    "uint8 mask of rows": lambda column: column[torch.tensor([1, 0, 1], dtype=torch.uint8)],
+    "other shape": lambda column: column.reshape(-1),
+    "strides": lambda column: column.stride(),
+    "dlpack": lambda column: torch.from_dlpack(column),
+    "shared memory": lambda column: column.share_memory_().sum(),
+    "has an address": lambda column: column.data_ptr() != 0,
     "values": lambda column: column[column > 0.5],
     "row": lambda column: column[1],
     "slice": lambda column: column[:, 1:],
@@ -132,14 +138,32 @@ OPERATIONS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("column", ["log_probs", "responses"])
 @pytest.mark.parametrize("name", OPERATIONS)
-def test_whoever_computes_with_a_column_sees_a_padded_tensor(name: str) -> None:
+def test_whoever_computes_with_a_column_sees_a_padded_tensor(name: str, column: str) -> None:
     made, padded = batch([(1, 2), (0, 4), (2, 0)])
-    found, expected = (OPERATIONS[name](columns["log_probs"]) for columns in (made.batch, padded))
+    found, expected = (OPERATIONS[name](columns[column]) for columns in (made.batch, padded))
     if isinstance(expected, Tensor):
         assert isinstance(found, Tensor) and found.dtype == expected.dtype and torch.equal(found, expected)
     else:
         assert np.array_equal(found, expected) if isinstance(expected, np.ndarray) else found == expected
+
+
+@pytest.mark.parametrize(
+    "choose",
+    [
+        lambda column: column[torch.tensor([-4])],
+        lambda column: column[torch.tensor([3])],
+        lambda column: column[torch.tensor([True, False])],
+        lambda column: column.index_select(0, torch.tensor([-1])),
+    ],
+)
+def test_rows_that_are_not_there_are_an_error(choose: Callable[[Tensor], Tensor]) -> None:
+    made, padded = batch([(1, 2), (0, 4), (2, 0)])
+    for columns in (padded, made.batch):
+        with pytest.raises(IndexError):
+            choose(columns["log_probs"])
 
 
 WRITES: dict[str, Callable[[Tensor], Any]] = {
