@@ -112,7 +112,7 @@ class AgentLoopManager:
         """
         results = self._runtime.run(self.watched(self.sample(prompts)))
         self.check_failed(results)
-        _report_failed([result for result in results if result.status is Status.FAILED])
+        report_failed(results)
         return results
 
     async def watched(self, work: Coroutine[Any, Any, T]) -> T:
@@ -295,10 +295,10 @@ class AgentLoopManager:
             engines.close()
 
 
-def _report_failed(failed: Sequence[TrajectoryResult]) -> None:
-    """Log each cause once: what fails often, such as a reward that is down, would fill the log with its repetition."""
+def report_failed(results: Sequence[TrajectoryResult]) -> None:
+    """Log each cause of failures once: what fails often, such as a reward that is down, would fill the log."""
     causes: dict[tuple[Termination, str], list[TrajectoryResult]] = {}
-    for result in failed:
+    for result in (each for each in results if each.status is Status.FAILED):
         causes.setdefault((result.termination, without_frames(result.error)), []).append(result)
     for (termination, error), (first, *others) in causes.items():
         more = f" (and {len(others)} more)" if others else ""

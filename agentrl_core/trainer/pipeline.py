@@ -25,6 +25,7 @@ from agentrl_core.api.tree import Span
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.plugins.boundary import boundary, hang_reported, with_traceback
+from agentrl_core.rollout.manager import report_failed
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.algorithm import add_baselines
 from agentrl_core.trainer.checkpoint import Position
@@ -95,8 +96,9 @@ class Pipeline(Rollouts):
                 self._draw(len(self._rows) + 1)
         self._batch = chosen
         self._idle.trainer_waited(begun, time.time(), [(group.ended, group.activities) for group in chosen])
-        results = [result for group in chosen for result in group.results or ()]
+        results = _results(chosen)
         self._manager.check_failed(results)
+        report_failed(results)
         return results
 
     def _draw(self, wanted: int) -> None:
@@ -259,13 +261,14 @@ class Pipeline(Rollouts):
         """Leave a group without a signal out: the next prompt takes its place."""
         del self._groups[group.position]
         self._replaced.append(group)
-        rounds = self._config.rollout.resample_rounds
-        if len(self._replaced) > rounds * self._size:
+        rounds, batches = self._config.rollout.resample_rounds, self._context.pipeline_depth + 1
+        if len(self._replaced) > rounds * batches * self._size:
+            self._manager.check_failed(_results(self._replaced))
             raise RolloutError(
                 f"batch {self._version + self._training + 1}: {len(self._replaced)} prompts had samples with equal "
-                f"rewards, more than rollout.resample_rounds={rounds} batches. The task is too easy or too hard for "
-                "the policy, or the reward is constant: raise rollout.resample_rounds or rollout.n, or set "
-                "rollout.resample_rounds=0"
+                f"rewards, more than rollout.resample_rounds={rounds} batches for each of the {batches} that may be "
+                "under way. The task is too easy or too hard for the policy, or the reward is constant: raise "
+                "rollout.resample_rounds or rollout.n, or set rollout.resample_rounds=0"
             )
 
     def _take(self, state: PipelineState, positions: Sequence[int]) -> list[_Group]:
@@ -308,6 +311,10 @@ class Pipeline(Rollouts):
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _results(groups: Sequence[_Group]) -> list[TrajectoryResult]:
+    return [result for group in groups for result in group.results or ()]
 
 
 async def _forever() -> None:

@@ -376,6 +376,27 @@ def test_what_ends_a_group_ends_the_run() -> None:
     pipeline.close()
 
 
+def test_failures_are_reported(caplog: pytest.LogCaptureFixture) -> None:
+    run(config_of(4, 2, 1), 3, random.Random(0), Life(), state=None, until=3, failing=0.5)
+    assert "is excluded after 1 attempts (and" in caplog.text
+
+
+def test_failures_that_leave_no_signal_end_the_run_as_failures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Sampled, results: Any) -> None:
+        if any(result.termination is Termination.ENGINE_ERROR for result in results):
+            raise RolloutError("the engine is down")
+
+    monkeypatch.setattr(Sampled, "check_failed", refuse)
+    with pytest.raises(RolloutError, match="the engine is down"):
+        run(config_of(4, 2, 1, rounds=1), 9, random.Random(0), Life(), state=None, until=9, failing=1.0)
+
+
+@pytest.mark.parametrize("depth", [1, 8])
+def test_prompts_without_a_signal_may_be_as_frequent_at_any_depth(depth: int) -> None:
+    for seed in range(5):
+        run(config_of(8, depth, depth, rounds=3), 15, random.Random(seed), Life(), state=None, until=15, silent=0.4)
+
+
 def test_prompts_without_a_signal_end_the_run_after_so_many_rounds() -> None:
     with pytest.raises(RolloutError, match="more than rollout.resample_rounds=2 batches"):
         run(config_of(4, 2, 1, rounds=2), 9, random.Random(0), Life(), state=None, until=9, silent=1.0)
