@@ -91,7 +91,8 @@ class Pipeline(Rollouts):
         """The trajectories of the next batch, by position and those of groups that were replaced since the last one."""
         begun = time.time()
         with self._timer.phase("rollout"):
-            self._draw(self._size * (self._context.pipeline_depth + 1))
+            left = (self._steps - step + 1) * self._size - len(self._groups)
+            self._draw(min(self._size * (self._context.pipeline_depth + 1), left))
             while (chosen := self._runtime.run(self._next_batch())) is None:
                 self._draw(len(self._rows) + 1)
         self._batch = chosen

@@ -393,8 +393,14 @@ def test_failures_that_leave_no_signal_end_the_run_as_failures(monkeypatch: pyte
 
 @pytest.mark.parametrize("depth", [1, 8])
 def test_prompts_without_a_signal_may_be_as_frequent_at_any_depth(depth: int) -> None:
-    for seed in range(5):
-        run(config_of(8, depth, depth, rounds=3), 15, random.Random(seed), Life(), state=None, until=15, silent=0.4)
+    run(config_of(8, depth, depth, rounds=3), 12, random.Random(0), Life(), state=None, until=12, silent=0.5)
+
+
+def test_no_prompts_are_drawn_that_the_run_does_not_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    draw, drawn = InOrder.batch, list[int]()
+    monkeypatch.setattr(InOrder, "batch", lambda self, step: drawn.append(step) or draw(self, step))
+    run(config_of(2, 50, 50), 4, random.Random(0), Life(), state=None, until=4)
+    assert drawn == [1, 2, 3, 4]
 
 
 def test_prompts_without_a_signal_end_the_run_after_so_many_rounds() -> None:
