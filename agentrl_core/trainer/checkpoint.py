@@ -319,8 +319,8 @@ def resumed_state(config: ResolvedConfig, checkpoint: Path, data_fingerprint: st
         )
     if state.data_fingerprint != data_fingerprint:
         logger.warning("the training data differs from that of %s, so the remaining prompts differ too", checkpoint)
-        # The sampler's state refers to rows of the old data.
-        state = replace(state, sampler={})
+        # The sampler's state and what it has drawn refer to rows of the old data.
+        state = replace(state, sampler={}, position=position and replace(position, drawn={}, rewards={}))
     return replace(state, data_fingerprint=data_fingerprint)
 
 

@@ -120,10 +120,12 @@ class Pipeline(Rollouts):
         while self._frontier in self._beyond:
             self._beyond.remove(self._frontier)
             self._frontier += 1
-            if self._frontier % self._size == 0:
+            number, left = divmod(self._frontier, self._size)
+            # A run that resumed with other data does not know all rows and rewards of the first steps.
+            if not left and number in self._data.drawn:
                 first = self._frontier - self._size
-                rewards = [self._rewards.pop(position) for position in range(first, self._frontier)]
-                self._data.update(self._frontier // self._size, rewards)
+                rewards = [self._rewards.pop(position, []) for position in range(first, self._frontier)]
+                self._data.update(number, rewards)
 
     def before_weights(self) -> None:
         """Deterministic: each batch is sampled with one version of the weights."""

@@ -15,9 +15,17 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError, RolloutError
+from agentrl_core.config import load_config
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer import Trainer
-from agentrl_core.trainer.checkpoint import CHECKSUM_FILE, checkpoint_path, read_state
+from agentrl_core.trainer.checkpoint import (
+    CHECKSUM_FILE,
+    STATE_FILE,
+    Position,
+    checkpoint_path,
+    read_state,
+    resumed_state,
+)
 from agentrl_core.trainer.run import Run
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.checkpoints import save_training_state
@@ -147,6 +155,18 @@ def test_changed_data_warns(fit: Fit, tiny_run: Any, caplog: pytest.LogCaptureFi
     fit(EVERY_STEP)
     fit(RESUME, tiny_run.rows(7))
     assert "the training data differs from that of" in caplog.text
+
+
+def test_rows_that_were_drawn_from_other_data_are_drawn_anew(fit: Fit, tiny_run: Any) -> None:
+    run = fit({**EVERY_STEP, "trainer.steps": 1})
+    checkpoint = run.checkpoints_dir / "step-000001"
+    state = json.loads((checkpoint / STATE_FILE).read_text())
+    state["position"] = {"frontier": 2, "beyond": [], "drawn": {"2": [5, 4]}, "rewards": {"3": [1.0]}}
+    rewrite(checkpoint / STATE_FILE, json.dumps(state))
+    config = load_config(tiny_run(RESUME))
+    same, other = (resumed_state(config, checkpoint, data) for data in (state["data_fingerprint"], "other"))
+    assert same.position == Position(2, [], {"2": [5, 4]}, {"3": [1.0]})
+    assert other.position == Position(2)
 
 
 def test_resuming_reports_what_has_changed(fit: Fit, caplog: pytest.LogCaptureFixture) -> None:

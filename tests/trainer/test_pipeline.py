@@ -301,6 +301,24 @@ def test_a_checkpoint_within_a_step_of_the_sampler_keeps_its_rows_and_rewards() 
     pipeline.close()
 
 
+def test_a_checkpoint_without_rows_and_rewards_of_steps_that_were_begun() -> None:
+    """After a change of the data: what is left is trained, and the sampler learns what is known."""
+    sampler = InOrder(2)
+    data = PromptData([{"raw_prompt": [], "number": row} for row in range(ROWS)], [], sampler, 1, 2, [])
+    manager, runtime, position = Sampled(random.Random(0)), OneThread(), Position(1, [4, 5, 6])
+    pipeline = Pipeline(config_of(2, 3, 3), data, 4, manager, PhaseTimer(), runtime=runtime, step=2, position=position)
+    found = []
+    for step in (3, 4):
+        results = pipeline.batch(step)
+        found += [position_of(result, 2) for result in results]
+        pipeline.weights_changed(step)
+        pipeline.trained(step, results)
+    pipeline.close()
+    assert sorted({*found}) == [1, 2, 3, 7]
+    assert sampler.outcomes[1] == [PromptOutcome(0, []), PromptOutcome(1, [1.0, 2.0])]
+    assert sampler.learned == [1, 2, 3, 4]
+
+
 class Greedy(BatchPolicy):
     """Whatever has ended first, and no deadline."""
 
