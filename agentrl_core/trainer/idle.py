@@ -75,8 +75,10 @@ class IdleTime:
         """The engines stood still for new weights."""
         self._rollout["weights"] += seconds
 
-    def take(self) -> dict[str, float]:
-        """Seconds since the last call, as metrics."""
+    def take(self, now: float) -> dict[str, float]:
+        """Seconds from the last call until now, as metrics."""
+        if self._idle_since is not None:
+            self.running(False, now)
         all_so_far = {f"idle/trainer/{_name(cause)}": seconds for cause, seconds in self._trainer.items()}
         all_so_far |= {f"idle/rollout/{cause}": seconds for cause, seconds in self._rollout.items()}
         metrics = {name: seconds - self._taken.get(name, 0.0) for name, seconds in all_so_far.items()}

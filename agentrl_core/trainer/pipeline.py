@@ -139,9 +139,8 @@ class Pipeline(Rollouts):
     def metrics(self, pause: float) -> dict[str, float]:
         """``staleness/``: how much older than the weights that they update the groups of the batch began; ``idle/``:
         seconds that the trainer waited for the batch, by cause, and in which no group was under way."""
-        self._idle.paused(pause)
-        ages = self._ages
-        return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))} | self._idle.take()
+        ages, idle = self._ages, self._runtime.run(self._idle_time(pause))
+        return {"staleness/mean": sum(ages) / len(ages), "staleness/max": float(max(ages))} | idle
 
     def report(self) -> list[str]:
         """The idle time of the run by cause, and what would help most."""
@@ -299,6 +298,10 @@ class Pipeline(Rollouts):
         self._training = True
         self._admit()
         return sorted([*batch, *replaced], key=lambda group: group.position)
+
+    async def _idle_time(self, pause: float) -> dict[str, float]:
+        self._idle.paused(pause)
+        return self._idle.take(time.time())
 
     async def _new_version(self, version: int) -> None:
         self._version, self._training = version, False

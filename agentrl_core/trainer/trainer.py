@@ -378,7 +378,6 @@ class Trainer:
         self.rollouts.trained(step, results)
         # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
-        metrics |= self.rollouts.metrics(metrics.get(engine_metric("pause_seconds"), 0.0))
         metrics |= self.roles.rollout.named_metrics()
         metrics |= source_metrics(results, self.config.trainer.validation.correct_above)
         metrics["epoch"] = step * self.config.data.batch_size / len(self.preparation.data.train)
@@ -399,6 +398,8 @@ class Trainer:
             with self.timer.phase("checkpoint"):
                 self._publish_checkpoint()
                 self.run.save_checkpoint(step, self.roles.actor, self.roles.critic, metrics, self.rollouts.position)
+        # Here, because rollout may wait for the validation and the checkpoint too.
+        metrics |= self.rollouts.metrics(metrics.get(engine_metric("pause_seconds"), 0.0))
         self.run.log(step, metrics | self.timer.take(), self.timer.spans)
 
     def _measured(self, metrics: Mapping[str, float]) -> dict[str, float]:

@@ -11,10 +11,18 @@ def test_the_wait_for_the_slowest_trajectory_is_its_own_in_batches_of_any_size(s
     idle = IdleTime()
     others = [(20.0, [Span("generate", 10.0, 10.0)])] * (size - 1)
     idle.trainer_waited(10.0, 30.0, [*others, (30.0, [Span("generate", 5.0, 15.0), Span("tool search", 20.0, 9.0)])])
-    waited = idle.take()
+    waited = idle.take(30.0)
     assert waited["idle/trainer/tool_search"] == 9.0
     assert waited["idle/trainer/engines"] == (0.0 if size == 1 else 10.0)
     assert sum(waited.values()) == pytest.approx(20.0)
+
+
+def test_a_wait_that_goes_on_is_part_of_each_step_in_which_it_does() -> None:
+    idle = IdleTime()
+    idle.running(False, 10.0)
+    assert [idle.take(now)["idle/rollout/trainer"] for now in (15.0, 17.0)] == [5.0, 2.0]
+    idle.running(True, 20.0)
+    assert idle.take(30.0)["idle/rollout/trainer"] == 3.0
 
 
 def test_the_report_is_a_table_and_what_would_help_most() -> None:

@@ -14,6 +14,7 @@ from rich.logging import RichHandler
 from agentrl_core.api import TrackerContext
 from agentrl_trackers_basic.config import ConsoleConfig
 from agentrl_trackers_basic.console import ConsoleTracker, plain_line
+from agentrl_trackers_basic.metrics import idle_shares
 
 STEP = {
     "reward/mean": 0.41, "reward/std": 0.49, "response_length/mean": 34.2, "rollout/tool_call_share": 0.61,
@@ -241,6 +242,12 @@ def test_the_line_of_a_step_says_how_old_its_batch_was_and_who_waited() -> None:
     assert plain_line(metrics, 3, 20, 72.0).endswith(
         "other 9%  age 1.0 (max 2)  waited: training 12% rollout 3%  eta 1m12s"
     )
+
+
+def test_who_waits_while_a_step_validates_and_saves_waits_for_a_part_of_it() -> None:
+    saved = {**STEP, "timing/step": 0.1, "timing/checkpoint": 0.9, "idle/rollout/trainer": 0.5}
+    assert idle_shares(saved) == {"rollout": 0.5}
+    assert idle_shares({**saved, "idle/rollout/trainer": 1.1}) == {"rollout": 1.0}
 
 
 def test_rollout_and_training_have_a_lane_each_where_they_overlap(tmp_path: Path) -> None:

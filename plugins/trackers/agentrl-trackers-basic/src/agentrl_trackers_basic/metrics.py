@@ -58,16 +58,16 @@ def mean_accuracies(metrics: Mapping[str, Any]) -> dict[ValidationMode, float]:
 
 
 def idle_shares(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Share of the step that the trainer waited for its batch, and in which no trajectory was under way, by lane; empty
-    where one follows the other."""
-    step = metrics.get("timing/step")
+    """Share of the step, with its validation and checkpoint, that the trainer waited for its batch, and in which no
+    trajectory was under way, by lane; empty where one follows the other."""
+    found = [metrics.get(f"timing/{phase}") for phase in ("step", "validation", "checkpoint")]
+    whole = sum(seconds for seconds in found if is_number(seconds))
     waits = {
         lane: [value for name, value in metrics.items() if name.startswith(f"idle/{who}/") and is_number(value)]
         for who, lane in (("trainer", "training"), ("rollout", "rollout"))
     }
-    return (
-        {lane: sum(values) / step for lane, values in waits.items() if values} if is_number(step) and step > 0 else {}
-    )
+    # Between two steps passes time that belongs to no phase.
+    return {lane: min(sum(values) / whole, 1.0) for lane, values in waits.items() if values} if whole > 0 else {}
 
 
 def time_shares(metrics: Mapping[str, Any]) -> dict[str, float]:
