@@ -7,7 +7,7 @@ from agentrl_core.plugins.resolution import resolve
 @pytest.mark.parametrize(
     ("kind", "name", "capabilities"),
     [
-        ("advantage_estimator", "grpo", {"groups"}),
+        ("advantage_estimator", "grpo", {"groups", "separate_groups"}),
         ("advantage_estimator", "gae", {"values"}),
         ("policy_loss", "ppo", set()),
     ],
