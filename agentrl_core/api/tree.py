@@ -254,10 +254,9 @@ class Tree:
         for node in self.nodes:
             with suppress(TypeError, OverflowError):
                 node.ids = array("i", node.ids)
-                if node.log_probs is not None:
-                    exact = array("d", node.log_probs)
-                    short = array("f", exact)
-                    node.log_probs = short if array("d", short) == exact else exact
+                if (values := node.log_probs) is not None:
+                    short = array("f", values)
+                    node.log_probs = short if short.tolist() == list(values) else array("d", values)
 
     def turns(self, agent: str | None = None) -> list[Node]:
         """The policy's turns in the order in which they were sampled; those of one agent, or all."""
