@@ -99,7 +99,8 @@ class Episode:
             output = trajectory.finish(self.termination)
             parts.append(output if isinstance(output, list) else [output])
         rows = [row for part in parts for row in part]
-        rows = [row for row in rows if any(row.response_mask)] or rows[-1:]
+        if len(rows) > 1:
+            rows = [row for row in rows if any(row.response_mask)] or rows[-1:]
         texts = [text for part in parts for text in part[-1].turn_texts]
         full_text = "\n".join(part[-1].full_text for part in parts)
         for row in rows:
