@@ -15,7 +15,8 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import date
 from pathlib import Path
@@ -474,6 +475,17 @@ _TITLES = {
 _RATIOS = {1.0: "as long as", 0.25: "a quarter of"}
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without the trajectory that each run shows."""
+    console = rich.get_console()
+    before, console.quiet = console.quiet, True
+    try:
+        yield
+    finally:
+        console.quiet = before
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=40)
@@ -487,10 +499,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--real-token-ms", type=float, default=10.0, help="of one token, on a real clock")
     parser.add_argument("--output", type=Path, metavar="DIRECTORY", help="write async.md there; what it shows is kept")
     options = parser.parse_args(arguments)
-    rich.get_console().quiet = True
     transformers.utils.logging.disable_progress_bar()
     chosen = [rule for rule in RULES if rule.name in options.rules]
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory() as directory, quiet():
         model = Path(save_tiny_model(directory))
         simulated = [compare(mix, ratio, chosen, options, model) for mix in options.mixes for ratio in options.ratios]
         real = [compare_for_real(mix, options, model) for mix in options.mixes] if options.real_steps else []
