@@ -7,7 +7,6 @@ kept once and trained once. Everything else is read off the tree: turns, agents,
 
 from array import array
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, fields
 from operator import attrgetter
 from typing import Any, Literal, NamedTuple, Self
@@ -252,11 +251,13 @@ class Tree:
         In arrays they take a tenth of the memory of lists, and travel as bytes. What fits into no array stays a list.
         """
         for node in self.nodes:
-            with suppress(TypeError, OverflowError):
+            try:
                 node.ids = array("i", node.ids)
                 if (values := node.log_probs) is not None:
                     short = array("f", values)
                     node.log_probs = short if short.tolist() == list(values) else array("d", values)
+            except (TypeError, OverflowError):
+                continue
 
     def turns(self, agent: str | None = None) -> list[Node]:
         """The policy's turns in the order in which they were sampled; those of one agent, or all."""
