@@ -66,9 +66,10 @@ class DataProto:
 
     Every operation returns a batch with its own containers: assigning a column, a row of an object column or
     anything in ``meta_info`` never shows in another batch. Tensor storage may be shared (slices, chunks and selections
-    of columns are views), and so are the objects in the rows: `writable` gives a private copy. ``to``, ``pop``,
-    ``union``, ``rename`` and ``reorder`` modify the batch itself and return it (``pop``: what was removed). Batches
-    without tensors, without rows, or with nothing but meta_info work everywhere.
+    of columns are views; of columns that have no padding, as those of a rollout, slices and chunks are copies), and so
+    are the objects in the rows: `writable` gives a private copy. ``to``, ``pop``, ``union``, ``rename`` and ``reorder``
+    modify the batch itself and return it (``pop``: what was removed). Batches without tensors, without rows, or with
+    nothing but meta_info work everywhere.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class DataProto:
         )
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """Rows ``start`` to ``end``; tensors are views where ``step`` is positive."""
+        """Rows ``start`` to ``end``; tensors are views where ``step`` is positive and the column has padding."""
         return self._take(slice(start, end, step))
 
     def select_idxs(self, idxs: Any) -> Self:
