@@ -99,9 +99,6 @@ class Rollouts:
         """What a checkpoint must keep in addition to the number of finished steps."""
         return None
 
-    def close(self) -> None:
-        """End what runs in the background."""
-
 
 def scores(results: Sequence[TrajectoryResult]) -> list[float]:
     """Rewards of the trajectories that count."""

@@ -120,9 +120,6 @@ class Trainer:
                         batch = self.add_advantages(batch, metrics)
                     self.update(batch, metrics)
                     self.sync_weights(step)
-                    if self._overlaps and self._updates == 1:
-                        # From here on few rows are of the newest weights, and compared.
-                        self._compare_with_engines("after the first update")
                 self.finish_step(step, results, batch, metrics)
             self._save_last()
             for line in self.rollouts.report():
@@ -236,7 +233,7 @@ class Trainer:
         return self.rollouts.batch(step)
 
     def score(self, step: int, results: list[TrajectoryResult]) -> DataProto:
-        """Make one padded batch of the trained trajectories, with ``rm_scores``."""
+        """Make one batch of the trained trajectories, with ``rm_scores``."""
         with self.timer.phase("score"):
             meta = {
                 "step": step,
@@ -355,19 +352,22 @@ class Trainer:
         self._updates += "actor/grad_norm" in metrics
 
     def sync_weights(self, step: int) -> None:
-        """Give the engines the actor's weights, as version ``step``, if they have changed; wake sleeping engines."""
+        """Give the engines the actor's weights, as version ``step``, if they have changed; wake sleeping engines.
+
+        Where sampling overlaps with training, they get each version: a bound on the age of tokens counts versions.
+        """
+        changed = self._updates != self._sent_updates
         with self.timer.phase("sync_weights"):
             self.rollouts.before_weights()
-            if (
-                self._updates != self._sent_updates
-                or self.roles.engines.sleep_level == 2
-                or self.config.rollout.max_staleness
-            ):
+            if changed or self.roles.engines.sleep_level == 2 or self._overlaps:
                 self.roles.engines.update_weights(self.roles.weights.newest(step))
                 self._sent_updates = self._updates
             else:
                 self.roles.engines.wake_up()
             self.rollouts.weights_changed(step)
+        if self._overlaps and changed and self._updates == 1:
+            # From here on few rows are of the newest weights, and compared.
+            self._compare_with_engines("after the first update")
 
     def finish_step(
         self, step: int, results: list[TrajectoryResult], batch: DataProto, metrics: dict[str, float]
