@@ -453,8 +453,8 @@ def page(simulated: Sequence[Compared], real: Sequence[Compared], options: argpa
             "",
             "## On a real clock",
             "",
-            f"The same parts with {options.real_token_ms:g} ms a token and {options.real_steps} steps; update and rollout "
-            "take equally long. One process does all the work of",
+            f"The same parts with {options.real_token_ms:g} ms a token and {options.real_steps} steps; update and "
+            "rollout take equally long. One process does all the work of",
             "trainer, agent loops and records:",
         ]
         for each in real:
