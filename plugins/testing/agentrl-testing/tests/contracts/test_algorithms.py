@@ -1,3 +1,5 @@
+import dataclasses
+
 import numpy as np
 import torch
 
@@ -86,6 +88,13 @@ class WholeBatch(Plain):
         return spread(batch, values - values[usable].mean())
 
 
+class Measures(Plain):
+    """Returns metrics, of which parts of a step have no common value."""
+
+    def __call__(self, batch):
+        return dataclasses.replace(super().__call__(batch), metrics={"mean": 0.5})
+
+
 class RowsVote(Plain):
     def __call__(self, batch):
         values, usable = scores(batch), batch.response_mask.any(-1)
@@ -111,6 +120,10 @@ def test_every_check_catches_a_broken_estimator(spec, catches) -> None:
         AdvantageEstimatorContract,
         {
             "test_output_has_the_shape_of_the_batch": [case(Doubles), case(Unmasked)],
+            "test_separate_groups_need_nothing_of_each_other": [
+                case(WholeBatch, "separate_groups"),
+                case(Measures, "separate_groups"),
+            ],
             "test_what_is_masked_has_no_influence": [case(ReadsMasked)],
             "test_rows_may_come_in_any_order": [case(Cumulative)],
             "test_an_empty_response_disturbs_nobody": [case(CountsEmpty)],
