@@ -22,7 +22,7 @@ _NAMES_OF_MODULE = {
     "config": ("NoConfig", "OptionInfo", "option"),
     "dataset": ("DatasetContext", "PromptDataset"),
     "engine": (
-        "EngineContext", "InferenceEngine", "MeasuredEngine", "PausableEngine", "PolicySpan", "ProgressingEngine",
+        "AdapterSlots", "EngineContext", "InferenceEngine", "MeasuredEngine", "PausableEngine", "PolicySpan", "ProgressingEngine",
         "SamplingParams", "SessionEngine", "SleepingEngine", "TokenOutput",
     ),
     "engine_client": ("EngineClient", "Engines"),
@@ -48,7 +48,7 @@ _NAMES_OF_MODULE = {
     "tool_parser": ("ParsedText", "ToolCall", "ToolParser", "ToolParserContext"),
     "tracker": ("Tracker", "TrackerContext", "trajectory_table"),
     "tree": ("Call", "Earned", "Node", "Request", "Tree", "TreePath"),
-    "weights": ("ArrayBucket", "WeightUpdate", "map_safetensors"),
+    "weights": ("Adapter", "ArrayBucket", "WeightUpdate", "map_safetensors"),
 }  # fmt: skip
 _MODULE_OF_NAME = {name: module for module, names in _NAMES_OF_MODULE.items() for name in names}
 

@@ -62,6 +62,9 @@ class SamplingParams:
             unless ``max_tokens`` cuts it off. The tokenizer's end of sequence is a stop token too. None: any text.
         seed: for this request alone; the same seed and logits give the same tokens whatever else is in the batch.
         stop_token_ids: sampling ends after one of these, which is part of the output.
+        adapter: sample with this LoRA adapter; only for engines with the capability ``adapters``. Empty: with the
+            engine's own weights alone.
+        version: of the adapter, one of those that :class:`AdapterSlots` keeps; None: the newest one.
     """
 
     max_tokens: int
@@ -76,6 +79,8 @@ class SamplingParams:
     repetition_penalty: float = 1.0
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     json_schema: str | None = None
+    adapter: str = ""
+    version: int | None = None
 
     @property
     def reshaping(self) -> dict[str, Any]:
@@ -97,8 +102,8 @@ class SamplingParams:
     def capabilities(self) -> set[str]:
         """Those that an engine needs for this request."""
         chained = truncation_is_chained(self.top_p, self.top_k, self.min_p)
-        schema = self.json_schema is not None
-        return {*self.reshaping, *(["json_schema"] * schema), *(["chained_truncation"] * chained)}
+        used = {"json_schema": self.json_schema is not None, "chained_truncation": chained, "adapters": self.adapter}
+        return {*self.reshaping, *(name for name, is_used in used.items() if is_used)}
 
 
 @dataclass(frozen=True)
@@ -135,6 +140,27 @@ class TokenOutput:
 
 
 @dataclass(frozen=True)
+class AdapterSlots:
+    """The LoRA adapters that an engine must be able to serve at the same time, in one batch.
+
+    An adapter exists once its first version has come (``WeightUpdate.adapter``). Its newest ``versions`` versions can be
+    asked for. An older one is dropped as soon as no request samples with it; a request for it fails, and its message
+    names those that there are. What a version or an adapter has cached is never read by another one.
+
+    Args:
+        names: of the adapters.
+        versions: of each adapter.
+        rank: the highest one.
+        targets: the last parts of the names of the modules that they change: ``q_proj``, ``down_proj``.
+    """
+
+    names: tuple[str, ...]
+    versions: int
+    rank: int
+    targets: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class EngineContext:
     """What the core knows about an engine's place.
 
@@ -154,10 +180,13 @@ class EngineContext:
         node_rank: of this host among them. The engine object on host 0 gets requests and weights; the others compute
             for it, and are only started, asked for their health, and closed. All are started at the same time.
         rendezvous: ``address:port`` on host 0 where they find each other; empty with one host.
-        shared_module: the actor's module, for an engine with the capability ``shared_module`` in its process.
+        shared_module: the actor's module, for an engine with the capability ``shared_module`` in its process. With
+            adapters it is in the form that PEFT gives it, with an adapter of each name, always of the newest version.
         memory_share: share of the memory of each of its GPUs that this engine may hold while it is awake; 0: the GPUs
             are its own, and the engine decides.
         memory_free: share that is free on each as the run starts, where ``memory_share`` is set.
+        adapters: that the engine serves; only for engines with the capability ``adapters``. None: none. Their updates
+            leave the model's own weights alone, so those must survive ``sleep``.
     """
 
     model_path: str
@@ -177,6 +206,7 @@ class EngineContext:
     shared_module: Any = None
     memory_share: float = 0.0
     memory_free: float = 1.0
+    adapters: AdapterSlots | None = None
 
 
 class InferenceEngine(ABC):
@@ -220,7 +250,8 @@ class InferenceEngine(ABC):
         """Take new weights, and reset every cache that was computed with the old ones.
 
         Requests may run, if the engine has the capability ``live_update``: ``update.running`` says what becomes of
-        them. A token that is sampled after this belongs to ``version``, and every other one to the version before.
+        them. A token that is sampled after this belongs to ``version``, and every other one to the version before. With
+        ``update.adapter`` a request that runs keeps its version, and one that begins after this has the new one.
         """
         raise NotImplementedError(f"{type(self).__name__} declares no capability 'weight_update'")
 

@@ -68,6 +68,7 @@ KINDS: dict[str, PluginKind] = {
             "weight_update": "takes new weights without a restart",
             "live_update": "takes new weights while requests run, which then continue with a new KV cache",
             "old_cache": "requests that run while weights change can keep their KV cache (WeightUpdate.running)",
+            "adapters": "serves versions of LoRA adapters side by side (EngineContext.adapters, WeightUpdate.adapter)",
             "broadcast": "takes weights that the actor sends from device to device (torch.distributed)",
             "ipc": "takes broadcast weights also on a GPU that it shares with the actor (CUDA IPC)",
             "parallel": "a replica computes on several devices: tensor, pipeline and data parallelism",

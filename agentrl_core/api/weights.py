@@ -13,7 +13,7 @@ import json
 import math
 import mmap
 import struct
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -97,6 +97,19 @@ class Broadcast:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """A LoRA adapter (arXiv 2106.09685), as PEFT saves it; the weights below it stay as they are.
+
+    Args:
+        name: by which requests ask for it (``SamplingParams.adapter``).
+        config: what ``adapter_config.json`` says: ``r``, ``lora_alpha``, ``target_modules`` and the rest.
+    """
+
+    name: str
+    config: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
 class WeightUpdate:
     """A model's new weights, by one of four transports.
 
@@ -114,6 +127,10 @@ class WeightUpdate:
         running: what becomes of requests that run while the weights change. ``recompute``: their KV cache is computed
             again with the new weights. ``continue``: they keep the cache that the old weights computed; only for
             engines with the capability ``old_cache``. In both modes requests that come later find nothing cached.
+            Requests that run while an adapter's new version comes end with the version with which they began.
+        adapter: the tensors are a new version of this adapter, under PEFT's names
+            (``base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight``); only for engines with the capability
+            ``adapters``. None: they are the model's own.
     """
 
     buckets: Sequence[ArrayBucket] = ()
@@ -121,6 +138,7 @@ class WeightUpdate:
     shared: bool = False
     broadcast: Broadcast | None = None
     running: Running = "recompute"
+    adapter: Adapter | None = None
 
     def __iter__(self) -> Iterator[ArrayBucket]:
         yield from self.buckets
