@@ -12,8 +12,9 @@ import json
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
-from datetime import date
+from datetime import date, datetime
 from pathlib import Path
+from typing import Any
 
 from _runs import Job, command_line, parsed, run_all
 from matplotlib.figure import Figure
@@ -29,6 +30,7 @@ SETTINGS = (
     f"tools=[{Path(__file__).with_name('_slow_calculator.py')}:SlowCalculator]",
 )
 Curve = list[tuple[float, float]]
+Metrics = dict[str, Any]
 
 
 def job(engine: str, python: str | None, staleness: int, seed: int, steps: int) -> Job:
@@ -37,11 +39,12 @@ def job(engine: str, python: str | None, staleness: int, seed: int, steps: int) 
     return Job(f"{engine}-{staleness}", seed, (*overrides, f"trainer.steps={steps}"))
 
 
-def curve(run: Path) -> tuple[Curve, list[dict[str, float]]]:
+def curve(run: Path) -> tuple[Curve, list[Metrics]]:
     """Seconds since the first step began, and the accuracy of each step; and all metrics."""
     rows = [row for row in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()) if row["step"]]
-    begun = rows[0]["time"] - rows[0]["timing/step"]
-    return [(row["time"] - begun, row.get(ACCURACY, 0.0)) for row in rows], rows
+    times = [datetime.fromisoformat(row["time"]).timestamp() for row in rows]
+    begun = times[0] - rows[0]["timing/step"]
+    return [(time - begun, row.get(ACCURACY, 0.0)) for time, row in zip(times, rows, strict=True)], rows
 
 
 def seconds_to_goal(points: Curve) -> float | None:
@@ -68,7 +71,7 @@ def draw(path: Path, curves: Mapping[int, Sequence[Curve]]) -> None:
     figure.savefig(path)
 
 
-def lines(curves: Mapping[int, Sequence[Curve]], metrics: Mapping[int, Sequence[list[dict[str, float]]]]) -> list[str]:
+def lines(curves: Mapping[int, Sequence[Curve]], metrics: Mapping[int, Sequence[list[Metrics]]]) -> list[str]:
     """The table."""
     titles = (
         "`max_staleness`",
@@ -105,7 +108,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     done = run_all(list(jobs.values()), options.work, options.processes)
     curves: dict[int, list[Curve]] = {}
-    metrics: dict[int, list[list[dict[str, float]]]] = {}
+    metrics: dict[int, list[list[Metrics]]] = {}
     for (staleness, seed), each in jobs.items():
         if each in done and not done[each].failure:
             points, rows = curve(options.work / f"seed-{seed}" / "runs" / each.run_name)
