@@ -22,8 +22,8 @@ _NAMES_OF_MODULE = {
     "config": ("NoConfig", "OptionInfo", "option"),
     "dataset": ("DatasetContext", "PromptDataset"),
     "engine": (
-        "AdapterSlots", "EngineContext", "InferenceEngine", "MeasuredEngine", "PausableEngine", "PolicySpan", "ProgressingEngine",
-        "SamplingParams", "SessionEngine", "SleepingEngine", "TokenOutput",
+        "AdapterSlots", "EngineContext", "InferenceEngine", "MeasuredEngine", "PausableEngine", "PolicySpan",
+        "ProgressingEngine", "SamplingParams", "SessionEngine", "SleepingEngine", "TokenOutput",
     ),
     "engine_client": ("EngineClient", "Engines"),
     "environment": ("Environment", "EnvironmentContext", "Episode"),

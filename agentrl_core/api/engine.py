@@ -143,8 +143,8 @@ class TokenOutput:
 class AdapterSlots:
     """The LoRA adapters that an engine must be able to serve at the same time, in one batch.
 
-    An adapter exists once its first version has come (``WeightUpdate.adapter``). Its newest ``versions`` versions can be
-    asked for. An older one is dropped as soon as no request samples with it; a request for it fails, and its message
+    An adapter exists once its first version has come (``WeightUpdate.adapter``). Its newest ``versions`` versions can
+    be asked for. An older one is dropped as soon as no request samples with it; a request for it fails, and its message
     names those that there are. What a version or an adapter has cached is never read by another one.
 
     Args:

@@ -4,6 +4,7 @@ import json
 import logging
 import shlex
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
@@ -48,7 +49,10 @@ def run(
     from agentrl_core.trainer.outcomes import make_records
     from agentrl_core.trainer.preparation import Preparation
     from agentrl_core.trainer.roles import start_engines, start_named_engines, start_runtime
+    from agentrl_core.trainer.run import copy_tokenizer
     from agentrl_core.trainer.validation import validate
+    from agentrl_core.workers.adapters import CONFIG_FILE
+    from agentrl_core.workers.model_files import save_merged
 
     set_up_logging(stderr=as_json)
     logger.info("starting the model of %s", checkpoint or config)
@@ -57,8 +61,19 @@ def run(
     if checkpoint is not None:
         found = checkpoint_path(checkpoint)
         step = read_state(found).step
-        changes = [*changes, f"model.path={json.dumps(str(found / 'actor'))}"]
+        is_adapter = (found / "actor" / CONFIG_FILE).exists()
+        changes = [*changes, f"model.{'adapter.path' if is_adapter else 'path'}={json.dumps(str(found / 'actor'))}"]
     loaded = load_config(config, changes)
+    adapter = loaded.model.adapter
+    merged = None
+    if adapter is not None and not loaded.serves_adapters and adapter.path is not None:
+        merged = TemporaryDirectory(prefix="agentrl-merged-")
+        save_merged(adapter.path, merged.name, loaded.model.path)
+        copy_tokenizer(Path(loaded.model.path), Path(merged.name))
+        changes = [*changes, f"model.path={json.dumps(merged.name)}"]
+    if adapter is not None and (merged is not None or adapter.path is None):
+        # A new adapter adds nothing yet.
+        loaded = load_config(config, [*changes, "model.adapter=null"])
     with reading_input():
         preparation = Preparation.of(loaded, training=False)
     rows = preparation.data.validation

@@ -13,17 +13,29 @@ from agentrl_core.cli._shared import say
 def run(
     checkpoint: Annotated[Path, typer.Argument(help="Directory of a checkpoint.", show_default=False)],
     output: Annotated[Path, typer.Argument(help="Directory to write.", show_default=False)],
+    merge: Annotated[
+        bool, typer.Option("--merge", help="Of a LoRA adapter, write the whole model with the adapter in its weights.")
+    ] = False,
 ) -> None:
-    """Copy the actor of a checkpoint without its training state: weights, config, tokenizer.
+    """Copy the actor of a checkpoint without its training state: weights, config, tokenizer; or its LoRA adapter.
 
     Raises:
         CheckpointError: no checkpoint, or the output directory is not empty.
     """
     from agentrl_core.trainer.checkpoint import checkpoint_path
+    from agentrl_core.workers.adapters import CONFIG_FILE
     from agentrl_core.workers.checkpoints import STATE_FOLDER
+    from agentrl_core.workers.model_files import save_merged
 
     source = checkpoint_path(checkpoint) / "actor"
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} is not an empty directory. Choose a new one, so that nothing is overwritten")
-    shutil.copytree(source, output, ignore=shutil.ignore_patterns(STATE_FOLDER), dirs_exist_ok=True)
-    say(f"{output}: load it with transformers.AutoModelForCausalLM.from_pretrained({str(output)!r})")
+    is_adapter = (source / CONFIG_FILE).exists()
+    if merge and not is_adapter:
+        raise CheckpointError(f"--merge: {source} is no adapter but a whole model; export it without --merge")
+    if merge:
+        save_merged(str(source), str(output))
+    left_out = shutil.ignore_patterns(STATE_FOLDER, *(["adapter_*"] if merge else []))
+    shutil.copytree(source, output, ignore=left_out, dirs_exist_ok=True)
+    loads = "peft.AutoPeftModelForCausalLM" if is_adapter and not merge else "transformers.AutoModelForCausalLM"
+    say(f"{output}: load it with {loads}.from_pretrained({str(output)!r})")

@@ -100,13 +100,18 @@ def _log_probs(config: ResolvedConfig) -> str | None:
     return " and ".join(filter(None, (_set("max_logprob_gap", None)(config), config.needs_rollout_log_probs))) or None
 
 
+def _finish(config: ResolvedConfig) -> str | None:
+    return "rollout.on_new_weights=finish" if config.rollout.on_new_weights == "finish" else None
+
+
 REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "weight_update", lambda config: "training", training=True),
     Requirement("rollout.engine", "deterministic", _set("deterministic", False)),
     Requirement("rollout.engine", "logprobs", _log_probs),
     Requirement("rollout.engine", "live_update", _set("max_staleness", 0), training=True),
-    Requirement("rollout.engine", "old_cache", _set("on_new_weights", "recompute", "restart"), training=True),
-    Requirement("rollout.engine", "pause", _set("on_new_weights", "recompute", "continue"), training=True),
+    Requirement("rollout.engine", "old_cache", _set("on_new_weights", "recompute", "restart", "finish"), training=True),
+    Requirement("rollout.engine", "pause", _set("on_new_weights", "recompute", "continue", "finish"), training=True),
+    Requirement("rollout.engine", "adapters", _finish, training=True),
     Requirement("rollout.engine", "sleep", _set("engine.sleep", 0, None), training=True),
     Requirement("rollout.engine", "broadcast", _set("engine.weight_transfer", "auto", "host_memory"), training=True),
     *(Requirement("rollout.engine", name, _sampling(name, unused)) for name, unused in RESHAPING.items()),

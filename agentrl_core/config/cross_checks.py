@@ -181,6 +181,31 @@ def staleness(config: ResolvedConfig) -> Problems:
         )
 
 
+def adapters(config: ResolvedConfig) -> Problems:
+    """What a LoRA adapter excludes, and what needs one."""
+    rollout = config.rollout
+    if config.model.adapter is None and rollout.on_new_weights == "finish":
+        yield (
+            "rollout.on_new_weights",
+            "found finish, but only versions of an adapter can be served side by side; set model.adapter.rank=16 to "
+            "train one, or rollout.on_new_weights=recompute",
+        )
+    if not config.serves_adapters:
+        return
+    if rollout.on_new_weights == "continue":
+        yield (
+            "rollout.on_new_weights",
+            f"found continue, but engine '{rollout.engine.name}' keeps the cache of each adapter version apart; set "
+            "finish, recompute or restart",
+        )
+    if rollout.engine.weight_transfer == "broadcast":
+        yield (
+            "rollout.engine.weight_transfer",
+            "found broadcast, but engines are sent the adapter alone, which is small and goes through the memory of "
+            "hosts; set rollout.engine.weight_transfer=auto",
+        )
+
+
 def algorithm(config: ResolvedConfig) -> Problems:
     n, advantage, critic = config.rollout.n, config.algorithm.advantage, config.critic
     if n < 2 and advantage.has("groups"):
@@ -279,6 +304,12 @@ def files(config: ResolvedConfig) -> Problems:
         if path is not None and not is_hub_name(path) and not os.path.isfile(os.path.join(path, "config.json")):
             what = f"{path} has no config.json" if os.path.isdir(path) else f"no such directory: {path}"
             yield key, f"{what}; expected a model that transformers can load{_remedy(path)}"
+    adapter = None if config.model.adapter is None else config.model.adapter.path
+    names = ("adapter_config.json", "adapter_model.safetensors")
+    missing = [name for name in names if adapter is not None and not os.path.isfile(os.path.join(adapter, name))]
+    if adapter is not None and missing:
+        what = f"{adapter} has no {missing[0]}" if os.path.isdir(adapter) else f"no such directory: {adapter}"
+        yield "model.adapter.path", f"{what}; expected an adapter as PEFT saves it"
     paths = {f"data.train_files.{i}": path for i, path in enumerate(config.data.train_files)}
     paths |= {f"data.validation_files.{i}": path for i, path in enumerate(config.data.validation_files)}
     if config.model.chat_template is not None:
@@ -299,7 +330,7 @@ def _remedy(path: str) -> str:
 
 
 CHECKS: tuple[Check, ...] = (
-    data, plugins, algorithm, mini_batches, replicas, local_runtime, deterministic_rollouts, staleness,
+    data, plugins, algorithm, mini_batches, replicas, local_runtime, deterministic_rollouts, staleness, adapters,
 )  # fmt: skip
 
 

@@ -14,10 +14,12 @@ from agentrl_core.config.slots import Slot
 
 TRAJECTORIES_PER_WORKER, WORKERS_PER_NODE = 128, 8
 """Of agent-loop workers, where their number is not given."""
+POLICY = "policy"
+"""Name of the adapter that is trained, where one is."""
 DeviceName = Literal["auto", "cpu", "cuda"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 Retry = Literal["continue", "restart"]
-OnNewWeights = Literal["recompute", "continue", "restart"]
+OnNewWeights = Literal["recompute", "continue", "restart", "finish"]
 TemplateBreak = Literal["fork", "mask", "error"]
 Records = Literal["all", "sample", "none"]
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
@@ -207,6 +209,25 @@ class HookSlot(Slot):
 
 
 @dataclass
+class AdapterConfig:
+    rank: int = option(16, ge=1, help="rank of the matrices")
+    alpha: float = option(32.0, gt=0, help="what the adapter adds is multiplied by alpha / rank")
+    targets: list[str] | str = option(
+        "all-linear",
+        help="linear layers that get one, by the last part of their names (q_proj); all-linear: all but the output's",
+    )
+    dropout: float = option(
+        0.0, ge=0, lt=1, help="dropout of the adapter's input in updates; above 0 the ratio of policies is noisy"
+    )
+    path: str | None = option(
+        None,
+        path=True,
+        help="directory of an adapter to begin with, as PEFT saves it: its rank, alpha and targets count; null: a new "
+        "one",
+    )
+
+
+@dataclass
 class ModelConfig:
     path: str = option(
         path=True,
@@ -215,6 +236,9 @@ class ModelConfig:
         "Hugging Face hub: org/name, org/name@revision",
     )
     dtype: Literal["float32", "bfloat16", "float16"] = option("float32", help="data type of the stored weights")
+    adapter: AdapterConfig | None = option(
+        None, help="train a LoRA adapter and leave the weights as they are, for actor and critic; null: train them all"
+    )
     compute_dtype: Literal["float32", "bfloat16"] | None = option(
         None, help="data type of the forward and backward passes; null: bfloat16 on CUDA, else model.dtype"
     )
@@ -343,7 +367,8 @@ class RolloutConfig:
     on_new_weights: OnNewWeights = option(
         "recompute",
         help="for requests that run while weights change: compute their KV cache again with the new weights, continue "
-        "with the cache of the old ones, or restart them, so that no turn has tokens of two versions",
+        "with the cache of the old ones, or restart them, so that no turn has tokens of two versions. finish: each "
+        "trajectory ends with the weights with which it began (only with model.adapter)",
     )
     retries: int = option(2, ge=0, help="retries of a trajectory whose infrastructure failed")
     max_failed_fraction: float = option(0.1, ge=0, le=1, help="stop if a larger share of a step's trajectories fails")
@@ -628,6 +653,16 @@ class ResolvedConfig(Config):
         """Whether something reads the reference's log-probs."""
         slots = (self.algorithm.advantage, self.algorithm.loss)
         return self.algorithm.kl_coef > 0 or any(slot.has("ref_log_probs") for slot in slots)
+
+    @property
+    def reference_is_adapted(self) -> bool:
+        """Whether the reference is the actor's own model with the adapter off, or as the run began with it."""
+        return self.model.adapter is not None and self.reference.path is None
+
+    @property
+    def serves_adapters(self) -> bool:
+        """Whether engines get the policy's adapter; else its weights are merged into the model's."""
+        return self.model.adapter is not None and self.rollout.engine.has("adapters")
 
     @property
     def needs_rollout_log_probs(self) -> str | None:

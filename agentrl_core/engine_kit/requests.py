@@ -9,10 +9,12 @@ An engine may live in an interpreter without torch: nothing here needs more than
             return TokenOutput(ids, [0.0] * len(ids), "length", covering_spans([], len(ids), version=0))
 """
 
+import hashlib
 import json
 import math
 from array import array
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from operator import attrgetter
 from pathlib import Path
@@ -20,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl_core.api.engine import PolicySpan, SamplingParams
+from agentrl_core.api.engine import PolicySpan, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -181,3 +183,40 @@ def read_model_config(model_path: str) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise EngineError(f"model.path: {path} cannot be read ({error}); it must be a folder with a model") from error
     return content
+
+
+def can_continue(params: SamplingParams) -> bool:
+    """Whether a request that was ended early can go on after its tokens: penalties on what was sampled, and a schema's
+    JSON, would begin again if these became part of the prompt."""
+    return not (params.presence_penalty or params.frequency_penalty or params.json_schema is not None)
+
+
+def remaining(
+    prompt_ids: Sequence[int], params: SamplingParams, so_far: TokenOutput | None
+) -> tuple[Sequence[int], SamplingParams]:
+    """The request that continues ``so_far``."""
+    if so_far is None or not so_far.token_ids:
+        return prompt_ids, params
+    done = len(so_far.token_ids)
+    seed = params.seed
+    if seed is not None:
+        # The same seed again would give the continuation the random numbers of the beginning.
+        digest = hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=8).digest()
+        seed = int.from_bytes(digest, "big") >> 1
+    return [*prompt_ids, *so_far.token_ids], replace(params, max_tokens=params.max_tokens - done, seed=seed)
+
+
+def joined(so_far: TokenOutput | None, output: TokenOutput) -> TokenOutput:
+    """One output of two that follow each other."""
+    if so_far is None or not so_far.token_ids:
+        return output
+    done = len(so_far.token_ids)
+    both = so_far.log_probs is not None and output.log_probs is not None
+    return TokenOutput(
+        [*so_far.token_ids, *output.token_ids],
+        [*(so_far.log_probs or []), *(output.log_probs or [])] if both else None,
+        output.finish_reason,
+        [*so_far.spans, *(PolicySpan(span.version, span.start + done, span.end + done) for span in output.spans)],
+        so_far.queued + output.queued,
+        output.replica,
+    )

@@ -91,6 +91,10 @@ class SessionEnvironment:
     interactions: Mapping[str, HostedInteraction]
     environments: Mapping[str, HostedEnvironment] = field(default_factory=dict)
     deterministic: bool = False
+    adapter: str = ""
+    """That requests ask for; empty: none."""
+    keeps_version: bool = False
+    """A trajectory ends with the version of the adapter with which it began."""
     pacer: Pacer = field(default_factory=Pacer)
     reported: set[tuple[str, type[BaseException]]] = field(default_factory=set)
     """Tools with the kinds of failures that the log shows already."""
@@ -157,6 +161,7 @@ class RolloutSession(TrajectorySession):
         self._calling: set[asyncio.Task[Any]] = set()
         self._engine_sessions: set[str] = set()
         self._sampling: set[str] = set()
+        self._version: int | None = None
         self._builder: TrajectoryBuilder | None = None
 
     @property
@@ -206,6 +211,8 @@ class RolloutSession(TrajectorySession):
         self, prompt_ids: list[int], params: SamplingParams, request_id: str
     ) -> tuple[TokenOutput, Request]:
         self._sampling.add(request_id)
+        if self._env.adapter:
+            params = replace(params, adapter=self._env.adapter, version=self._version)
         try:
             await self._announce(request_id)
             if self._env.deterministic:
@@ -214,6 +221,8 @@ class RolloutSession(TrajectorySession):
                 output = await self._env.servers.generate(request_id, prompt_ids, params)
         finally:
             self._sampling.discard(request_id)
+        if self._env.keeps_version and self._version is None and output.spans:
+            self._version = output.spans[0].version
         await self._env.pacer.wait()
         return output, Request(output.replica, round(output.queued, 5), timed.start, timed.seconds)
 

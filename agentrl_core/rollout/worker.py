@@ -22,7 +22,7 @@ from agentrl_core.api import (
     together,
 )
 from agentrl_core.api.agent_loop import Status
-from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.config.schema import POLICY, ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.data.chat_template import build_renderer
 from agentrl_core.data.row_sampling import with_row_sampling
@@ -117,6 +117,8 @@ class AgentLoopWorker:
             },
             environments={slot.registered_name: HostedEnvironment(slot, seed, clients) for slot in config.environments},
             deterministic=rollout.deterministic,
+            adapter=POLICY if config.serves_adapters else "",
+            keeps_version=rollout.on_new_weights == "finish",
         )
         context = AgentLoopContext(
             renderer=renderer.chat,

@@ -1,7 +1,6 @@
 """Routing of requests to engine replicas."""
 
 import asyncio
-import hashlib
 import logging
 import random
 import time
@@ -10,10 +9,10 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from agentrl_core.api import DeadlineError, EngineError, PolicySpan, SamplingParams, TokenOutput, WorkerError
+from agentrl_core.api import DeadlineError, EngineError, SamplingParams, TokenOutput, WorkerError
 from agentrl_core.config.schema import Retry
 from agentrl_core.controller.runtime import ActorHandle
-from agentrl_core.engine_kit.requests import check_request
+from agentrl_core.engine_kit.requests import can_continue, check_request, joined, remaining
 from agentrl_core.plugins.boundary import within
 
 logger = logging.getLogger(__name__)
@@ -230,9 +229,7 @@ class AsyncLLMServerManager:
                 whole = joined(so_far, output)
                 if output.finish_reason != "abort" or failures >= MAX_LOSSES:
                     return whole
-                # Penalties on what was sampled, and a schema's JSON, would begin again if it became part of the prompt.
-                starts_over = params.presence_penalty or params.frequency_penalty or params.json_schema is not None
-                if self._retry == "continue" and not starts_over:
+                if self._retry == "continue" and can_continue(params):
                     so_far = whole
                     if len(whole.token_ids) >= params.max_tokens:
                         return replace(whole, finish_reason="length")
@@ -315,34 +312,3 @@ class AsyncLLMServerManager:
     async def _bounded(self, what: str, call: Any) -> Any:
         late = lambda: f"{what}: no answer within {self._turn_timeout:g} s (rollout.turn_timeout)"  # noqa: E731
         return await within(self._turn_timeout, call, late, paused=self.outage)
-
-
-def remaining(
-    prompt_ids: Sequence[int], params: SamplingParams, so_far: TokenOutput | None
-) -> tuple[Sequence[int], SamplingParams]:
-    """The request that continues ``so_far``."""
-    if so_far is None or not so_far.token_ids:
-        return prompt_ids, params
-    done = len(so_far.token_ids)
-    seed = params.seed
-    if seed is not None:
-        # The same seed again would give the continuation the random numbers of the beginning.
-        digest = hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=8).digest()
-        seed = int.from_bytes(digest, "big") >> 1
-    return [*prompt_ids, *so_far.token_ids], replace(params, max_tokens=params.max_tokens - done, seed=seed)
-
-
-def joined(so_far: TokenOutput | None, output: TokenOutput) -> TokenOutput:
-    """One output of two that follow each other."""
-    if so_far is None or not so_far.token_ids:
-        return output
-    done = len(so_far.token_ids)
-    both = so_far.log_probs is not None and output.log_probs is not None
-    return TokenOutput(
-        [*so_far.token_ids, *output.token_ids],
-        [*(so_far.log_probs or []), *(output.log_probs or [])] if both else None,
-        output.finish_reason,
-        [*so_far.spans, *(PolicySpan(span.version, span.start + done, span.end + done) for span in output.spans)],
-        so_far.queued + output.queued,
-        output.replica,
-    )

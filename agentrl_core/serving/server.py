@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from agentrl_core.api import (
 from agentrl_core.api.weights import Running
 from agentrl_core.config.schema import OnNewWeights, ServedSlot
 from agentrl_core.engine_kit.ports import free_port, host_address
+from agentrl_core.engine_kit.requests import can_continue, joined, remaining
 from agentrl_core.hosting.processes import family_memory
 from agentrl_core.plugins.boundary import boundary, deadline, with_traceback
 
@@ -82,6 +83,7 @@ class EngineServer:
         self._enters = asyncio.Event()
         self._enters.set()
         self._restarts = 0
+        self._continues = False
 
     def rendezvous(self) -> str:
         """``address:port`` of this host, where the servers of a replica on several hosts can find each other."""
@@ -146,14 +148,20 @@ class EngineServer:
             return output
 
     async def _generate(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str) -> TokenOutput:
-        """Again where new weights have ended it."""
+        """Again, or from where it was, where new weights have ended it."""
+        so_far: TokenOutput | None = None
         while True:
             while not self._enters.is_set():
                 await self._enters.wait()
             restarts = self._restarts
-            output: TokenOutput = await self._ask("generate", prompt_ids, params, request_id)
+            output: TokenOutput = await self._ask("generate", *remaining(prompt_ids, params, so_far), request_id)
+            whole = joined(so_far, output)
             if output.finish_reason != "abort" or restarts == self._restarts:
-                return output
+                return whole
+            if self._continues and can_continue(params):
+                if len(whole.token_ids) >= params.max_tokens:
+                    return replace(whole, finish_reason="length")
+                so_far = whole
 
     health = _delegated("health")
     open_session = _delegated("open_session")
@@ -170,7 +178,7 @@ class EngineServer:
 
         Args:
             on_running: what becomes of requests that run, see ``rollout.on_new_weights``. With ``restart`` the server
-                asks for them again.
+                asks for them again; with an adapter and ``recompute`` for the rest of them.
 
         Raises:
             EngineError: the engine refuses the weights.
@@ -178,7 +186,12 @@ class EngineServer:
         """
         start, runs = time.perf_counter(), self._requests.in_flight > 0
         try:
-            if on_running == "restart" and runs:
+            if update.adapter is not None:
+                await self._take_weights(update, version)
+                if runs and on_running != "finish":
+                    # They go on with the adapter's old version otherwise.
+                    await self._end_running(continues=on_running != "restart")
+            elif on_running == "restart" and runs:
                 await self._update_alone(update, version)
             else:
                 running: Running = "continue" if on_running == "continue" else "recompute"
@@ -193,11 +206,17 @@ class EngineServer:
 
     async def _update_alone(self, update: WeightUpdate, version: int) -> None:
         """Requests that run are ended, and begin again afterwards."""
+        await self._end_running(False, lambda: self._take_weights(update, version))
+
+    async def _end_running(self, continues: bool, then: Callable[[], Awaitable[None]] | None = None) -> None:
+        """End the requests that run. When ``then`` is done they begin again, or go on after their tokens."""
         self._enters.clear()
         self._restarts += 1
+        self._continues = continues
         try:
             await self._pause("abort")
-            await self._take_weights(update, version)
+            if then is not None:
+                await then()
             await self._resume()
         finally:
             self._enters.set()

@@ -9,6 +9,7 @@ There are three transports; :func:`choose_transport` picks one for a run, from t
   ``engine_kit/memory_files.py``), and engines map it. An engine that cannot read the file, because it is on another
   host, gets the same tensors as buckets, from the object store of the host of the actor's rank 0; engines in the
   trainer's process get them as they are.
+  A LoRA adapter always goes this way.
 - **broadcast**: the actor sends buckets from its devices to those of the engines (``engine_kit/weight_group.py``), for
   engines with the capability ``broadcast``: NCCL to their own GPUs, gloo on the CPU, and CUDA IPC to the training
   processes' GPUs, for engines that also have the capability ``ipc``.
@@ -52,6 +53,8 @@ def choose_transport(config: ResolvedConfig, shares_module: bool, on_gpus: bool 
         return "shared_module"
     if config.cluster.runtime == "local":
         return "buckets"
+    if config.serves_adapters:
+        return "host_memory"
     lacks_ipc = broadcast_backend(config, on_gpus) == "ipc" and not engine.has("ipc")
     if engine.weight_transfer == "auto":
         # Processes on several hosts cannot map one host's file.
@@ -123,7 +126,7 @@ class ActorWeights:
         """The present weights, as this version."""
         match self._transport:
             case "shared_module":
-                return Weights(version, WeightUpdate(shared=True))
+                return Weights(version, WeightUpdate(shared=True, adapter=self._actor.adapter()))
             case "broadcast":
                 return Weights(version, sender=self)
             case "buckets":
@@ -132,10 +135,10 @@ class ActorWeights:
                 return Weights(version, write=self._files, elsewhere=self._elsewhere)
 
     def _buckets(self) -> WeightUpdate:
-        return WeightUpdate(buckets=self._actor.weight_buckets(BUCKET_BYTES))
+        return WeightUpdate(buckets=self._actor.weight_buckets(BUCKET_BYTES), adapter=self._actor.adapter())
 
     def _files(self) -> WeightUpdate:
-        return WeightUpdate(files=self._actor.weight_files())
+        return WeightUpdate(files=self._actor.weight_files(), adapter=self._actor.adapter())
 
     def _elsewhere(self) -> Any:
         return self._actor.keep("weight_update", BUCKET_BYTES)

@@ -41,10 +41,13 @@ from agentrl_core.serving.placement import check_sleep
 from agentrl_core.serving.weight_transport import may_share_nccl
 from agentrl_core.trainer.plan import max_model_len
 from agentrl_core.trainer.sample_statistics import group_sizes
+from agentrl_core.workers.adapters import peft_config
 from agentrl_core.workers.model_files import check_weights
 from agentrl_core.workers.models import check_architecture, resolve_device
 
 logger = logging.getLogger(__name__)
+ADAPTER_LR = 1e-5
+"""Lower learning rates than this one train an adapter slowly."""
 _DISTRIBUTION = {"top_p": 1.0, "top_k": 0, **RESHAPING}
 """Sampling parameters that change the distribution, with the values that don't."""
 
@@ -78,6 +81,12 @@ def check_training(config: ResolvedConfig) -> None:
     missing = missing_capabilities(config, training=True, alternatives=installed_with)
     if problems := [f"{key}: {message}" for key, message in missing]:
         raise ConfigError(problems)
+    lr = config.actor.optimizer.lr
+    if config.model.adapter is not None and lr < ADAPTER_LR:
+        logger.warning(
+            "actor.optimizer.lr=%g is a learning rate for training all weights; adapters need about ten times as much "
+            "(%g to 1e-4, Schulman et al. 2025, LoRA Without Regret): set actor.optimizer.lr", lr, ADAPTER_LR,
+        )  # fmt: skip
     sampling, needed = config.rollout.sampling, config.needs_rollout_log_probs
     used = {name: getattr(sampling, name) for name, off in _DISTRIBUTION.items() if getattr(sampling, name) != off}
     if needed is not None and used:
@@ -104,8 +113,11 @@ def check_files(config: ResolvedConfig, *, training: bool) -> Any:
                 with of(f"weights in {path}"):
                     check_weights(Path(path))
                 with of(f"config.json in {path}"):
-                    built = check_architecture(path, model).config
-                    text_config = built.get_text_config() if path == model.path else text_config
+                    built = check_architecture(path, model)
+                    text_config = built.config.get_text_config() if path == model.path else text_config
+                if path == model.path and model.adapter is not None and text_config is not None:
+                    with of(""):
+                        peft_config(built, model.adapter)
         for name, named in config.engines.items():
             with of(f"engines.{name}"):
                 _check_frozen_model(named)

@@ -18,7 +18,7 @@ from agentrl_core.api import (
     WorkerError,
 )
 from agentrl_core.api.tree import Node, Tree, TreePath
-from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.config.schema import POLICY, ResolvedConfig
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import on_values, under
 from agentrl_core.protocol.rows import counts
@@ -189,7 +189,7 @@ def compare_with_engines(
     sampling = config.rollout.sampling
     params = SamplingParams(
         min(PROBE_TOKENS, config.rollout.max_response_length), sampling.temperature, sampling.top_p, sampling.top_k,
-        seed=config.trainer.seed,
+        seed=config.trainer.seed, adapter=POLICY if config.serves_adapters else "",
     )  # fmt: skip
     prompt = list(prompt_ids[-config.data.max_prompt_length :])
     try:

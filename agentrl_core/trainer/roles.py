@@ -4,13 +4,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 
 import torch
 from transformers import AutoConfig
 
-from agentrl_core.api import ConfigError, EngineContext
-from agentrl_core.config.schema import ResolvedConfig, ServedSlot
+from agentrl_core.api import Adapter, ConfigError, EngineContext, WeightUpdate
+from agentrl_core.config.schema import AdapterConfig, ResolvedConfig, ServedSlot
 from agentrl_core.controller import ClassWithInitArgs, Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
 from agentrl_core.plugins.boundary import wait_reported
@@ -26,10 +27,11 @@ from agentrl_core.serving.placement import (
     engine_memory_share,
 )
 from agentrl_core.serving.replicas import EngineReplicas
-from agentrl_core.serving.weight_transport import ActorWeights, choose_transport
+from agentrl_core.serving.weight_transport import ActorWeights, Weights, choose_transport
 from agentrl_core.trainer.plan import max_model_len
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.workers.actor import ActorWorker
+from agentrl_core.workers.adapters import WEIGHTS_FILE, adapter_slots, stored_adapter
 from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.models import engine_dtype, resolve_device
 from agentrl_core.workers.protocols import Actor, Critic, DeviceMemory, Reference
@@ -126,7 +128,7 @@ def start_workers(
     if config.needs_critic and not actor_only:
         optimizer_steps = steps * config.critic.epochs * config.critic.mini_batches
         classes["critic"] = ClassWithInitArgs(CriticWorker, config, optimizer_steps)
-    if config.needs_reference and not actor_only:
+    if config.needs_reference and not config.reference_is_adapted and not actor_only:
         classes["reference"] = ClassWithInitArgs(ReferenceWorker, config)
     if config.teacher.path is not None and not actor_only:
         classes["teacher"] = ClassWithInitArgs(TeacherWorker, config)
@@ -164,7 +166,9 @@ def build_roles(
     return Roles(
         actor=actor,
         critic=critic,
-        reference=cast("Reference | None", groups.get("reference")),
+        reference=cast("Reference | None", groups["actor" if config.reference_is_adapted else "reference"])
+        if config.needs_reference
+        else None,
         teacher=cast("Reference | None", groups.get("teacher")),
         engines=engines,
         rollout=AgentLoopManager(config, runtime, engines, start_named_engines(config, runtime)),
@@ -185,17 +189,30 @@ def start_engines(
     actor = training["actor"] if training else None
     workers = getattr(actor, "workers", None)
     dtype = engine_dtype(config, torch.device("cuda" if on_gpus else "cpu"))
+    adapter = _served_adapter(config, actor)
     context = replace(
         _context(config, slot, config.model.path, dtype, on_gpus),
         max_model_len=max_model_len(config),
         deterministic=config.rollout.deterministic,
         vocab_size=preparation.vocab_size,
+        adapters=None if adapter is None else adapter_slots(adapter, config.rollout.max_staleness + 1),
         shared_module=workers[0].module if workers and slot.has("shared_module") else None,
         **(_gpu_memory(config, training or {}) if on_gpus else {}),
     )
     engines = EngineReplicas(runtime, config, context, assign_engines(config, on_gpus, actor))
     engines.start()
+    if adapter is not None and actor is None:
+        files = (str(Path(cast(str, cast(AdapterConfig, config.model.adapter).path)) / WEIGHTS_FILE),)
+        engines.update_weights(Weights(0, WeightUpdate(files=files, adapter=adapter)))
     return engines
+
+
+def _served_adapter(config: ResolvedConfig, actor: Any) -> Adapter | None:
+    """What engines serve besides the model: the actor's adapter, or where nothing is trained that of a directory."""
+    if actor is not None:
+        return cast("Adapter | None", actor.adapter())
+    path = None if config.model.adapter is None or not config.serves_adapters else config.model.adapter.path
+    return None if path is None else stored_adapter(path)
 
 
 def _gpu_memory(config: ResolvedConfig, training: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,20 +9,21 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.kl import kl_estimate
 from agentrl_core.algorithms.token_log_probs import Entropies
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
 from agentrl_core.api.errors import WorkerError
-from agentrl_core.api.weights import ArrayBucket, Broadcast, WeightUpdate
-from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.api.weights import Adapter, ArrayBucket, Broadcast, WeightUpdate
+from agentrl_core.config.schema import POLICY, ResolvedConfig
 from agentrl_core.controller import Dispatch, register
 from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
+from agentrl_core.workers.adapters import adapter_tensors, reference_policy
 from agentrl_core.workers.data_parallel import COLLECTIVE
 from agentrl_core.workers.far_files import FarFiles
 from agentrl_core.workers.flops import utilisation
@@ -83,8 +84,16 @@ class ActorWorker(FarFiles, TrainingWorker):
                 and not algorithm.entropy_coef
                 and vanishes_without_advantage(self._policy_loss)
             )
-        self._weights = ModelWeights(self._model, getattr(torch, engine_dtype(self.config, self._device)))
+        dtype = getattr(torch, engine_dtype(self.config, self._device))
+        if self.adapter() is not None:
+            self._weights = ModelWeights(nn.Module(), dtype, lambda: adapter_tensors(self._model))
+        else:
+            self._weights = ModelWeights(self._model, dtype)
         return super()._ready()
+
+    @property
+    def _keeps_initial(self) -> bool:
+        return self.config.needs_reference and self.config.reference_is_adapted
 
     @register(dispatch_mode=BALANCED)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -96,6 +105,14 @@ class ActorWorker(FarFiles, TrainingWorker):
             ("old_log_probs", "entropys") if with_entropy else ("old_log_probs",),
             lambda micro: self._log_probs(micro, temperature, "value" if with_entropy else "none"),
         )
+
+    @register(dispatch_mode=BALANCED)
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        temperature = temperature_of(batch, "compute_ref_log_prob")
+        with reference_policy(self._model):
+            return self._map(
+                batch, "compute_ref_log_prob", ("ref_log_prob",), lambda micro: self._log_probs(micro, temperature)
+            )
 
     def _log_probs(self, micro: MicroBatch, temperature: float, entropies: Entropies = "none") -> tuple[Tensor, ...]:
         return response_log_probs(self._model, micro, temperature, entropies, self._in_chunks)
@@ -221,7 +238,11 @@ class ActorWorker(FarFiles, TrainingWorker):
 
     def weight_update(self, bucket_bytes: int) -> WeightUpdate:
         """:meth:`weight_buckets` as engines take them."""
-        return WeightUpdate(buckets=self.weight_buckets(bucket_bytes))
+        return WeightUpdate(buckets=self.weight_buckets(bucket_bytes), adapter=self.adapter())
+
+    @register(dispatch_mode=COLLECTIVE)
+    def adapter(self) -> Adapter | None:
+        return Adapter(POLICY, self._adapter) if self._adapter is not None and self.config.serves_adapters else None
 
     @register(dispatch_mode=COLLECTIVE)
     def weight_files(self) -> tuple[str, ...]:

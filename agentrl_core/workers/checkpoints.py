@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from agentrl_core.api.errors import CheckpointError
 from agentrl_core.runs.atomic import flushed_checksum
+from agentrl_core.workers.adapters import has_adapter
 from agentrl_core.workers.data_parallel import DataParallel
 from agentrl_core.workers.optimizer import ScheduledAdamW
 
@@ -77,8 +78,7 @@ def copied_state(
     """
     mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
     # With the variables themselves tied weights are one object, and stay one.
-    weights = {_WEIGHTS + name: tensor for name, tensor in model.state_dict(keep_vars=True).items()}
-    state = {**weights, **_moments(optimizer), **_generators(parallel), "steps": torch.tensor(optimizer.steps)}
+    state = {**_weights(model), **_moments(optimizer), **_generators(parallel), "steps": torch.tensor(optimizer.steps)}
     copies = {id(tensor): _copy(tensor, mesh) for tensor in {id(each): each for each in state.values()}.values()}
     return {name: copies[id(tensor)] for name, tensor in state.items()}
 
@@ -144,7 +144,8 @@ def load_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, 
         reader = MetadataReader(folder)
         saved = reader.read_metadata().state_dict_metadata
         generators = {name: tensor for name, tensor in generators.items() if name in saved}
-        state = {**_weights(model), **_moments(optimizer), **generators, "steps": steps}
+        weights = {name: tensor.detach() for name, tensor in _weights(model).items()}
+        state = {**weights, **_moments(optimizer), **generators, "steps": steps}
         with _quiet():
             load(state, checkpoint_id=folder, storage_reader=reader, no_dist=parallel.size == 1)
     except (
@@ -199,7 +200,10 @@ def _folder(path: str) -> str:
 
 
 def _weights(model: nn.Module) -> dict[str, Tensor]:
-    return {_WEIGHTS + name: tensor for name, tensor in model.state_dict().items()}
+    """All of them, or those that are trained where the others are frozen below an adapter."""
+    keeps_all = not has_adapter(model)
+    own = model.state_dict(keep_vars=True).items()
+    return {_WEIGHTS + name: tensor for name, tensor in own if keeps_all or tensor.requires_grad}
 
 
 def _moments(optimizer: ScheduledAdamW) -> dict[str, Tensor]:

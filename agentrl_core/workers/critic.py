@@ -18,7 +18,7 @@ from agentrl_core.api.errors import ConfigError
 from agentrl_core.controller import register
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, scattered
-from agentrl_core.workers.model_files import FILE_BYTES, save_model
+from agentrl_core.workers.model_files import FILE_BYTES
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.models import empty_backbone, load_backbone
 from agentrl_core.workers.packed_attention import forward_pass
@@ -73,10 +73,10 @@ class CriticWorker(TrainingWorker):
 
     def _empty(self, path: str) -> ValueModel:
         with torch.device("meta"):
-            return ValueModel(empty_backbone(path, self.config.model))
+            return ValueModel(self._adapted(empty_backbone(path, self.config.model)))
 
     def _load(self, path: str, key: str) -> ValueModel:
-        model = ValueModel(load_backbone(path, self.config.model, key))
+        model = ValueModel(self._adapted(load_backbone(path, self.config.model, key)))
         head = Path(path) / VALUE_HEAD_FILE
         if head.exists():
             try:
@@ -106,9 +106,9 @@ class CriticWorker(TrainingWorker):
         return MicroLoss(loss, token_values=token_values)
 
     def _save(self, path: str, weights: Mapping[str, Tensor]) -> None:
-        save_model(self._model.backbone, path, _below("backbone.", weights))
-        head: dict[str, Tensor] = {}
-        for tensors in ModelWeights(self._model.value_head, tensors=_below("value_head.", weights)).buckets(FILE_BYTES):
+        self._save_language_model(path, _below("backbone.", weights))
+        head, below = dict[str, Tensor](), _below("value_head.", weights)
+        for tensors in ModelWeights(self._model.value_head, tensors=lambda: below).buckets(FILE_BYTES):
             head |= tensors
         if self._parallel.is_first:
             save_file(head, Path(path) / VALUE_HEAD_FILE)

@@ -3,17 +3,28 @@
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from zipfile import is_zipfile
 
 import torch
 import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
+from transformers import AutoConfig
 
 from agentrl_core.api.errors import ConfigError
+from agentrl_core.config.schema import AdapterConfig, ModelConfig
 from agentrl_core.plugins.boundary import boundary
+from agentrl_core.workers.adapters import (
+    CONFIG_FILE,
+    WEIGHTS_FILE,
+    adapter_tensors,
+    add_adapter,
+    peft_config,
+    read_config,
+)
+from agentrl_core.workers.models import load_causal_lm
 from agentrl_core.workers.weights import ModelWeights
 
 FILE_BYTES = 4 << 30
@@ -32,7 +43,7 @@ def save_model(
     Args:
         tensors: its weights, in place of those that the model has now.
     """
-    folder, weights = Path(path), ModelWeights(model, tensors=tensors)
+    folder, weights = Path(path), ModelWeights(model, tensors=None if tensors is None else lambda: tensors)
     is_first = not weights.is_sharded or dist.get_rank() == 0
     if is_first:
         folder.mkdir(parents=True, exist_ok=True)
@@ -51,6 +62,44 @@ def save_model(
     if is_first and count > 1:
         index = {"metadata": {"total_size": total}, "weight_map": files}
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def save_adapter(model: Any, path: str, described: Mapping[str, Any], tensors: Mapping[str, Tensor], base: str) -> None:
+    """The policy's adapter as PEFT reads it. Where the model is sharded all ranks must call this.
+
+    Args:
+        described: see :func:`agentrl_core.workers.adapters.peft_config`.
+        tensors: the model's weights by name.
+        base: directory of the model that the adapter belongs to.
+    """
+    weights = ModelWeights(nn.Module(), tensors=lambda: adapter_tensors(model, tensors=tensors))
+    whole: dict[str, Tensor] = {}
+    for bucket in weights.buckets(FILE_BYTES):
+        whole |= {name: tensor.contiguous() for name, tensor in bucket.items()}
+    if weights.is_sharded and dist.get_rank() != 0:
+        return
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {**described, "base_model_name_or_path": base, "inference_mode": True}
+    (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    save_file(whole, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+
+
+def save_merged(adapter: str, path: str, base: str | None = None) -> None:
+    """Write a model with an adapter's weights in its own, in the data type that it is stored in; without tokenizer.
+
+    Args:
+        adapter: directory of the adapter.
+        base: directory of the model; None: the one that the adapter names.
+
+    Raises:
+        ConfigError: the adapter does not fit the model, or one of them cannot be read.
+    """
+    base = base or str(read_config(adapter).get("base_model_name_or_path"))
+    stored = AutoConfig.from_pretrained(base, local_files_only=True).dtype if Path(base).is_dir() else None
+    settings = ModelConfig(base, dtype=cast(Any, str(stored or torch.float32).removeprefix("torch.")))
+    model = load_causal_lm(base, settings, f"base_model_name_or_path in {Path(adapter) / CONFIG_FILE}")
+    save_model(add_adapter(model, peft_config(model, AdapterConfig(path=adapter)), adapter, seed=0), path)
 
 
 def check_weights(model: Path) -> None:

@@ -19,6 +19,7 @@ from agentrl_core.controller import Dispatch, Worker, register
 from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, collect_batch, plan_dp_compute_proto
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
+from agentrl_core.workers.adapters import add_adapter, peft_config
 from agentrl_core.workers.checkpoints import (
     checksums_of_rank,
     copied_state,
@@ -36,7 +37,7 @@ from agentrl_core.workers.micro_batching import (
     map_micro_batches,
     rank_of_rows,
 )
-from agentrl_core.workers.model_files import save_model
+from agentrl_core.workers.model_files import save_adapter, save_model
 from agentrl_core.workers.models import (
     check_lengths,
     empty_causal_lm,
@@ -229,6 +230,7 @@ class TrainingWorker(ModelWorker):
     def __init__(self, config: ResolvedConfig, total_optimizer_steps: int) -> None:
         super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
+        self._adapter: dict[str, Any] | None = None
         self._checkpoint_group: ProcessGroup | None = None
         self._writing: Future[dict[str, str]] | None = None
 
@@ -288,9 +290,36 @@ class TrainingWorker(ModelWorker):
             return {}
         return writing.result() if wait or writing.done() else None
 
+    def _load(self, path: str, key: str) -> Any:
+        return self._adapted(super()._load(path, key))
+
+    def _empty(self, path: str) -> Any:
+        return self._adapted(super()._empty(path))
+
+    def _adapted(self, language_model: Any) -> Any:
+        """With the adapter of ``model.adapter``, if there is one."""
+        settings = self.config.model.adapter
+        if settings is None:
+            return language_model
+        self._adapter = peft_config(language_model, settings)
+        return add_adapter(
+            language_model, self._adapter, settings.path, self.config.trainer.seed, keep_initial=self._keeps_initial
+        )
+
+    @property
+    def _keeps_initial(self) -> bool:
+        """Whether a copy of the adapter is needed as it was before the run."""
+        return False
+
     def _save(self, path: str, weights: Mapping[str, Tensor]) -> None:
-        """Write these weights of the model as transformers loads them."""
-        save_model(self._model, path, weights)
+        """Write these weights of the model as transformers, or of its adapter as PEFT, loads them."""
+        self._save_language_model(path, weights)
+
+    def _save_language_model(self, path: str, weights: Mapping[str, Tensor]) -> None:
+        if self._adapter is None:
+            save_model(self._language_model, path, weights)
+        else:
+            save_adapter(self._language_model, path, self._adapter, weights, self.config.model.path)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
-from agentrl_core.api.weights import ArrayBucket, Broadcast
+from agentrl_core.api.weights import Adapter, ArrayBucket, Broadcast
 from agentrl_core.protocol import DataProto
 
 if TYPE_CHECKING:
@@ -71,6 +71,9 @@ class Actor(Protocol):
         Both are 0 under mask 0. Reads ``meta_info["temperature"]``, that of the rollout (0: greedy, counts as 1).
         """
 
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+        """See :class:`Reference`; only where the policy is an adapter, of the policy before the run."""
+
     def update(self, batch: DataProto) -> list[dict[str, float]]:
         """All optimizer steps of one batch; each rank's metrics under ``actor/``, the same on all but for memory.
 
@@ -106,8 +109,12 @@ class Actor(Protocol):
     def remove_folder(self, ranks: Sequence[int], folder: str) -> object:
         """Remove a folder on the nodes of these ranks."""
 
+    def adapter(self) -> Adapter | None:
+        """The adapter that engines are sent; None: they are sent all weights, with an adapter's merged into them."""
+
     def weight_buckets(self, bucket_bytes: int) -> list[ArrayBucket]:
-        """All weights under their Hugging Face names, tied ones once, in buckets of about ``bucket_bytes``."""
+        """All weights under their Hugging Face names, tied ones once, or those of :meth:`adapter`, in buckets of about
+        ``bucket_bytes``."""
 
     def weight_files(self) -> tuple[str, ...]:
         """The same in safetensors files on the actor's host, in memory where it has room.

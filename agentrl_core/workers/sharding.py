@@ -66,12 +66,12 @@ def arrange(model: Any, parallel: DataParallel, compute_dtype: ComputeDtype | No
 
 
 def compute_in(model: Any, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Let a model whose weights are float32 compute in bfloat16, also for an engine that shares it.
+    """Let a model with weights in float32 compute in bfloat16, also for an engine that shares it.
 
     Weights, gradients and the optimizer stay float32: at small learning rates most steps are too small to change a
     bfloat16 weight.
     """
-    if dtype == torch.bfloat16 and next(model.parameters()).dtype == torch.float32:
+    if dtype == torch.bfloat16 and any(parameter.dtype == torch.float32 for parameter in model.parameters()):
         # Without its cache, which would hold the casts of all weights until the end of the forward pass: each is used
         # once there.
         model.forward = torch.autocast(device.type, dtype=dtype, cache_enabled=False)(model.forward)

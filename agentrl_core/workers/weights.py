@@ -7,8 +7,9 @@ for: all ranks must step through together, rank 0 keeps what is gathered, and no
 its shards. Into a file on one host each rank writes its own shards instead.
 """
 
+import functools
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import groupby
 from typing import Any
@@ -24,13 +25,14 @@ from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.engine_kit.memory_files import WeightFile, writable_views
 from agentrl_core.engine_kit.weight_group import WeightGroup
+from agentrl_core.workers.adapters import adapted_layers, base_name, merged
 
 Tensors = dict[str, Tensor]
 _LAYER = re.compile(r"^.*?\.\d+\.")
 
 
 class ModelWeights:
-    """All weights of a model, tied ones once, under the first of their names.
+    """All weights of a model, tied ones once, under the first of their names; those of a LoRA adapter merged into them.
 
     A bucket holds at most ``bucket_bytes``, or one tensor; of a model whose form differs from its checkpoint's, or one
     layer, because only whole layers can be converted.
@@ -39,14 +41,18 @@ class ModelWeights:
         model: its parameters keep their names, shapes and dtypes; new ones in their places are noticed.
         dtype: of the weights that leave, except for those that transformers keeps in float32 in a model of that dtype;
             None: as they are stored.
-        tensors: its weights by name, in place of those that the model has now.
+        tensors: gives its weights by name, in place of those that the model has now.
     """
 
     def __init__(
-        self, model: nn.Module, dtype: torch.dtype | None = None, tensors: Mapping[str, Tensor] | None = None
+        self,
+        model: nn.Module,
+        dtype: torch.dtype | None = None,
+        tensors: Callable[[], Mapping[str, Tensor]] | None = None,
     ) -> None:
         self._model = model
-        self._tensors = tensors
+        self._tensors = tensors or functools.partial(model.state_dict, keep_vars=True)
+        self._adapted = adapted_layers(model)
         self._dtype = dtype
         # As transformers matches them when it loads a model in that dtype.
         kept = model._get_dtype_plan(dtype) if dtype is not None and isinstance(model, PreTrainedModel) else {}
@@ -63,10 +69,15 @@ class ModelWeights:
     def _own(self) -> Iterator[tuple[str, Tensor]]:
         # By identity: ranks without a part of a small tensor would find all of those at the same address.
         seen: set[int] = set()
-        for name, tensor in (self._tensors or self._model.state_dict(keep_vars=True)).items():
-            if id(tensor) not in seen:
+        for own, tensor in self._tensors().items():
+            name = base_name(own) if self._adapted else own
+            if name is not None and id(tensor) not in seen:
                 seen.add(id(tensor))
                 yield name, tensor.detach()
+
+    def _whole(self, name: str, tensor: Tensor) -> Tensor:
+        """With what the adapter adds to it."""
+        return merged(tensor, self._adapted[name]) if name in self._adapted and not tensor.is_meta else tensor
 
     @property
     def is_sharded(self) -> bool:
@@ -80,7 +91,7 @@ class ModelWeights:
         return torch.float32 if self._kept is not None and self._kept.search(name) else self._dtype
 
     def _cast(self, tensors: Tensors) -> Tensors:
-        return {name: tensor.to(self._dtype_of(name, tensor)) for name, tensor in tensors.items()}
+        return {name: self._whole(name, tensor).to(self._dtype_of(name, tensor)) for name, tensor in tensors.items()}
 
     def _plan(self, bucket_bytes: int) -> list[Tensors]:
         """The model's own tensors or shards, cut by the size of the whole tensors as they leave."""
@@ -184,6 +195,7 @@ class ModelWeights:
 
     def _write_own(self, own: Tensors) -> None:
         targets, sources = [], []
+        is_writer = not dist.is_initialized() or dist.get_rank() == 0
         for name, tensor in own.items():
             target = self._targets.get(name)
             if target is None or (tensor.shape, self._dtype_of(name, tensor)) != (target.shape, target.dtype):
@@ -191,9 +203,16 @@ class ModelWeights:
             if isinstance(tensor, DTensor):
                 rows = -(-tensor.shape[0] // tensor.device_mesh.size())
                 start = rows * tensor.device_mesh.get_local_rank()
+                target = target[start : start + rows]
+            if name in self._adapted:
+                # Not with the others: a copy of all of them would be a second model.
+                whole = self._whole(name, tensor)
+                if is_writer or isinstance(whole, DTensor):
+                    target.copy_(whole.to_local() if isinstance(whole, DTensor) else whole)
+            elif isinstance(tensor, DTensor):
                 sources.append(tensor.to_local())
-                targets.append(target[start : start + rows])
-            elif not dist.is_initialized() or dist.get_rank() == 0:
+                targets.append(target)
+            elif is_writer:
                 sources.append(tensor)
                 targets.append(target)
         # One fused copy: for a small model, naming each tensor costs many times its bytes.

@@ -1,0 +1,244 @@
+"""LoRA adapters in a model, by PEFT: made or read, switched off, merged, written.
+
+A model with an adapter keeps its class and its own parameters, which are frozen; the linear layers that the adapter
+changes are PEFT's, with the original as ``base_layer``. The adapter's matrices are float32, whatever the model is.
+"""
+
+import difflib
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+
+from agentrl_core.api.engine import AdapterSlots
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.api.weights import Adapter
+from agentrl_core.config.schema import POLICY, AdapterConfig
+from agentrl_core.plugins.boundary import boundary
+
+INITIAL = "initial"
+"""Name of the copy of what the policy's adapter began with."""
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX = "base_model.model."
+_UNSERVED = (
+    "use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication",
+    "rank_pattern", "alpha_pattern", "use_qalora", "alora_invocation_tokens", "megatron_config", "fan_in_fan_out",
+)  # fmt: skip
+"""Settings of PEFT that other parts of a run, such as engines, do not know."""
+
+
+def add_adapter(
+    model: Any, described: Mapping[str, Any], path: str | None, seed: int, *, keep_initial: bool = False
+) -> Any:
+    """Freeze a model and put an adapter into it, in place; returns it.
+
+    Args:
+        model: of transformers, with its weights or on torch's meta device.
+        described: see :func:`peft_config`.
+        path: directory of the adapter that it begins with; None: a new one, which adds 0.
+        seed: of a new adapter's matrices.
+        keep_initial: add a frozen copy under the name :data:`INITIAL`.
+
+    Raises:
+        ConfigError: the adapter of ``path`` does not fit the model.
+    """
+    from peft import LoraConfig, inject_adapter_in_model
+
+    model.requires_grad_(False)
+    for name in (POLICY, INITIAL) if keep_initial else (POLICY,):
+        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+            # That the second one joins the first.
+            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
+            torch.manual_seed(seed)
+            inject_adapter_in_model(LoraConfig(**described), model, adapter_name=name)
+        tensors = adapter_tensors(model, name)
+        if path is not None and not any(tensor.is_meta for tensor in tensors.values()):
+            _fill(tensors, path)
+    for layer in _layers(model):
+        # Of bfloat16 weights most of an optimizer's steps would be lost.
+        layer.lora_A.float()
+        layer.lora_B.float()
+    use_adapter(model, POLICY)
+    return model
+
+
+def peft_config(model: Any, settings: AdapterConfig) -> dict[str, Any]:
+    """``adapter_config.json`` of an adapter of these settings; ``target_modules`` are the last parts of names.
+
+    Args:
+        model: without an adapter.
+
+    Raises:
+        ConfigError: no linear layer is called as ``model.adapter.targets`` says, or the adapter of
+            ``model.adapter.path`` is not one that can be trained.
+    """
+    if settings.path is not None:
+        found = read_config(settings.path)
+        targets = targets_of(model, found["target_modules"], f"model.adapter.path: {CONFIG_FILE}: target_modules")
+        rank, alpha, extra = found["r"], found["lora_alpha"], {"use_rslora": bool(found.get("use_rslora"))}
+    else:
+        targets = targets_of(model, settings.targets, "model.adapter.targets")
+        rank, alpha, extra = settings.rank, settings.alpha, {}
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": rank, "lora_alpha": alpha, "target_modules": targets,
+        "lora_dropout": settings.dropout, "bias": "none", **extra,
+    }  # fmt: skip
+
+
+def adapter_slots(adapter: Adapter, versions: int) -> AdapterSlots:
+    """What an engine must be able to hold: so many versions of this adapter."""
+    return AdapterSlots((adapter.name,), versions, adapter.config["r"], tuple(adapter.config["target_modules"]))
+
+
+def targets_of(model: Any, targets: list[str] | str, key: str) -> list[str]:
+    """The last parts of the names of the linear layers that are meant; ``all-linear``: all but the output's.
+
+    Raises:
+        ConfigError: one of them is the name of no linear layer; with the nearest names.
+    """
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    names = sorted({name.rpartition(".")[2] for name in linear})
+    if targets == "all-linear":
+        return names
+    wanted = [targets] if isinstance(targets, str) else targets
+    for target in wanted:
+        # Of names of whole layers, as in files of PEFT, the last part counts.
+        if target.rpartition(".")[2] not in names:
+            near = difflib.get_close_matches(target, names, n=2, cutoff=0.4) or names
+            raise ConfigError(
+                f"{key}: {type(model).__name__} has no linear layer {target!r}; nearest: {', '.join(near)}. Allowed "
+                f"are {', '.join(names)}, or all-linear for all of them"
+            )
+    if not wanted:
+        raise ConfigError(f"{key}: expected at least one of {', '.join(names)}, or all-linear; found none")
+    return sorted({target.rpartition(".")[2] for target in wanted})
+
+
+def read_config(path: str) -> dict[str, Any]:
+    """``adapter_config.json`` of an adapter's directory.
+
+    Raises:
+        ConfigError: it is missing, or no plain LoRA adapter.
+    """
+    file = Path(path) / CONFIG_FILE
+    with boundary(ConfigError, f"model.adapter.path: {file} cannot be read:"):
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+    if found.get("peft_type") != "LORA":
+        raise ConfigError(f"model.adapter.path: {file} is an adapter of type {found.get('peft_type')}; allowed is LORA")
+    used = [name for name in _UNSERVED if found.get(name)]
+    if found.get("bias", "none") != "none":
+        used.append("bias")
+    if used:
+        raise ConfigError(
+            f"model.adapter.path: {file} sets {', '.join(used)}, which agentrl does not train and engines do not "
+            "serve; use an adapter without, or merge it into its model and train that"
+        )
+    return found
+
+
+def stored_adapter(path: str) -> Adapter:
+    """The policy's adapter from a directory, as engines take it; :data:`WEIGHTS_FILE` there has its tensors."""
+    found = read_config(path)
+    targets = sorted({target.rpartition(".")[2] for target in found["target_modules"]})
+    return Adapter(POLICY, {**found, "target_modules": targets})
+
+
+def _fill(own: Mapping[str, Tensor], path: str) -> None:
+    """Take over the tensors of an adapter's directory."""
+    file = Path(path) / WEIGHTS_FILE
+    with boundary(ConfigError, f"model.adapter.path: {file} cannot be read:"):
+        stored = load_file(file)
+    problems = [f"it lacks {key}" for key in own.keys() - stored.keys()]
+    problems += [f"the model has no place for {key}" for key in stored.keys() - own.keys()]
+    problems += [
+        f"{key} has the shape {list(stored[key].shape)}, the model needs {list(own[key].shape)}"
+        for key in own.keys() & stored.keys()
+        if own[key].shape != stored[key].shape
+    ]
+    if problems:
+        raise ConfigError(
+            f"model.adapter.path: {file} is an adapter of another model than model.path: {min(problems)} (and "
+            f"{len(problems) - 1} more)"
+        )
+    with torch.no_grad():
+        for key, tensor in own.items():
+            tensor.copy_(stored[key])
+
+
+def _layers(model: nn.Module) -> Iterator[Any]:
+    from peft.tuners.lora import LoraLayer
+
+    return (module for module in model.modules() if isinstance(module, LoraLayer))
+
+
+def has_adapter(model: nn.Module) -> bool:
+    """Whether a model has one."""
+    return any(hasattr(module, "lora_A") for module in model.modules())
+
+
+def use_adapter(model: nn.Module, name: str) -> None:
+    """Compute with this adapter; the policy's has gradients."""
+    for layer in _layers(model):
+        layer.set_adapter(name, inference_mode=name != POLICY)
+
+
+@contextmanager
+def reference_policy(model: nn.Module) -> Iterator[None]:
+    """Compute as the policy did before the run: with the adapter that it began with, or none."""
+    layers = list(_layers(model))
+    keeps_initial = any(INITIAL in layer.lora_A for layer in layers)
+    if keeps_initial:
+        use_adapter(model, INITIAL)
+    else:
+        for layer in layers:
+            layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        use_adapter(model, POLICY)
+
+
+def adapter_tensors(
+    model: nn.Module, name: str = POLICY, tensors: Mapping[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """An adapter's matrices, A [rank, in] and B [out, rank], by the names that PEFT gives them in files.
+
+    Args:
+        tensors: of the model by name, in place of those that it has now.
+    """
+    own = model.state_dict(keep_vars=True) if tensors is None else tensors
+    part = f".{name}.weight"
+    return {
+        _PREFIX + key.removesuffix(part) + ".weight": tensor
+        for key, tensor in own.items()
+        if key.endswith(part) and ".lora_" in key
+    }
+
+
+def base_name(name: str) -> str | None:
+    """What a tensor of a model with adapters is called in the model without; None for one of an adapter."""
+    return None if ".lora_" in name else name.replace(".base_layer.", ".")
+
+
+def adapted_layers(model: nn.Module) -> dict[str, Any]:
+    """The layers that the adapter changes, by the names that their weights have in the model without one."""
+    return {f"{name}.weight": module for name, module in model.named_modules() if hasattr(module, "lora_A")}
+
+
+def merged(weight: Tensor, layer: Any) -> Tensor:
+    """``weight + scale * B A`` of a layer's adapter, in float32. Of a sharded layer all ranks must call this."""
+    a, b = (getattr(layer, f"lora_{side}")[POLICY].weight.detach().float() for side in "AB")
+    if isinstance(a, DTensor):
+        a = a.redistribute(placements=[Replicate()] * a.device_mesh.ndim)
+    added: Tensor = float(layer.scaling[POLICY]) * (b @ a)
+    return weight.float() + added
