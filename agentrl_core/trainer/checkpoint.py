@@ -37,7 +37,7 @@ from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock
 from agentrl_core.runs.atomic import flushed_checksum
 from agentrl_core.runs.run_dir import CHECKPOINT, entries
 from agentrl_core.trainer.health import Streak
-from agentrl_core.workers.model_files import check_weights
+from agentrl_core.workers.model_files import check_saved
 
 STATE_FILE = "trainer.json"
 CHECKSUM_FILE = "checksums.json"
@@ -253,7 +253,7 @@ def _verify(path: Path) -> None:
         if found != expected:
             raise _damaged(file, "it differs from its checksum" if found else "it is missing")
     try:
-        check_weights(path / "actor")
+        check_saved(path / "actor")
     except ConfigError as error:
         raise _damaged(path / "actor", str(error)) from error
 
@@ -343,6 +343,12 @@ def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
     if order := [changed[key] for key in changed if key.startswith(_ORDER_OF_DATA)]:
         raise ConfigError(
             f"{checkpoint} was made with another order of the data:\n  " + "\n  ".join(order) + "\n"
+            "Set the old values again, or start a new run with trainer.resume=never"
+        )
+    free = ("model.adapter.dropout", "model.adapter.path")
+    if adapter := [changed[key] for key in changed if key.startswith("model.adapter") and key not in free]:
+        raise ConfigError(
+            f"{checkpoint} was made with another adapter:\n  " + "\n  ".join(adapter) + "\n"
             "Set the old values again, or start a new run with trainer.resume=never"
         )
     if changed:

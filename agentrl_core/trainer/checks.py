@@ -85,7 +85,7 @@ def check_training(config: ResolvedConfig) -> None:
     if config.model.adapter is not None and lr < ADAPTER_LR:
         logger.warning(
             "actor.optimizer.lr=%g is a learning rate for training all weights; adapters need about ten times as much "
-            "(%g to 1e-4, Schulman et al. 2025, LoRA Without Regret): set actor.optimizer.lr", lr, ADAPTER_LR,
+            "(1e-5 to 1e-4, Schulman et al. 2025, LoRA Without Regret): set actor.optimizer.lr", lr,
         )  # fmt: skip
     sampling, needed = config.rollout.sampling, config.needs_rollout_log_probs
     used = {name: getattr(sampling, name) for name, off in _DISTRIBUTION.items() if getattr(sampling, name) != off}

@@ -40,7 +40,7 @@ from agentrl_core.trainer.outcomes import Credit, ended_trajectory, make_records
 from agentrl_core.trainer.record_writer import RecordWriter
 from agentrl_core.trainer.trackers import Trackers
 from agentrl_core.workers.checkpoints import STATE_FOLDER, check_training_state
-from agentrl_core.workers.model_files import check_weights
+from agentrl_core.workers.model_files import check_saved
 from agentrl_core.workers.protocols import Actor, Critic
 
 logger = logging.getLogger(__name__)
@@ -376,7 +376,7 @@ def _savers(actor: Actor, critic: Critic | None) -> dict[str, Actor | Critic]:
 def _check_written(checkpoint: Path) -> None:
     """Raise CheckpointError where this process does not see what the ranks wrote: checksums would seal the gap."""
     try:
-        check_weights(checkpoint / "actor")
+        check_saved(checkpoint / "actor")
         for role in checkpoint.iterdir():
             check_training_state(str(role))
     except (ConfigError, CheckpointError) as error:

@@ -102,6 +102,15 @@ def save_merged(adapter: str, path: str, base: str | None = None) -> None:
     save_model(add_adapter(model, peft_config(model, AdapterConfig(path=adapter)), adapter, seed=0), path)
 
 
+def check_saved(folder: Path) -> None:
+    """As :func:`check_weights`, for what a checkpoint has of a model: its weights or its adapter."""
+    if not (folder / CONFIG_FILE).is_file():
+        check_weights(folder)
+        return
+    with boundary(ConfigError, f"{WEIGHTS_FILE} cannot be read:"):
+        _check_safetensors(folder / WEIGHTS_FILE)
+
+
 def check_weights(model: Path) -> None:
     """Reject a model whose config or weights are missing or cut, and pickled weights that would run code.
 
