@@ -23,7 +23,7 @@ from agentrl_plan.batches import batch_of, full_micro_batch, samples_of_a_prompt
 from agentrl_plan.workers import simulate
 
 CONFIG = """
-model: {{path: {path}, packing: {packing}, gradient_checkpointing: {checkpointing}}}
+model: {{path: {path}, packing: {packing}, gradient_checkpointing: {checkpointing}, adapter: {adapter}}}
 data: {{max_prompt_length: {prompt}, train_files: [none.jsonl]}}
 rollout: {{n: 4, max_response_length: {response}, agent: {{loops: [{{name: single_turn}}]}}}}
 reward: {{functions: [{{name: exact_match}}]}}
@@ -50,6 +50,7 @@ class Case:
     prompt: int = 96
     response: int = 128
     tokens: int = 1024
+    adapter: dict[str, int] | None = None
 
 
 @contextmanager

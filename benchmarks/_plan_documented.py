@@ -56,22 +56,38 @@ ROWS = (
     Documented("Qwen2.5-0.5B", "rtx-4090-24g"),
     Documented("Qwen3-1.7B", "rtx-4090-24g"),
     Documented("Qwen2.5-7B", "h100-80g"),
+    Documented(
+        "Qwen2.5-7B", "rtx-4090-24g", 1,
+        ("model.dtype=bfloat16", "model.adapter.rank=16", "actor.offload_parameters=true"),
+    ),
     Documented("Qwen3-30B-A3B", "h100-80g", 8, ("rollout.engine.tensor_parallel=2",)),
     Documented("Llama-3.3-70B", "h100-80g", 64, ("rollout.engine.tensor_parallel=4", "cluster.nodes=8")),
-)
+    Documented(
+        "Llama-3.3-70B", "h100-80g", 8,
+        ("rollout.engine.tensor_parallel=4", "model.dtype=bfloat16", "model.adapter.rank=16"),
+    ),
+)  # fmt: skip
 
 
 @contextmanager
 def config_of(row: Documented) -> Iterator[ResolvedConfig]:
-    one, eight = _BLOCK.findall(PAGE.read_text(encoding="utf-8"))[:2]
+    with config_in(PAGE, row.model, row.gpus > 1, row.keys) as config:
+        yield config
+
+
+@contextmanager
+def config_in(page: Path, model: str, many: bool = False, keys: tuple[str, ...] = ()) -> Iterator[ResolvedConfig]:
+    """The first file of a page, with what the second one adds for many GPUs, for a model."""
+    one, *others = _BLOCK.findall(page.read_text(encoding="utf-8"))
     with TemporaryDirectory(prefix="agentrl-plan-") as name:
         folder = Path(name)
-        (folder / "config.json").write_text(json.dumps(MODELS[row.model]))
+        (folder / "config.json").write_text(json.dumps(MODELS[model]))
         (folder / "rest.yaml").write_text(_REST)
         (folder / "one.yaml").write_text(f"extends: rest.yaml\n{one}")
-        (folder / "many.yaml").write_text(f"extends: one.yaml\n{eight}")
-        overrides = [f"model.path={folder}", "rollout.engine.python=null", *row.keys]
-        yield load_config(folder / ("one.yaml" if row.gpus == 1 else "many.yaml"), overrides, check_files=False)
+        if many:
+            (folder / "many.yaml").write_text(f"extends: one.yaml\n{others[0]}")
+        overrides = [f"model.path={folder}", "rollout.engine.python=null", *keys]
+        yield load_config(folder / ("many.yaml" if many else "one.yaml"), overrides, check_files=False)
 
 
 def prediction_of(row: Documented) -> Prediction:

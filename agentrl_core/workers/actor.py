@@ -5,6 +5,7 @@ Shapes: b rows and r response tokens of a micro-batch.
 
 import time
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -230,9 +231,14 @@ class ActorWorker(FarFiles, TrainingWorker):
             loss = loss - entropy_coef * total(entropies_br)
         return MicroLoss(loss, {"pg_loss": pg_loss}, token_values)
 
+    def _sending(self) -> AbstractContextManager[None]:
+        """The model is where its weights can be sent from: an adapter that is not sharded can stay on the host."""
+        stays = self.adapter() is not None and not self._weights.is_sharded
+        return nullcontext() if stays else self._offload.on_device()
+
     @register(dispatch_mode=COLLECTIVE)
     def weight_buckets(self, bucket_bytes: int) -> list[ArrayBucket]:
-        with self._offload.on_device():
+        with self._sending():
             buckets = list(self._weights.array_buckets(bucket_bytes))
         return buckets if self._parallel.is_first else []
 
@@ -246,7 +252,7 @@ class ActorWorker(FarFiles, TrainingWorker):
 
     @register(dispatch_mode=COLLECTIVE)
     def weight_files(self) -> tuple[str, ...]:
-        with self._offload.on_device():
+        with self._sending():
             return self._weights.write_file()
 
     @register(dispatch_mode=COLLECTIVE)

@@ -302,8 +302,9 @@ class TrainingWorker(ModelWorker):
         if settings is None:
             return language_model
         self._adapter = peft_config(language_model, settings)
+        keeps_initial = settings.path is not None and self._keeps_initial
         return add_adapter(
-            language_model, self._adapter, settings.path, self.config.trainer.seed, keep_initial=self._keeps_initial
+            language_model, self._adapter, settings.path, self.config.trainer.seed, keep_initial=keeps_initial
         )
 
     @property

@@ -51,7 +51,8 @@ class ScheduledAdamW:
         on_host: bool = False,
     ) -> None:
         self._named = {name: parameter for name, parameter in named_parameters if parameter.requires_grad}
-        self._parameters = list(self._named.values())
+        self.parameters = list(self._named.values())
+        """Those that are trained."""
         self._config = config
         self._grad_clip = grad_clip
         self._total_steps = total_steps
@@ -59,13 +60,13 @@ class ScheduledAdamW:
         """Steps so far, by which the schedule goes."""
         first, second = config.betas
         # One kernel for all: by itself torch makes temporaries of the whole model, or loops over sharded parameters.
-        self._is_fused = all(parameter.device.type == "cuda" for parameter in self._parameters)
+        self._is_fused = all(parameter.device.type == "cuda" for parameter in self.parameters)
         self._adamw = torch.optim.AdamW(
-            self._parameters, lr=config.lr, betas=(first, second), weight_decay=config.weight_decay,
+            self.parameters, lr=config.lr, betas=(first, second), weight_decay=config.weight_decay,
             fused=self._is_fused or None,
         )  # fmt: skip
         self._on_host = on_host
-        self._buckets = list(_buckets(self._parameters)) if on_host else [self._parameters]
+        self._buckets = list(_buckets(self.parameters)) if on_host else [self.parameters]
 
     @property
     def lr(self) -> float:
@@ -78,7 +79,7 @@ class ScheduledAdamW:
     def step(self) -> StepReport:
         """Clip, step, and forget the gradients."""
         lr = self.lr
-        grad_norm = _clip(self._parameters, self._grad_clip)
+        grad_norm = _clip(self.parameters, self._grad_clip)
         skipped = not math.isfinite(grad_norm)
         if not skipped:
             group = self._adamw.param_groups[0]
@@ -86,7 +87,7 @@ class ScheduledAdamW:
             for group["params"] in self._buckets:
                 with self._moments_on_device(group["params"]):
                     self._adamw.step()
-            group["params"] = self._parameters
+            group["params"] = self.parameters
         self.zero_grad()
         self.steps += 1
         return StepReport(grad_norm, lr, skipped)
@@ -98,7 +99,7 @@ class ScheduledAdamW:
         AdamW's first step would make them.
         """
         state = self._adamw.state
-        for parameter in self._parameters:
+        for parameter in self.parameters:
             if not state[parameter]:
                 made = {key: torch.zeros_like(parameter, memory_format=torch.preserve_format) for key in MOMENTS}
                 if self._on_host:
@@ -114,7 +115,7 @@ class ScheduledAdamW:
         """Memory of the device that moments will take and do not yet."""
         if self._on_host or self._adamw.state:
             return 0
-        return sum(len(MOMENTS) * _local(parameter).nbytes for parameter in self._parameters)
+        return sum(len(MOMENTS) * _local(parameter).nbytes for parameter in self.parameters)
 
     @contextmanager
     def _moments_on_device(self, parameters: list[nn.Parameter]) -> Iterator[None]:

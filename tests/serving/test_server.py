@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import EngineContext, EngineError, SamplingParams, WeightUpdate
+from agentrl_core.api import Adapter, EngineContext, EngineError, SamplingParams, WeightUpdate
 from agentrl_core.config.schema import EngineSlot
 from agentrl_core.serving.server import EngineServer
 
@@ -229,5 +229,78 @@ def test_a_request_that_is_aborted_without_an_update_does_not_begin_again(make_s
             await asyncio.sleep(0)
         server._engine.end("abort")
         assert (await request).finish_reason == "abort"
+
+    asyncio.run(main())
+
+
+ADAPTED = """
+import asyncio
+
+from agentrl_core.api import InferenceEngine, PolicySpan, TokenOutput
+
+class Engine(InferenceEngine):
+    \"\"\"Serves versions of an adapter side by side; a request has as many tokens as it is given turns.\"\"\"
+
+    def __init__(self, config, context):
+        self.newest, self.running, self.asked = 0, {}, []
+
+    async def generate(self, prompt_ids, params, request_id, multi_modal=None):
+        version = self.newest if params.version is None else params.version
+        self.asked.append((list(prompt_ids), params.max_tokens, version))
+        ids, ended = [], asyncio.Event()
+        self.running[request_id] = ended
+        while len(ids) < params.max_tokens and not ended.is_set():
+            ids.append(100 + version)
+            await asyncio.sleep(0)
+            if len(ids) == 2 and self.newest == 0:
+                await ended.wait()
+        reason = "length" if len(ids) == params.max_tokens else "abort"
+        return TokenOutput(ids, [0.0] * len(ids), reason, [PolicySpan(version, 0, len(ids))])
+
+    async def update_weights(self, update, version):
+        assert update.adapter.name == "policy"
+        self.newest = version
+
+    async def pause(self, mode):
+        for ended in self.running.values():
+            ended.set()
+        await asyncio.sleep(0)
+
+    async def resume(self):
+        pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("on_running", "ids", "spans", "asked"),
+    [
+        ("recompute", [100, 100, 101, 101], [(0, 0, 2), (1, 2, 4)], ([7, 100, 100], 2, 1)),
+        ("restart", [101, 101, 101, 101], [(1, 0, 4)], ([7], 4, 1)),
+    ],
+)
+def test_a_request_that_runs_while_an_adapter_changes(make_server, on_running, ids, spans, asked) -> None:
+    async def main() -> None:
+        server = await started(make_server(source=ADAPTED))
+        request = asyncio.ensure_future(server.generate([7], SamplingParams(4), "a"))
+        await asyncio.sleep(0.01)
+        await server.update_weights(WeightUpdate(adapter=Adapter("policy", {})), 1, on_running)
+        output = await request
+        assert output.token_ids == ids and output.finish_reason == "length"
+        assert [(span.version, span.start, span.end) for span in output.spans] == spans
+        assert server._engine.asked[-1] == asked
+
+    asyncio.run(main())
+
+
+def test_with_finish_a_request_keeps_its_adapter(make_server) -> None:
+    async def main() -> None:
+        server = await started(make_server(source=ADAPTED))
+        request = asyncio.ensure_future(server.generate([7], SamplingParams(4), "a"))
+        await asyncio.sleep(0.01)
+        await server.update_weights(WeightUpdate(adapter=Adapter("policy", {})), 1, "finish")
+        assert not request.done()
+        server._engine.running["a"].set()
+        output = await request
+        assert output.token_ids == [100, 100] and output.spans[0].version == 0
 
     asyncio.run(main())

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl_core.api.errors import WorkerError
+from agentrl_core.config.schema import AdapterConfig
 from agentrl_core.controller import ClassWithInitArgs, make_runtime
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.plugins.official import OFFICIAL
@@ -44,6 +45,16 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def set_model_key(self, key: str, value: Any) -> None:
             setattr(self.config.model, key, value)
+
+        @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+        def train_adapter(self, adapter: Any, served: bool = False) -> None:
+            """From the start, with this ``model.adapter``, which engines serve or get merged."""
+            from agentrl_core.api import Adapter
+
+            self.config.model.adapter = adapter
+            self._adapter = None
+            self.adapter = lambda: Adapter("policy", self._adapter) if served else None
+            self.init_model()
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def set_coefficients(self, kl_coef: float, entropy_coef: float, eps: float) -> None:
@@ -274,6 +285,42 @@ def test_a_checkpoint_goes_on_with_another_number_of_ranks(
     assert step(loaded, batches[1], 1) == pytest.approx(expected, abs=1e-5, rel=1e-5)
     for name, tensor in weights(loaded).items():
         np.testing.assert_allclose(tensor, expected_weights[name], atol=1e-6, rtol=0, err_msg=name)
+
+
+@pytest.mark.parametrize("served", [True, False])
+def test_an_adapter_over_ranks_is_that_of_one_process(
+    groups_of: Any, batches: list[Any], tmp_path: Path, served: bool
+) -> None:
+    found = []
+    try:
+        for ranks in (1, 2):
+            groups = groups_of(ranks)
+            actor = groups["actor"]
+            actor.train_adapter(AdapterConfig(rank=4), served)
+            metrics = [step({**groups, "reference": actor}, batch, seed) for seed, batch in enumerate(batches[:3])]
+            reference = actor.compute_ref_log_prob(batches[0]).batch["ref_log_prob"]
+            file, sent = load_file(actor.weight_files()[0]), weights(groups)
+            assert file.keys() == sent.keys() and all(("lora_" in name) == served for name in file)
+            for name, tensor in file.items():
+                np.testing.assert_array_equal(tensor.numpy(), sent[name])
+            actor.save_checkpoint(str(tmp_path / str(ranks)))
+            found.append((metrics, reference, sent))
+        (expected, reference, tensors), (other, other_reference, other_tensors) = found
+        for mine, theirs in zip(expected, other, strict=True):
+            assert theirs == pytest.approx(mine, abs=1e-5, rel=1e-5)
+        np.testing.assert_allclose(other_reference, reference, atol=1e-5)
+        for name, tensor in tensors.items():
+            np.testing.assert_allclose(other_tensors[name], tensor, atol=1e-5, rtol=0, err_msg=name)
+        # The checkpoint of two ranks, in one process that has trained something else.
+        actor = groups_of(1)["actor"]
+        actor.load_checkpoint(str(tmp_path / "2"))
+        for name, tensor in weights({"actor": actor}).items():
+            np.testing.assert_allclose(tensor, other_tensors[name], atol=1e-6, rtol=0, err_msg=name)
+        stored = load_file(tmp_path / "2" / "adapter_model.safetensors")
+        assert len(stored) == 2 * 2 * 7 and {tensor.dtype for tensor in stored.values()} == {torch.float32}
+    finally:
+        for ranks in (1, 2):
+            groups_of(ranks)["actor"].train_adapter(None)
 
 
 def test_a_damaged_checkpoint_is_named_and_nobody_waits(groups_of: Any, tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 """The configurations of docs/real-model.md fit the GPUs that the page names, as it says."""
 
+import re
+
 import pytest
 
 from agentrl_core.workers.log_probs import MOST_LOGITS
-from benchmarks._plan_documented import MODELS, PAGE, ROWS, Documented, line_of, prediction_of
+from agentrl_plan.devices import DEVICES, GIB
+from agentrl_plan.prediction import predict
+from benchmarks._plan_documented import MODELS, PAGE, ROWS, Documented, config_in, line_of, prediction_of
 
 
 @pytest.mark.parametrize("row", ROWS, ids=[row.model for row in ROWS])
@@ -16,3 +20,11 @@ def test_a_documented_configuration_fits_as_the_page_says(row: Documented) -> No
     assert {shape[-1] for shape in found.logits.values()} == {vocabulary}
     assert max(shape[-2] for shape in found.logits.values()) <= max(MOST_LOGITS // vocabulary, width)
     assert line_of(row, found) in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_configuration_of_the_page_on_lora_fits_as_it_says() -> None:
+    page = PAGE.with_name("lora.md")
+    with config_in(page, "Qwen2.5-7B") as config:
+        found = predict(config, DEVICES["rtx-4090-24g"])
+    together = [f"{phase.total / GIB:.2f}" for phase in found.phases.values()]
+    assert found.fits and re.search(r"together +" + " +".join(together), page.read_text(encoding="utf-8"))

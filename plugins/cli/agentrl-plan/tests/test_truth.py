@@ -8,6 +8,7 @@ from benchmarks._plan_cases import Case, config_of, measured_peak, predicted_pea
 CASES = {
     "padded": Case(width=128, layers=3, packing=False, checkpointing=False),
     "padded, checkpointing": Case(width=128, layers=3, packing=False, checkpointing=True),
+    "adapter": Case(width=128, layers=3, packing=True, checkpointing=False, adapter={"rank": 8}),
     "packed": Case(width=128, layers=3, packing=True, checkpointing=False),
     "packed, checkpointing": Case(width=128, layers=3, packing=True, checkpointing=True),
 }

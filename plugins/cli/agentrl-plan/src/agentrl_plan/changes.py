@@ -39,6 +39,8 @@ def candidates(config: ResolvedConfig) -> Iterator[str]:
         yield "reference.offload_parameters=true"
     if config.model.dtype == "float32":
         yield "model.dtype=bfloat16"
+    if config.model.adapter is None:
+        yield "model.adapter.rank=16"
     if on_ray:
         yield f"cluster.processes_per_node={config.cluster.processes_per_node * 2}"
         yield f"cluster.nodes={config.cluster.nodes * 2}"

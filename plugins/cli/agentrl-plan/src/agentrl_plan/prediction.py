@@ -13,6 +13,7 @@ from agentrl_core.api.errors import SimulationError
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.controller.worker_group import Place
 from agentrl_core.serving.placement import assign_shared_gpus
+from agentrl_core.workers.adapters import add_adapter, peft_config
 from agentrl_core.workers.flops import multiplied_parameters, routed_experts
 from agentrl_core.workers.log_probs import MOST_LOGITS
 from agentrl_core.workers.micro_batching import columns_of, micro_batches
@@ -289,17 +290,20 @@ def _from_sizes(config: ResolvedConfig) -> Simulated:
     text, shape = model.config.get_text_config(), full_micro_batch(config, config.actor.micro_batch_tokens)
     ranks, actor = config.cluster.processes, config.actor
     trained: list[Any] = [actor, *([config.critic] if config.needs_critic else [])]
-    frozen: list[Any] = [config.reference] if config.needs_reference else []
+    frozen: list[Any] = [config.reference] if config.needs_reference and not config.reference_is_adapted else []
     frozen += [config.teacher] if config.teacher.path else []
+    if config.model.adapter is not None:
+        add_adapter(model, peft_config(model, config.model.adapter), None, 0)
     parameters = list(model.parameters())
     count = sum(each.numel() for each in parameters)
     nbytes = sum(each.numel() * each.element_size() for each in parameters)
+    moving = sum(each.numel() * each.element_size() for each in parameters if each.requires_grad)
     resting = nbytes * sum(not each.offload_parameters for each in (*trained, *frozen)) // ranks
     weights = resting + nbytes * actor.offload_parameters // ranks
-    moments = 2 * nbytes * sum(not each.offload_optimizer for each in trained) // ranks
+    moments = 2 * moving * sum(not each.offload_optimizer for each in trained) // ranks
     width = 2 if config.model.gradient_checkpointing else 34
     activations = shape.tokens * text.hidden_size * 2 * width * text.num_hidden_layers // 2
-    parts = {WEIGHTS: weights, GRADIENTS: nbytes // ranks, MOMENTS: moments, "activations": activations,
+    parts = {WEIGHTS: weights, GRADIENTS: moving // ranks, MOMENTS: moments, "activations": activations,
              "logits": 4 * min(shape.tokens * text.vocab_size, MOST_LOGITS)}  # fmt: skip
     update = Phase({START: parts})
     # A token is multiplied with the experts that it chooses; all of them take memory.

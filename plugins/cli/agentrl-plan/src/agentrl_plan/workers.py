@@ -150,11 +150,14 @@ class _Step:
         place = (device, ranks, ledger, every_layer)
         self._actor = _Actor(config, 1).on(*place)
         self._critic = _Critic(config, 1).on(*place) if config.needs_critic else None
-        self._reference = _Reference(config).on(*place) if config.needs_reference else None
+        self._reference: Any = None
+        if config.needs_reference:
+            self._reference = self._actor if config.reference_is_adapted else _Reference(config).on(*place)
         self._teacher = _Teacher(config).on(*place) if config.teacher.path else None
 
     def run(self, logits: Mapping[str, tuple[int, ...]]) -> Simulated:
-        models = [each for each in (self._actor, self._critic, self._reference, self._teacher) if each is not None]
+        roles = (self._actor, self._critic, self._reference, self._teacher)
+        models = list(dict.fromkeys(each for each in roles if each is not None))
         # Values are not compared here: whether a model can train is found out before a run, and in it.
         with patch("agentrl_core.workers.model_worker.check_padding"):
             for worker in models:
@@ -226,7 +229,8 @@ class _Step:
             with worker._offload.on_device():
                 self._name_moments(worker)
             self._fill_steps(worker)
-            for parameter in worker._model.parameters():
+            trained: list[Any] = worker._optimizer.parameters
+            for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(self._name_gradient)
 
     def _name_weights(self, worker: ModelWorker) -> None:
@@ -245,7 +249,7 @@ class _Step:
 
         def whole_step() -> StepReport:
             self._ledger.at(STEP)
-            for parameter in worker.layers.idle:
+            for parameter in filter(lambda each: each.requires_grad, worker.layers.idle):
                 parameter.grad = torch.empty_like(parameter)
                 self._name_gradient(parameter)
             report: StepReport = step()
