@@ -76,9 +76,11 @@ def config_of(row: Documented) -> Iterator[ResolvedConfig]:
 
 
 @contextmanager
-def config_in(page: Path, model: str, many: bool = False, keys: tuple[str, ...] = ()) -> Iterator[ResolvedConfig]:
-    """The first file of a page, with what the second one adds for many GPUs, for a model."""
-    one, *others = _BLOCK.findall(page.read_text(encoding="utf-8"))
+def config_in(
+    page: Path, model: str, many: bool = False, keys: tuple[str, ...] = (), first: int = 0
+) -> Iterator[ResolvedConfig]:
+    """A file of a page, the ``first`` one from 0, with what the next one adds for many GPUs, for a model."""
+    one, *others = _BLOCK.findall(page.read_text(encoding="utf-8"))[first:]
     with TemporaryDirectory(prefix="agentrl-plan-") as name:
         folder = Path(name)
         (folder / "config.json").write_text(json.dumps(MODELS[model]))

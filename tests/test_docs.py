@@ -380,9 +380,9 @@ def test_every_field_of_a_public_record_is_on_the_page_of_the_api() -> None:
     for name in agentrl_core.api.__all__:
         record = getattr(agentrl_core.api, name)
         is_record = hasattr(record, "__dataclass_fields__") or hasattr(record, "_fields")
-        _, heading, rest = page.partition(f"\n### `{name}")
+        heading = re.search(rf"\n### `{name}\b", page)
         if is_record and heading:
-            section = rest.partition("\n### ")[0]
+            section = page[heading.end() :].partition("\n### ")[0]
             own = [field for field in vars(record).get("__annotations__", {}) if not field.startswith("_")]
             absent = [field for field in own if not re.search(rf"\b{field}\b", section)]
             assert not absent, (name, absent)
