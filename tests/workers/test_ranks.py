@@ -292,9 +292,9 @@ def test_an_adapter_over_ranks_is_that_of_one_process(
     groups_of: Any, batches: list[Any], tmp_path: Path, served: bool
 ) -> None:
     found = []
+    made = {ranks: groups_of(ranks) for ranks in (1, 2)}
     try:
-        for ranks in (1, 2):
-            groups = groups_of(ranks)
+        for ranks, groups in made.items():
             actor = groups["actor"]
             actor.train_adapter(AdapterConfig(rank=4), served)
             metrics = [step({**groups, "reference": actor}, batch, seed) for seed, batch in enumerate(batches[:3])]
@@ -312,15 +312,15 @@ def test_an_adapter_over_ranks_is_that_of_one_process(
         for name, tensor in tensors.items():
             np.testing.assert_allclose(other_tensors[name], tensor, atol=1e-5, rtol=0, err_msg=name)
         # The checkpoint of two ranks, in one process that has trained something else.
-        actor = groups_of(1)["actor"]
+        actor = made[1]["actor"]
         actor.load_checkpoint(str(tmp_path / "2"))
         for name, tensor in weights({"actor": actor}).items():
             np.testing.assert_allclose(tensor, other_tensors[name], atol=1e-6, rtol=0, err_msg=name)
         stored = load_file(tmp_path / "2" / "adapter_model.safetensors")
         assert len(stored) == 2 * 2 * 7 and {tensor.dtype for tensor in stored.values()} == {torch.float32}
     finally:
-        for ranks in (1, 2):
-            groups_of(ranks)["actor"].train_adapter(None)
+        for groups in made.values():
+            groups["actor"].train_adapter(None)
 
 
 def test_a_damaged_checkpoint_is_named_and_nobody_waits(groups_of: Any, tmp_path: Path) -> None:
