@@ -4,6 +4,7 @@ Legend: B rows, R response tokens, N sampled ones of all rows.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 
@@ -99,14 +100,14 @@ def _shown(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value!s:.60}" for name, value in settings.items())
 
 
-def check_gap(metrics: Mapping[str, float], limit: float | None, where: str) -> None:
+def check_gap(metrics: Mapping[str, float], limit: float | None, where: str, cause: str = "") -> None:
     """Stop the run if the mean gap exceeds ``rollout.max_logprob_gap``.
 
     Raises:
         EngineError: names the likely causes.
     """
     if limit is not None and metrics.get(f"{GAP}_mean", 0.0) > limit:
-        raise EngineError(f"{_explained(metrics, where)}\nThe limit is rollout.max_logprob_gap={limit:g}.")
+        raise EngineError(f"{_explained(metrics, where, cause)}\nThe limit is rollout.max_logprob_gap={limit:g}.")
 
 
 class GapWatch:
@@ -122,8 +123,11 @@ class GapWatch:
         self._limit = config.rollout.max_logprob_gap
         self._in_streak = False
 
-    def note(self, metrics: Mapping[str, float], where: str) -> None:
+    def note(self, metrics: Mapping[str, float], where: str, cause: str = "") -> None:
         """Take the gap of a step, if it was measured.
+
+        Args:
+            cause: that is known; empty: the likely ones are named.
 
         Raises:
             EngineError: it is above the limit; names the likely causes.
@@ -131,26 +135,26 @@ class GapWatch:
         gap = metrics.get(f"{GAP}_mean")
         if gap is None:
             return
-        check_gap(metrics, self._limit, where)
+        check_gap(metrics, self._limit, where, cause)
         # Also a gap that is no number.
         is_large = not gap <= self._explained
         if is_large and not self._in_streak:
             logger.warning(
                 "%s\n%s explains up to %g. This is not repeated until the gap has been smaller in a step; "
                 "rollout/logprob_gap_mean has it for every step, and rollout.max_logprob_gap stops a run over this.",
-                _explained(metrics, where), self._dtype, self._explained,
+                _explained(metrics, where, cause), self._dtype, self._explained,
             )  # fmt: skip
         self._in_streak = is_large
 
 
-def _explained(metrics: Mapping[str, float], where: str) -> str:
+def _explained(metrics: Mapping[str, float], where: str, cause: str) -> str:
     means = ((turn, metrics.get(f"{GAP}/turn_{turn}_mean")) for turn in range(1, MOST_TURNS + 1))
     turns = [f"{turn}: {mean:.3g}" for turn, mean in means if mean is not None]
     by_turn = f" (mean by turn: {', '.join(turns)})" if len(turns) > 1 else ""
     return (
         f"{where}: the engine's log-probs differ from the actor's by {metrics[f'{GAP}_mean']:.3g} on average, "
-        f"{metrics[f'{GAP}_max']:.3g} at most{by_turn}. Likely causes in the engine:\n"
-        + "\n".join(f"  - {cause}" for cause in CAUSES)
+        f"{metrics[f'{GAP}_max']:.3g} at most{by_turn}. "
+        + (cause or "Likely causes in the engine:\n" + "\n".join(f"  - {likely}" for likely in CAUSES))
     )
 
 
@@ -178,10 +182,17 @@ def compare_with_engines(
     prompt_ids: Sequence[int],
     watch: GapWatch,
     when: str = "before the first step",
-) -> dict[str, float]:
+    before: Sequence[TokenOutput] = (),
+) -> list[TokenOutput]:
     """Sample one answer on every replica, compute it with the actor, log the gap, and show it to ``watch``.
 
     Engines that sleep while the trainer computes are asleep afterwards.
+
+    Args:
+        before: what this returned before an update: with a gap, an engine that answers the same has the old weights.
+
+    Returns:
+        The answers; none where an engine gave none.
 
     Raises:
         EngineError: it is above ``rollout.max_logprob_gap``.
@@ -197,15 +208,32 @@ def compare_with_engines(
     except (EngineError, WorkerError, TimeoutError) as error:
         # The rollouts retry, and their errors say more.
         logger.warning("the engine did not answer the request %s: %s", when, error)
-        return {}
+        return []
     engines.sleep()
     gap = gap_of_answers([(prompt, output) for output in outputs], sampling.temperature, actor)
     if not gap:
-        return {}
+        return outputs
     logger.info(
         "log-probs %s: engine and actor differ by %.2g on average, %.2g at most, over %d tokens of "
         "%d replicas", when, gap[f"{GAP}_mean"], gap[f"{GAP}_max"], sum(len(output.token_ids) for output in outputs),
         len(outputs),
     )  # fmt: skip
-    watch.note(gap, when)
-    return gap
+    stale = [number for number, (now, then) in enumerate(zip(outputs, before, strict=False)) if _same(now, then)]
+    watch.note(gap, when, _stale(config, stale))
+    return outputs
+
+
+def _same(output: TokenOutput, before: TokenOutput) -> bool:
+    """The answers of the same weights, but for what else was in the batch."""
+    if output.token_ids != before.token_ids or output.log_probs is None or before.log_probs is None:
+        return False
+    pairs = zip(output.log_probs, before.log_probs, strict=True)
+    return all(math.isclose(new, old, rel_tol=1e-3, abs_tol=1e-4) for new, old in pairs)
+
+
+def _stale(config: ResolvedConfig, replicas: Sequence[int]) -> str:
+    """The cause of a gap, if replicas answer after an update as before it."""
+    if not replicas:
+        return ""
+    what = "the model without its adapter" if config.model.adapter is not None else "the weights from before the update"
+    return f"replica {', '.join(map(str, replicas))} answers exactly as before: the engine still serves {what}"

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_core.algorithms.value import explained_variance
-from agentrl_core.api import AgentRLError, ConfigError
+from agentrl_core.api import AgentRLError, ConfigError, TokenOutput
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.hosting.shared_memory import remove_orphans, shared_memory_recorded
@@ -95,6 +95,8 @@ class Trainer:
         self._overlaps = config.rollout.max_staleness > 0
         self._updates = 0
         self._sent_updates = -1
+        self._answers: list[TokenOutput] = []
+        self._is_compared = False
 
     def fit(self) -> Path:
         """Run to the last step, or to the first SIGINT, SIGTERM or SIGHUP; returns the run directory.
@@ -203,7 +205,9 @@ class Trainer:
         """Compare each engine's log-probs with those of the actor."""
         if self.config.rollout.engine.has("logprobs"):
             prompt = self.renderer.render(self.preparation.data.first_prompt, generation_prompt=True).ids
-            compare_with_engines(self.config, self.roles.engines, self.roles.actor, prompt, self.gap_watch, when)
+            self._answers = compare_with_engines(
+                self.config, self.roles.engines, self.roles.actor, prompt, self.gap_watch, when, self._answers
+            )
             if self.roles.engines.sleep_level:
                 self.sync_weights(self.step)
 
@@ -365,9 +369,6 @@ class Trainer:
             else:
                 self.roles.engines.wake_up()
             self.rollouts.weights_changed(step)
-        if self._overlaps and changed and self._updates == 1:
-            # From here on few rows are of the newest weights, and compared.
-            self._compare_with_engines("after the first update")
 
     def finish_step(
         self, step: int, results: list[TrajectoryResult], batch: DataProto, metrics: dict[str, float]
@@ -378,6 +379,11 @@ class Trainer:
         self.rollouts.trained(step, results)
         # Before the validation, which sends requests too.
         metrics |= {engine_metric(name): value for name, value in self.roles.engines.metrics().items()}
+        if self._updates and not self._is_compared:
+            self._is_compared = True
+            self._compare_with_engines("after the first update")
+            # Drop what the engines counted: it belongs to no step.
+            self.roles.engines.metrics()
         metrics |= self.roles.rollout.named_metrics()
         metrics |= source_metrics(results, self.config.trainer.validation.correct_above)
         metrics["epoch"] = step * self.config.data.batch_size / len(self.preparation.data.train)
