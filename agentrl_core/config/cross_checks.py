@@ -190,6 +190,8 @@ def adapters(config: ResolvedConfig) -> Problems:
             "found finish, but only versions of an adapter can be served side by side; set model.adapter.rank=16 to "
             "train one, or rollout.on_new_weights=recompute",
         )
+    if config.model.quantize is not None:
+        yield from _quantized(config)
     if not config.serves_adapters:
         return
     if rollout.on_new_weights == "continue":
@@ -204,6 +206,31 @@ def adapters(config: ResolvedConfig) -> Problems:
             "found broadcast, but engines are sent the adapter alone, which is small and goes through the memory of "
             "hosts; set rollout.engine.weight_transfer=auto",
         )
+
+
+def _quantized(config: ResolvedConfig) -> Problems:
+    key, found, engine = "model.quantize", f"found {config.model.quantize}", config.rollout.engine
+    if config.model.adapter is None:
+        yield (
+            key,
+            f"{found}, but weights in so few bits cannot be trained; set model.adapter.rank=16 to train an adapter, or "
+            "model.quantize=null",
+        )
+    elif not config.serves_adapters:
+        yield (
+            key,
+            f"{found}, but engine '{engine.name}' takes no adapters (capability 'adapters'), only whole weights; "
+            "choose another engine, or model.quantize=null",
+        )
+    if config.cluster.processes > 1:
+        yield (
+            key,
+            f"{found}, but {config.cluster.processes} processes cannot shard such weights; set model.quantize=null",
+        )
+    for role in (config.actor, config.critic):
+        if role.offload_parameters:
+            yield key, f"{found}, but such weights stay on the device; set offload_parameters=false"
+            return
 
 
 def algorithm(config: ResolvedConfig) -> Problems:

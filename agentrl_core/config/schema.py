@@ -239,6 +239,11 @@ class ModelConfig:
     adapter: AdapterConfig | None = option(
         None, help="train a LoRA adapter and leave the weights as they are, for actor and critic; null: train them all"
     )
+    quantize: Literal["4bit", "8bit"] | None = option(
+        None,
+        help="store the linear layers in 4 bits (NF4, QLoRA, arXiv 2305.14314) or in 8 (LLM.int8(), arXiv 2208.07339), "
+        "by bitsandbytes; only with model.adapter, in one training process",
+    )
     compute_dtype: Literal["float32", "bfloat16"] | None = option(
         None, help="data type of the forward and backward passes; null: bfloat16 on CUDA, else model.dtype"
     )

@@ -6,6 +6,7 @@ import logging
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
@@ -81,6 +82,11 @@ def check_training(config: ResolvedConfig) -> None:
     missing = missing_capabilities(config, training=True, alternatives=installed_with)
     if problems := [f"{key}: {message}" for key, message in missing]:
         raise ConfigError(problems)
+    if config.model.quantize is not None and find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"model.quantize: found {config.model.quantize}, which needs bitsandbytes: pip install "
+            "agentrl-core[quantize]"
+        )
     lr = config.actor.optimizer.lr
     if config.model.adapter is not None and lr < ADAPTER_LR:
         logger.warning(

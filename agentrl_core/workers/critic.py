@@ -76,7 +76,7 @@ class CriticWorker(TrainingWorker):
             return ValueModel(self._adapted(empty_backbone(path, self.config.model)))
 
     def _load(self, path: str, key: str) -> ValueModel:
-        model = ValueModel(self._adapted(load_backbone(path, self.config.model, key)))
+        model = ValueModel(self._adapted(load_backbone(path, self.config.model, key, self._device)))
         head = Path(path) / VALUE_HEAD_FILE
         if head.exists():
             try:

@@ -95,7 +95,7 @@ def chunks_logits(model: Any, most_logits: int, device: torch.device) -> bool:
             labels_n = micro["responses"][places]
             (cut_nV,) = _of_chunks(model, forward_pass(model, micro), labels_n, 5, lambda logits, _: (logits,))
         gap, largest = float((whole_nV - cut_nV).abs().max()), float(whole_nV.abs().max())
-        if not gap <= rounding(whole_nV) * largest:
+        if not gap <= rounding(whole_nV, model) * largest:
             reason = f"in chunks they differ by {gap:.2g}, the largest is {largest:.2g}"
     except Exception as error:  # noqa: BLE001 - what cannot be cut is computed as a whole
         reason = str(error)

@@ -291,7 +291,7 @@ class TrainingWorker(ModelWorker):
         return writing.result() if wait or writing.done() else None
 
     def _load(self, path: str, key: str) -> Any:
-        return self._adapted(super()._load(path, key))
+        return self._adapted(load_causal_lm(path, self.config.model, key, self._device))
 
     def _empty(self, path: str) -> Any:
         return self._adapted(super()._empty(path))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, BitsAndBytesConfig
 from transformers.utils import logging as transformers_logging
 
 from agentrl_core.api.errors import ConfigError
@@ -45,22 +45,23 @@ def engine_dtype(config: Config, device: torch.device) -> str:
     return config.rollout.engine.dtype or compute_dtype(config.model, device)
 
 
-def load_causal_lm(path: str, config: ModelConfig, key: str) -> Any:
+def load_causal_lm(path: str, config: ModelConfig, key: str, device: torch.device | None = None) -> Any:
     """The causal language model of a directory, on the CPU, in eval mode and without dropout.
 
     Args:
         path: directory with config and weights.
         config: dtype, attention and the rest.
         key: the config key that ``path`` comes from, for messages.
+        device: on which the weights are quantized and stay, if ``model.quantize`` says so; None: they are not.
 
     Raises ConfigError where the path does not exist, is no model, or lacks weights.
     """
-    return _load(AutoModelForCausalLM, path, config, key)
+    return _load(AutoModelForCausalLM, path, config, key, device)
 
 
-def load_backbone(path: str, config: ModelConfig, key: str) -> Any:
+def load_backbone(path: str, config: ModelConfig, key: str, device: torch.device | None = None) -> Any:
     """The same model without its language-model head."""
-    return _load(AutoModel, path, config, key)
+    return _load(AutoModel, path, config, key, device)
 
 
 def empty_causal_lm(path: str, config: ModelConfig) -> Any:
@@ -113,7 +114,7 @@ def _model_config(path: str, config: ModelConfig) -> Any:
     return model_config
 
 
-def _load(auto_class: Any, path: str, config: ModelConfig, key: str) -> Any:
+def _load(auto_class: Any, path: str, config: ModelConfig, key: str, device: torch.device | None) -> Any:
     if not Path(path).is_dir():
         raise ConfigError(
             f"{key}: {path!r} is not a directory on node {socket.gethostname()}. Every node of the cluster needs one "
@@ -131,6 +132,7 @@ def _load(auto_class: Any, path: str, config: ModelConfig, key: str) -> Any:
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
+                **_quantization(config, device),
             )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{key}: transformers cannot load a model from {path!r}: {error}") from error
@@ -141,6 +143,22 @@ def _load(auto_class: Any, path: str, config: ModelConfig, key: str) -> Any:
             f"{missing[0]!r} for one; they would be random"
         )
     return model.eval()
+
+
+def _quantization(config: ModelConfig, device: torch.device | None) -> dict[str, Any]:
+    """Arguments of ``from_pretrained`` for ``model.quantize``."""
+    if config.quantize is None or device is None:
+        return {}
+    # Multiplication in 8 bits says in every layer that it casts.
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
+    four_bits = {
+        "load_in_4bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+        "bnb_4bit_compute_dtype": getattr(torch, compute_dtype(config, device)),
+    }
+    settings = BitsAndBytesConfig(**(four_bits if config.quantize == "4bit" else {"load_in_8bit": True}))
+    return {"quantization_config": settings, "device_map": {"": device}}
 
 
 def attention_for(model_config: Any, config: ModelConfig) -> str:

@@ -223,7 +223,7 @@ class Packing:
         gap, largest = float((padded - packed).abs().max()), float(padded.abs().max())
         return (
             ""
-            if gap <= rounding(packed) * largest
+            if gap <= rounding(packed, self._model) * largest
             else f"packed ones differ by {gap:.2g}, the largest is {largest:.2g}"
         )
 
@@ -242,9 +242,14 @@ def _is_causal(mask_function: Callable[..., Any], positions: int) -> bool:
     return True
 
 
-def rounding(values: Tensor) -> float:
-    """Share of the largest value by which sums in another order may differ: what is wrong shows in the first digits."""
-    return math.sqrt(torch.finfo(values.dtype).eps)
+def rounding(values: Tensor, model: Any) -> float:
+    """Share of the largest value by which sums in another order may differ: what is wrong shows in the first digits.
+
+    In 8 bits, what a row is rounded to depends a little on the other rows (LLM.int8(), arXiv 2208.07339, section 3.2).
+    """
+    backbone = getattr(model, "backbone", model)
+    dtype = torch.float16 if getattr(backbone, "is_loaded_in_8bit", False) else values.dtype
+    return math.sqrt(max(torch.finfo(dtype).eps, torch.finfo(values.dtype).eps))
 
 
 def check_padding(model: Any, compute: Compute, device: torch.device, key: str) -> None:
@@ -274,7 +279,7 @@ def check_padding(model: Any, compute: Compute, device: torch.device, key: str) 
             gaps.append(float((padded_brC[row, :response] - alone_rC).abs().max()))
             largest = max(largest, float(alone_rC.abs().max()))
     # Of all rows: half precision may send a token of one row to another expert.
-    if not min(gaps) <= rounding(padded_brC) * largest:
+    if not min(gaps) <= rounding(padded_brC, model) * largest:
         raise ConfigError(
             f"{key}: {type(model).__name__} computes something else for a row that has padding on its left: its "
             f"predictions differ by {min(gaps):.2g}, the largest is {largest:.2g}. Its log-probs would be wrong; train "

@@ -45,7 +45,11 @@ def place(
         skeleton: gives the same model without weights, on torch's meta device.
     """
     if parallel.mesh is None:
-        whole = load().to(device).eval()
+        whole = load().eval()
+        is_quantized = getattr(getattr(whole, "backbone", whole), "is_quantized", False)
+        # Quantized weights are there already, and cannot be moved.
+        for part in _float32_units(whole) if is_quantized else [whole]:
+            part.to(device)
         arrange(whole, parallel, compute_dtype, device)
         return whole
     source = parallel.on_first(load)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from agentrl_core.api import ConfigError
 from agentrl_core.config.schema import AdapterConfig, ResolvedConfig
@@ -280,3 +280,51 @@ def test_the_seed_decides_a_new_adapter(model_path: str, make_config: Any) -> No
     first, same, other = matrices(1), matrices(1), matrices(2)
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def wide_model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Layers as wide as a block of weights in 4 bits."""
+    path = str(tmp_path_factory.mktemp("wide"))
+    config = Qwen3Config(
+        vocab_size=40, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=4, head_dim=16, max_position_embeddings=128, tie_word_embeddings=True,
+        initializer_range=0.1, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(path)
+    return path
+
+
+@pytest.mark.parametrize(("bits", "share"), [("4bit", 0.65), ("8bit", 0.75)])
+def test_a_quantized_base_is_trained_through_its_adapter(
+    make_worker: Any,
+    wide_model: str,
+    trained: Any,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    bits: str,
+    share: float,
+) -> None:
+    monkeypatch.setattr(ResolvedConfig, "serves_adapters", True)
+    actor, whole = make_worker(path=wide_model, quantize=bits, algorithm={"kl_coef": 0.1}), make_worker(path=wide_model)
+    batch = trained(actor, 0)
+    linear = [name for name, _ in actor.module.named_parameters() if "base_layer" in name]
+    sizes = [sum(dict(each.module.named_parameters())[name].nbytes for name in linear) for each in (actor, whole)]
+    assert sizes[0] < share * sizes[1] and not any(actor.module.get_parameter(name).requires_grad for name in linear)
+    before = log_probs(actor, batch)
+    assert 1e-4 < (before - log_probs(whole, batch)).abs().max() < 3
+    reference = actor.compute_ref_log_prob(batch).batch["ref_log_prob"]
+    torch.testing.assert_close(reference, before, **CLOSE)
+    mask = batch.batch["response_mask"]
+    batch.batch["ref_log_prob"], batch.batch["advantages"] = reference, torch.where(mask, 1.0, 0.0)
+    batch.batch["old_log_probs"] = before
+    for _ in range(3):
+        actor.update(batch)
+    after = log_probs(actor, batch)
+    assert after[mask].mean() > before[mask].mean() + 0.01
+    torch.testing.assert_close(actor.compute_ref_log_prob(batch).batch["ref_log_prob"], reference, **CLOSE)
+    actor.save_checkpoint(str(tmp_path))
+    again = make_worker(path=wide_model, quantize=bits)
+    again.load_checkpoint(str(tmp_path))
+    torch.testing.assert_close(log_probs(again, batch), after, **CLOSE)

@@ -41,6 +41,8 @@ def candidates(config: ResolvedConfig) -> Iterator[str]:
         yield "model.dtype=bfloat16"
     if config.model.adapter is None:
         yield "model.adapter.rank=16"
+    elif config.model.quantize is None and config.cluster.processes == 1:
+        yield "model.quantize=4bit"
     if on_ray:
         yield f"cluster.processes_per_node={config.cluster.processes_per_node * 2}"
         yield f"cluster.nodes={config.cluster.nodes * 2}"

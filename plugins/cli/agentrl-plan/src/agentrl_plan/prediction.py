@@ -3,11 +3,12 @@
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import cache
 from typing import Any, Literal
 
 import torch
+from torch import nn
 
 from agentrl_core.api.errors import SimulationError
 from agentrl_core.config import ResolvedConfig
@@ -29,6 +30,8 @@ CONTEXT = int(0.8 * GIB)
 USABLE = 0.95
 """Share of the memory that allocators can use: the rest is lost between blocks of different sizes; an estimate."""
 _MOST_LOGITS_ON_CPU = 2**28
+NF4_BYTES = (4 + 8 / 64 + 32 / (64 * 256)) / 8
+"""Of a weight in 4 bits, with a scale of 8 bits for 64 of them and one of 32 bits for 256 scales (QLoRA)."""
 _CRITIC = ("values", "critic update")
 _TRIED_TOKENS = 2**20
 RESERVED, KV_CACHE, ENGINE = "CUDA contexts", "KV cache", "engine weights"
@@ -161,10 +164,30 @@ def predict(config: ResolvedConfig, device: Device, kind: Literal["cuda", "cpu"]
         found = simulate(config, kind)
     except SimulationError as error:
         reason, found = str(error), _from_sizes(config)
+    found = _quantized(config, model, found)
     engine = engine_share(config, text, found.parameters)
     phases = _phases(config, device, found, engine, model, CONTEXT if kind == "cuda" else 0)
     shape = f"{found.shape.rows} rows of {found.shape.prompt} + {found.shape.response} tokens"
     return Prediction(device, config.cluster.processes, found.parameters, phases, shape, found.logits, engine, reason)
+
+
+def _quantized(config: ResolvedConfig, model: Any, found: Simulated) -> Simulated:
+    """With the linear layers in fewer bits: those of the actor, and of a critic of the same model."""
+    bytes_of = {None: 0.0, "8bit": 1.0, "4bit": NF4_BYTES}[config.model.quantize]
+    if not bytes_of:
+        return found
+    head = model.get_output_embeddings()
+    weights = [each.weight for each in model.modules() if isinstance(each, nn.Linear) and each is not head]
+    saved = int(sum(each.numel() * (each.element_size() - bytes_of) for each in weights)) * (1 + config.needs_critic)
+
+    def less(parts: Mapping[str, int]) -> Mapping[str, int]:
+        return {**parts, WEIGHTS: max(parts.get(WEIGHTS, 0) - saved, 0)}
+
+    phases = {
+        name: replace(phase, parts_at={place: less(parts) for place, parts in phase.parts_at.items()})
+        for name, phase in found.phases.items()
+    }
+    return replace(found, phases=phases, resting=max(found.resting - saved, 0))
 
 
 def _check_placement(config: ResolvedConfig) -> None:
