@@ -24,7 +24,7 @@ from agentrl_core.api import (
 from agentrl_core.api.tree import Span
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.data.rows import PromptBatch
-from agentrl_core.plugins.boundary import boundary, hang_reported, with_traceback
+from agentrl_core.plugins.boundary import boundary, hang_reported, in_daemon_thread, with_traceback
 from agentrl_core.rollout.manager import report_failed
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.algorithm import add_baselines
@@ -39,7 +39,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Group:
-    """The samples of one prompt; ``results`` once they have ended, which was at ``ended`` as Unix time."""
+    """The samples of one prompt; ``results`` once they have ended, which was at ``ended`` as Unix time. What models add
+    to them was computed with the weights ``computed``."""
 
     position: int
     version: int
@@ -47,6 +48,7 @@ class _Group:
     results: list[TrajectoryResult] | None = None
     ended: float = 0.0
     activities: list[Span] = field(default_factory=list)
+    computed: int | None = None
 
 
 class Pipeline(Rollouts):
@@ -78,6 +80,7 @@ class Pipeline(Rollouts):
         self._batch: list[_Group] = []
         self._ages: list[int] = []
         self._idle = IdleTime()
+        self._worked: list[tuple[float, float]] = []
         position = position or Position(step * self._size)
         self._frontier = position.frontier
         self._beyond = set(position.beyond)
@@ -96,7 +99,9 @@ class Pipeline(Rollouts):
             while (chosen := self._runtime.run(self._next_batch())) is None:
                 self._draw(len(self._rows) + 1)
         self._batch = chosen
-        self._idle.trainer_waited(begun, time.time(), [(group.ended, group.activities) for group in chosen])
+        ended = [(group.ended, group.activities) for group in chosen]
+        self._idle.trainer_waited(begun, time.time(), ended, self._worked)
+        self._worked = []
         results = _results(chosen)
         self._manager.check_failed(results)
         report_failed(results)
@@ -180,7 +185,23 @@ class Pipeline(Rollouts):
                     f"{len(self._groups)} groups have ended and batch {state.next_batch + 1} waits for {self._size}"
                 )
             self._changed.clear()
-            await self._changed.wait()
+            if not await self._computed_ahead():
+                await self._changed.wait()
+
+    async def _computed_ahead(self) -> bool:
+        """Let models compute what they add to groups that have ended, of which the next batch may consist; whether any
+        were left. This is called while the trainer waits, so nothing updates the models meanwhile."""
+        ended = (group for group in self._groups.values() if group.results is not None)
+        first = sorted(ended, key=lambda group: (group.version, group.position))[: self._size]
+        groups = [group for group in first if group.computed != self._version]
+        if self._ahead is None or not groups:
+            return False
+        begun = time.time()
+        for group in groups:
+            group.computed = self._version
+        await in_daemon_thread(self._ahead, _results(groups))
+        self._worked.append((begun, time.time()))
+        return True
 
     def _asked(self, method: str, state: PipelineState, as_expected: Callable[[Any], T]) -> T:
         """What the policy answers."""
