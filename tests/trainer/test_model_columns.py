@@ -1,8 +1,10 @@
 """What models add to a batch, computed for groups that have ended while others run: the same as of the whole batch."""
 
 import random
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -189,3 +191,58 @@ def test_only_engines_of_their_own_leave_time_for_it(make: Any, changes: dict[st
         del standalone["rollout.engine.placement"]
     columns, _ = make(**{**standalone, **changes})
     assert columns.may_compute_ahead is expected
+
+
+ANSWERS = """
+def answer(request, turn, prompt):
+    return [33 + (7 * sum(request.encode()) + 11 * place) % 80 for place in range(6)]
+"""
+GATE = """
+import asyncio
+from pathlib import Path
+
+from agentrl_core.api import AgentLoopBase
+
+
+class Gate(AgentLoopBase):
+    \"\"\"Samples of the second prompt wait until something has been computed for the first.\"\"\"
+
+    async def run(self, sampling_params, *, session, raw_prompt, prompt_index, **row):
+        while prompt_index and not Path({file!r}).exists():
+            await asyncio.sleep(0.001)
+        trajectory = session.trajectory(raw_prompt)
+        turn = await trajectory.generate(sampling_params)
+        return trajectory.finish(turn.termination)
+"""
+
+
+def test_a_step_computes_the_groups_that_have_ended_while_it_waits_for_others(
+    fit: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And it trains as one that computes them at its end does."""
+    (tmp_path / "early_answers.py").write_text(ANSWERS)
+    monkeypatch.syspath_prepend(tmp_path)
+    engine = {"name": "scripted", "config": {"script": "early_answers:answer"}}
+    changes = {**PPO, "rollout.engine": engine, "trainer.steps": 2, "critic.optimizer": {"lr": 1e-3}}
+    late = fit(changes)
+    opened = tmp_path / "opened"
+    (tmp_path / "gate.py").write_text(GATE.format(file=str(opened)))
+    compute, threads = ModelColumns.ahead, set[int]()
+
+    def ahead(self: ModelColumns, results: Sequence[TrajectoryResult]) -> None:
+        compute(self, results)
+        threads.add(threading.get_ident())
+        opened.touch()
+
+    monkeypatch.setattr(ModelColumns, "ahead", ahead)
+    monkeypatch.setattr(ModelColumns, "may_compute_ahead", True)
+    early = fit({**changes, "rollout.agent.loops": ["./gate.py:Gate"], "trainer.name": "early"})
+    assert threads and threading.get_ident() not in threads
+    first, other = early.read_metrics()[0], late.read_metrics()[0]
+    assert first["perf/early_log_probs_share"] == 0.5
+    assert 0 < first["timing/early_log_probs"] <= first["timing/rollout"]
+    assert "perf/early_log_probs_share" not in other and "timing/early_log_probs" not in other
+    assert early.read_metrics()[1]["actor/grad_norm"] > 0 and early.read_metrics()[1]["critic/values/mean"] != 0
+    for one, before in zip(early.read_metrics(), late.read_metrics(), strict=True):
+        for name in ("actor/grad_norm", "actor/kl", "critic/loss", "critic/values/mean", "actor/ppo_kl"):
+            assert one[name] == pytest.approx(before[name], rel=1e-4, abs=1e-6), name

@@ -19,6 +19,7 @@ from agentrl_core.api import (
     RewardResult,
     RolloutError,
     Termination,
+    WorkerError,
 )
 from agentrl_core.config.schema import SamplingConfig
 from agentrl_core.data.rows import PromptBatch
@@ -265,6 +266,63 @@ def test_deterministic_batches_are_filled_up_to_the_last_one() -> None:
         pipeline.weights_changed(step)
         pipeline.trained(step, results)
     pipeline.close()
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_models_see_whole_groups_that_the_trainer_waits_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the weights that the next batch updates, each group once, and no more than a batch with one version."""
+    dice = random.Random(seed)
+    size, staleness = dice.choice([2, 3, 8]), dice.choice([1, 2, 4])
+    config = config_of(size, staleness, dice.randint(1, staleness), rounds=dice.choice([0, 5]))
+    manager, runtime, steps = Sampled(dice, silent=0.2), OneThread(), 8
+    data = PromptData([{"raw_prompt": [], "number": row} for row in range(ROWS)], [], InOrder(size), 1, size, [])
+    seen: dict[int, list[int]] = {}
+    waiting = {"version": 0, "waits": False}
+
+    def ahead(results: list[TrajectoryResult]) -> None:
+        assert waiting["waits"]
+        counts = Counter(position_of(result, size) for result in results)
+        assert set(counts.values()) == {config.rollout.n} and not any(result.replaced for result in results)
+        seen.setdefault(waiting["version"], []).extend(counts)
+
+    async def in_turns(function: Any, *args: Any) -> None:
+        function(*args)
+        for _ in range(dice.randrange(8)):
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr("agentrl_core.trainer.pipeline.in_daemon_thread", in_turns)
+    pipeline = Pipeline(
+        config, data, steps, manager, PhaseTimer(), ahead, runtime=runtime, step=0, position=None
+    )  # fmt: skip
+    trained: set[int] = set()
+    for step in range(1, steps + 1):
+        waiting["waits"] = True
+        results = pipeline.batch(step)
+        waiting["waits"] = False
+        runtime.let_pass(dice.randrange(30))
+        pipeline.weights_changed(step)
+        pipeline.trained(step, results)
+        found = seen.get(step - 1, [])
+        assert len(found) == len(set(found)) and not trained & set(found)
+        trained |= {position_of(result, size) for result in results}
+        waiting["version"] = step
+    assert any(seen.values())
+    pipeline.close()
+
+
+def test_an_error_of_a_pass_that_is_computed_ahead_ends_the_run() -> None:
+    def fails(results: Any) -> None:
+        raise WorkerError("out of memory")
+
+    data = PromptData([{"raw_prompt": [], "number": 0}] * ROWS, [], InOrder(4), 1, 4, [])
+    manager, runtime = Sampled(random.Random(0)), OneThread()
+    pipeline = Pipeline(
+        config_of(4, 1, 1), data, 3, manager, PhaseTimer(), fails, runtime=runtime, step=0, position=None
+    )  # fmt: skip
+    with pytest.raises(WorkerError, match="out of memory"):
+        pipeline.batch(1)
+    pipeline.close()
+    assert manager.in_flight == 0
 
 
 @pytest.mark.parametrize("seed", range(5))
