@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from operator import index
 from typing import Any, TypeVar
 
@@ -264,13 +265,16 @@ class Pipeline(Rollouts):
 
     async def _run(self, groups: list[_Group]) -> None:
         """Sample and score groups, and end each of them."""
-        whole = groups[0].prompts if len(groups) == 1 else replace(
-            groups[0].prompts, rows=[row for group in groups for row in group.prompts.rows]
-        )  # fmt: skip
-        results = await self._manager.sample(whole)
-        await self._manager.score(results)
-        if self._config.algorithm.advantage.has("greedy_baseline"):
-            add_baselines(results, await self._manager.sample(whole.greedy()))
+        results: list[TrajectoryResult] = []
+        # Seeds and names of trajectories follow from the step for which the sampler drew their prompt.
+        for _, drawn in groupby(groups, key=lambda group: group.prompts.step):
+            batches = [group.prompts for group in drawn]
+            whole = replace(batches[0], rows=[row for batch in batches for row in batch.rows])
+            sampled = await self._manager.sample(whole)
+            await self._manager.score(sampled)
+            if self._config.algorithm.advantage.has("greedy_baseline"):
+                add_baselines(sampled, await self._manager.sample(whole.greedy()))
+            results += sampled
         by_prompt: dict[str, list[TrajectoryResult]] = {group.prompts.rows[0]["uid"]: [] for group in groups}
         for result in results:
             by_prompt[result.prompt].append(result)

@@ -336,6 +336,30 @@ def test_deterministic_batches_are_in_order_and_each_of_one_version(seed: int) -
     assert life.ages == [0] * 4 + [1] * 8 + [0] * 4 + [1] * 8
 
 
+def test_deterministic_batches_across_steps_of_the_sampler_keep_the_seeds_of_their_prompts() -> None:
+    """After a resume with a prompt that was replaced, for example."""
+    manager, runtime = Sampled(random.Random(0)), OneThread()
+    sampled: list[tuple[int, int]] = []
+
+    def note(prompts: PromptBatch) -> None:
+        sampled.extend((prompts.step, int(row["uid"].split("-")[1])) for row in prompts.rows)
+
+    manager.on_start = note
+    data = PromptData([{"raw_prompt": [], "number": row} for row in range(ROWS)], [], InOrder(4), 1, 4, [])
+    config, position = config_of(4, 1, 1, deterministic=True), Position(6, [], {"2": [4, 5, 6, 7]}, {})
+    pipeline = Pipeline(config, data, 3, manager, PhaseTimer(), runtime=runtime, step=1, position=position)
+    positions = []
+    for step in (2, 3):
+        results = pipeline.batch(step)
+        positions.append(sorted({position_of(result, 4) for result in results}))
+        pipeline.before_weights()
+        pipeline.weights_changed(step)
+        pipeline.trained(step, results)
+    pipeline.close()
+    assert positions == [[6, 7, 8, 9], [10, 11, 12, 13]]
+    assert {step for step, _ in sampled} == {2, 3, 4} and all(step == drawn for step, drawn in sampled)
+
+
 def test_a_checkpoint_within_a_step_of_the_sampler_keeps_its_rows_and_rewards() -> None:
     """The sampler, which has learned step 1, would choose other rows for step 2 than those that were drawn before."""
     position = Position(3, [5], {"2": [30, 31]}, {"2": [1.0], "5": [0.5, 0.25]})
