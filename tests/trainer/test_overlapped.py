@@ -1,20 +1,23 @@
 """Whole runs that sample while they train, in one process with a scripted engine, and what needs whole groups, steps in
 order, or all of the data."""
 
-import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from agentrl_core.api import AgentRLError
+from agentrl_core.api import AgentRLError, ConfigError
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.controller.local import LocalRuntime
 from agentrl_core.runs.records import RolloutRecord, read_rollouts
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer import Trainer
+from agentrl_core.trainer import checkpoint as checkpoint_module
 from agentrl_core.trainer import trainer as trainer_module
+from agentrl_core.trainer.checkpoint import Position
+from agentrl_core.trainer.prompt_data import PromptData
 
 ENGINE = """
 import asyncio
@@ -89,6 +92,7 @@ def check(run: RunDir, steps: int, *, size: int = 2, samples: int = 2) -> None:
 
 MANAGER = """
 from dataclasses import replace
+from dataclasses import replace
 from pathlib import Path
 from agentrl_core.api import RewardManager, RewardResult
 
@@ -126,7 +130,9 @@ def test_a_group_manager_scores_each_group_once(ahead: Any, tmp_path: Path) -> N
     check(run, 6)
     calls = (tmp_path / "calls").read_text().splitlines()
     assert all(len(set(call.split(","))) == 1 and len(call.split(",")) == 2 for call in calls)
+    # Groups that are under way at the end are not trained.
     assert 12 <= len(calls) <= 16
+    assert max(row["staleness/max"] for row in run.read_metrics()) in (1.0, 2.0)
     for _, record in records(run, 6):
         assert record.reward == float(record.trajectory_id[-1])
 
@@ -159,27 +165,42 @@ def test_agents_of_a_trajectory_are_trained_together(ahead: Any, tmp_path: Path)
         assert row["reward/agent/planner"] >= 0 and row["reward/agent/worker"] >= 0
 
 
-def states(run: RunDir, step: int) -> dict[str, Any]:
-    return json.loads((run.path / "checkpoints" / f"step-{step:06d}" / "trainer.json").read_text())
+@pytest.mark.parametrize("sampler", ["curriculum", "levels"])
+def test_a_sampler_learns_of_every_prompt_once_over_changes_of_the_bound(
+    ahead: Any, sampler: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run that alternates is resumed as one that samples ahead, with other bounds and depths, and back."""
+    update, learned = PromptData.update, list[tuple[int, list[int]]]()
 
+    def note(self: PromptData, step: int, rewards: Any) -> None:
+        learned.append((step, [len(each) for each in rewards]))
+        update(self, step, rewards)
 
-def test_a_curriculum_learns_of_every_prompt_once_over_changes_of_the_bound(ahead: Any) -> None:
-    """Synchronous, ahead, ahead with another bound and depth, in a run directory."""
-    changes = {**CURRICULUM, "trainer.steps": 2}
-    ahead(changes, staleness=0)
-    for steps, staleness, depth in ((4, 2, 1), (6, 4, 3), (8, 1, 1)):
-        run = ahead({**CURRICULUM, "trainer.steps": steps, "trainer.resume": "auto"}, staleness, depth)
+    monkeypatch.setattr(PromptData, "update", note)
+    before = 0
+    for steps, staleness, depth in ((2, 0, 1), (4, 2, 1), (6, 4, 3), (8, 1, 1), (9, 0, 1)):
+        changes = {**CURRICULUM, "data.sampler": {"name": sampler}, "trainer.steps": steps}
+        run = ahead({**changes, "trainer.resume": "auto" if before else "never"}, staleness, depth)
         check(run, steps)
-        for step, record in records(run, steps)[4 * (steps - 2) :]:
+        for step, record in records(run, steps):
             ages = [step - 1 - version for version in record.policy_versions if version >= 0]
-            assert 0 <= min(ages) and max(ages) <= staleness
+            assert step <= before or (0 <= min(ages) and max(ages) <= staleness)
+        before = steps
+    assert learned == [(step, [2, 2]) for step in range(1, 10)]
 
 
-def test_back_to_alternating_where_whole_steps_are_trained(ahead: Any) -> None:
-    run = ahead({**CURRICULUM, "trainer.steps": 3}, staleness=2)
-    assert states(run, 3)["position"]["frontier"] == 6 and not states(run, 3)["position"]["beyond"]
-    run = ahead({**CURRICULUM, "trainer.steps": 5, "trainer.resume": "auto"}, staleness=0)
-    check(run, 5)
+def test_a_checkpoint_within_a_step_is_not_resumed_by_a_run_that_alternates(
+    ahead: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ahead({"trainer.steps": 3})
+    read = checkpoint_module.read_state
+
+    def within(path: Path) -> Any:
+        return replace(read(path), position=Position(5, [6], {}, {}))
+
+    monkeypatch.setattr(checkpoint_module, "read_state", within)
+    with pytest.raises(ConfigError, match="rollout.max_staleness: found 0, .* set rollout.max_staleness to 1 or more"):
+        ahead({"trainer.steps": 5, "trainer.resume": "auto"}, staleness=0)
 
 
 def test_streamed_rows(ahead: Any) -> None:
