@@ -25,7 +25,7 @@ class Rank:
 
 
 def test_all_ranks_get_calls_in_the_same_order_whichever_thread_makes_them() -> None:
-    """A pass that is computed ahead, and weights for a replica that comes back: their collectives are the same ranks'."""
+    """A pass that is computed ahead runs beside the weights for a replica that comes back."""
     ranks: list[Any] = [Rank(), Rank(), Rank()]
     processes = Processes(ranks)
     actor, critic = (RayGroup(object, role, processes, {role: object}) for role in ("actor", "critic"))
