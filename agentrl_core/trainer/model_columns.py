@@ -42,9 +42,9 @@ class _Pass:
     """The columns of one model.
 
     Args:
-        compute: [B, R] each, of a batch with the columns of a forward pass.
-        lasts: versions of the actor for which what it computed stays right: 0 for models that are trained.
-        known: what was computed ahead, with the version that the actor had then, by the keys of rows.
+        compute: makes the columns, [B, R] each, of a batch with what a forward pass needs.
+        lasts: for how many versions of the actor a result stays right: 0 for models that are trained.
+        known: results of rows that were computed ahead, with the version that the actor had then, by the rows' keys.
     """
 
     compute: Callable[[DataProto], Sequence[Tensor]]
@@ -54,7 +54,7 @@ class _Pass:
     asked: int = 0
 
     def __call__(self, batch: DataProto) -> Sequence[Tensor]:
-        """[B, R] each: what is known, and the rest computed."""
+        """The columns of a batch: rows that are known, and the others computed."""
         small = narrowed(batch, ())
         found = [self.known.get(key) for key in _keys(small)] if self.known else []
         self.asked += len(batch)
@@ -98,7 +98,7 @@ def _keys(batch: DataProto) -> list[bytes]:
 
 
 class ModelColumns:
-    """Computes them for a batch, and ahead for what may become part of it.
+    """Adds the columns of all models to a batch, and computes them ahead for rows that may become part of it.
 
     ``old_log_probs`` and ``values``, and the teacher's log-probs where the actor is the teacher, are of the weights
     that the step updates. Those of reference and teacher are of weights that no step changes.

@@ -186,10 +186,10 @@ class Pipeline(Rollouts):
                     f"{len(self._groups)} groups have ended and batch {state.next_batch + 1} waits for {self._size}"
                 )
             self._changed.clear()
-            if not await self._computed_ahead():
+            if not await self._compute_ahead():
                 await self._changed.wait()
 
-    async def _computed_ahead(self) -> bool:
+    async def _compute_ahead(self) -> bool:
         """Let models compute what they add to groups that have ended, of which the next batch may consist; whether any
         were left. This is called while the trainer waits, so nothing updates the models meanwhile."""
         ended = (group for group in self._groups.values() if group.results is not None)
