@@ -255,3 +255,14 @@ def test_a_hook_that_raises_ends_the_run_and_a_resume_trains_the_rest(ahead: Any
 def test_an_engine_that_always_fails_ends_the_run(ahead: Any) -> None:
     with pytest.raises(AgentRLError, match="trajectories failed after 0 retries"):
         ahead({"rollout.engine.config": {"fail_every": 1}})
+
+
+def test_greedy_baselines_and_replaced_prompts(ahead: Any) -> None:
+    """``only_first`` gives samples of one prompt different rewards, all others have none."""
+    run = ahead({
+        "algorithm.advantage": {"name": "remax"}, "rollout.resample_rounds": 8,
+        "reward.functions": [{"name": "./rewards.py:only_first", "isolation": "inline"}],
+    })  # fmt: skip
+    trained = [record for _, record in records(run, 6) if record.advantage is not None]
+    assert len({record.trajectory_id for record in trained}) == len(trained) == 24
+    assert all(row["rollout/replaced_share"] > 0 for row in run.read_metrics())
