@@ -11,13 +11,16 @@ import pytest
 from agentrl_core.api import AgentRLError, ConfigError
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.controller.local import LocalRuntime
+from agentrl_core.protocol import DataProto
 from agentrl_core.runs.records import RolloutRecord, read_rollouts
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer import Trainer
 from agentrl_core.trainer import checkpoint as checkpoint_module
 from agentrl_core.trainer import trainer as trainer_module
 from agentrl_core.trainer.checkpoint import Position
+from agentrl_core.trainer.model_columns import ModelColumns
 from agentrl_core.trainer.prompt_data import PromptData
+from agentrl_core.workers.micro_batching import narrowed
 
 ENGINE = """
 import asyncio
@@ -51,8 +54,21 @@ CURRICULUM = {"data.sampler": {"name": "curriculum"}, "reward.functions": [
 def ahead(tiny_run: Any, installed_plugins: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Trains a tiny run with ``rollout.max_staleness`` and ``pipeline_depth``; 0 is a run that alternates.
 
-    The check that such a run has processes of its own is passed by.
+    The check that such a run has processes of its own is passed by. Models compute as groups end, and what they add to
+    each batch is compared with a pass over all of it.
     """
+    add = ModelColumns.add
+
+    def checked(self: ModelColumns, batch: DataProto, metrics: dict[str, float]) -> None:
+        add(self, batch, metrics)
+        passes = {"old_log_probs": self._actor, "ref_log_prob": self._reference, "values": self._critic}
+        for name, each in passes.items():
+            if each is not None:
+                whole = each.compute(narrowed(batch, ()))[0]
+                assert batch.batch[name].clone().sub(whole).abs().max() < 1e-5, name
+
+    monkeypatch.setattr(ModelColumns, "add", checked)
+    monkeypatch.setattr(ModelColumns, "may_compute_ahead", True)
     (tmp_path / "live.py").write_text(ENGINE)
     monkeypatch.setattr("agentrl_core.plugins.resolution.registrations", installed_plugins)
 
@@ -266,3 +282,24 @@ def test_greedy_baselines_and_replaced_prompts(ahead: Any) -> None:
     trained = [record for _, record in records(run, 6) if record.advantage is not None]
     assert len({record.trajectory_id for record in trained}) == len(trained) == 24
     assert all(row["rollout/replaced_share"] > 0 for row in run.read_metrics())
+
+
+def test_an_update_that_an_engine_refuses_ends_the_run_and_a_resume_trains_the_rest(ahead: Any, tmp_path: Path) -> None:
+    refuses = """
+    async def update_weights(self, update, version):
+        if version == 3:
+            raise EngineError("no room")
+        await super().update_weights(update, version)
+"""
+    imported = "from agentrl_core.api import EngineError\n"
+    (tmp_path / "refuses.py").write_text(imported + ENGINE + refuses)
+    with pytest.raises(AgentRLError, match="no room"):
+        ahead({"rollout.engine": {"name": "./refuses.py:Live", "replicas": 1}})
+    check(ahead({"trainer.resume": "auto"}), 6)
+
+
+def test_validation_has_one_version_of_the_weights_that_of_its_step(ahead: Any) -> None:
+    run = ahead({"data.validation_files": ["validation.jsonl"], "trainer.validation": {"interval": 2}})
+    for step in (2, 4, 6):
+        found = list(read_rollouts(run.rollout_file(step, "validation")))
+        assert found and {version for record in found for version in record.policy_versions if version >= 0} == {step}
