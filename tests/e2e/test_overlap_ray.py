@@ -164,7 +164,7 @@ class Mortal(ScriptedEngine):
     \"\"\"Its process dies in the middle of an update.\"\"\"
 
     config_class = ScriptedConfig
-    capabilities = frozenset({"logprobs", "weight_update", "live_update"})
+    capabilities = frozenset(("logprobs", "weight_update", "live_update"))
 
     def __init__(self, config, context):
         super().__init__(config, context, answer)
