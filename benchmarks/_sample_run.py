@@ -34,6 +34,7 @@ class SampleRun:
         prompts, samples: per step.
         total: steps of the configuration.
         replicas: of the engine; 0: as an older agentrl wrote runs, without replicas and phases on the clock.
+        overlaps: it samples while it trains.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class SampleRun:
     samples: int = 4
     total: int = 30
     replicas: int = 2
+    overlaps: bool = False
     _ids: dict[str, int] = field(default_factory=lambda: {"<unk>": 0})
     _encodings: dict[str, list[int]] = field(default_factory=dict)
 
@@ -224,12 +226,18 @@ class SampleRun:
         if step % 5 == 0:
             metrics["validation/shop/accuracy"] = 1 / (1 + math.exp(-self.skill * (step - 9) / 4)) - noise(0, 0.04)
             phases["validation"] = 6 + noise(0, 2)
+        if self.overlaps:
+            phases["early_log_probs"] = 0.2 * seconds
+            metrics |= {"idle/trainer/engines": 0.5 * seconds, "idle/trainer/tool_price": 0.2 * seconds,
+                        "idle/rollout/trainer": 1 + noise(0, 1), "idle/rollout/weights": 0.1}  # fmt: skip
         return metrics | {f"timing/{name}": value for name, value in phases.items()}
 
 
 def _phases(step: int, metrics: dict[str, float]) -> Iterator[tuple[str, float, float]]:
     begun = START + 60 * step
     yield "step", begun, metrics["timing/step"]
+    if early := metrics.get("timing/early_log_probs"):
+        yield "early_log_probs", round(begun + 0.5 * metrics["timing/rollout"], 4), round(early, 5)
     for name in ("rollout", "log_probs", "update_actor", "sync_weights", "validation"):
         seconds = metrics.get(f"timing/{name}", 0.0)
         if seconds:

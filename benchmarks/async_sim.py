@@ -202,11 +202,10 @@ class ScriptedTrainer(Trainer):
             self._outcome.lengths[result.trajectory_id] = result.sampled_tokens
         return results
 
-    def add_log_probs_and_values(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+    def add_log_probs_and_values(self, batch: DataProto, metrics: dict[str, float]) -> None:
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         oldest = int(batch.batch["policy_versions"][batch.batch["response_mask"].bool()].min())
         self._outcome.token_ages.append(self.step - oldest)
-        return batch
 
     def update(self, batch: DataProto, metrics: dict[str, float]) -> None:
         # As after an update: the engine gets new weights.

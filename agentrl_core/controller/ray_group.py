@@ -1,6 +1,7 @@
 """Worker groups on Ray."""
 
 import functools
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -31,10 +32,12 @@ def create_colocated_worker_cls(class_dict: Mapping[str, ClassWithInitArgs]) -> 
 
 
 class Processes:
-    """The Ray actors of some ranks. Several groups may call them; one of these ends them."""
+    """The Ray actors of some ranks. Several groups may call them, from several threads; one of these ends them."""
 
     def __init__(self, actors: Sequence[Any]) -> None:
         self.actors = list(actors)
+        # All ranks must get calls in the same order: their collectives would wait for each other.
+        self.order = threading.Lock()
         self.nodes: Sequence[str] = ()
         self.watch: Watch | None = None
 
@@ -95,18 +98,19 @@ class RayGroup(WorkerGroup):
             watch.raise_if_dead()
         put = _PutOnce(calls)
         handles = []
-        for rank, (actor, call) in enumerate(zip(self._processes.actors, calls, strict=True)):
-            if call is not None:
-                if watch is not None:
-                    watch.last_calls[rank] = f"{self.role}.{method}"
-                args, kwargs = map(put, call[0]), {name: put(value) for name, value in call[1].items()}
-                route = getattr(actor, route_name(self.role, method), None)
-                if keeps:
-                    handles.append(actor.keep.remote(self.role, method, *args, **kwargs))
-                elif route is None:
-                    handles.append(actor.call.remote(self.role, method, *args, **kwargs))
-                else:
-                    handles.append(route.remote(*args, **kwargs))
+        with self._processes.order:
+            for rank, (actor, call) in enumerate(zip(self._processes.actors, calls, strict=True)):
+                if call is not None:
+                    if watch is not None:
+                        watch.last_calls[rank] = f"{self.role}.{method}"
+                    args, kwargs = map(put, call[0]), {name: put(value) for name, value in call[1].items()}
+                    route = getattr(actor, route_name(self.role, method), None)
+                    if keeps:
+                        handles.append(actor.keep.remote(self.role, method, *args, **kwargs))
+                    elif route is None:
+                        handles.append(actor.call.remote(self.role, method, *args, **kwargs))
+                    else:
+                        handles.append(route.remote(*args, **kwargs))
         return handles
 
     def keep(self, method: str, *args: Any) -> Any:

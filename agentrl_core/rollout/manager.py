@@ -104,13 +104,20 @@ class AgentLoopManager:
         self._total = self._done = 0
         self._ended: dict[ActorHandle, int] = {}
 
-    def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
+    def generate_sequences(
+        self, prompts: PromptBatch, ended: Callable[[list[TrajectoryResult]], None] | None = None
+    ) -> list[TrajectoryResult]:
         """Run every prompt row; results in the order of the rows, one for each agent of a trajectory.
+
+        Args:
+            ended: called in another thread with the trajectories of prompts all of whose samples have ended, while
+                others run; never again before it returns.
 
         Raises:
             RolloutError: more than ``rollout.max_failed_fraction`` failed; holds the first root traceback.
         """
-        results = self._runtime.run(self.watched(self.sample(prompts)))
+        work = self.sample(prompts) if ended is None else self._by_prompt(prompts, ended)
+        results = self._runtime.run(self.watched(work))
         self.check_failed(results)
         report_failed(results)
         return results
@@ -136,6 +143,24 @@ class AgentLoopManager:
                     watcher.cancel()
                 await asyncio.gather(*watchers, return_exceptions=True)
 
+    async def _by_prompt(
+        self, prompts: PromptBatch, ended: Callable[[list[TrajectoryResult]], None]
+    ) -> list[TrajectoryResult]:
+        """:meth:`sample`, while ``ended`` hears of those that have ended."""
+        tasks = [asyncio.create_task(self.sample(group)) for group in prompts.pieces(len(prompts))]
+        running = set(tasks)
+        try:
+            while running:
+                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+                results = [result for task in tasks if task in done for result in task.result()]
+                if running:
+                    await in_daemon_thread(ended, results)
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
+        return [result for task in tasks for result in task.result()]
+
     async def sample(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         """:meth:`generate_sequences` for coroutines that are :meth:`watched`; failures are not counted. Calls may
         overlap."""
@@ -144,7 +169,8 @@ class AgentLoopManager:
         rows = max(len(prompts), config.data.batch_size * config.rollout.n)
         # Deterministic: the engine must know all sessions before the first one asks.
         pieces = prompts.chunk(workers) if config.rollout.deterministic else prompts.pieces(-(-rows // workers))
-        if not any(self._load.values()):
+        # Not by the load: what calls at the same time have not begun counts too.
+        if self._done >= self._total:
             self._total = self._done = 0
         self._total += len(prompts)
         parts = await together(self._run(piece) for piece in pieces)

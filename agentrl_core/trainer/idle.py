@@ -41,13 +41,25 @@ class IdleTime:
         self._begun: float | None = None
         self._last = 0.0
 
-    def trainer_waited(self, begun: float, end: float, groups: Sequence[tuple[float, Sequence[Span]]]) -> None:
+    def trainer_waited(
+        self,
+        begun: float,
+        end: float,
+        groups: Sequence[tuple[float, Sequence[Span]]],
+        worked: Sequence[tuple[float, float]] = (),
+    ) -> None:
         """The trainer waited for a batch.
 
         Args:
             begun, end: Unix times.
             groups: of the batch: when each ended, and :func:`activities`.
+            worked: from when to when it computed something meanwhile.
         """
+
+        def idle(start: float, until: float) -> float:
+            busy = sum(max(min(until, last) - max(start, first), 0.0) for first, last in worked)
+            return max(until - start - busy, 0.0)
+
         self._begun = begun if self._begun is None else self._begun
         self._last = end
         order = sorted(groups, key=lambda group: group[0])
@@ -55,10 +67,10 @@ class IdleTime:
         slowest = max(1, math.ceil(round((1 - MOST_ENDED) * len(order), 6)))
         most = order[-1 - slowest][0] if len(order) > slowest else begun
         turning = min(max(most, begun), end)
-        self._trainer[ENGINES] += turning - begun
-        left = end - turning
+        self._trainer[ENGINES] += idle(begun, turning)
+        left = idle(turning, end)
         for kind, start, seconds in sorted(order[-1][1], key=attrgetter("start"), reverse=True) if order else ():
-            overlap = min(min(start + seconds, end) - max(start, turning), left)
+            overlap = min(idle(max(start, turning), min(start + seconds, end)), left)
             if overlap > 0:
                 self._trainer[kind] += overlap
                 left -= overlap

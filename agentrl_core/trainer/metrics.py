@@ -36,9 +36,10 @@ class PhaseTimer:
         self.spans: list[tuple[str, float, float]] = []
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Add the seconds of a block to ``timing/<name>``."""
-        self._begins(name)
+    def phase(self, name: str, shown: bool = True) -> Iterator[None]:
+        """Add the seconds of a block to ``timing/<name>``; ``shown``: it begins a phase, and is not within one."""
+        if shown:
+            self._begins(name)
         begun, start = time.time(), time.perf_counter()
         try:
             # A profile shows the phase.

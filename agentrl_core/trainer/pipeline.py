@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby
 from operator import index
 from typing import Any, TypeVar
 
@@ -24,7 +25,7 @@ from agentrl_core.api import (
 from agentrl_core.api.tree import Span
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.data.rows import PromptBatch
-from agentrl_core.plugins.boundary import boundary, hang_reported, with_traceback
+from agentrl_core.plugins.boundary import boundary, hang_reported, in_daemon_thread, with_traceback
 from agentrl_core.rollout.manager import report_failed
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.algorithm import add_baselines
@@ -39,7 +40,8 @@ T = TypeVar("T")
 
 @dataclass(eq=False)
 class _Group:
-    """The samples of one prompt; ``results`` once they have ended, which was at ``ended`` as Unix time."""
+    """The samples of one prompt; ``results`` once they have ended, which was at ``ended`` as Unix time. What models add
+    to them was computed with the weights ``computed``."""
 
     position: int
     version: int
@@ -47,6 +49,7 @@ class _Group:
     results: list[TrajectoryResult] | None = None
     ended: float = 0.0
     activities: list[Span] = field(default_factory=list)
+    computed: int | None = None
 
 
 class Pipeline(Rollouts):
@@ -78,6 +81,7 @@ class Pipeline(Rollouts):
         self._batch: list[_Group] = []
         self._ages: list[int] = []
         self._idle = IdleTime()
+        self._worked: list[tuple[float, float]] = []
         position = position or Position(step * self._size)
         self._frontier = position.frontier
         self._beyond = set(position.beyond)
@@ -96,7 +100,9 @@ class Pipeline(Rollouts):
             while (chosen := self._runtime.run(self._next_batch())) is None:
                 self._draw(len(self._rows) + 1)
         self._batch = chosen
-        self._idle.trainer_waited(begun, time.time(), [(group.ended, group.activities) for group in chosen])
+        ended = [(group.ended, group.activities) for group in chosen]
+        self._idle.trainer_waited(begun, time.time(), ended, self._worked)
+        self._worked = []
         results = _results(chosen)
         self._manager.check_failed(results)
         report_failed(results)
@@ -180,7 +186,23 @@ class Pipeline(Rollouts):
                     f"{len(self._groups)} groups have ended and batch {state.next_batch + 1} waits for {self._size}"
                 )
             self._changed.clear()
-            await self._changed.wait()
+            if not await self._compute_ahead():
+                await self._changed.wait()
+
+    async def _compute_ahead(self) -> bool:
+        """Let models compute what they add to groups that have ended, of which the next batch may consist; whether any
+        were left. This is called while the trainer waits, so nothing updates the models meanwhile."""
+        ended = (group for group in self._groups.values() if group.results is not None)
+        first = sorted(ended, key=lambda group: (group.version, group.position))[: self._size]
+        groups = [group for group in first if group.computed != self._version]
+        if self._ahead is None or not groups:
+            return False
+        begun = time.time()
+        for group in groups:
+            group.computed = self._version
+        await in_daemon_thread(self._ahead, _results(groups))
+        self._worked.append((begun, time.time()))
+        return True
 
     def _asked(self, method: str, state: PipelineState, as_expected: Callable[[Any], T]) -> T:
         """What the policy answers."""
@@ -243,13 +265,16 @@ class Pipeline(Rollouts):
 
     async def _run(self, groups: list[_Group]) -> None:
         """Sample and score groups, and end each of them."""
-        whole = groups[0].prompts if len(groups) == 1 else replace(
-            groups[0].prompts, rows=[row for group in groups for row in group.prompts.rows]
-        )  # fmt: skip
-        results = await self._manager.sample(whole)
-        await self._manager.score(results)
-        if self._config.algorithm.advantage.has("greedy_baseline"):
-            add_baselines(results, await self._manager.sample(whole.greedy()))
+        results: list[TrajectoryResult] = []
+        # Seeds and names of trajectories follow from the step for which the sampler drew their prompt.
+        for _, drawn in groupby(groups, key=lambda group: group.prompts.step):
+            batches = [group.prompts for group in drawn]
+            whole = replace(batches[0], rows=[row for batch in batches for row in batch.rows])
+            sampled = await self._manager.sample(whole)
+            await self._manager.score(sampled)
+            if self._config.algorithm.advantage.has("greedy_baseline"):
+                add_baselines(sampled, await self._manager.sample(whole.greedy()))
+            results += sampled
         by_prompt: dict[str, list[TrajectoryResult]] = {group.prompts.rows[0]["uid"]: [] for group in groups}
         for result in results:
             by_prompt[result.prompt].append(result)

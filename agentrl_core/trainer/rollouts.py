@@ -1,6 +1,6 @@
 """Where the trajectories of a step come from: sampled and waited for, one batch after the other."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import partial
 
@@ -24,16 +24,24 @@ class Rollouts:
         steps: of the whole run.
         manager: samples.
         timer: measures phases.
+        ahead: called in another thread with groups that have ended while others run; computes what models add to them.
     """
 
     def __init__(
-        self, config: ResolvedConfig, data: PromptData, steps: int, manager: AgentLoopManager, timer: PhaseTimer
+        self,
+        config: ResolvedConfig,
+        data: PromptData,
+        steps: int,
+        manager: AgentLoopManager,
+        timer: PhaseTimer,
+        ahead: Callable[[Sequence[TrajectoryResult]], None] | None = None,
     ) -> None:
         self._config = config
         self._data = data
         self._steps = steps
         self._manager = manager
         self._timer = timer
+        self._ahead = ahead
 
     def batch(self, step: int) -> list[TrajectoryResult]:
         """The trajectories of a step, each scored when it ends and then as part of its group.
@@ -53,7 +61,7 @@ class Rollouts:
 
     def _sample(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         with self._timer.phase("rollout"):
-            results = self._manager.generate_sequences(prompts)
+            results = self._manager.generate_sequences(prompts, self._ahead)
         with self._timer.phase("score"):
             self._manager.score_groups(results)
         if self._config.algorithm.advantage.has("greedy_baseline"):

@@ -18,12 +18,10 @@ from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.hosting.shared_memory import remove_orphans, shared_memory_recorded
 from agentrl_core.protocol import DataProto
-from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
-from agentrl_core.rollout.summaries import handed, whole
 from agentrl_core.trainer.algorithm import Algorithm
-from agentrl_core.trainer.logprob_gap import GapWatch, compare_with_engines, logprob_gap, other_distributions
+from agentrl_core.trainer.logprob_gap import compare_with_engines
 from agentrl_core.trainer.metrics import (
     PhaseTimer,
     batch_metrics,
@@ -34,6 +32,7 @@ from agentrl_core.trainer.metrics import (
     source_metrics,
     throughput,
 )
+from agentrl_core.trainer.model_columns import ModelColumns
 from agentrl_core.trainer.pipeline import Pipeline
 from agentrl_core.trainer.plan import devices
 from agentrl_core.trainer.preparation import Preparation
@@ -42,17 +41,13 @@ from agentrl_core.trainer.rollouts import Rollouts
 from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
 from agentrl_core.trainer.skipped_updates import SkippedUpdates
-from agentrl_core.trainer.teacher_context import add_teacher_prompts, as_the_teacher_reads
 from agentrl_core.trainer.validation import validate
 from agentrl_core.workers.actor import FREE_COLUMNS, update_columns
 from agentrl_core.workers.critic import UPDATE_COLUMNS
-from agentrl_core.workers.log_probs import temperature_of
 from agentrl_core.workers.micro_batching import narrowed
 from agentrl_core.workers.profiling import stacks_sampled, start_profile, stop_profile
 
 logger = logging.getLogger(__name__)
-GAP_ROWS = 4
-"""Rows whose log-probs are computed again to check the engine, if no full second pass is needed."""
 
 
 class Trainer:
@@ -87,7 +82,6 @@ class Trainer:
         self.stop = StopRequest()
         self.step = 0
         self._roles: Roles | None = None
-        self._other_distributions = ""
         self._skipped = {
             "actor": SkippedUpdates("actor", config.actor.max_skipped_updates),
             "critic": SkippedUpdates("critic", config.critic.max_skipped_updates),
@@ -118,7 +112,7 @@ class Trainer:
                     batch = self.score(step, results)
                     self.rest_engines()
                     if len(batch):
-                        batch = self.add_log_probs_and_values(batch, metrics)
+                        self.add_log_probs_and_values(batch, metrics)
                         batch = self.add_advantages(batch, metrics)
                     self.update(batch, metrics)
                     self.sync_weights(step)
@@ -144,8 +138,8 @@ class Trainer:
         # Closed here and not by the runtime's end: while signals are still handled.
         with runtime.started:
             self._roles = build_roles(self.config, runtime, self.preparation, self.run.load)
-            self.gap_watch = GapWatch(self.config, self.roles.engines.context)
             self.step = self.run.begin(runtime)
+            self.columns = ModelColumns(self.config, self.roles, self.preparation, self.timer, self.step)
             self.rollouts = self._build_rollouts(runtime)
             self.roles.engines.accept_changes(self.run.path)
             self.roles.rollout.on_progress = partial(self.run.trackers.progress, "")
@@ -173,7 +167,8 @@ class Trainer:
                         self.run.records.wait()
 
     def _build_rollouts(self, runtime: Runtime) -> Rollouts:
-        known = self.config, self.preparation.data, self.steps, self.roles.rollout, self.timer
+        ahead = self.columns.ahead if self.columns.may_compute_ahead else None
+        known = self.config, self.preparation.data, self.steps, self.roles.rollout, self.timer, ahead
         if not self._overlaps:
             return Rollouts(*known)
         pipeline = Pipeline(*known, runtime=runtime, step=self.step, position=self.run.position)
@@ -206,7 +201,7 @@ class Trainer:
         if self.config.rollout.engine.has("logprobs"):
             prompt = self.renderer.render(self.preparation.data.first_prompt, generation_prompt=True).ids
             self._answers = compare_with_engines(
-                self.config, self.roles.engines, self.roles.actor, prompt, self.gap_watch, when, self._answers
+                self.config, self.roles.engines, self.roles.actor, prompt, self.columns.gap_watch, when, self._answers
             )
             if self.roles.engines.sleep_level:
                 self.sync_weights(self.step)
@@ -239,17 +234,8 @@ class Trainer:
     def score(self, step: int, results: list[TrajectoryResult]) -> DataProto:
         """Make one batch of the trained trajectories, with ``rm_scores``."""
         with self.timer.phase("score"):
-            meta = {
-                "step": step,
-                "temperature": self.config.rollout.sampling.temperature,
-                "seed": TrajectoryKey(self.config.trainer.seed, "update", step, 0, 0).seed(0),
-            }
-            # A prompt that left no room has no sampled tokens to train.
-            sampled = [result for result in results if result.sampled_tokens]
-            batch = to_data_proto(sampled, self.preparation.chat.pad_token_id, meta)
-            if self.config.teacher.context is not None:
-                texts = list(whole(handed(sampled)))
-                add_teacher_prompts(batch, texts, self.config.teacher.context, self.renderer)
+            seed = TrajectoryKey(self.config.trainer.seed, "update", step, 0, 0).seed(0)
+            batch = self.columns.batch(results, {"step": step, "seed": seed})
         self.run.log_trajectories(step, "train", results)
         self.run.hooks.on_rollout_end(step=step, batch=batch)
         return batch
@@ -260,67 +246,9 @@ class Trainer:
             with self.timer.phase("sleep"):
                 self.roles.engines.sleep()
 
-    def _reuses_log_probs(self, batch: DataProto) -> bool:
-        """Whether the rollout's log-probs stand for those of the policy before the update: no second pass."""
-        algorithm = self.config.algorithm
-        shared = self.roles.engines.context.shared_module is not None
-        wanted = algorithm.old_log_probs == "auto" and shared and algorithm.correction is None
-        needed = self.config.needs_rollout_log_probs
-        other = other_distributions(batch) if wanted or needed else ""
-        if other and not self._other_distributions:
-            self._other_distributions = other
-            logger.warning(
-                "step %d: %s. Those log-probs are not of the policy at temperature %g: %s", batch.meta_info["step"],
-                other, temperature_of(batch, "old_log_probs"),
-                f"{needed} compares two distributions" if needed else
-                "algorithm.old_log_probs=auto computes them again with the actor",
-            )  # fmt: skip
-        reuses = algorithm.old_log_probs == "rollout" or (wanted and not other)
-        return reuses and not algorithm.advantage.has("entropies")
-
-    def add_log_probs_and_values(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
-        """Add ``old_log_probs``, and ``values`` and ``ref_log_prob`` if the run needs them, all [B, R].
-
-        Adds the gap between engine and actor to ``metrics``.
-        """
-        with self.timer.phase("log_probs"):
-            measured = "rollout_log_probs" in batch.batch.keys()
-            if not measured and self.config.algorithm.old_log_probs == "rollout":
-                raise ConfigError(
-                    "algorithm.old_log_probs=rollout: some trajectories of this step have no log-probs: an agent loop "
-                    "made rows without response_logprobs; set algorithm.old_log_probs=actor"
-                )
-            version = self.step if self._overlaps else None
-            batch.meta_info["calculate_entropy"] = self.config.algorithm.advantage.has("entropies")
-            if measured and self._reuses_log_probs(batch):
-                batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-                # Rows of several prompts, others in each step.
-                stride = -(-len(batch) // GAP_ROWS)
-                few = batch.select_idxs(list(range(batch.meta_info["step"] % stride, len(batch), stride)))
-                gap = logprob_gap(
-                    few, self.roles.actor.compute_log_prob(narrowed(few, ())).batch["old_log_probs"], version
-                )
-            else:
-                batch.union(self.roles.actor.compute_log_prob(narrowed(batch, ())))
-                gap = logprob_gap(batch, batch.batch["old_log_probs"], version) if measured else {}
-                if self.config.algorithm.old_log_probs == "rollout":
-                    # The pass was for entropies.
-                    batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-            self.gap_watch.note(gap, f"step {batch.meta_info['step']}")
-            metrics |= gap
-            if self.roles.reference is not None:
-                batch.union(self.roles.reference.compute_ref_log_prob(narrowed(batch, ())))
-            if self.config.algorithm.advantage.has("teacher_log_probs"):
-                seen = narrowed(as_the_teacher_reads(batch, self.preparation.chat.pad_token_id), ())
-                batch.batch["teacher_log_probs"] = (
-                    self.roles.actor.compute_log_prob(seen).batch["old_log_probs"]
-                    if self.roles.teacher is None
-                    else self.roles.teacher.compute_ref_log_prob(seen).batch["ref_log_prob"]
-                )
-        if self.roles.critic is not None:
-            with self.timer.phase("values"):
-                batch.union(self.roles.critic.compute_values(narrowed(batch, ())))
-        return batch
+    def add_log_probs_and_values(self, batch: DataProto, metrics: dict[str, float]) -> None:
+        """Add the columns that models compute: see :class:`ModelColumns`."""
+        self.columns.add(batch, metrics)
 
     def add_advantages(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Add ``advantages`` and ``returns`` [B, R], and the estimator's metrics. Hooks may replace the batch."""
@@ -375,6 +303,7 @@ class Trainer:
     ) -> None:
         """Write records, validate, begin a checkpoint, and report to trackers and hooks."""
         self.step = step
+        self.columns.updated(step)
         self._publish_checkpoint(wait=False)
         self.rollouts.trained(step, results)
         # Before the validation, which sends requests too.

@@ -2,12 +2,17 @@
 
 import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from agentrl_core.api import EngineError
+from agentrl_core.protocol import DataProto
 from agentrl_core.runs.records import RolloutRecord, read_rollouts
 from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.trainer.model_columns import ModelColumns
+from agentrl_core.workers.micro_batching import narrowed
 
 OVERLAPS = {
     "cluster.runtime": "ray",
@@ -38,10 +43,29 @@ def check(run: RunDir, steps: int) -> None:
         assert ages and 0 <= min(ages) and max(ages) <= 2
 
 
+@pytest.fixture
+def shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """How much of each step was computed as groups ended; it must be what a pass over the whole batch gives."""
+    add, found = ModelColumns.add, list[float]()
+
+    def checked(self: ModelColumns, batch: DataProto, metrics: dict[str, float]) -> None:
+        add(self, batch, metrics)
+        found.append(metrics["perf/early_log_probs_share"])
+        passes = {"old_log_probs": self._actor, "ref_log_prob": self._reference, "values": self._critic}
+        for name, each in passes.items():
+            if each is not None:
+                whole = each.compute(narrowed(batch, ()))[0]
+                assert batch.batch[name].clone().sub(whole).abs().max() < 1e-5, name
+
+    monkeypatch.setattr(ModelColumns, "add", checked)
+    return found
+
+
 @pytest.mark.ray
-def test_every_prompt_is_trained_once_and_no_token_is_too_old(fit: Callable[..., RunDir]) -> None:
-    run = fit(OVERLAPS)
+def test_every_prompt_is_trained_once_and_no_token_is_too_old(fit: Callable[..., RunDir], shares: list[float]) -> None:
+    run = fit({**OVERLAPS, "rollout.on_new_weights": "continue", "algorithm.kl_coef": 0.1})
     check(run, 5)
+    assert len(shares) == 5
     rows = [row for row in run.read_metrics() if row["step"]]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5]
     for row in rows:
@@ -57,7 +81,8 @@ def test_every_prompt_is_trained_once_and_no_token_is_too_old(fit: Callable[...,
 def test_a_killed_run_goes_on_with_the_prompts_that_it_has_not_trained(
     tiny_run: Any, start_agentrl: Callable[..., Any]
 ) -> None:
-    tiny_run({**OVERLAPS, "hooks": ["./hooks.py:Pause"], "trainer.trackers": ["jsonl", "console"]})
+    changes = {"hooks": ["./hooks.py:Pause"], "trainer.trackers": ["jsonl", "console"]}
+    tiny_run({**OVERLAPS, **changes, "rollout.on_new_weights": "restart"})
     killed = start_agentrl("train", "config.yaml", TINY_PAUSE_AT="4")
     killed.read_until("paused at step 4")
     killed.process.kill()
@@ -79,3 +104,94 @@ def test_a_deterministic_run_repeats_itself(fit: Callable[..., RunDir]) -> None:
         )  # fmt: skip
     weights = [[row.get("actor/grad_norm") for row in run.read_metrics()] for run in (first, second)]
     assert weights[0] == weights[1]
+
+
+GATE = """
+import asyncio
+from pathlib import Path
+
+from agentrl_core.api import AgentLoopBase
+
+
+class Gate(AgentLoopBase):
+    \"\"\"All prompts but the first one wait until something has been computed for that.\"\"\"
+
+    async def run(self, sampling_params, *, session, raw_prompt, uid, **row):
+        while uid.startswith("train") and uid != "train-000001-00000" and not Path({file!r}).exists():
+            await asyncio.sleep(0.01)
+        trajectory = session.trajectory(raw_prompt)
+        turn = await trajectory.generate(sampling_params)
+        return trajectory.finish(turn.termination)
+"""
+
+
+@pytest.mark.ray
+def test_log_probs_and_values_computed_as_groups_end_are_those_of_the_whole_batch(
+    fit: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: list[float]
+) -> None:
+    """With two ranks, in a run that alternates."""
+    opened = tmp_path / "opened"
+    (tmp_path / "gate.py").write_text(GATE.format(file=str(opened)))
+    compute = ModelColumns.ahead
+
+    def ahead(self: ModelColumns, results: Any) -> None:
+        compute(self, results)
+        opened.touch()
+
+    monkeypatch.setattr(ModelColumns, "ahead", ahead)
+    run = fit({
+        **OVERLAPS, "rollout.max_staleness": 0, "rollout.agent.loops": ["./gate.py:Gate"],
+        "algorithm.advantage": {"name": "gae"}, "algorithm.kl_coef": 0.1, "critic.optimizer": {"lr": 1e-2},
+        "trainer.steps": 3, "data.validation_files": [], "cluster.processes_per_node": 2,
+    })  # fmt: skip
+    check(run, 3)
+    assert len(shares) == 3 and shares[0] >= 0.5
+    assert run.read_metrics()[-1]["critic/values/std"] > 0
+
+
+MORTAL = """
+import os
+from pathlib import Path
+from agentrl_testing.scripted_config import ScriptedConfig
+from agentrl_testing.scripted_engine import ScriptedEngine
+
+
+def answer(request, turn, prompt):
+    return [33 + (7 * sum(request.encode()) + 11 * place) % 80 for place in range(6)]
+
+
+class Mortal(ScriptedEngine):
+    \"\"\"Its process dies in the middle of an update.\"\"\"
+
+    config_class = ScriptedConfig
+    capabilities = frozenset(("logprobs", "weight_update", "live_update"))
+
+    def __init__(self, config, context):
+        super().__init__(config, context, answer)
+
+    async def update_weights(self, update, version):
+        died = Path({file!r})
+        if version == 2 and (not died.exists() or {always}):
+            died.touch()
+            os._exit(1)
+        await super().update_weights(update, version)
+"""
+
+
+@pytest.mark.ray
+@pytest.mark.parametrize("always", [False, True])
+def test_a_replica_that_dies_in_an_update_is_replaced_and_a_run_without_any_ends(
+    fit: Callable[..., RunDir], tmp_path: Path, always: bool
+) -> None:
+    (tmp_path / "mortal.py").write_text(MORTAL.format(file=str(tmp_path / "died"), always=always))
+    changes = {
+        **OVERLAPS, "rollout.engine": {"name": "./mortal.py:Mortal", "placement": "standalone", "restarts": 1},
+        "trainer.validation.interval": 0,
+    }  # fmt: skip
+    del changes["rollout.engine.placement"]
+    if always:
+        with pytest.raises(EngineError, match="no engine replica is alive"):
+            fit(changes)
+        return
+    check(fit(changes), 5)
+    assert (tmp_path / "died").exists()

@@ -17,6 +17,16 @@ def test_the_wait_for_the_slowest_trajectory_is_its_own_in_batches_of_any_size(s
     assert sum(waited.values()) == pytest.approx(20.0)
 
 
+def test_what_the_trainer_computed_while_it_waited_is_no_idle_time() -> None:
+    idle = IdleTime()
+    groups = [(20.0, [Span("generate", 0.0, 20.0)])] * 9 + [(30.0, [Span("tool search", 20.0, 10.0)])]
+    idle.trainer_waited(10.0, 30.0, groups, [(12.0, 15.0), (19.0, 22.0), (29.5, 30.0)])
+    waited = idle.take(30.0)
+    assert waited["idle/trainer/engines"] == 10.0 - 3.0 - 1.0
+    assert waited["idle/trainer/tool_search"] == 10.0 - 2.0 - 0.5
+    assert sum(waited.values()) == pytest.approx(20.0 - 6.5)
+
+
 def test_a_wait_that_goes_on_is_part_of_each_step_in_which_it_does() -> None:
     idle = IdleTime()
     idle.running(False, 10.0)

@@ -19,6 +19,7 @@ from agentrl_core.api import (
     RewardResult,
     RolloutError,
     Termination,
+    WorkerError,
 )
 from agentrl_core.config.schema import SamplingConfig
 from agentrl_core.data.rows import PromptBatch
@@ -267,6 +268,63 @@ def test_deterministic_batches_are_filled_up_to_the_last_one() -> None:
     pipeline.close()
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_models_see_whole_groups_that_the_trainer_waits_for(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the weights that the next batch updates, each group once, and no more than a batch with one version."""
+    dice = random.Random(seed)
+    size, staleness = dice.choice([2, 3, 8]), dice.choice([1, 2, 4])
+    config = config_of(size, staleness, dice.randint(1, staleness), rounds=dice.choice([0, 5]))
+    manager, runtime, steps = Sampled(dice, silent=0.2), OneThread(), 8
+    data = PromptData([{"raw_prompt": [], "number": row} for row in range(ROWS)], [], InOrder(size), 1, size, [])
+    seen: dict[int, list[int]] = {}
+    waiting = {"version": 0, "waits": False}
+
+    def ahead(results: list[TrajectoryResult]) -> None:
+        assert waiting["waits"]
+        counts = Counter(position_of(result, size) for result in results)
+        assert set(counts.values()) == {config.rollout.n} and not any(result.replaced for result in results)
+        seen.setdefault(waiting["version"], []).extend(counts)
+
+    async def in_turns(function: Any, *args: Any) -> None:
+        function(*args)
+        for _ in range(dice.randrange(8)):
+            await asyncio.sleep(0)
+
+    monkeypatch.setattr("agentrl_core.trainer.pipeline.in_daemon_thread", in_turns)
+    pipeline = Pipeline(
+        config, data, steps, manager, PhaseTimer(), ahead, runtime=runtime, step=0, position=None
+    )  # fmt: skip
+    trained: set[int] = set()
+    for step in range(1, steps + 1):
+        waiting["waits"] = True
+        results = pipeline.batch(step)
+        waiting["waits"] = False
+        runtime.let_pass(dice.randrange(30))
+        pipeline.weights_changed(step)
+        pipeline.trained(step, results)
+        found = seen.get(step - 1, [])
+        assert len(found) == len(set(found)) and not trained & set(found)
+        trained |= {position_of(result, size) for result in results}
+        waiting["version"] = step
+    assert any(seen.values())
+    pipeline.close()
+
+
+def test_an_error_of_a_pass_that_is_computed_ahead_ends_the_run() -> None:
+    def fails(results: Any) -> None:
+        raise WorkerError("out of memory")
+
+    data = PromptData([{"raw_prompt": [], "number": 0}] * ROWS, [], InOrder(4), 1, 4, [])
+    manager, runtime = Sampled(random.Random(0)), OneThread()
+    pipeline = Pipeline(
+        config_of(4, 1, 1), data, 3, manager, PhaseTimer(), fails, runtime=runtime, step=0, position=None
+    )  # fmt: skip
+    with pytest.raises(WorkerError, match="out of memory"):
+        pipeline.batch(1)
+    pipeline.close()
+    assert manager.in_flight == 0
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_deterministic_batches_are_in_order_and_each_of_one_version(seed: int) -> None:
     dice, life = random.Random(seed), Life()
@@ -276,6 +334,30 @@ def test_deterministic_batches_are_in_order_and_each_of_one_version(seed: int) -
     assert life.batches == [list(range(4 * step, 4 * step + 4)) for step in range(6)]
     # Batch 1 is sampled while nothing is trained, as is the first one after a resume.
     assert life.ages == [0] * 4 + [1] * 8 + [0] * 4 + [1] * 8
+
+
+def test_deterministic_batches_across_steps_of_the_sampler_keep_the_seeds_of_their_prompts() -> None:
+    """After a resume with a prompt that was replaced, for example."""
+    manager, runtime = Sampled(random.Random(0)), OneThread()
+    sampled: list[tuple[int, int]] = []
+
+    def note(prompts: PromptBatch) -> None:
+        sampled.extend((prompts.step, int(row["uid"].split("-")[1])) for row in prompts.rows)
+
+    manager.on_start = note
+    data = PromptData([{"raw_prompt": [], "number": row} for row in range(ROWS)], [], InOrder(4), 1, 4, [])
+    config, position = config_of(4, 1, 1, deterministic=True), Position(6, [], {"2": [4, 5, 6, 7]}, {})
+    pipeline = Pipeline(config, data, 3, manager, PhaseTimer(), runtime=runtime, step=1, position=position)
+    positions = []
+    for step in (2, 3):
+        results = pipeline.batch(step)
+        positions.append(sorted({position_of(result, 4) for result in results}))
+        pipeline.before_weights()
+        pipeline.weights_changed(step)
+        pipeline.trained(step, results)
+    pipeline.close()
+    assert positions == [[6, 7, 8, 9], [10, 11, 12, 13]]
+    assert {step for step, _ in sampled} == {2, 3, 4} and all(step == drawn for step, drawn in sampled)
 
 
 def test_a_checkpoint_within_a_step_of_the_sampler_keeps_its_rows_and_rewards() -> None:

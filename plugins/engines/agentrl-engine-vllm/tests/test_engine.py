@@ -135,15 +135,43 @@ def test_a_request_that_waits_can_be_aborted_or_goes_on(serve, run) -> None:
     run(main())
 
 
-@pytest.mark.parametrize(("mode", "reason", "mode_of_vllm"), [("abort", "abort", "abort"), ("drain", "length", "wait")])
-def test_pause_empties_the_engine(serve, run, mode, reason, mode_of_vllm) -> None:
+NAMES = ("r0", "r1", "r2", "r3")
+
+
+@pytest.mark.parametrize(
+    ("mode", "reason", "call"),
+    [("abort", "abort", ("abort", *NAMES)), ("drain", "length", ("pause", "wait", False))],
+)
+def test_pause_empties_the_engine_with_one_call(serve, run, mode, reason, call) -> None:
     async def main() -> None:
         async with serve() as engine:
-            tasks = [asyncio.create_task(engine.generate([i], SamplingParams(60), f"r{i}")) for i in range(4)]
+            tasks = [
+                asyncio.create_task(engine.generate([i], SamplingParams(60), name)) for i, name in enumerate(NAMES)
+            ]
             await turns(10)
+            before = len(last().calls)
             await engine.pause(mode)
             assert {output.finish_reason for output in await asyncio.gather(*tasks)} == {reason}
-            assert last().calls[-1] == ("pause", mode_of_vllm, False)
+            assert last().calls[before:] == [call]
+
+
+def test_an_abort_that_overtakes_its_request_is_said_again(serve, run, monkeypatch) -> None:
+    monkeypatch.setattr("agentrl_engine_vllm.engine.ABORT_INTERVAL", 0.001)
+
+    async def main() -> None:
+        async with serve() as engine:
+            last().most_tokens = 5
+            tasks = [
+                asyncio.create_task(engine.generate([i], SamplingParams(60), name)) for i, name in enumerate(NAMES)
+            ]
+            await turns(10)
+            last().running.discard("r2")
+            pausing = asyncio.create_task(engine.pause("abort"))
+            await turns(10)
+            last().running.add("r2")
+            await pausing
+            assert {output.finish_reason for output in await asyncio.gather(*tasks)} == {"abort"}
+            assert set(call for call in last().calls if call[0] == "abort") == {("abort", *NAMES), ("abort", "r2")}
 
     run(main())
 
@@ -179,7 +207,8 @@ def test_a_paused_engine_that_is_empty_is_not_paused_again_for_an_update(serve, 
             late = asyncio.create_task(engine.generate([1], SamplingParams(5), "late"))
             await turns(5)
             await engine.update_weights(weights, 7)
-            assert [call[0] for call in last().calls[-3:]] == ["pause", "reset", "weights"]
+            assert [call[0] for call in last().calls[-2:]] == ["reset", "weights"]
+            assert not any(call[0] == "pause" for call in last().calls)
             await engine.resume()
             assert [span.version for span in (await late).spans] == [7]
 

@@ -201,6 +201,52 @@ def test_times(page: Any, viewer: Viewer) -> None:
     assert under_pointer(page, head, 0.9, 30)["title"] == "rollout"
 
 
+def test_rollout_and_training_have_a_lane_each_in_a_run_that_overlaps_them(page: Any, tmp_path: Path) -> None:
+    page.set_viewport_size({"width": 1280, "height": 1400})
+    sample = SampleRun(tmp_path / "ahead", prompts=2, samples=2, overlaps=True).write(1, 6)
+    (row,) = (json.loads(line) for line in (sample.path / "metrics.jsonl").read_text().splitlines()[3:4])
+    run = Run(sample.path, "ahead")
+    run.index.refresh()
+    (tmp_path / "out.html").write_bytes(exported([run], 60)[0])
+    with Viewer([run]) as viewer:
+        for address in (viewer.url, f"file://{tmp_path}/out.html"):
+            page.goto(f"{address}#/time?step=4")
+            lanes = page.locator(".waits .stacks")
+            expect(lanes).to_have_count(2)
+            for number, (name, waits) in enumerate({
+                "rollout": {"for the trainer": "rollout/trainer", "for new weights": "rollout/weights"},
+                "training": {
+                    "for the engines": "trainer/engines",
+                    "for the slowest trajectory, in tool price": "trainer/tool_price",
+                },
+            }.items()):  # fmt: skip
+                assert lanes.nth(number).locator(".stack").count() == 6
+                step = lanes.nth(number).locator(".stack").nth(3)
+                step.hover()
+                tip = page.locator(".tip")
+                expect(tip.locator("b")).to_have_text(f"{name}, step 4")
+                assert tip.locator("dt").all_text_contents() == ["at work", *waits]
+                # The height of each part is its share of the step.
+                waited = [row[f"idle/{wait}"] for wait in waits.values()]
+                whole = row["timing/step"] + row.get("timing/validation", 0.0)
+                heights = [part.bounding_box()["height"] for part in step.locator("i").all()]
+                expected = [56 * length / whole for length in (whole - sum(waited), *waited)]
+                assert heights == pytest.approx(expected, abs=0.1)
+            page.mouse.move(5, 5)
+        page.goto(f"{viewer.url}#/time?step=4")
+        titles = {under_pointer(page, "canvas.clock", share / 100, 30)["title"] for share in range(2, 60, 4)}
+        assert {"rollout", "early_log_probs"} <= titles
+        page.locator(".waits .stack").nth(1).click()
+        expect(page.locator(".waits .stack.here")).to_have_count(2)
+        assert "step=2" in page.url
+
+
+def test_a_run_whose_steps_alternate_has_no_lanes(page: Any, viewer: Viewer) -> None:
+    page.goto(viewer.url + "#/time?run=shop&step=24")
+    expect(page.locator("canvas.clock")).to_be_visible()
+    expect(page.locator(".waits")).to_have_count(0)
+
+
 def test_idle_time_has_its_cause(page: Any, viewer: Viewer) -> None:
     page.goto(viewer.url)
     found = page.evaluate("""async () => {

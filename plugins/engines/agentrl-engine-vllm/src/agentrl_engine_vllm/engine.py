@@ -5,10 +5,9 @@ import contextlib
 import multiprocessing
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl_core.api.concurrency import together
 from agentrl_core.api.engine import EngineContext, InferenceEngine, PauseMode, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import WeightUpdate
@@ -209,29 +208,36 @@ class VLLMEngine(InferenceEngine):
         ended = self._requests.get(request_id)
         if ended is None:
             return None
-        while not ended.done():
-            turn = self._waiting.get(request_id)
-            if turn is not None and not turn.done():
-                turn.set_result(False)
-            else:
-                await self._running().abort(request_id)
-            # An abort that overtakes its request is lost, so it is said again.
-            await asyncio.wait([ended], timeout=ABORT_INTERVAL)
+        await self._end({request_id: ended})
         return ended.result()
+
+    async def _end(self, requests: Mapping[str, "asyncio.Future[TokenOutput | None]"]) -> None:
+        """Abort requests together: a call for each would take longer than the update that waits for them."""
+        while left := [name for name, ended in requests.items() if not ended.done()]:
+            turns = [turn for name in left if (turn := self._waiting.get(name)) is not None and not turn.done()]
+            for turn in turns:
+                turn.set_result(False)
+            if len(turns) < len(left):
+                await self._running().abort(left)
+            # An abort that overtakes its request is lost, so it is said again.
+            await asyncio.wait([requests[name] for name in left], timeout=ABORT_INTERVAL)
 
     # Between requests ---------------------------------------------------------------------------------------------
 
     async def pause(self, mode: PauseMode = "keep") -> None:
-        """``keep`` keeps the KV cache too, until an update takes it. New requests wait."""
+        """``keep`` keeps the KV cache too, until an update takes it. New requests wait.
+
+        After ``abort`` vLLM itself need not pause, which takes 20 ms: nothing runs, and what is new waits here.
+        """
         llm = self._running()
         if mode not in PAUSE_MODES:
             raise ValueError(f"pause mode {mode!r}; allowed are {', '.join(PAUSE_MODES)}")
         self._closed_by.add("pause")
         async with self._control:
             if mode == "abort":
-                running = [name for name in self._requests if name not in self._waiting]
-                await together(map(self.abort, running))
-            await llm.pause_generation(mode=PAUSE_MODES[mode], clear_cache=False)
+                await self._end({name: each for name, each in self._requests.items() if name not in self._waiting})
+            else:
+                await llm.pause_generation(mode=PAUSE_MODES[mode], clear_cache=False)
             self._is_frozen = mode == "keep"
 
     async def resume(self) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 from agentrl_viewer.index import Filter
 from agentrl_viewer.run import Run
 
-MODULES = ("data", "dom", "curves", "configs", "list", "trajectory", "clock", "lanes", "time", "app")
+MODULES = ("data", "dom", "curves", "configs", "list", "trajectory", "clock", "lanes", "waits", "time", "app")
 """The ES modules, each imported as ``viewer/<name>``; the last one starts the page."""
 _KINDS = {".js": "text/javascript", ".css": "text/css"}
 

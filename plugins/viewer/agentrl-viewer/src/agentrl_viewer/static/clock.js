@@ -8,8 +8,11 @@ export const PHASES = [
 // In these phases the engines have work if trajectories ask for it.
 const ASKING = ["rollout", "baseline", "validation"];
 
+// Within a rollout the trainer may compute what models say of the groups that have ended.
+const WITHIN = { early_log_probs: "--phase-log_probs" };
+
 // The color of a phase or kind, as the name of a custom property.
-export const colorName = (name) => (KINDS.includes(name) ? `--kind-${name}` : PHASES.includes(name) ? `--phase-${name}` : "--kind-other");
+export const colorName = (name) => WITHIN[name] ?? (KINDS.includes(name) ? `--kind-${name}` : PHASES.includes(name) ? `--phase-${name}` : "--kind-other");
 
 // The requests of each replica, by its number; "" where the run does not say which replica it was.
 export function byReplica(requests) {

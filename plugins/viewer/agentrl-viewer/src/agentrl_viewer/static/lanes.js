@@ -131,7 +131,8 @@ export function lanesPanel(found, place, app, run, zoom, go) {
     const within = ([, begun, length]) => begun <= at && at <= begun + length;
     if (event.offsetX < GUTTER) return hideTip();
     if (event.offsetY < replicasTop) {
-      const phase = phases.find(within);
+      // The last one is within the others.
+      const phase = phases.findLast(within);
       if (!phase) return hideTip();
       return showTip(event, phase[0], [["from", seconds(phase[1] - start)], ["for", seconds(phase[2])]]);
     }

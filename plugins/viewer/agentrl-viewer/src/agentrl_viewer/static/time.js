@@ -4,6 +4,7 @@ import { PHASES, byReplica, extent, colorName, replicaSeconds } from "viewer/clo
 import { get, timelineSteps } from "viewer/data";
 import { h, hideTip, number, seconds, showTip } from "viewer/dom";
 import { lanesPanel, niceStep } from "viewer/lanes";
+import { waitsPanel } from "viewer/waits";
 
 const TALLEST = 130;
 
@@ -49,9 +50,10 @@ export async function time(view, app, query) {
       go({ split, step });
     }));
   const rows = series.steps.map((step, i) => [step, Object.fromEntries(Object.entries(series.values).filter(([name]) => name.startsWith("timing/")).map(([name, values]) => [name, values[i] ?? 0]))]);
-  view.replaceChildren(controls, overTime(rows, place, go));
-  const stacks = view.querySelector(".stacks");
-  stacks.scrollLeft = (stacks.querySelector(".here")?.offsetLeft ?? stacks.scrollWidth) - stacks.clientWidth / 2;
+  view.replaceChildren(...[controls, overTime(rows, place, go), waitsPanel(series, place, go)].filter(Boolean));
+  for (const stacks of view.querySelectorAll(".stacks")) {
+    stacks.scrollLeft = (stacks.querySelector(".here")?.offsetLeft ?? stacks.scrollWidth) - stacks.clientWidth / 2;
+  }
   if (!place) return {};
   const found = await get("timeline", { run, split: place.split, step: place.step });
   view.append(stepPanel(found, place), lanesPanel(found, place, app, run, query.zoom, go));

@@ -81,9 +81,9 @@ class AsyncLLM:
         scored = FlatLogprobs(list(ids), [-token / 1000 for token in ids])
         yield RequestOutput([Completion(ids, scored, reason, spans or None)], len(start) - 1)
 
-    async def abort(self, request_id: str) -> None:
-        if request_id in self.running:
-            self.aborted.add(request_id)
+    async def abort(self, request_ids: list[str]) -> None:
+        self.calls.append(("abort", *request_ids))
+        self.aborted |= self.running & set(request_ids)
 
     async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
         self.calls.append(("pause", mode, clear_cache))
@@ -102,7 +102,7 @@ class AsyncLLM:
         self.moving = True
 
     async def start_weight_update(self) -> None:
-        assert not self.moving
+        assert not self.moving or not self.running
         self.sizes = []
 
     async def update_weights(self, request: Any) -> None:
