@@ -84,8 +84,7 @@ def check_training(config: ResolvedConfig) -> None:
         raise ConfigError(problems)
     if config.model.quantize is not None and find_spec("bitsandbytes") is None:
         raise ConfigError(
-            f"model.quantize: found {config.model.quantize}, which needs bitsandbytes: pip install "
-            "agentrl-core[quantize]"
+            f"model.quantize: found {config.model.quantize}, which needs bitsandbytes: pip install bitsandbytes"
         )
     lr = config.actor.optimizer.lr
     if config.model.adapter is not None and lr < ADAPTER_LR:
