@@ -76,9 +76,15 @@ def check_weights(
     Raises:
         EngineError: with all that is wrong, and nothing has been written.
     """
-    problems = [*_broken(buckets, has_data), *_differences(shapes_of(buckets), known, tied)]
-    if problems:
+    if problems := problems_of(buckets, known, tied, has_data):
         raise EngineError("weights refused, nothing was sent:\n" + "\n".join(f"  - {problem}" for problem in problems))
+
+
+def problems_of(
+    buckets: list[ArrayBucket], known: Shapes, tied: Iterable[Collection[str]] = (), has_data: bool = True
+) -> list[str]:
+    """What :func:`check_weights` finds wrong."""
+    return [*_broken(buckets, has_data), *_differences(shapes_of(buckets), known, tied)]
 
 
 def shapes_of(buckets: Iterable[ArrayBucket]) -> dict[str, tuple[int, ...]]:

@@ -7,24 +7,32 @@ import logging
 import warnings
 from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
+from contextlib import nullcontext
+from functools import partial
 from operator import is_not
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import AttentionInterface, Cache
 
 from agentrl_engine_hf.kv_cache import LayerShape
+from agentrl_engine_hf.lora import Lora, Mix
 
 logger = logging.getLogger(__name__)
 
 _GROUPED = "agentrl_grouped"
 _OURS = ("torch.", "transformers.")
+_PEFT = "peft."
 _TORCH = str(Path(torch.__file__).parent)
 
-Inputs = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor]]
+Inputs = tuple[Any, ...]
 """Ids ``[B, 1]``, positions ``[B, 1]``, additive mask ``[B, 1, 1, L]``, rows ``[B]`` (0 to B - 1), keys and values of
-each layer ``[B, K, L, D]``, into which the step writes."""
+each layer ``[B, K, L, D]``, into which the step writes; then what a :data:`Mix` has, where rows have adapters."""
+
+
+_PLAIN = 6
+"""So many inputs a step has without adapters."""
 
 
 class WindowCache(Cache):  # type: ignore[misc]  # transformers has no complete types
@@ -53,13 +61,16 @@ class Decoder(torch.nn.Module):
     """One token for every row: ``forward`` calls the module, ``replay`` runs what was recorded of it where it may.
 
     A record holds the module's operations, not its Python: it is used only while the module has no hooks, and only for
-    modules that are made of torch's and transformers' own parts (an adapter can be switched off in Python).
+    modules that are made of torch's and transformers' own parts, and PEFT's where ``lora`` says what those do (an
+    adapter can be switched off in Python).
     """
 
-    def __init__(self, module: Any) -> None:
+    def __init__(self, module: Any, lora: Lora | None = None) -> None:
         super().__init__()
         self.module = module
-        self._record: Any = None
+        self._lora = lora
+        # Without adapters, and with those of a batch.
+        self._records: dict[bool, Any] = {}
         self._weights: list[torch.Tensor] = []
         self._hooks: list[Any] = []
         self._recorded: list[Any] = []
@@ -71,44 +82,49 @@ class Decoder(torch.nn.Module):
         return len(parts) != len(self._recorded) or any(map(is_not, parts, self._recorded))
 
     def forward(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, mask: torch.Tensor, rows_B: torch.Tensor,
-                keys: list[torch.Tensor], values: list[torch.Tensor]) -> torch.Tensor:  # fmt: skip
-        output = self.module(
-            input_ids=ids_B1,
-            position_ids=positions_B1,
-            attention_mask=mask,
-            past_key_values=WindowCache(rows_B, positions_B1.squeeze(1), keys, values),
-            use_cache=True,
-            logits_to_keep=1,
-        )
+                keys: list[torch.Tensor], values: list[torch.Tensor], *mix: Any) -> torch.Tensor:  # fmt: skip
+        with nullcontext() if self._lora is None else self._lora.using(cast("Mix | tuple[()]", mix)):
+            output = self.module(
+                input_ids=ids_B1,
+                position_ids=positions_B1,
+                attention_mask=mask,
+                past_key_values=WindowCache(rows_B, positions_B1.squeeze(1), keys, values),
+                use_cache=True,
+                logits_to_keep=1,
+            )
         logits_BV: torch.Tensor = output.logits[:, -1]
         return logits_BV
 
     def replay(self, inputs: Inputs) -> torch.Tensor:
         """Logits ``[B, V]``."""
-        if self._record is None or any(self._hooks):
+        record = self._records.get(len(inputs) > _PLAIN)
+        if record is None or any(self._hooks):
             return self.forward(*inputs)
         # Unoptimised, the same operations run in the same order; the optimiser would compile anew for each shape.
         with torch.jit.optimized_execution(False):
-            logits_BV: torch.Tensor = self._record(*inputs, self._weights)
+            logits_BV: torch.Tensor = record(*inputs, self._weights)
             return logits_BV
 
     def record(self, layers: SequenceOf[LayerShape], dtype: torch.dtype, device: torch.device) -> None:
         """Record the forward, and keep the record if it repeats the module at other shapes."""
-        self._record = None
+        self._records.clear()
         parts = list(self.module.modules())
         self._recorded = [*parts, *self.module.parameters()]
         self._weights = [*self.module.parameters(), *self.module.buffers()]
         self._hooks = [hooks for part in parts for hooks in (part._forward_hooks, part._forward_pre_hooks)]
-        if any(self._hooks) or not all(type(part).__module__.startswith(_OURS) for part in parts):
+        known = _OURS if self._lora is None else (*_OURS, _PEFT)
+        if any(self._hooks) or not all(type(part).__module__.startswith(known) for part in parts):
             return
-        try:
-            record = self._trace(_example(3, 24, layers, dtype, device))
-            for rows, length in ((1, 16), (5, 40)):
-                self._compare(record, rows, length, layers, dtype, device)
-        except Exception as error:  # noqa: BLE001 - whatever cannot be recorded runs as before
-            logger.info("decoding runs without a recorded forward: %s", error)
-            return
-        self._record = record
+        for lora in (None,) if self._lora is None else (None, self._lora):
+            example = partial(_example, layers=layers, dtype=dtype, device=device, lora=lora)
+            try:
+                record = self._trace(example(3, 24))
+                for rows, length in ((1, 16), (5, 40)):
+                    self._compare(record, example(rows, length), example(rows, length))
+            except Exception as error:  # noqa: BLE001 - whatever cannot be recorded runs as before
+                logger.info("decoding runs without a recorded forward: %s", error)
+                return
+            self._records[lora is not None] = record
 
     def _trace(self, inputs: Inputs) -> Any:
         config = self.module.config.get_text_config(decoder=True)
@@ -132,17 +148,14 @@ class Decoder(torch.nn.Module):
         _simplify(graph)
         return torch._C._create_function_from_graph("forward", graph)
 
-    def _compare(self, record: Any, rows: int, length: int, layers: SequenceOf[LayerShape],
-                 dtype: torch.dtype, device: torch.device) -> None:  # fmt: skip
-        expected_inputs = _example(rows, length, layers, dtype, device)
-        inputs = _example(rows, length, layers, dtype, device)
+    def _compare(self, record: Any, inputs: Inputs, expected_inputs: Inputs) -> None:
         expected = [self.forward(*expected_inputs), *_stores(expected_inputs)]
         with torch.jit.optimized_execution(False):
             found = [record(*inputs, self._weights), *_stores(inputs)]
         for left, right in zip(expected, found, strict=True):
             gap = (left - right).abs().max()
-            if not gap <= left.abs().max() * torch.finfo(dtype).eps ** 0.5:
-                raise ValueError(f"the record differs from the module by {float(gap):.3g} at {rows} x {length}")
+            if not gap <= left.abs().max() * torch.finfo(left.dtype).eps ** 0.5:
+                raise ValueError(f"the record differs from the module by {float(gap):.3g} at {list(inputs[2].shape)}")
 
 
 def _simplify(graph: Any) -> None:
@@ -170,8 +183,8 @@ def _grouped_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.
     return output_BKGD.reshape(query.shape[0], 1, query.shape[1], -1), None
 
 
-def _example(rows: int, length: int, layers: SequenceOf[LayerShape], dtype: torch.dtype,
-             device: torch.device) -> Inputs:  # fmt: skip
+def _example(rows: int, length: int, layers: SequenceOf[LayerShape], dtype: torch.dtype, device: torch.device,
+             lora: Lora | None) -> Inputs:  # fmt: skip
     """Inputs of a step that has seen something: the same for the same shape."""
     positions_B1 = (torch.arange(rows, device=device).unsqueeze(1) * 5 + 3) % length
     hidden = torch.arange(length, device=device) > positions_B1[:, None, :, None]
@@ -184,4 +197,5 @@ def _example(rows: int, length: int, layers: SequenceOf[LayerShape], dtype: torc
 
     keys = [waves(shape.heads, shape.key_dim, layer) for layer, shape in enumerate(layers)]
     values = [waves(shape.heads, shape.value_dim, -layer) for layer, shape in enumerate(layers)]
-    return ids_B1, positions_B1, mask, torch.arange(rows, device=device), keys, values
+    mix = () if lora is None else lora.example(rows)
+    return ids_B1, positions_B1, mask, torch.arange(rows, device=device), keys, values, *mix

@@ -8,8 +8,10 @@ from math import isfinite
 from agentrl_core.api import EngineContext, TokenOutput, WeightUpdate
 from agentrl_core.api.engine import FinishReason, PauseMode
 from agentrl_core.api.errors import EngineError
+from agentrl_core.engine_kit.adapters import AdapterVersions, check_adapter
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.counters import Counters
+from agentrl_engine_hf.lora import Entry, Pairs, move
 from agentrl_engine_hf.model import Model
 from agentrl_engine_hf.sampler import Sampler
 from agentrl_engine_hf.scheduler import Scheduler
@@ -48,6 +50,7 @@ class Executor:
         self._draining: list[Future[None]] = []
         self._sampler = Sampler([], model.device)
         self._loader: WeightLoader | None = None
+        self._adapters: AdapterVersions[Pairs | None] = AdapterVersions(context.adapters)
         self._results: list[tuple[Sequence, TokenOutput | BaseException]] = []
 
     # The step -----------------------------------------------------------------------------------------------------
@@ -216,6 +219,8 @@ class Executor:
             self._finish_draining()
         results, self._results = self._results, []
         for sequence, result in results:
+            if self._adapters.leave(sequence.adapter):
+                self._forget_adapter(sequence.adapter)
             if isinstance(result, BaseException):
                 sequence.future.set_exception(result)
             else:
@@ -240,7 +245,14 @@ class Executor:
         ):
             error = ValueError(f"request {sequence.request_id!r} is running already: a session has one at a time")
             self._results.append((sequence, error))
-        elif self._draining:
+            return
+        try:
+            sequence.adapter = self._adapters.enter(sequence.params)
+        except ValueError as problem:
+            error = ValueError(f"request {sequence.request_id!r}: {problem}")
+            self._results.append((sequence, error))
+            return
+        if self._draining:
             self._held.append(sequence)
         else:
             self._scheduler.add(sequence)
@@ -277,14 +289,45 @@ class Executor:
         self._scheduler.forget(session_id)
 
     def update_weights(self, update: WeightUpdate, version: int) -> None:
+        if update.adapter is not None:
+            self._update_adapter(update, version)
+            return
         if not update.shared:
-            if self._loader is None:
-                self._loader = WeightLoader(self.model.module)
-            self._loader.load(update)
+            self._get_loader().load(update)
         self._scheduler.invalidate(but_decoding=update.running == "continue")
         self.version = version
         for sequence in self._scheduler.running()[: self._scheduler.decoding]:
             sequence.mark(version)
+
+    def _update_adapter(self, update: WeightUpdate, version: int) -> None:
+        lora = self.model.lora
+        adapter = check_adapter(update, self._context.adapters, {} if lora is None else lora.modules)
+        assert lora is not None
+        if not update.shared:
+            held = lora.load(update, self._get_loader().tensors(update))
+            for entry in self._adapters.add(adapter.name, version, held):
+                self._forget_adapter(entry)
+            return
+        # The actor's module holds one version, which has changed in place, also for requests that run.
+        lora.forget()
+        self._scheduler.invalidate(but_decoding=update.running == "continue")
+        newest = self._adapters.newest(adapter.name)
+        if newest is None:
+            self._adapters.add(adapter.name, version, None)
+        else:
+            newest.version = version
+        for sequence in self._scheduler.running()[: self._scheduler.decoding]:
+            sequence.mark(self.version)
+
+    def _forget_adapter(self, entry: Entry) -> None:
+        self._scheduler.forget_adapter(entry)
+        if self.model.lora is not None:
+            self.model.lora.forget(entry)
+
+    def _get_loader(self) -> WeightLoader:
+        if self._loader is None:
+            self._loader = WeightLoader(self.model.module)
+        return self._loader
 
     def pause(self, mode: PauseMode, done: "Future[None]") -> None:
         """``done`` is set when nothing is computed any more."""
@@ -319,9 +362,11 @@ class Executor:
         if level >= 2 and self.model.owned:
             self._asleep.add("weights")
             self.model.move("cpu")
+            move(self._adapters, "cpu")
         self.model.give_memory_back()
 
     def wake_up(self, tags: set[str]) -> None:
         if "weights" in self._asleep & tags:
             self.model.move(self.model.device)
+            move(self._adapters, self.model.device)
         self._asleep -= tags

@@ -14,6 +14,7 @@ from agentrl_core.api.engine import EngineContext
 from agentrl_core.api.errors import EngineError
 from agentrl_engine_hf.decoder import Decoder
 from agentrl_engine_hf.kv_cache import ForwardCache, KVCache, LayerShape, ProbeCache, round_up
+from agentrl_engine_hf.lora import Lora
 from agentrl_engine_hf.sequence import Sequence
 
 _ATTENTIONS = ("sdpa", "eager")
@@ -38,7 +39,9 @@ class Model:
         self._training: list[torch.nn.Module] | None = None
         _check(self.module, context)
         self.vocab_size = int(self.module.get_input_embeddings().weight.shape[0])
-        self._decoder = Decoder(self.module)
+        slots = context.adapters
+        self.lora = None if slots is None else Lora(self.module, slots, shared=not self.owned)
+        self._decoder = Decoder(self.module, self.lora)
         self._record_decode = record_decode
         self._layers: list[LayerShape] = []
 
@@ -48,11 +51,15 @@ class Model:
             self._training = [part for part in self.module.modules() if part.training]
             for part in self._training:
                 part.training = False
+            if self.lora is not None:
+                self.lora.begin()
             if self._record_decode and self._layers and self._decoder.outdated:
                 self._decoder.record(self._layers, self.module.dtype, self.device)
 
     def end(self) -> None:
         """Give the module back as :meth:`begin` found it."""
+        if self.lora is not None:
+            self.lora.end()
         for part in self._training or ():
             part.training = True
         self._training = None
@@ -92,7 +99,9 @@ class Model:
         length = min(round_up_decode(max(positions) + 1), store.capacity)
         rows_B = torch.arange(len(sequences), device=self.device)
         keys, values = store.windows(len(sequences), length)
-        return self._decoder.replay((ids_B1, positions_B1, self._mask(positions_B1, length), rows_B, keys, values))
+        mask = self._mask(positions_B1, length)
+        mix = () if self.lora is None else self.lora.mix([sequence.adapter for sequence in sequences])
+        return self._decoder.replay((ids_B1, positions_B1, mask, rows_B, keys, values, *mix))
 
     @torch.inference_mode()
     def prefill(self, store: KVCache, first_row: int, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
@@ -117,7 +126,12 @@ class Model:
         longest = max(start + count for start, count in zip(starts, counts, strict=True))
         length = min(round_up(longest), store.capacity)
         cache = ForwardCache(store, first_row, len(counts), length, rows_N, positions_N, tokens_N)
-        self._forward(ids_BT, positions_BT, self._mask(positions_BT, length), cache)
+        mask = self._mask(positions_BT, length)
+        if self.lora is None:
+            self._forward(ids_BT, positions_BT, mask, cache)
+            return
+        with self.lora.using(self.lora.mix([sequence.adapter for sequence in sequences])):
+            self._forward(ids_BT, positions_BT, mask, cache)
 
     def _mask(self, positions_BT: torch.Tensor, length: int) -> torch.Tensor:
         """Additive ``[B, 1, T, L]``: a token sees what is at its own position and before."""

@@ -32,6 +32,7 @@ PLUGIN = PluginSpec(
             "shared_module",
             "deterministic",
             "sessions",
+            "adapters",
         }
     ),
 )

@@ -5,7 +5,8 @@ from collections import deque
 from collections.abc import Iterable
 
 from agentrl_engine_hf.kv_cache import KVCache, round_up
-from agentrl_engine_hf.sequence import Sequence
+from agentrl_engine_hf.lora import Entry
+from agentrl_engine_hf.sequence import Prefix, Sequence
 
 
 class Scheduler:
@@ -24,7 +25,7 @@ class Scheduler:
         self.waiting: deque[Sequence] = deque()
         self.live: dict[str, Sequence] = {}
         self.idle: dict[str, Sequence] = {}
-        self.prefixes: dict[tuple[int, ...], Sequence] = {}
+        self.prefixes: dict[Prefix, Sequence] = {}
         self._max_num_seqs = max_num_seqs
         self._max_capacity = round_up(max_model_len)
         self._kv_cache_tokens = kv_cache_tokens or max_num_seqs * self._max_capacity
@@ -60,6 +61,12 @@ class Scheduler:
         if session_id in self.idle:
             self._free(self.idle.pop(session_id))
 
+    def forget_adapter(self, adapter: Entry) -> None:
+        """Free what is kept for sessions whose last turn used it: no turn may again."""
+        for session_id, sequence in list(self.idle.items()):
+            if sequence.adapter is adapter:
+                self._free(self.idle.pop(session_id))
+
     def invalidate(self, but_decoding: bool = False) -> None:
         """All keys and values are worthless: idle sessions go, running requests are prefilled again.
 
@@ -91,6 +98,11 @@ class Scheduler:
         self.prefixes.clear()
         self.store.release()
 
+    @staticmethod
+    def weights_of(sequence: Sequence) -> Entry | None:
+        """What keys and values are computed with: those of others are of no use."""
+        return sequence.adapter
+
     # Rows ---------------------------------------------------------------------------------------------------------
 
     def running(self) -> list[Sequence]:
@@ -101,11 +113,12 @@ class Scheduler:
         """Give rows to as many waiting requests as fit; returns them."""
         joining = self._take_waiting()
         # Those who can copy another's prompt come after it; the longest prompts share their forward's padding.
-        seen: set[tuple[int, ...]] = set()
+        seen: set[Prefix] = set()
         fresh, copies = [], []
         for sequence in joining:
             self._claim(sequence)
-            sequence.prefix = tuple(sequence.ids[:-1]) if sequence.cached == 0 else None
+            key = self.weights_of(sequence), tuple(sequence.ids[:-1])
+            sequence.prefix = key if sequence.cached == 0 else None
             if sequence.prefix is None or sequence.prefix not in seen:
                 fresh.append(sequence)
             else:
@@ -143,14 +156,14 @@ class Scheduler:
             return None
         donor = self.prefixes.get(sequence.prefix)
         count = len(sequence.ids) - 1
-        if donor is None or donor.row < 0 or donor.cached < count or len(sequence.prefix) != count:
+        if donor is None or donor.row < 0 or donor.cached < count or len(sequence.prefix[1]) != count:
             return None
         return donor
 
     def promote(self) -> None:
         """The first prefilling row has all it needs and joins those who sample."""
         sequence = self.owners[self.decoding]
-        if sequence is not None and sequence.prefix is not None and len(sequence.prefix) == sequence.cached:
+        if sequence is not None and sequence.prefix is not None and len(sequence.prefix[1]) == sequence.cached:
             self.prefixes.setdefault(sequence.prefix, sequence)
         self.decoding += 1
 
@@ -190,7 +203,8 @@ class Scheduler:
         if last is None:
             return
         sequence.row, last.row = last.row, -1
-        sequence.cached = min(_common_prefix(last.ids, sequence.ids), last.cached, len(sequence.ids) - 1)
+        if self.weights_of(last) == self.weights_of(sequence):
+            sequence.cached = min(_common_prefix(last.ids, sequence.ids), last.cached, len(sequence.ids) - 1)
         self.owners[sequence.row] = sequence
         self._drop_prefix(last)
 

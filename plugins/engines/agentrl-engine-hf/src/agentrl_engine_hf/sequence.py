@@ -5,6 +5,9 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from agentrl_core.api.engine import FinishReason, PolicySpan, SamplingParams, TokenOutput
+from agentrl_engine_hf.lora import Entry
+
+Prefix = tuple[Entry | None, tuple[int, ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -17,10 +20,11 @@ class Sequence:
         row: row of the KV cache, -1 without one.
         cached: how many leading ``ids`` have valid keys and values in that row. A sequence that samples has all but
             its last id cached; the forward that feeds this id predicts the next.
+        adapter: that it samples with; None: the model's own weights alone.
         marks: (version of the weights, index of the first output token sampled by them).
         keep: whether the row is kept for the session's next turn when the request ends.
         waits_since, queued: when it began to wait for a row (``time.perf_counter``), and the seconds of all its waits.
-        prefix: key under which other requests find this row to copy their prompt from.
+        prefix: key under which other requests find this row to copy their prompt from: the adapter and the ids.
     """
 
     request_id: str
@@ -31,6 +35,7 @@ class Sequence:
     seed: int
     future: "Future[TokenOutput]"
     stop_ids: frozenset[int] = frozenset()
+    adapter: Entry | None = None
     log_probs: list[float] = field(default_factory=list)
     marks: list[tuple[int, int]] = field(default_factory=list)
     row: int = -1
@@ -38,7 +43,7 @@ class Sequence:
     keep: bool = True
     waits_since: float = field(default_factory=time.perf_counter)
     queued: float = 0.0
-    prefix: tuple[int, ...] | None = None
+    prefix: Prefix | None = None
 
     @property
     def remaining(self) -> int:
@@ -46,7 +51,9 @@ class Sequence:
         return len(self.ids) - 1 - self.cached
 
     def mark(self, version: int) -> None:
-        """From here on ``version`` samples."""
+        """From here on the model's weights number ``version`` sample, or the adapter."""
+        if self.adapter is not None:
+            version = self.adapter.version
         if not self.marks or self.marks[-1][0] != version:
             self.marks.append((version, len(self.log_probs)))
 

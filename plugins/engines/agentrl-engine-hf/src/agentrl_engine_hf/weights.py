@@ -52,10 +52,15 @@ class WeightLoader:
         optional = self._buffers - shapes_of(buckets).keys()
         known = {name: shape for name, shape in self._shapes.items() if name not in optional}
         check_weights(buckets, known, self._tied, has_data=update.broadcast is None)
-        tensors = (tensor for bucket in buckets for tensor in _tensors(bucket))
         with torch.no_grad():
-            for name, tensor in tensors if update.broadcast is None else self._received(update):
+            for name, tensor in self.tensors(update):
                 self._writers[name](tensor)
+
+    def tensors(self, update: WeightUpdate) -> Tensors:
+        """All tensors of an update, by name."""
+        if update.broadcast is not None:
+            return self._received(update)
+        return (tensor for bucket in update for tensor in _tensors(bucket))
 
     def _received(self, update: WeightUpdate) -> Tensors:
         """All tensors, which must be taken as they come: the sender waits."""

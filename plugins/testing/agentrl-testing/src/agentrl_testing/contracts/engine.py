@@ -5,10 +5,8 @@ The engine runs in this interpreter. Run pytest in the engine's environment if i
 
 import asyncio
 import json
-import tempfile
 import time
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -24,6 +22,7 @@ from agentrl_core.api import (
     TokenOutput,
 )
 from agentrl_testing.contracts.case import PluginContract, needs
+from agentrl_testing.contracts.engine_adapters import AdapterCases
 from agentrl_testing.contracts.engine_served import (
     DEADLINE,
     PROMPTS,
@@ -33,32 +32,22 @@ from agentrl_testing.contracts.engine_served import (
     Served,
     check_cover,
     check_spans,
+    of_class,
 )
 from agentrl_testing.contracts.engine_weights import WeightCases
 
 __all__ = ["EngineCase", "EngineContract"]
 
 
-class EngineContract(WeightCases, PluginContract):
-    """What every engine must do. One engine is started per class."""
+class EngineContract(WeightCases, AdapterCases, PluginContract):
+    """What every engine must do. One engine is started per class, and one more for adapters, where it serves them."""
 
     kind = "engine"
 
     @pytest.fixture
     def served(self, request: pytest.FixtureRequest, plugin: EngineCase) -> Iterator[Served]:
         """The engine of this class, with the weights that it began with."""
-        cls = request.cls
-        served: Served | None = cls.__dict__.get("_served")
-        if served is None:
-            folder = tempfile.TemporaryDirectory(prefix="agentrl-contract-")
-            served = cls._served = Served(plugin, Path(folder.name))
-
-            def end() -> None:
-                del cls._served
-                served.close()
-                folder.cleanup()
-
-            request.node.getparent(pytest.Class).addfinalizer(end)
+        served = of_class(request, "_served", lambda folder: Served(plugin, folder))
         served.fresh()
         yield served
 

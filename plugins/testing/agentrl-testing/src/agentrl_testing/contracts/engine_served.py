@@ -1,7 +1,8 @@
 """An engine that is started for its contract, its model, and what transformers says about its outputs."""
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+import tempfile
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
+import pytest
 
 from agentrl_core.api import (
     ArrayBucket,
@@ -275,6 +277,30 @@ class Served:
         self.run(self.engine.close())
         self.run(self.engine.close())
         self._loop.close()
+
+
+S = TypeVar("S", bound=Served)
+
+
+def of_class(request: pytest.FixtureRequest, name: str, start: Callable[[Path], S]) -> S:
+    """An engine that the tests of a class share, under this name: started by the first one, and ended after the last.
+
+    Args:
+        start: gets a folder that is removed in the end.
+    """
+    cls = request.cls
+    if name not in cls.__dict__:
+        folder = tempfile.TemporaryDirectory(prefix="agentrl-contract-")
+        setattr(cls, name, start(Path(folder.name)))
+
+        def end() -> None:
+            getattr(cls, name).close()
+            delattr(cls, name)
+            folder.cleanup()
+
+        request.node.getparent(pytest.Class).addfinalizer(end)
+    served: S = getattr(cls, name)
+    return served
 
 
 def check_cover(output: TokenOutput) -> None:
