@@ -86,7 +86,10 @@ def test_the_modules_own_adapters_answer_in_one_batch(qwen3, serve, reference_lo
         async with serve(module, HFEngineConfig(record_decode=recorded), adapters=SLOTS) as engine:
             for number, name in enumerate(SLOTS.names, 3):
                 await engine.update_weights(WeightUpdate(shared=True, adapter=Adapter(name, _config(name))), number)
-            return await asyncio.gather(*(ask(engine, name, f"s{name}") for name in (*SLOTS.names, "")))
+            outputs = await asyncio.gather(*(ask(engine, name, f"s{name}") for name in (*SLOTS.names, "")))
+            records = await engine._call(lambda executor: set(executor.model._decoder._records))
+            assert records == ({False, True} if recorded else set())
+            return outputs
 
     for (name, version), output in zip((("one", 3), ("two", 4), ("", 0)), asyncio.run(main()), strict=True):
         assert output.spans == [PolicySpan(version, 0, 10)]

@@ -28,7 +28,7 @@ SHAPE = {
 def _recorded(module) -> bool:
     model = Model(EngineContext("", shared_module=module), "sdpa")
     model.new_cache()
-    return model._decoder._record is not None
+    return bool(model._decoder._records)
 
 
 def test_qwen3_qwen2_and_llama_are_recorded_and_keep_their_attention(qwen3, llama) -> None:
@@ -78,12 +78,12 @@ def test_a_replaced_part_is_recorded_anew_and_its_output_is_the_new_modules(qwen
     module = qwen3()
     model = Model(EngineContext("", shared_module=module), "sdpa")
     model.new_cache()
-    old = model._decoder._record
+    old = model._decoder._records[False]
     layer = module.model.layers[0].mlp
     layer.down_proj = torch.nn.Linear(layer.down_proj.in_features, layer.down_proj.out_features, bias=False)
     model.begin()
-    assert model._decoder._record is not None
-    assert model._decoder._record is not old
+    assert model._decoder._records
+    assert model._decoder._records[False] is not old
 
 
 def test_a_hook_that_is_set_later_is_called(qwen3, serve, generate_all) -> None:
@@ -120,7 +120,7 @@ def test_a_model_that_is_gone_leaves_nothing_of_its_record(qwen3) -> None:
 def test_weights_that_change_in_place_change_what_is_replayed(qwen3) -> None:
     model = Model(EngineContext("", shared_module=qwen3()), "sdpa")
     model.new_cache()
-    inputs = _example(3, 24, model._layers, torch.float32, torch.device("cpu"))
+    inputs = _example(3, 24, model._layers, torch.float32, torch.device("cpu"), None)
     with torch.inference_mode():
         before = model._decoder.replay(inputs)
         for weight in model.module.parameters():
