@@ -167,6 +167,16 @@ def write_safetensors(path: str | os.PathLike[str], bucket: ArrayBucket) -> None
         np.ascontiguousarray(bucket.data).tofile(file)
 
 
+def merged(buckets: Sequence[ArrayBucket]) -> ArrayBucket:
+    """One bucket with the tensors of all, in a copy."""
+    return ArrayBucket(
+        names=tuple(name for bucket in buckets for name in bucket.names),
+        shapes=tuple(shape for bucket in buckets for shape in bucket.shapes),
+        dtypes=tuple(dtype for bucket in buckets for dtype in bucket.dtypes),
+        data=np.concatenate([bucket.data for bucket in buckets]) if buckets else np.empty(0, np.uint8),
+    )
+
+
 def _header(layout: Iterable[ArrayBucket]) -> tuple[bytes, dict[str, int]]:
     """The first bytes of a safetensors file, and where each tensor's bytes end behind them."""
     entries: dict[str, Any] = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import EngineContext
+from agentrl_core.api import AdapterSlots, EngineContext
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.engine import VLLMEngine
 from agentrl_testing.tiny_model import save_tiny_model
@@ -48,10 +48,11 @@ def _forget() -> None:
 def make_engine(stand_in: Any, model_path: str) -> Callable[..., VLLMEngine]:
     """An engine that is not started yet."""
 
-    def make(model: str = model_path, **config: Any) -> VLLMEngine:
+    def make(model: str = model_path, adapters: AdapterSlots | None = None, **config: Any) -> VLLMEngine:
         context = EngineContext(
-            model, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB, seed=3, replica=1, tensor_parallel=2
-        )
+            model, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB, seed=3, replica=1, tensor_parallel=2,
+            adapters=adapters,
+        )  # fmt: skip
         return VLLMEngine(VLLMConfig(**config), context)
 
     return make

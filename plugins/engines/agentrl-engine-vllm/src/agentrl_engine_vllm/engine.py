@@ -11,9 +11,11 @@ from typing import Any
 from agentrl_core.api.engine import EngineContext, InferenceEngine, PauseMode, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import WeightUpdate
+from agentrl_core.engine_kit.adapters import linear_modules
 from agentrl_core.engine_kit.memory_files import SharedMemoryOf
 from agentrl_core.engine_kit.model_tensors import ModelTensors
-from agentrl_core.engine_kit.requests import check_request, read_model_config
+from agentrl_core.engine_kit.requests import check_request, covering_spans, read_model_config
+from agentrl_engine_vllm.adapters import Adapters, Entry, lora_request
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.counters import Counters, StepCounter
 from agentrl_engine_vllm.follower import VLLMFollower
@@ -24,6 +26,7 @@ from agentrl_engine_vllm.weights import WorkerWeights
 ABORT_INTERVAL = 0.5
 PAUSE_MODES = {"abort": "abort", "drain": "wait", "keep": "keep"}
 MEMORY_TAGS = ("weights", "kv_cache")
+SHARES_NOTHING = "the vllm engine computes in processes of its own: it cannot share the actor's module"
 
 
 class VLLMEngine(InferenceEngine):
@@ -53,6 +56,7 @@ class VLLMEngine(InferenceEngine):
         self._ended_because = ""
         self._vocab_size = 0
         self._weights = WorkerWeights(context.nodes)
+        self._adapters = Adapters(None, {})
         self._closing = threading.Event()
         self._memory: SharedMemoryOf | None = None
         self._llm: Any = None
@@ -66,6 +70,7 @@ class VLLMEngine(InferenceEngine):
         size = int((model.get("text_config") or model).get("vocab_size") or self._context.vocab_size)
         self._vocab_size = min(size, self._context.vocab_size or size)
         self._tensors = ModelTensors.read(self._context.model_path, model)
+        self._adapters = Adapters(self._context.adapters, linear_modules(self._tensors.shapes))
         os.environ.update(environment(self._config, self._context))
         arguments = engine_arguments(self._config, self._context, model)
         others = set(multiprocessing.active_children())
@@ -92,6 +97,7 @@ class VLLMEngine(InferenceEngine):
             waiting.cancel()
         if llm is not None:
             await asyncio.to_thread(llm.shutdown)
+        self._adapters.close()
         if self._memory is not None:
             self._memory.close()
 
@@ -129,19 +135,25 @@ class VLLMEngine(InferenceEngine):
         multi_modal: dict[str, Any] | None = None,
     ) -> TokenOutput:
         """Raises ValueError for a request that cannot be served; others are not affected."""
-        self._running()
+        llm = self._running()
         length = self._context.max_model_len
         check_request(
             request_id, prompt_ids, sampling_params, multi_modal, vocab_size=self._vocab_size, max_model_len=length
         )
         with self._session(request_id) as ended:
-            arguments = sampling_arguments(len(prompt_ids), sampling_params, length)
-            output = await self._call([int(token) for token in prompt_ids], arguments, request_id)
+            adapter = self._adapters.enter(sampling_params)
+            try:
+                arguments = sampling_arguments(len(prompt_ids), sampling_params, length)
+                output = await self._call([int(token) for token in prompt_ids], arguments, request_id, adapter)
+            finally:
+                self._adapters.leave(llm, adapter)
             ended.set_result(output)
         return output
 
-    async def _call(self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str) -> TokenOutput:
-        call = asyncio.ensure_future(self._sample(prompt_ids, arguments, request_id))
+    async def _call(
+        self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str, adapter: Entry | None
+    ) -> TokenOutput:
+        call = asyncio.ensure_future(self._sample(prompt_ids, arguments, request_id, adapter))
         self._calls.add(call)
         try:
             return await call
@@ -181,7 +193,9 @@ class VLLMEngine(InferenceEngine):
                 if not turn.done():
                     turn.set_result(True)
 
-    async def _sample(self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str) -> TokenOutput:
+    async def _sample(
+        self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str, adapter: Entry | None
+    ) -> TokenOutput:
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind, StructuredOutputsParams
@@ -196,11 +210,15 @@ class VLLMEngine(InferenceEngine):
         params = VLLMSamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
         final = None
         prompt = TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=str(self._updates))
-        async for answer in llm.generate(prompt, params, request_id):
+        lora = None if adapter is None else lora_request(adapter.name, adapter.held)
+        async for answer in llm.generate(prompt, params, request_id, lora_request=lora):
             final = answer
         if final is None or not final.finished:
             raise EngineError(f"request {request_id!r}: vLLM ended it without an answer")
         output = token_output(final.outputs[0], self._version)
+        if adapter is not None:
+            # vLLM counts updates of the model's own weights.
+            output.spans = covering_spans([], len(output.token_ids), adapter.version)
         self._counters.finished(len(prompt_ids), final.num_cached_tokens or 0)
         return output
 
@@ -256,6 +274,11 @@ class VLLMEngine(InferenceEngine):
             EngineError: the tensors are not the model's, and nothing was sent; or vLLM failed in the middle of the
                 update, and was ended, because nobody knows what it holds.
         """
+        if update.adapter is not None:
+            if update.shared:
+                raise EngineError(SHARES_NOTHING)
+            await self._adapters.load(self._running(), update, version)
+            return
         self._running()
         update = await asyncio.to_thread(self._checked, update)
         async with self._control:
@@ -289,14 +312,20 @@ class VLLMEngine(InferenceEngine):
 
     def _checked(self, update: WeightUpdate) -> WeightUpdate:
         if update.shared:
-            raise EngineError("the vllm engine computes in processes of its own: it cannot share the actor's module")
+            raise EngineError(SHARES_NOTHING)
+        if self._context.adapters is not None:
+            raise EngineError(
+                "the vllm engine was started for adapters, and cannot update the model's own weights below them: start "
+                "it without adapters, or send those alone"
+            )
         self._weights.check(update)
         return self._tensors.normalised(update)
 
     async def sleep(self, level: int = 1) -> None:
         """Requests wait until :meth:`wake_up`; those that run are finished first.
 
-        Level 2 gives up the weights for good: requests after waking need an update. On a CPU vLLM frees nothing.
+        Level 2 gives up the weights for good: requests after waking need an update. With adapters nobody would send
+        them, so it keeps them in the host's memory, as level 1. On a CPU vLLM frees nothing.
         """
         llm = self._running()
         if level not in (1, 2):
@@ -305,6 +334,7 @@ class VLLMEngine(InferenceEngine):
             if self._is_frozen and len(self._requests) > len(self._waiting):
                 raise EngineError("paused requests hold the engine awake: resume() or pause('abort') first")
             self._closed_by.add("sleep")
+            level = 1 if self._context.adapters is not None else level
             await llm.sleep(level, mode="wait")
             self._asleep = set(MEMORY_TAGS)
             self._lost_weights = self._lost_weights or level == 2

@@ -8,6 +8,7 @@ from typing import Any
 from agentrl_core.api.engine import EngineContext
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import DTYPE_BYTES
+from agentrl_engine_vllm.adapters import adapter_arguments
 from agentrl_engine_vllm.config import VLLMConfig
 
 BACKEND = "agentrl"
@@ -65,6 +66,7 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
     if context.tensor_parallel * context.pipeline_parallel > 1:
         # Inside a Ray actor vLLM would otherwise look for GPUs of other actors.
         arguments["distributed_executor_backend"] = "mp"
+    arguments |= adapter_arguments(context.adapters, context.nodes)
     if context.nodes > 1:
         address, _, port = context.rendezvous.rpartition(":")
         arguments |= {

@@ -32,6 +32,7 @@ PLUGIN = PluginSpec(
             "ipc",
             "parallel",
             "multi_node",
+            "adapters",
         }
     ),
 )

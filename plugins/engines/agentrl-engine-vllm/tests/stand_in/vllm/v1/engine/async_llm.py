@@ -27,6 +27,8 @@ class AsyncLLM:
         self.params: list[SamplingParams] = []
         self.salts: list[str] = []
         self.sizes: list[int] = []
+        self.loras: list[Any] = []
+        self.loaded: dict[int, Path] = {}
 
     @classmethod
     def from_engine_args(cls, args: AsyncEngineArgs, stat_loggers: list[Any]) -> "AsyncLLM":
@@ -49,9 +51,10 @@ class AsyncLLM:
             raise RuntimeError("EngineCore encountered an issue")
 
     async def generate(
-        self, prompt: dict[str, Any], params: SamplingParams, request_id: str
+        self, prompt: dict[str, Any], params: SamplingParams, request_id: str, lora_request: Any = None
     ) -> AsyncIterator[RequestOutput]:
         self.params.append(params)
+        self.loras.append(lora_request)
         self.salts.append(prompt["cache_salt"])
         self.running.add(request_id)
         start = prompt["prompt_token_ids"]
@@ -80,6 +83,18 @@ class AsyncLLM:
             self.aborted.discard(request_id)
         scored = FlatLogprobs(list(ids), [-token / 1000 for token in ids])
         yield RequestOutput([Completion(ids, scored, reason, spans or None)], len(start) - 1)
+
+    async def add_lora(self, lora_request: Any) -> bool:
+        if "bad" in lora_request.lora_name:
+            raise ValueError("not supported here")
+        folder = Path(lora_request.lora_path)
+        assert {path.name for path in folder.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+        self.loaded[lora_request.lora_int_id] = folder
+        return True
+
+    async def remove_lora(self, lora_id: int) -> bool:
+        assert self.loaded.pop(lora_id).exists(), "it may be read until it is removed"
+        return True
 
     async def abort(self, request_ids: list[str]) -> None:
         self.calls.append(("abort", *request_ids))
