@@ -106,11 +106,11 @@ def test_what_does_not_fit_is_refused_and_leaves_nothing(serve, run, update) -> 
     async def main() -> None:
         async with serve(adapters=SLOTS) as engine:
             await engine.update_weights(update(), 1)
-            with pytest.raises(EngineError, match="adapter 'bad': vLLM refuses it: not supported here"):
+            with pytest.raises(EngineError, match="adapter 'bad': the vllm engine refuses it: not supported here"):
                 await engine.update_weights(update("bad"), 2)
             with pytest.raises(EngineError, match="r is 5; allowed: 1 to 4"):
                 await engine.update_weights(update(r=5), 2)
-            with pytest.raises(EngineError, match="cannot share the actor's module"):
+            with pytest.raises(EngineError, match="takes adapters as buckets or files only"):
                 await engine.update_weights(WeightUpdate(shared=True, adapter=Adapter("one", CONFIG)), 2)
             with pytest.raises(ValueError, match="'bad' has no version yet"):
                 await engine.generate([1], SamplingParams(1, adapter="bad"), "r")

@@ -11,11 +11,12 @@ from typing import Any
 from agentrl_core.api.engine import EngineContext, InferenceEngine, PauseMode, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import WeightUpdate
+from agentrl_core.engine_kit.adapter_folders import AdapterFolder, AdapterFolders, FolderVersion
 from agentrl_core.engine_kit.adapters import linear_modules
 from agentrl_core.engine_kit.memory_files import SharedMemoryOf
 from agentrl_core.engine_kit.model_tensors import ModelTensors
 from agentrl_core.engine_kit.requests import check_request, covering_spans, read_model_config
-from agentrl_engine_vllm.adapters import Adapters, Entry, lora_request
+from agentrl_engine_vllm.adapters import lora_request
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.counters import Counters, StepCounter
 from agentrl_engine_vllm.follower import VLLMFollower
@@ -26,7 +27,6 @@ from agentrl_engine_vllm.weights import WorkerWeights
 ABORT_INTERVAL = 0.5
 PAUSE_MODES = {"abort": "abort", "drain": "wait", "keep": "keep"}
 MEMORY_TAGS = ("weights", "kv_cache")
-SHARES_NOTHING = "the vllm engine computes in processes of its own: it cannot share the actor's module"
 
 
 class VLLMEngine(InferenceEngine):
@@ -56,7 +56,7 @@ class VLLMEngine(InferenceEngine):
         self._ended_because = ""
         self._vocab_size = 0
         self._weights = WorkerWeights(context.nodes)
-        self._adapters = Adapters(None, {})
+        self._adapters = self._folders({})
         self._closing = threading.Event()
         self._memory: SharedMemoryOf | None = None
         self._llm: Any = None
@@ -70,7 +70,7 @@ class VLLMEngine(InferenceEngine):
         size = int((model.get("text_config") or model).get("vocab_size") or self._context.vocab_size)
         self._vocab_size = min(size, self._context.vocab_size or size)
         self._tensors = ModelTensors.read(self._context.model_path, model)
-        self._adapters = Adapters(self._context.adapters, linear_modules(self._tensors.shapes))
+        self._adapters = self._folders(linear_modules(self._tensors.shapes))
         os.environ.update(environment(self._config, self._context))
         arguments = engine_arguments(self._config, self._context, model)
         others = set(multiprocessing.active_children())
@@ -119,6 +119,15 @@ class VLLMEngine(InferenceEngine):
         """``prompt_tokens`` (``cached_tokens`` of them not computed again)."""
         return self._counters.take()
 
+    def _folders(self, modules: Mapping[str, tuple[int, ...]]) -> AdapterFolders:
+        async def load(folder: AdapterFolder) -> None:
+            await self._running().add_lora(lora_request(folder))
+
+        async def unload(folder: AdapterFolder) -> None:
+            await self._running().remove_lora(folder.number)
+
+        return AdapterFolders("vllm", self._context.adapters, modules, load, unload)
+
     def _running(self) -> Any:
         if self._llm is None:
             reason = self._ended_because or "call start() first"
@@ -135,7 +144,7 @@ class VLLMEngine(InferenceEngine):
         multi_modal: dict[str, Any] | None = None,
     ) -> TokenOutput:
         """Raises ValueError for a request that cannot be served; others are not affected."""
-        llm = self._running()
+        self._running()
         length = self._context.max_model_len
         check_request(
             request_id, prompt_ids, sampling_params, multi_modal, vocab_size=self._vocab_size, max_model_len=length
@@ -146,12 +155,12 @@ class VLLMEngine(InferenceEngine):
                 arguments = sampling_arguments(len(prompt_ids), sampling_params, length)
                 output = await self._call([int(token) for token in prompt_ids], arguments, request_id, adapter)
             finally:
-                self._adapters.leave(llm, adapter)
+                self._adapters.leave(adapter)
             ended.set_result(output)
         return output
 
     async def _call(
-        self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str, adapter: Entry | None
+        self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str, adapter: FolderVersion | None
     ) -> TokenOutput:
         call = asyncio.ensure_future(self._sample(prompt_ids, arguments, request_id, adapter))
         self._calls.add(call)
@@ -194,7 +203,7 @@ class VLLMEngine(InferenceEngine):
                     turn.set_result(True)
 
     async def _sample(
-        self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str, adapter: Entry | None
+        self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str, adapter: FolderVersion | None
     ) -> TokenOutput:
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm import TokensPrompt
@@ -210,7 +219,7 @@ class VLLMEngine(InferenceEngine):
         params = VLLMSamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
         final = None
         prompt = TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=str(self._updates))
-        lora = None if adapter is None else lora_request(adapter.name, adapter.held)
+        lora = None if adapter is None else lora_request(adapter.held)
         async for answer in llm.generate(prompt, params, request_id, lora_request=lora):
             final = answer
         if final is None or not final.finished:
@@ -274,12 +283,10 @@ class VLLMEngine(InferenceEngine):
             EngineError: the tensors are not the model's, and nothing was sent; or vLLM failed in the middle of the
                 update, and was ended, because nobody knows what it holds.
         """
-        if update.adapter is not None:
-            if update.shared:
-                raise EngineError(SHARES_NOTHING)
-            await self._adapters.load(self._running(), update, version)
-            return
         self._running()
+        if update.adapter is not None:
+            await self._adapters.update(update, version)
+            return
         update = await asyncio.to_thread(self._checked, update)
         async with self._control:
             llm = self._running()
@@ -312,7 +319,7 @@ class VLLMEngine(InferenceEngine):
 
     def _checked(self, update: WeightUpdate) -> WeightUpdate:
         if update.shared:
-            raise EngineError(SHARES_NOTHING)
+            raise EngineError("the vllm engine computes in processes of its own: it cannot share the actor's module")
         if self._context.adapters is not None:
             raise EngineError(
                 "the vllm engine was started for adapters, and cannot update the model's own weights below them: start "
