@@ -9,7 +9,11 @@ import aiohttp
 
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import ArrayBucket, Broadcast
+from agentrl_core.engine_kit.adapter_folders import AdapterFolder
 from agentrl_core.engine_kit.weight_group import GROUP_NAME
+
+REASONS = ("error", "message", "error_message", "detail")
+"""Keys under which SGLang says what is wrong."""
 
 
 class SGLangClient:
@@ -133,6 +137,15 @@ class SGLangClient:
         body = {"new_version": str(version), "abort_all_requests": False}
         _succeeded(await self._call("POST", "/update_weight_version", body))
 
+    async def load_lora_adapter(self, folder: AdapterFolder) -> None:
+        """Requests may name it."""
+        body = {"lora_name": folder.name, "lora_path": str(folder.path)}
+        _succeeded(await self._call("POST", "/load_lora_adapter", body))
+
+    async def unload_lora_adapter(self, name: str) -> None:
+        """Forget it when its last request has ended."""
+        _succeeded(await self._call("POST", "/unload_lora_adapter", {"lora_name": name}))
+
     # ----------------------------------------------------------------------------------------------------------------
 
     async def _call(
@@ -163,7 +176,9 @@ def _parsed(text: str) -> Any:
 def _reason(text: str) -> str:
     content = _parsed(text)
     while isinstance(content, dict):
-        inner = content.get("error") or content.get("message") or content.get("detail")
+        inner = next(
+            (content[key] for key in ("error", "message", "error_message", "detail") if content.get(key)), None
+        )
         if inner is None:
             break
         content = inner

@@ -7,7 +7,7 @@ import logging
 import secrets
 import sys
 import time
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,10 +22,12 @@ from agentrl_core.api.engine import (
 )
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import WeightUpdate
+from agentrl_core.engine_kit.adapter_folders import AdapterFolder, AdapterFolders
+from agentrl_core.engine_kit.adapters import linear_modules
 from agentrl_core.engine_kit.memory_files import MemoryFolder
 from agentrl_core.engine_kit.model_tensors import ModelTensors
 from agentrl_core.engine_kit.ports import held_port
-from agentrl_core.engine_kit.requests import check_request, read_model_config
+from agentrl_core.engine_kit.requests import check_request, covering_spans, read_model_config
 from agentrl_engine_sglang.client import SGLangClient
 from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.counters import Counters
@@ -99,6 +101,7 @@ class SGLangEngine(InferenceEngine):
         self._client: SGLangClient | None = None
         self._folder: MemoryFolder | None = None
         self._weights: ServerWeights | None = None
+        self._adapters = self._folders({})
 
     # Life ---------------------------------------------------------------------------------------------------------
 
@@ -119,6 +122,7 @@ class SGLangEngine(InferenceEngine):
         size = (model.get("text_config") or model).get("vocab_size") or context.vocab_size
         self._vocab_size = min(int(size), context.vocab_size or int(size))
         self._tensors = ModelTensors.read(context.model_path, model)
+        self._adapters = self._folders(linear_modules(self._tensors.shapes))
         self._weights = ServerWeights(context)
         self._folder = served_folder(context.model_path)
         try:
@@ -187,6 +191,7 @@ class SGLangEngine(InferenceEngine):
         await self._stop_server()
         for task in self._background:
             task.cancel()
+        self._adapters.close()
         if self._weights is not None:
             self._weights.close()
         if self._folder is not None:
@@ -228,17 +233,23 @@ class SGLangEngine(InferenceEngine):
         )
         if request_id in self._entered:
             raise ValueError(f"request {request_id!r} is running already: a session has one at a time")
+        adapter = self._adapters.enter(sampling_params)
         self._entered.add(request_id)
         try:
             if not await self._gate.enter(request_id):
                 return TokenOutput([], [], "abort")
             rid = f"{request_id}#{next(self._numbers)}"
             seeded = self._config.deterministic_inference
-            return await self._run(request_id, rid, request_body(rid, prompt_ids, sampling_params, length, seeded))
+            name = "" if adapter is None else adapter.held.name
+            body = request_body(rid, prompt_ids, sampling_params, length, seeded, name)
+            output = await self._run(request_id, rid, body, None if adapter is None else adapter.version)
         finally:
             self._entered.discard(request_id)
+            self._adapters.leave(adapter)
+        return output
 
-    async def _run(self, request_id: str, rid: str, body: dict[str, Any]) -> TokenOutput:
+    async def _run(self, request_id: str, rid: str, body: dict[str, Any], version: int | None) -> TokenOutput:
+        """``version`` is that of an adapter: SGLang counts updates of the model's own weights."""
         client = self._server()
         call = asyncio.create_task(client.generate(body))
         running = self._running[rid] = _Running(request_id, call, asyncio.get_running_loop().create_future())
@@ -254,6 +265,8 @@ class SGLangEngine(InferenceEngine):
             raise
         try:
             output = token_output(reply, self._version)
+            if version is not None:
+                output.spans = covering_spans([], len(output.token_ids), version)
         except BaseException:
             self._end(rid, None)
             raise
@@ -332,6 +345,14 @@ class SGLangEngine(InferenceEngine):
                 the update, and was stopped, because nobody knows what it holds.
         """
         client, weights = self._server(), self._weights
+        if update.adapter is not None:
+            await self._adapters.update(update, version)
+            return
+        if self._context.adapters is not None:
+            raise EngineError(
+                "the sglang engine was started for adapters, and cannot update the model's own weights below them: "
+                "start it without adapters, or send those alone"
+            )
         assert weights is not None, "there is no server without start()"
         weights.check(update)
         update = await asyncio.to_thread(self._tensors.normalised, update)
@@ -389,6 +410,15 @@ class SGLangEngine(InferenceEngine):
                 self._asleep -= wanted
             if not self._asleep:
                 self._gate.open("sleep")
+
+    def _folders(self, modules: Mapping[str, tuple[int, ...]]) -> AdapterFolders:
+        async def load(folder: AdapterFolder) -> None:
+            await self._server().load_lora_adapter(folder)
+
+        async def unload(folder: AdapterFolder) -> None:
+            await self._server().unload_lora_adapter(folder.name)
+
+        return AdapterFolders("sglang", self._context.adapters, modules, load, unload)
 
     def _server(self) -> SGLangClient:
         """The client of a server that runs.

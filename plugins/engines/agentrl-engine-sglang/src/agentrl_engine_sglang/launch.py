@@ -11,6 +11,7 @@ from typing import Any
 from agentrl_core.api.engine import EngineContext
 from agentrl_core.engine_kit.memory_files import MemoryFolder
 from agentrl_core.engine_kit.requests import read_model_config
+from agentrl_engine_sglang.adapters import adapter_arguments
 from agentrl_engine_sglang.config import SGLangConfig
 
 CONTEXT_MARGIN = 16
@@ -43,6 +44,7 @@ def server_arguments(config: SGLangConfig, context: EngineContext, model: str, p
         "weight_version": "0",
         "skip_tokenizer_init": True,
         "log_level_http": "warning",
+        **adapter_arguments(context),
     }
     if context.nodes > 1:
         arguments |= {
@@ -58,13 +60,17 @@ def server_arguments(config: SGLangConfig, context: EngineContext, model: str, p
         arguments["max_total_tokens"] = config.max_total_tokens
     if on_cpu(context):
         arguments["device"] = "cpu"
+        if context.adapters is not None:
+            # The others are kernels for GPUs.
+            arguments["lora_backend"] = "torch_native"
         # Its idle loop would hold a core that the trainer computes with.
         arguments["sleep_on_idle"] = True
         # SGLang would take most of the machine's memory, which other processes need.
         arguments.setdefault("max_total_tokens", requests * length)
     else:
         arguments["enable_memory_saver"] = True
-        arguments["enable_weights_cpu_backup"] = config.keep_weights_asleep
+        # Nobody sends the weights below adapters again.
+        arguments["enable_weights_cpu_backup"] = config.keep_weights_asleep or context.adapters is not None
         arguments["enable_deterministic_inference"] = config.deterministic_inference
     return arguments | config.server_args
 

@@ -11,9 +11,13 @@ FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "
 
 
 def request_body(
-    rid: str, prompt_ids: Sequence[int], params: SamplingParams, max_model_len: int, seeded: bool
+    rid: str, prompt_ids: Sequence[int], params: SamplingParams, max_model_len: int, seeded: bool, adapter: str = ""
 ) -> dict[str, Any]:
-    """The body of ``/generate``. Everything is said, so that no default of the server or the model applies."""
+    """The body of ``/generate``. Everything is said, so that no default of the server or the model applies.
+
+    Args:
+        adapter: by which the server knows it.
+    """
     sampling: dict[str, Any] = {
         "max_new_tokens": int(min(params.max_tokens, max_model_len - len(prompt_ids))),
         "temperature": float(params.temperature),
@@ -26,12 +30,14 @@ def request_body(
         sampling["logit_bias"] = {str(token): float(bias) for token, bias in params.logit_bias.items()}
     if seeded and params.seed is not None:
         sampling["sampling_seed"] = int(params.seed) % 2**63
-    return {
+    body = {
         "rid": rid,
         "input_ids": [int(token) for token in prompt_ids],
         "sampling_params": sampling,
         "return_logprob": True,
     }
+    # The server finds it by its name, in a field that is named after the path.
+    return body | ({"lora_path": adapter} if adapter else {})
 
 
 def token_output(reply: dict[str, Any], version: int) -> TokenOutput:

@@ -1,11 +1,12 @@
-"""Makes PyPI's torchvision, a CUDA build, importable with a torch that is not one.
+"""Makes SGLang run with a torch that is built for CPUs: torchvision can be imported, and adapters can be loaded.
 
-A ``.pth`` file of the environment imports this when its interpreter starts, so it must cost nothing: the schemas are
-defined when torchvision is imported, and only if its own operators could not be loaded.
+A ``.pth`` file of the environment imports this when its interpreter starts, so it must cost nothing: what it stands in
+for is put in place when the module that needs it is imported.
 """
 
+import functools
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.abc import MetaPathFinder
 from typing import Any
 
@@ -13,21 +14,49 @@ SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
+FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
 _libraries: list[Any] = []
 
 
-class TorchvisionSchemas(MetaPathFinder):
-    """Defines the schemas just before torchvision registers its fake kernels for them."""
+class StandIns(MetaPathFinder):
+    """Finds no module, but sees which one is imported."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> None:
         if fullname == "torchvision._meta_registrations" and not _libraries:
-            import torch
-            import torchvision.extension
-
-            if not torchvision.extension._has_ops():
-                _libraries.append(torch.library.Library("torchvision", "DEF"))
-                for schema in SCHEMAS:
-                    _libraries[0].define(schema)
+            _define_schemas()
+        if fullname == "sglang.srt.lora.layers":
+            _forget_pinned_memory()
 
 
-sys.meta_path.insert(0, TorchvisionSchemas())
+def _define_schemas() -> None:
+    """Just before torchvision registers its fake kernels for them, where its own operators could not be loaded."""
+    import torch
+    import torchvision.extension
+
+    if not torchvision.extension._has_ops():
+        _libraries.append(torch.library.Library("torchvision", "DEF"))
+        for schema in SCHEMAS:
+            _libraries[0].define(schema)
+
+
+def _forget_pinned_memory() -> None:
+    """SGLang's adapters ask for pages that a GPU can read, which torch refuses where there is none."""
+    import torch
+
+    if torch.cuda.is_available():
+        return
+    for name in FACTORIES:
+        setattr(torch, name, _unpinned(getattr(torch, name)))
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+
+
+def _unpinned(make: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(make)
+    def unpinned(*arguments: Any, **named: Any) -> Any:
+        named.pop("pin_memory", None)
+        return make(*arguments, **named)
+
+    return unpinned
+
+
+sys.meta_path.insert(0, StandIns())
