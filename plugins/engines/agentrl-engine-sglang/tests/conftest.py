@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import EngineContext
+from agentrl_core.api import AdapterSlots, EngineContext
 from agentrl_engine_sglang.config import SGLangConfig
 from agentrl_engine_sglang.engine import SGLangEngine
 from agentrl_testing.tiny_model import save_tiny_model
@@ -30,10 +30,13 @@ def make_engine(monkeypatch: pytest.MonkeyPatch, model_path: str) -> Callable[..
     monkeypatch.syspath_prepend(str(STAND_IN))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(STAND_IN), os.environ.get("PYTHONPATH", "")]))
 
-    def make(mode: str = "", model: str = model_path, **config: Any) -> SGLangEngine:
+    def make(
+        mode: str = "", model: str = model_path, adapters: AdapterSlots | None = None, **config: Any
+    ) -> SGLangEngine:
         context = EngineContext(
-            model, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB, seed=3, replica=1, tensor_parallel=2
-        )
+            model, max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB, seed=3, replica=1, tensor_parallel=2,
+            adapters=adapters,
+        )  # fmt: skip
         return SGLangEngine(SGLangConfig(env={"STAND_IN": mode}, **config), context)
 
     return make

@@ -38,6 +38,8 @@ class Server:
         self.moving.set()
         self.aborted: dict[str, asyncio.Event] = {}
         self.published = 0.0
+        self.adapters: dict[str, Path] = {}
+        self.using: list[str] = []
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
@@ -52,8 +54,15 @@ class Server:
         if total > self.context_length:
             message = f"Requested token count exceeds the model's maximum context length: {total} tokens."
             return web.json_response({"error": {"message": message}}, status=400)
+        adapter = body.get("lora_path")
+        if adapter is not None and adapter not in self.adapters:
+            message = f"Got LoRA adapter that has never been loaded: {adapter}"
+            return web.json_response({"error": {"message": message}}, status=400)
         aborted = self.aborted[body["rid"]] = asyncio.Event()
+        self.using.append(adapter)
         ids, spans, reason = await self.sample(prompt, sampling, aborted)
+        self.using.remove(adapter)
+        say("answered with", adapter)
         del self.aborted[body["rid"]]
         meta = {
             "id": body["rid"],
@@ -117,6 +126,25 @@ class Server:
         self.version = body["weight_version"]
         message = f"Succeeded to update model weights. Weight version updated to {self.version}."
         return web.json_response({"success": True, "message": message, "num_paused_requests": 0})
+
+    async def load_lora(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        name, folder = body["lora_name"], Path(body["lora_path"])
+        assert name not in self.adapters
+        assert {path.name for path in folder.iterdir()} == {"adapter_model.safetensors", "adapter_config.json"}
+        if "bad" in name:
+            return web.json_response({"success": False, "error_message": "not supported here"}, status=400)
+        self.adapters[name] = folder
+        say("loaded", name)
+        return web.json_response({"success": True, "error_message": None, "loaded_adapters": {name: str(folder)}})
+
+    async def unload_lora(self, request: web.Request) -> web.Response:
+        name = (await request.json())["lora_name"]
+        assert self.adapters.pop(name).exists(), "it may be read until it is unloaded"
+        while name in self.using:
+            await asyncio.sleep(TOKEN_SECONDS)
+        say("unloaded", name)
+        return web.json_response({"success": True, "error_message": None, "loaded_adapters": {}})
 
     async def memory(self, request: web.Request) -> web.Response:
         if self.aborted:
@@ -187,6 +215,8 @@ async def application(arguments: argparse.Namespace) -> web.Application:
             web.post("/pause_generation", server.pause),
             web.post("/continue_generation", server.resume),
             web.post("/update_weights_from_disk", server.from_disk),
+            web.post("/load_lora_adapter", server.load_lora),
+            web.post("/unload_lora_adapter", server.unload_lora),
             web.post("/release_memory_occupation", server.memory),
             web.post("/resume_memory_occupation", server.memory),
         ]
