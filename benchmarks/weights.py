@@ -3,12 +3,17 @@
 In each repetition, one after the other: a copy of the bytes from memory to memory, both sides in use before; and the
 transport, from the actor's module to the mapped tensors in a reader's process. What the reader then does with the bytes
 is its own loading, reported apart as one copy of them there.
+
+Apart from that, without a clock: the bytes of a LoRA adapter's update against those of a full one, for models of known
+shapes.
 """
 
 import argparse
 import multiprocessing
 import statistics
 import time
+from collections.abc import Iterator
+from itertools import chain
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -17,10 +22,26 @@ import torch
 from _report import Figure, report
 
 from agentrl_core.api import WeightUpdate
+from agentrl_core.engine_kit.adapters import adapter_shapes, linear_modules
 from agentrl_core.workers.weights import ModelWeights
 
 TRANSPORT_GOAL = 2.5
 LAYERS = 24
+ADAPTER_GOAL = 5.0
+ADAPTER = {
+    "r": 16, "target_modules": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+}  # fmt: skip
+MODELS: dict[str, dict[str, int | bool]] = {
+    "Qwen2.5-0.5B": {
+        "vocab_size": 151936, "hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24,
+        "num_attention_heads": 14, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    },
+    "Qwen2.5-7B": {
+        "vocab_size": 152064, "hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28,
+        "num_attention_heads": 28, "num_key_value_heads": 4, "tie_word_embeddings": False,
+    },
+}  # fmt: skip
+"""Shapes, from their configurations."""
 
 
 class Weights(torch.nn.Module):
@@ -85,6 +106,23 @@ def measure(mib: int, repetitions: int) -> list[Figure]:
     ]
 
 
+def count_adapters() -> Iterator[Figure]:
+    """Bytes of both kinds of updates in the same dtype; no weights are made."""
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    for name, fields in MODELS.items():
+        with torch.device("meta"):
+            model = Qwen2ForCausalLM(Qwen2Config(**fields))
+        # Tied weights travel once.
+        shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+        full = sum(2 * parameter.numel() for parameter in model.parameters())
+        adapter = sum(2 * a * b for a, b in adapter_shapes(ADAPTER, linear_modules(shapes)).values())
+        case = f"{name}, LoRA of rank {ADAPTER['r']} on all linear layers, bfloat16"
+        yield Figure(case, "a full update", full / 2**20, "MiB")
+        yield Figure(case, "an adapter's update", adapter / 2**20, "MiB")
+        yield Figure(case, "adapter / full", 100 * adapter / full, "%", ADAPTER_GOAL)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
@@ -92,7 +130,7 @@ def main() -> None:
     parser.add_argument("--repetitions", type=int, default=15, help="pairs of each size")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    figures = (figure for mib in options.mib for figure in measure(mib, options.repetitions))
+    figures = chain(count_adapters(), (figure for mib in options.mib for figure in measure(mib, options.repetitions)))
     report("New weights for an engine in another process of this host", figures, options.json)
 
 
