@@ -355,3 +355,38 @@ def test_a_model_without_the_targets_is_refused(model, serve, tmp_path) -> None:
 
     with pytest.raises(EngineError, match="no linear layers named qkv_proj"):
         asyncio.run(main())
+
+
+def test_a_deterministic_rollout_with_adapters_repeats_its_bits(model, serve, pack, tmp_path) -> None:
+    """Whatever came in between, in a new engine, and with other versions in its memory."""
+    model.save_pretrained(tmp_path)
+    trained = inject(type(model)(model.config))
+    asked = ["one", "", "two", "one", "two", "", "one"]
+
+    async def rollout(engine: Any, order: int) -> list[Any]:
+        numbers = range(len(asked))[::order]
+        for number in numbers:
+            await engine.open_session(f"s{number}")
+
+        async def turns(number: int) -> list[Any]:
+            prompt = [1, 2, 3, number]
+            outputs = []
+            for turn in range(2):
+                params = SamplingParams(4 + 3 * number, seed=number + turn, adapter=asked[number])
+                outputs.append(await engine.generate(prompt, params, f"s{number}"))
+                prompt = [*prompt, *outputs[-1].token_ids, 7]
+            await engine.close_session(f"s{number}")
+            return outputs
+
+        tasks = {number: asyncio.create_task(turns(number)) for number in numbers}
+        return [await tasks[number] for number in range(len(asked))]
+
+    async def main(versions: int) -> list[Any]:
+        async with serve(None, model_path=str(tmp_path), adapters=SLOTS, deterministic=True) as engine:
+            for _ in range(versions):
+                for update in updates(trained, pack):
+                    await engine.update_weights(update, 5)
+            return [await rollout(engine, 1), await rollout(engine, -1)]
+
+    first, *others = [*asyncio.run(main(1)), *asyncio.run(main(3))]
+    assert all(other == first for other in others)
