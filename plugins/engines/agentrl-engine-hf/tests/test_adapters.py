@@ -14,6 +14,9 @@ from peft.tuners.lora.layer import LoraLayer
 
 from agentrl_core.api import Adapter, AdapterSlots, PolicySpan, SamplingParams, WeightUpdate
 from agentrl_core.api.errors import EngineError
+from agentrl_core.api.weights import Broadcast
+from agentrl_core.engine_kit.ports import free_port
+from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_engine_hf.config import HFEngineConfig
 
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
@@ -390,3 +393,30 @@ def test_a_deterministic_rollout_with_adapters_repeats_its_bits(model, serve, pa
 
     first, *others = [*asyncio.run(main(1)), *asyncio.run(main(3))]
     assert all(other == first for other in others)
+
+
+def test_an_adapter_can_come_in_the_actors_group(model, serve, reference_log_probs, pack, tmp_path) -> None:
+    model.save_pretrained(tmp_path)
+    trained = inject(type(model)(model.config))
+
+    (update,) = updates(trained, pack, ("one",))
+    address = f"127.0.0.1:{free_port()}"
+
+    def send() -> None:
+        with WeightGroup(address, 0, 2, "gloo", timeout=60) as group:
+            for bucket in update:
+                group.broadcast(torch.from_numpy(bucket.data.copy()))
+
+    async def main() -> Any:
+        async with serve(None, model_path=str(tmp_path), adapters=SLOTS) as engine:
+            sender = asyncio.create_task(asyncio.to_thread(send))
+            layout = tuple(replace(bucket, data=np.empty(0, np.uint8)) for bucket in update)
+            sent = WeightUpdate(broadcast=Broadcast(address, "gloo", 2, 1, layout), adapter=update.adapter)
+            await engine.update_weights(sent, 1)
+            await sender
+            return await ask(engine, "one", "s")
+
+    output = asyncio.run(main())
+    with active(inject(type(model).from_pretrained(tmp_path)), "one") as module:
+        expected = reference_log_probs(module, [1, 2, 3, 4, 5], output.token_ids)
+    assert output.log_probs == pytest.approx(expected, abs=2e-5)

@@ -57,6 +57,7 @@ class Lora:
         self._disabled: list[bool] | None = None
         self._mix: Mix | None = None
         self._entries: list[Entry] = []
+        self._ranks = torch.empty(0, dtype=torch.long)
         self._down: list[torch.Tensor] = []
         self._up: list[torch.Tensor] = []
         self._rows: list[Entry | None] = []
@@ -68,8 +69,6 @@ class Lora:
         """From now on the layers add what :meth:`using` says; does nothing a second time."""
         if self._disabled is not None:
             return
-        # The actor may have trained what lies in the module.
-        self.forget()
         self._disabled = [bool(getattr(layer, "_disable_adapters", False)) for layer in self._layers]
         for number, (layer, linear) in enumerate(zip(self._layers, self._linears, strict=True)):
             if self._shared:
@@ -86,6 +85,8 @@ class Lora:
             if self._shared:
                 layer._disable_adapters = disabled
         self._disabled = None
+        # The actor may train what lies in the module.
+        self.forget()
 
     def _forward(self, number: int, base: Callable[[torch.Tensor], torch.Tensor], x_BTI: torch.Tensor) -> torch.Tensor:
         output = base(x_BTI)
@@ -116,17 +117,18 @@ class Lora:
             return ()
         if used != self._entries:
             pairs = [self._pairs(entry) for entry in used]
-            self._down = [torch.cat([each[layer][0] for each in pairs]) for layer in range(len(self._layers))]
-            self._up = [torch.cat([each[layer][1] for each in pairs], 1) for layer in range(len(self._layers))]
+            layers = list(zip(*pairs, strict=True))
+            self._down = [_joined([a for a, _ in layer], 0) for layer in layers]
+            self._up = [_joined([b for _, b in layer], 1) for layer in layers]
             self._entries, self._rows = used, []
+            self._ranks = torch.tensor([each[0][0].shape[0] for each in pairs])
         if self._mask is None or self._rows != rows:
             self._rows, self._mask = list(rows), self._hide(rows)
         return self._mask, self._down, self._up
 
     def _hide(self, rows: SequenceOf[Entry | None]) -> torch.Tensor:
         numbers = {entry: number for number, entry in enumerate(self._entries)}
-        ranks = [self._pairs(entry)[0][0].shape[0] for entry in self._entries]
-        owners_C = torch.repeat_interleave(torch.arange(len(ranks)), torch.tensor(ranks))
+        owners_C = torch.repeat_interleave(torch.arange(len(self._entries)), self._ranks)
         rows_B = torch.tensor([-1 if entry is None else numbers[entry] for entry in rows])
         return (owners_C != rows_B[:, None, None]).to(self._down[0].device)
 
@@ -184,6 +186,10 @@ def move(entries: "Iterator[Entry]", device: torch.device | str) -> None:
     for entry in entries:
         if entry.held is not None:
             entry.held = [(a.to(device), b.to(device)) for a, b in entry.held]
+
+
+def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def _waves(rows: int, columns: int) -> torch.Tensor:
