@@ -176,9 +176,7 @@ def _parsed(text: str) -> Any:
 def _reason(text: str) -> str:
     content = _parsed(text)
     while isinstance(content, dict):
-        inner = next(
-            (content[key] for key in ("error", "message", "error_message", "detail") if content.get(key)), None
-        )
+        inner = next((content[key] for key in REASONS if content.get(key)), None)
         if inner is None:
             break
         content = inner
