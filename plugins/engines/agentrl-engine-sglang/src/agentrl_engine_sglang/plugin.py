@@ -29,6 +29,7 @@ PLUGIN = PluginSpec(
             "broadcast",
             "parallel",
             "multi_node",
+            "adapters",
         }
     ),
 )
