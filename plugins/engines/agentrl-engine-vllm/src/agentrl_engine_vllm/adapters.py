@@ -35,3 +35,27 @@ def lora_request(folder: AdapterFolder) -> Any:
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(folder.name, folder.number, str(folder.path))
+
+
+def correct_rows_without_adapter() -> None:
+    """In a worker on a CPU: rows of a batch that have no adapter compute the model alone.
+
+    vLLM's operations for CPUs take the index -1, by which it means no adapter, for the last place. Where that has an
+    adapter, they add it to all rows without one.
+
+    Raises:
+        RuntimeError: this version of vLLM has other operations.
+    """
+    from vllm.lora.ops.torch_ops import lora_ops
+    from vllm.lora.punica_wrapper import punica_cpu
+
+    if not all(hasattr(module, "bgmv_shrink") for module in (lora_ops, punica_cpu)):
+        raise RuntimeError("this version of vLLM computes adapters on a CPU in operations that agentrl does not know")
+    shrink = lora_ops.bgmv_shrink
+
+    def bgmv_shrink(inputs: Any, weights: Any, output: Any, indices: Any, scaling: float = 1.0) -> None:
+        shrink(inputs, weights, output, indices, scaling)
+        output.masked_fill_((indices < 0).unsqueeze(1), 0)
+
+    # sgmv_shrink, for prompts, calls the one of its module.
+    lora_ops.bgmv_shrink = punica_cpu.bgmv_shrink = bgmv_shrink

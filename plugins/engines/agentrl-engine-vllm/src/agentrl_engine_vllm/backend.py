@@ -41,11 +41,13 @@ class WorkerExtension:
     model_runner: Any
 
     def agentrl_score_whole_distribution(self) -> None:
-        """Log-probabilities are from now on those before min-p, top-p and top-k.
+        """Log-probabilities are from now on those before min-p, top-p and top-k; on a CPU, with adapters, also those of
+        requests without one.
 
         Raises:
             RuntimeError: this version of vLLM samples elsewhere.
         """
+        from agentrl_engine_vllm.adapters import correct_rows_without_adapter
         from agentrl_engine_vllm.generators import Rewinder
         from agentrl_engine_vllm.sampler import WholeDistribution, before_min_p
 
@@ -58,6 +60,8 @@ class WorkerExtension:
             )
         if not isinstance(sampler.topk_topp_sampler, WholeDistribution):
             on_cpu = self.model_runner.device.type == "cpu"
+            if on_cpu and self.model_runner.lora_config is not None:
+                correct_rows_without_adapter()
             before = [Rewinder(self.model_runner).before_sampling] if on_cpu else []
             sampler.topk_topp_sampler = WholeDistribution(sampler.topk_topp_sampler, *before)
             sampler.sample = before_min_p(sampler.sample)

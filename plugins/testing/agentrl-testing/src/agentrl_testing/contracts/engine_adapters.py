@@ -162,14 +162,21 @@ class AdapterCases:
         adapted.run(main())
 
     def test_adapters_and_versions_answer_in_one_batch(self, adapted: Adapted) -> None:
-        """Two versions of two adapters and the model alone, with the same prompts: each is its own."""
+        """Two versions of two adapters and the model alone, with the same prompts: each is its own. Requests of a third
+        version of each run on, so that an engine has no place left."""
 
         async def main() -> None:
-            kept = [(name, await adapted.adapt(name, seed)) for seed, name in enumerate(SLOTS.names * 2, 10)]
+            crowds = []
+            for seed, name in enumerate(SLOTS.names, 10) if adapted.plugin.has("live_update") else ():
+                asked = adapted.ask(name, await adapted.adapt(name, seed), PROMPTS, "old", newest=True, max_tokens=300)
+                crowds.append(asyncio.ensure_future(asked))
+                await adapted.generate(PROMPTS[0], "clock", max_tokens=8)
+            kept = [(name, await adapted.adapt(name, seed)) for seed, name in enumerate(SLOTS.names * 2, 12)]
             rounds = [*kept, ("", 0)]
             await asyncio.gather(
                 *(adapted.ask(name, version, [*PROMPTS, *LONG_PROMPTS], max_tokens=24) for name, version in rounds)
             )
+            await asyncio.gather(*crowds)
 
         adapted.run(main())
 
