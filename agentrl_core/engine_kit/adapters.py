@@ -210,13 +210,13 @@ def _problems(adapter: Adapter, slots: AdapterSlots | None, modules: Mapping[str
     for key in sorted(_OFF & config.keys()):
         if config[key]:
             yield f"{key} is {config[key]!r}; engines serve plain LoRA: leave it out"
-    names = {module.rpartition(".")[2] for module in targeted(config, modules)}
-    if extra := sorted(names - set(slots.targets)):
+    found = {module.rpartition(".")[2] for module in targeted(config, modules)}
+    if extra := sorted(found - set(slots.targets)):
         yield (
             f"target_modules name {', '.join(extra)}; allowed: {', '.join(slots.targets)}, the targets that the engine "
             "was started with"
         )
-    if not names:
+    if not found:
         yield f"target_modules are {config.get('target_modules')!r}, and the model has no such linear layer"
 
 

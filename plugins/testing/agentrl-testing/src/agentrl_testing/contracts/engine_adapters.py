@@ -257,7 +257,7 @@ class AdapterCases:
             versions = [(name, await adapted.adapt(name, seed)) for seed, name in enumerate(SLOTS.names * 2, 50)]
             spans = {}
             for name, version in [*versions, ("", 0)]:
-                asked = {"adapter": name, "version": version if name else None}
+                asked: dict[str, Any] = {"adapter": name, "version": version if name else None}
                 spans[name, version] = (await adapted.generate(PROMPTS[0], **asked)).spans
             return spans
 
