@@ -1,0 +1,68 @@
+"""Real runs that train an adapter: sampled, checkpointed, resumed, exported."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from agentrl_core.cli.main import app
+from agentrl_core.runs.records import read_rollouts
+from agentrl_core.runs.run_dir import RunDir
+
+ADAPTER = {"model.adapter.rank": 4, "actor.optimizer.lr": 0.01, "rollout.max_logprob_gap": 1e-3}
+Fit = Callable[..., RunDir]
+
+
+def adapter_of(run: RunDir, step: int) -> Path:
+    return run.path / "checkpoints" / f"step-{step:06d}" / "actor"
+
+
+def test_a_resumed_run_ends_with_the_same_adapter(fit: Fit) -> None:
+    changes = {
+        **ADAPTER, "rollout.deterministic": True, "algorithm.kl_coef": 0.01, "trainer.checkpoint.interval": 2,
+        "trainer.steps": 4,
+    }  # fmt: skip
+    through = fit({**changes, "trainer.name": "through"})
+    fit({**changes, "trainer.steps": 2, "trainer.name": "resumed"})
+    resumed = fit({**changes, "trainer.resume": "auto", "trainer.name": "resumed"})
+    first, second = (load_file(adapter_of(run, 4) / "adapter_model.safetensors") for run in (through, resumed))
+    assert first.keys() == second.keys() and all(bool((first[name] == second[name]).all()) for name in first)
+    assert any(bool(tensor.any()) for name, tensor in first.items() if ".lora_B." in name)
+
+
+def test_an_adapter_is_evaluated_and_exported(fit: Fit, tiny_run: Any) -> None:
+    run = fit({**ADAPTER, "trainer.steps": 1, "data.validation_files": ["validation.jsonl"]})
+    folder = tiny_run.folder
+    for name, arguments in (("adapter", ()), ("merged", ("--merge",))):
+        command = ["export", str(run.path / "checkpoints" / "step-000001"), str(folder / name), *arguments]
+        result = CliRunner().invoke(app, command)
+        assert result.exit_code == 0, result.output
+    base = AutoModelForCausalLM.from_pretrained(tiny_run.model)
+    merged = AutoModelForCausalLM.from_pretrained(folder / "merged").state_dict()
+    whole = PeftModel.from_pretrained(base, str(folder / "adapter")).merge_and_unload().state_dict()
+    assert max(float((whole[name] - merged[name]).abs().max()) for name in whole) < 1e-6
+    command = ["eval", str(folder / "config.yaml"), "--checkpoint", str(run.path / "checkpoints" / "step-000001")]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 0, result.output
+
+
+@pytest.mark.ray
+def test_a_trajectory_ends_with_the_version_with_which_it_began(fit: Fit) -> None:
+    run = fit({
+        **ADAPTER, "cluster.runtime": "ray", "rollout.engine.placement": "standalone", "rollout.max_staleness": 2,
+        "rollout.on_new_weights": "finish", "algorithm.loss.name": "dppo", "trainer.steps": 5,
+    })  # fmt: skip
+    seen = set()
+    for step in range(1, 6):
+        for record in read_rollouts(run.rollout_file(step, "train")):
+            versions = {version for version in record.policy_versions if version >= 0}
+            assert len(versions) == 1 and step - 1 - min(versions) <= 2
+            seen |= versions
+    assert len(seen) > 1
+    gaps = [row["rollout/logprob_gap_max"] for row in run.read_metrics() if "rollout/logprob_gap_max" in row]
+    assert gaps and max(gaps) < 1e-3
