@@ -23,7 +23,9 @@ def importance_sampling(lp: np.ndarray, x: Arrays, s: dict[str, float]) -> tuple
     return loss, loss
 
 
-def ppo(lp: np.ndarray, x: Arrays, s: dict[str, float], log_ratio: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+def ppo(
+    lp: np.ndarray, x: Arrays, s: dict[str, float], log_ratio: np.ndarray | None = None
+) -> tuple[np.ndarray, np.ndarray]:
     ratio = np.exp(lp - x["logprobs"] if log_ratio is None else log_ratio)
     objectives = np.stack([ratio, np.clip(ratio, s["clip_low_threshold"], s["clip_high_threshold"])]) * x["advantages"]
     # Where the clipped one is strictly smaller, nothing depends on the model any more.
@@ -98,7 +100,9 @@ def test_the_server_sums_over_tokens_and_datums(serve: Callable[..., Any]) -> No
             data = [datum(*row, **x) for row, x in zip(rows, inputs, strict=True)]
             found = await trained.train(data, name, **settings)
             wanted = sum(
-                reference(lp.astype(np.float64), {k: v.astype(np.float64) for k, v in x.items()}, DEFAULTS | settings)[0].sum()
+                reference(lp.astype(np.float64), {k: v.astype(np.float64) for k, v in x.items()}, DEFAULTS | settings)[
+                    0
+                ].sum()
                 for lp, x in zip(log_probs, inputs, strict=True)
             )
             assert found.loss == pytest.approx(wanted, rel=1e-5, abs=1e-5), name

@@ -82,10 +82,6 @@ async def finish(future: "asyncio.Future[Result]", work: Work) -> None:
         if not isinstance(error, Refusal):
             logger.warning("a request failed", exc_info=error)
         result = failed(error)
-    except asyncio.CancelledError:
-        if not future.done():
-            future.set_result(failed(Refusal("the request was cancelled")))
-        raise
     if not future.done():
         future.set_result(result)
 

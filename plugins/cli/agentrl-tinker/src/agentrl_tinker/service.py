@@ -19,7 +19,7 @@ from agentrl_core.api.engine import SamplingParams, TokenOutput
 from agentrl_tinker import messages, requests
 from agentrl_tinker.adapters import CONFIG, WEIGHTS, Shape, config_text
 from agentrl_tinker.losses import Loss
-from agentrl_tinker.queues import Ordered, Result, Results, Work, finish
+from agentrl_tinker.queues import Ordered, Result, Results, Work, failed, finish
 from agentrl_tinker.refusals import Refusal
 from agentrl_tinker.sampler import Sampler, Weights
 from agentrl_tinker.store import Checkpoint, Store, write_files
@@ -411,11 +411,16 @@ class Service:
                 scores = await self._compute(self.trainer.scores, *where, prompt, body.topk_prompt_logprobs)
             return self._sampled(body, [self._cut(output, texts) for output in outputs], scores)
 
-        task = asyncio.get_running_loop().create_task(
-            finish(self.results.add(request_id, owner, sampler.session_id), work)
-        )
+        future = self.results.add(request_id, owner, sampler.session_id)
+        task = asyncio.get_running_loop().create_task(finish(future, work))
         self._sampling[request_id] = task
-        task.add_done_callback(lambda _: self._sampling.pop(request_id, None))
+
+        def forget(_: object) -> None:
+            self._sampling.pop(request_id, None)
+            if not future.done():
+                future.set_result(failed(Refusal("the request was cancelled")))
+
+        task.add_done_callback(forget)
         return request_id, sequence_ids
 
     def cancel(self, owner: str, request_id: str) -> None:

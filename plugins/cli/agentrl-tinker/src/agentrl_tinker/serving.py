@@ -2,8 +2,9 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Collection, Mapping
-from contextlib import asynccontextmanager
+import signal
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -121,21 +122,24 @@ def _eos(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def run(options: Options, host: str, port: int) -> None:
-    """Serve until a signal comes."""
+    """Serve until SIGINT or SIGTERM comes; then requests that run end, and the engine."""
     import uvicorn
+
+    class Server(uvicorn.Server):
+        @contextmanager
+        def capture_signals(self) -> Iterator[None]:
+            # uvicorn's own would end the process before the engine is closed.
+            for number in (signal.SIGINT, signal.SIGTERM):
+                asyncio.get_running_loop().add_signal_handler(number, self.handle_exit, number, None)
+            yield
 
     async def serve() -> None:
         async with serving(options) as api:
-            server = uvicorn.Server(
-                uvicorn.Config(api.app, host=host, port=port, log_config=None, access_log=False, lifespan="off",
-                               timeout_graceful_shutdown=5)
+            config = uvicorn.Config(
+                api.app, host=host, port=port, log_config=None, access_log=False, lifespan="off",
+                timeout_graceful_shutdown=5,
             )  # fmt: skip
-            logger.info(
-                "serving %s at http://%s:%d; clients: TINKER_BASE_URL=…, TINKER_API_KEY=tml-…",
-                options.model,
-                host,
-                port,
-            )
-            await server.serve()
+            logger.info("serving %s at http://%s:%d", options.model, host, port)
+            await Server(config).serve()
 
     asyncio.run(serve())
