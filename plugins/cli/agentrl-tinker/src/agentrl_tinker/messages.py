@@ -48,6 +48,8 @@ _TYPES = {name: getattr(Field, f"TYPE_{name.upper()}") for name in
 
 STOP, LENGTH = 0, 1
 FLOAT32, INT64 = 1, 2
+NO_LOG_PROB = -99999.0
+"""With the id 0: there are no likeliest tokens of this position."""
 
 
 def _described() -> descriptor_pb2.FileDescriptorProto:

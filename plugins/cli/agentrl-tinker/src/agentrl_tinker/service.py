@@ -466,7 +466,8 @@ class Service:
         if scores is not None:
             skipped = len(scores.log_probs) - (body.prompt_logprobs_last_n or len(scores.log_probs))
             scores.log_probs[:skipped] = np.nan
-            scores.top_log_probs[:skipped] = np.nan
+            scores.top_log_probs[: max(skipped, 1)] = messages.NO_LOG_PROB
+            scores.top_ids[: max(skipped, 1)] = 0
             if body.prompt_logprobs:
                 response.prompt_logprobs = scores.log_probs.tobytes()
             if body.topk_prompt_logprobs:
