@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from agentrl_tinker.client import Model, SamplerClient, datum
 from agentrl_tinker.refusals import Refusal
+from agentrl_tinker.adapters import Adapters
 from agentrl_tinker.sampler import Turns
+from torch import nn
 
 IDS = [5, 6, 7, 8, 9, 10]
 DATUM = datum(IDS[:-1], IDS[1:], weights=[1.0] * 5)
@@ -113,7 +115,7 @@ def test_a_sampler_of_a_lost_file_says_so_and_others_go_on(serve: Serve) -> None
     async def scenario(server: Any) -> None:
         model = await new_model(server.one, server.model)
         lost, kept = await model.sampler(), await model.sampler()
-        shutil.rmtree(lost.sampler_id and server.service._samplers[lost.sampler_id].weights().folder)
+        shutil.rmtree(server.service._samplers[lost.sampler_id].weights().folder)
         with pytest.raises(Refusal, match="No such file"):
             await lost.sample(IDS, max_tokens=1)
         await kept.sample(IDS, max_tokens=1)
@@ -150,13 +152,7 @@ def test_turns_go_to_those_who_wait_longest() -> None:
             self.folder = folder
 
     async def main() -> list[str]:
-        turns = Instant.__new__(Instant)
-        Turns.__init__.__wrapped__ if False else None
-        from collections import OrderedDict, deque
-        from itertools import count
-
-        turns._engine, turns._loaded, turns._current = Engine(), OrderedDict(), None  # type: ignore[assignment]
-        turns._running, turns._waiting, turns._switching, turns._versions = 0, deque(), asyncio.Lock(), count(1)
+        turns = Instant(Engine(), Adapters(nn.Linear(1, 1)))
         order: list[str] = []
         gates = {name: asyncio.Event() for name in ("a1", "b1", "a2", "c1", "a3")}
 

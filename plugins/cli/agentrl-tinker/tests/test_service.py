@@ -257,9 +257,7 @@ def broken(**changes: Any) -> Any:
     return data
 
 
-@pytest.mark.parametrize(
-    ("data", "message"),
-    [
+BAD_DATA: list[tuple[list[Any], str]] = [
         ([], "0 datums; allowed are 1 to"),
         ([broken(chunk={"image": messages.new("ImageChunk", format="png")})], "takes text alone"),
         ([broken(inputs={})], "lacks weights"),
@@ -273,21 +271,22 @@ def broken(**changes: Any) -> Any:
         ([datum([1, 2], [1, -3], weights=[1.0, 1.0])], "target_tokens has the id -3"),
         ([datum([1] * 300, [1] * 300, weights=[1.0] * 300)], "300 tokens; allowed are 1 to 256"),
         ([datum([], [], weights=[])], "0 tokens"),
-    ],
-)
-def test_data_that_cannot_be_trained_on_is_refused(serve: Serve, data: list[Any], message: str) -> None:
+]
+
+
+def test_data_that_cannot_be_trained_on_is_refused(serve: Serve) -> None:
     async def scenario(server: Any) -> None:
         model = await new_model(server.one, server.model)
-        with pytest.raises(Refusal, match=message) as found:
-            await model.train(data)
-        assert found.value.status == 400
+        for data, message in BAD_DATA:
+            with pytest.raises(Refusal, match=message) as found:
+                await model.train(data)
+            assert found.value.status == 400
+        await model.forward([DATUM])
 
     serve(scenario)
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "message"),
-    [
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ("create_model", {"lora_config": None}, "trains LoRA adapters alone"),
         ("create_model", {"lora_config": {"rank": 8, "alpha": 3}}, "lora_config.alpha: this server does not know this field"),
         ("create_model", {"lora_config": {"rank": 65}}, "more than this server's --max-rank 64"),
@@ -317,28 +316,29 @@ def test_data_that_cannot_be_trained_on_is_refused(serve: Serve, data: list[Any]
         ("create_custom_loss", {}, "custom losses run in the client"),
         ("training_runs/x/checkpoints/weights/y/publish", {}, "no public checkpoints"),
         ("something", {}, "this server has no POST /api/v1/something"),
-    ],
-)  # fmt: skip
-def test_what_the_server_does_not_do_is_refused_in_a_sentence(
-    serve: Serve, path: str, body: dict[str, Any], message: str
-) -> None:
+]  # fmt: skip
+
+
+def test_what_the_server_does_not_do_is_refused_in_a_sentence(serve: Serve) -> None:
     async def scenario(server: Any) -> None:
         model = await new_model(server.one, server.model)
         base = await SamplerClient.create(server.one, model.session_id, 0, base_model=server.model)
         valid = {
-            "create_model": {"session_id": model.session_id, "model_seq_id": 1, "base_model": server.model, "lora_config": {"rank": 8}},
-            "asample": {"sampling_session_id": base.sampler_id, "seq_id": 0, "prompt": {"chunks": [{"type": "encoded_text", "tokens": IDS}]}, "sampling_params": {"max_tokens": 2}},
-        }.get(path, {"model_id": model.model_id, "seq_id": 1})  # fmt: skip
-        with pytest.raises(Refusal, match=message):
-            await server.one.post(path, {**valid, **body})
-        if (
-            path not in ("create_model", "asample", "something")
-            and "seq_id" in valid
-            and path in ("optim_step", "save_weights", "load_weights", "save_weights_for_sampler")
-        ):
-            # The refused one had the number 1.
-            model.sent = 1
-            await model.forward([DATUM])
+            "create_model": {
+                "session_id": model.session_id, "model_seq_id": 1, "base_model": server.model, "lora_config": {"rank": 8},
+            },
+            "asample": {
+                "sampling_session_id": base.sampler_id, "seq_id": 0, "sampling_params": {"max_tokens": 2},
+                "prompt": {"chunks": [{"type": "encoded_text", "tokens": IDS}]},
+            },
+        }  # fmt: skip
+        for path, body, message in REFUSED:
+            ordered = path in ("optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
+            numbers = {"model_id": model.model_id, "seq_id": model.next()} if ordered else {}
+            with pytest.raises(Refusal, match=message):
+                await server.one.post(path, {**valid.get(path, numbers), **body})
+        # Each of them has used up its number.
+        await model.forward([DATUM])
 
     serve(scenario)
 
@@ -353,11 +353,13 @@ def test_bodies_have_limits_and_forms(serve: Serve, monkeypatch: pytest.MonkeyPa
             (protobuf, b"\xff\xff\xff", 400, "is no ForwardBackwardRequest"),
             (protobuf, b"x" * 200, 413, "Send fewer datums"),
         ]
-        monkeypatch.setattr("agentrl_tinker.app.MAX_BODY", 100)
+        limit = monkeypatch.context()
+        limit.__enter__().setattr("agentrl_tinker.app.MAX_BODY", 100)
         for sent, body, status, message in cases:
             response = await server.http.post("/api/v1/forward_backward", content=body, headers=sent)
             assert response.status_code == status
             assert message in response.json()["detail"]
+        limit.__exit__(None, None, None)
         response = await server.http.post("/api/v1/create_session", content=b"{", headers=headers)
         assert response.status_code == 400 and "no JSON" in response.json()["detail"]
         request = messages.new("ForwardBackwardRequest", model_id="m", seq_id=1)

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import aclosing
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -160,61 +160,39 @@ def test_a_client_that_leaves_in_the_middle_of_a_step_leaves_nothing_half_done(s
     serve(scenario)
 
 
-@pytest.fixture
-def process(model: str, tmp_path: Path) -> Callable[[], tuple[subprocess.Popen[str], str]]:
-    """Starts ``agentrl tinker serve`` on a free port."""
+def test_another_server_goes_on_where_a_killed_one_saved_its_state(model: str, tmp_path: Path, serve: Serve) -> None:
+    script = (
+        "import socket, sys; from agentrl_core.cli.main import main; s = socket.create_server(('127.0.0.1', 0));"
+        " port = s.getsockname()[1]; s.close(); print(port, flush=True);"
+        f" sys.argv = ['agentrl', 'tinker', 'serve', '--model', {model!r}, '--state', {str(tmp_path / 'state')!r},"
+        " '--port', str(port), '--device', 'cpu']; main()"
+    )
 
-    def start() -> tuple[subprocess.Popen[str], str]:
-        script = (
-            "import socket, sys; from agentrl_core.cli.main import main; s = socket.create_server(('127.0.0.1', 0));"
-            " port = s.getsockname()[1]; s.close(); print(port, flush=True);"
-            f" sys.argv = ['agentrl', 'tinker', 'serve', '--model', {model!r}, '--name', 'tiny', '--state', {str(tmp_path / 'state')!r},"
-            " '--port', str(port), '--device', 'cpu']; main()"
-        )
-        started = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
-        assert started.stdout is not None
-        return started, f"http://127.0.0.1:{int(started.stdout.readline())}"
-
-    return start
-
-
-def test_a_killed_server_goes_on_where_the_state_was_saved(process: Any) -> None:
-    async def connected(url: str) -> httpx.AsyncClient:
-        http = httpx.AsyncClient(base_url=url, timeout=60)
-        for _ in range(600):
-            try:
-                assert (await http.get("/api/v1/healthz")).json() == {"status": "ok"}
-                return http
-            except httpx.TransportError:
+    async def before(url: str, kill: Callable[[], None]) -> tuple[str, np.ndarray]:
+        async with httpx.AsyncClient(base_url=url, timeout=60) as http:
+            for _ in range(1200):
+                with suppress(httpx.TransportError):
+                    assert (await http.get("/api/v1/healthz")).json() == {"status": "ok"}
+                    break
                 await asyncio.sleep(0.1)
-        raise AssertionError("the server did not start")
-
-    async def first(url: str, kill: Callable[[], None]) -> tuple[str, np.ndarray]:
-        async with aclosing(await connected(url)) as http:
-            client = Client(http, "tml-any")
-            model = await Model.create(client, "tiny", await client.session())
-            await learn(model)
-            path = await model.save("a")
-            wanted = await learn(model)
-            await model.send_train([DATUM] * 100)
+            client = Client(http, "tml-one")
+            model_ = await Model.create(client, model, await client.session())
+            await learn(model_)
+            path = await model_.save("a")
+            wanted = await learn(model_)
+            await model_.send_train([DATUM] * 100)
             kill()
             return path, wanted
 
-    async def second(url: str, path: str, wanted: np.ndarray) -> None:
-        async with aclosing(await connected(url)) as http:
-            np.testing.assert_array_equal(await learn(await load_new(Client(http, "tml-any"), path, True)), wanted)
+    async def after(server: Any, path: str, wanted: np.ndarray) -> None:
+        np.testing.assert_array_equal(await learn(await load_new(server.one, path, True)), wanted)
 
-    started, url = process()
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
-        found = asyncio.run(first(url, lambda: os.kill(started.pid, signal.SIGKILL)))
+        assert process.stdout is not None
+        url = f"http://127.0.0.1:{int(process.stdout.readline())}"
+        found = asyncio.run(before(url, lambda: os.kill(process.pid, signal.SIGKILL)))
     finally:
-        started.kill()
-        started.wait()
-    started, url = process()
-    try:
-        asyncio.run(second(url, *found))
-        started.terminate()
-        assert started.wait(60) == 0
-    finally:
-        started.kill()
-        started.wait()
+        process.kill()
+        process.wait()
+    serve(lambda server: after(server, *found))

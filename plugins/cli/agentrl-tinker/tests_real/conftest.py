@@ -58,9 +58,7 @@ def running(model: Path, folder: Path, *options: str) -> Iterator[Server]:
 @pytest.fixture(scope="session")
 def start(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
     with ExitStack() as stack:
-        yield lambda model, *options: stack.enter_context(
-            running(model, tmp_path_factory.mktemp("server"), *options)
-        )
+        yield lambda model, *options: stack.enter_context(running(model, tmp_path_factory.mktemp("server"), *options))
 
 
 @pytest.fixture(scope="session")

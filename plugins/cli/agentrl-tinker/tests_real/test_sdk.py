@@ -195,7 +195,9 @@ def test_many_datums_travel_in_chunks(training: Any) -> None:
     assert math.isfinite(training.optim_step(ADAM).result(timeout=60).metrics["grad_norm"])
 
 
-def test_what_is_refused_raises_with_the_sentence_and_the_client_goes_on(service: Any, training: Any, server: Any) -> None:
+def test_what_is_refused_raises_with_the_sentence_and_the_client_goes_on(
+    service: Any, training: Any, server: Any
+) -> None:
     with pytest.raises(tinker.BadRequestError, match="its objective is not published"):
         training.forward_backward([datum(**RL)], "stable_reinforce").result(timeout=60)
     with pytest.raises(tinker.BadRequestError, match="one target for each position"):

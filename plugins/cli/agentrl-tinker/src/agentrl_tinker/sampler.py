@@ -71,7 +71,7 @@ class Sampler:
         context = replace(context, adapters=slots) if serves_adapters else replace(context, shared_module=module)
         engine = plugin.build(_config_of(plugin.spec.config, options), context)
         await engine.start()
-        return cls(engine, Slots(engine, slots) if serves_adapters else Turns(engine, module), context)
+        return cls(engine, Slots(engine, slots) if serves_adapters else Turns(engine, Adapters(module)), context)
 
     async def generate(self, weights: Weights | None, prompt: Sequence[int], params: SamplingParams) -> TokenOutput:
         async with self._switch.using(weights) as fields:
@@ -144,9 +144,9 @@ class Turns:
     LOADED = 8
     """Adapters that stay on the module."""
 
-    def __init__(self, engine: InferenceEngine, module: Any) -> None:
+    def __init__(self, engine: InferenceEngine, adapters: Adapters) -> None:
         self._engine = engine
-        self._adapters = Adapters(module)
+        self._adapters = adapters
         self._loaded: OrderedDict[Path, str] = OrderedDict()
         self._current: Path | None = None
         self._running = 0

@@ -22,7 +22,7 @@ from agentrl_tinker.losses import Loss
 from agentrl_tinker.queues import Ordered, Result, Results, Work, failed, finish
 from agentrl_tinker.refusals import Refusal
 from agentrl_tinker.sampler import Sampler, Weights
-from agentrl_tinker.store import Checkpoint, Store, write_files
+from agentrl_tinker.store import Checkpoint, Store, check_name, write_files
 from agentrl_tinker.trainer import Row, Scores, Trainer
 
 logger = logging.getLogger(__name__)
@@ -340,7 +340,7 @@ class Service:
         self, model: TrainedModel, kind: str, name: str, ttl: int | None, metadata: dict[str, str] | None
     ) -> Checkpoint:
         # save() checks it too, but a request that cannot be carried out shall be refused right away.
-        self.store.parse(f"tinker://{model.model_id}/{kind}/{name}")
+        check_name(name)
         expires = None if ttl is None else time.time() + ttl
         return Checkpoint(model.model_id, kind, name, self.name, model.shape.as_dict(), "", 0, 0.0, expires, metadata)
 
