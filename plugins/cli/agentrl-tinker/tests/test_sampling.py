@@ -116,7 +116,7 @@ def test_a_sampler_of_a_lost_file_says_so_and_others_go_on(serve: Serve) -> None
         model = await new_model(server.one, server.model)
         lost, kept = await model.sampler(), await model.sampler()
         shutil.rmtree(server.service._samplers[lost.sampler_id].weights().folder)
-        with pytest.raises(Refusal, match="No such file"):
+        with pytest.raises(Refusal, match="No such file|adapter_model.safetensors"):
             await lost.sample(IDS, max_tokens=1)
         await kept.sample(IDS, max_tokens=1)
 

@@ -6,6 +6,7 @@ until those that run have ended.
 """
 
 import asyncio
+import json
 from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -19,7 +20,7 @@ from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.weights import Adapter, WeightUpdate
 from agentrl_core.engine_kit.requests import check_request
 from agentrl_core.plugins.resolution import resolve
-from agentrl_tinker.adapters import WEIGHTS, Adapters, Shape, read_adapter
+from agentrl_tinker.adapters import CONFIG, WEIGHTS, Adapters, Shape, read_adapter
 
 
 @dataclass(frozen=True)
@@ -28,7 +29,6 @@ class Weights:
 
     folder: Path
     shape: Shape
-    config: Any
 
 
 class Switch(Protocol):
@@ -130,7 +130,8 @@ class Slots:
             name, _ = self._loaded.pop(idle)
         version = next(self._versions)
         try:
-            update = WeightUpdate(files=(str(weights.folder / WEIGHTS),), adapter=Adapter(name, weights.config))
+            adapter = Adapter(name, json.loads((weights.folder / CONFIG).read_text()))
+            update = WeightUpdate(files=(str(weights.folder / WEIGHTS),), adapter=adapter)
             await self._engine.update_weights(update, version)
         except BaseException:
             self._free.append(name)

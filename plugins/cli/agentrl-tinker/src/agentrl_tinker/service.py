@@ -302,7 +302,7 @@ class Service:
             files = await self._compute(self._files, model, False)
             folder = self.store.scratch / model.session_id / secrets.token_hex(12)
             await asyncio.to_thread(write_files, folder, files)
-            weights = Weights(folder, model.shape, self._config(model.shape))
+            weights = Weights(folder, model.shape)
             if body.kind == "inflight":
                 model.published = weights
             sampler_id = self._new_sampler(
@@ -344,12 +344,9 @@ class Service:
         expires = None if ttl is None else time.time() + ttl
         return Checkpoint(model.model_id, kind, name, self.name, model.shape.as_dict(), "", 0, 0.0, expires, metadata)
 
-    def _config(self, shape: Shape) -> Any:
-        return self.trainer.adapters.config(shape)
-
     def _files(self, model: TrainedModel, with_optimizer: bool) -> dict[str, bytes]:
         weights, moments = self.trainer.state(model.model_id, with_optimizer)
-        files = {WEIGHTS: save_tensors(weights), CONFIG: config_text(self._config(model.shape)).encode()}
+        files = {WEIGHTS: save_tensors(weights), CONFIG: config_text(self.trainer.adapters.config(model.shape)).encode()}
         return files | ({MOMENTS: save_tensors(moments)} if with_optimizer else {})
 
     # Samplers -----------------------------------------------------------------------------------------------------
@@ -362,7 +359,7 @@ class Service:
         checkpoint, folder = self.store.find(owner, body.model_path)
         for name in (checkpoint.base_model, body.base_model or self.name):
             self._check_base(name)
-        weights = Weights(folder, checkpoint.adapter_shape, self._config(checkpoint.adapter_shape))
+        weights = Weights(folder, checkpoint.adapter_shape)
         number = body.sampling_session_seq_id
         return self._new_sampler(owner, body.session_id, number, lambda: weights, body.model_path)
 
