@@ -7,11 +7,11 @@ from typing import Any
 
 import httpx
 import pytest
+
+from agentrl_testing.tiny_model import save_tiny_model
 from agentrl_tinker.app import Api
 from agentrl_tinker.client import Client
 from agentrl_tinker.serving import Options, serving
-
-from agentrl_testing.tiny_model import save_tiny_model
 
 KEY, OTHER_KEY = "tml-one", "tml-two"
 

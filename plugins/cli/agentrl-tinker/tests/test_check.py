@@ -7,12 +7,13 @@ from typing import Any
 import httpx
 import pytest
 import torch
+
 from agentrl_tinker import app, losses, requests, service
 from agentrl_tinker.check import CHECKS, run_checks
 from agentrl_tinker.losses import Loss
 from agentrl_tinker.queues import Ordered, Results, finish
 from agentrl_tinker.refusals import Refusal
-from agentrl_tinker.sampler import Turns
+from agentrl_tinker.sampler import Sampler
 from agentrl_tinker.service import Service
 from agentrl_tinker.trainer import Trainer
 
@@ -199,8 +200,8 @@ def done_twice(patch: Patch) -> None:
     wrapped(Ordered, "add", at_once)(patch)
 
 
-async def base_alone(self: Any, weights: Any) -> None:
-    self._adapters.activate(None)
+def with_the_base(generate: Any, self: Any, weights: Any, *rest: Any) -> Any:
+    return generate(self, None, *rest)
 
 
 BROKEN: list[tuple[str, Callable[[Patch], None]]] = [
@@ -230,7 +231,7 @@ BROKEN: list[tuple[str, Callable[[Patch], None]]] = [
     ("a_snapshot_keeps_its_weights", newest_for_all),
     ("a_sampler_in_flight_takes_new_weights", never_published),
     ("log_probs_of_samples_are_those_of_the_model", wrapped(Service, "_cut", tempered)),
-    ("log_probs_of_samples_are_those_of_the_model", lambda patch: patch.setattr(Turns, "_activate", base_alone)),
+    ("log_probs_of_samples_are_those_of_the_model", wrapped(Sampler, "generate", with_the_base)),
     ("samples_follow_their_parameters", wrapped(service, "_numbered", lambda _, params, index: params)),
     ("samples_follow_their_parameters", wrapped(service, "_numbered", other_seed_each_time)),
     ("a_state_continues_where_it_was_saved", wrapped(Trainer, "load", without_moments)),

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
 from agentrl_tinker.client import Model, datum
 from agentrl_tinker.losses import LOSSES, loss_named
 from agentrl_tinker.refusals import Refusal

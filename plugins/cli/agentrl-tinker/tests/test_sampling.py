@@ -3,15 +3,17 @@
 import asyncio
 import shutil
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+
+from agentrl_core.api.engine import AdapterSlots
+from agentrl_tinker.adapters import Shape
 from agentrl_tinker.client import Model, SamplerClient, datum
 from agentrl_tinker.refusals import Refusal
-from agentrl_tinker.adapters import Adapters
-from agentrl_tinker.sampler import Turns
-from torch import nn
+from agentrl_tinker.sampler import Slots, Turns, Weights
 
 IDS = [5, 6, 7, 8, 9, 10]
 DATUM = datum(IDS[:-1], IDS[1:], weights=[1.0] * 5)
@@ -152,7 +154,7 @@ def test_turns_go_to_those_who_wait_longest() -> None:
             self.folder = folder
 
     async def main() -> list[str]:
-        turns = Instant(Engine(), Adapters(nn.Linear(1, 1)))
+        turns = Instant(Engine(), None)  # type: ignore[arg-type]
         order: list[str] = []
         gates = {name: asyncio.Event() for name in ("a1", "b1", "a2", "c1", "a3")}
 
@@ -176,3 +178,45 @@ def test_turns_go_to_those_who_wait_longest() -> None:
         return order
 
     assert asyncio.run(main()) == ["a1", "b1", "a2", "a3"]
+
+
+def test_an_engine_with_slots_gets_weights_into_the_one_that_was_idle_longest(tmp_path: Path) -> None:
+    """Weights that are used stay, and who finds no slot waits."""
+
+    class Engine:
+        async def update_weights(self, update: Any, version: int) -> None:
+            loads.append((update.adapter.name, Path(update.files[0]).parent.name, version))
+            assert update.adapter.config == {"r": 4}
+
+    loads: list[tuple[str, str, int]] = []
+
+    async def main() -> None:
+        slots = Slots(Engine(), AdapterSlots(("s0", "s1"), 1, 8, ("q_proj",)))  # type: ignore[arg-type]
+        gates = {name: asyncio.Event() for name in "abc"}
+        order = []
+
+        async def request(name: str) -> None:
+            folder = tmp_path / name
+            folder.mkdir(exist_ok=True)
+            (folder / "adapter_config.json").write_text('{"r": 4}')
+            async with slots.using(Weights(folder, Shape(4))) as fields:
+                order.append((name, fields["adapter"], fields["version"]))
+                await gates[name].wait()
+
+        tasks = [asyncio.create_task(request(name)) for name in "abac"]
+        await asyncio.sleep(0.01)
+        assert [name for name, _, _ in order] == ["a", "b", "a"]
+        gates["a"].set()
+        await asyncio.wait(tasks[::2] + [tasks[3]], timeout=0.05)
+        assert order[-1] == ("c", "s1", 3)
+        gates["c"].set()
+        await asyncio.wait([tasks[3]])
+        await request("c")
+        gates["b"].set()
+        await asyncio.gather(*tasks, request("a"))
+        async with slots.using(None) as fields:
+            assert fields == {}
+
+    asyncio.run(main())
+    assert [each[:2] for each in loads] == [("s1", "a"), ("s0", "b"), ("s1", "c"), ("s1", "a")]
+    assert [each[2] for each in loads] == [1, 2, 3, 4]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from agentrl_tinker import messages
 from agentrl_tinker.client import Model, SamplerClient, datum, trained
 from agentrl_tinker.refusals import Refusal
@@ -258,19 +259,19 @@ def broken(**changes: Any) -> Any:
 
 
 BAD_DATA: list[tuple[list[Any], str]] = [
-        ([], "0 datums; allowed are 1 to"),
-        ([broken(chunk={"image": messages.new("ImageChunk", format="png")})], "takes text alone"),
-        ([broken(inputs={})], "lacks weights"),
-        ([broken(inputs={"weights": [1.0] * 5, "mask": [1.0] * 5})], "does not read loss_fn_inputs mask"),
-        ([broken(inputs={"weights": [1.0] * 4})], "4 values for 5 tokens"),
-        ([broken(inputs={"weights": [1.0, float("nan"), 1.0, 1.0, 1.0]})], "not finite"),
-        ([broken(tensors={"weights": {"shape": [5, 1]}})], "one target for each position"),
-        ([broken(tensors={"weights": {"dtype": messages.INT64}})], "is not float32"),
-        ([broken(tensors={"weights": {"dense": b"abc"}})], "no whole number"),
-        ([DATUM, datum([1, 10_000], [1, 2], weights=[1.0, 1.0])], "data.1.: model_input has the id 10000"),
-        ([datum([1, 2], [1, -3], weights=[1.0, 1.0])], "target_tokens has the id -3"),
-        ([datum([1] * 300, [1] * 300, weights=[1.0] * 300)], "300 tokens; allowed are 1 to 256"),
-        ([datum([], [], weights=[])], "0 tokens"),
+    ([], "0 datums; allowed are 1 to"),
+    ([broken(chunk={"image": messages.new("ImageChunk", format="png")})], "takes text alone"),
+    ([broken(inputs={})], "lacks weights"),
+    ([broken(inputs={"weights": [1.0] * 5, "mask": [1.0] * 5})], "does not read loss_fn_inputs mask"),
+    ([broken(inputs={"weights": [1.0] * 4})], "4 values for 5 tokens"),
+    ([broken(inputs={"weights": [1.0, float("nan"), 1.0, 1.0, 1.0]})], "not finite"),
+    ([broken(tensors={"weights": {"shape": [5, 1]}})], "one target for each position"),
+    ([broken(tensors={"weights": {"dtype": messages.INT64}})], "is not float32"),
+    ([broken(tensors={"weights": {"dense": b"abc"}})], "no whole number"),
+    ([DATUM, datum([1, 10_000], [1, 2], weights=[1.0, 1.0])], "data.1.: model_input has the id 10000"),
+    ([datum([1, 2], [1, -3], weights=[1.0, 1.0])], "target_tokens has the id -3"),
+    ([datum([1] * 300, [1] * 300, weights=[1.0] * 300)], "300 tokens; allowed are 1 to 256"),
+    ([datum([], [], weights=[])], "0 tokens"),
 ]
 
 
@@ -288,7 +289,7 @@ def test_data_that_cannot_be_trained_on_is_refused(serve: Serve) -> None:
 
 REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ("create_model", {"lora_config": None}, "trains LoRA adapters alone"),
-        ("create_model", {"lora_config": {"rank": 8, "alpha": 3}}, "lora_config.alpha: this server does not know this field"),
+        ("create_model", {"lora_config": {"rank": 8, "alpha": 3}}, "lora_config.alpha: this server does not know"),
         ("create_model", {"lora_config": {"rank": 65}}, "more than this server's --max-rank 64"),
         ("create_model", {"base_model": "another"}, "this server has .*, not 'another'"),
         ("create_model", {"optimizer_config": {"type": "dimuon"}}, "optimizer adamw alone"),
@@ -299,13 +300,17 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ("save_weights_for_sampler", {}, "needs path or sampling_session_seq_id"),
         ("load_weights", {"path": "tinker://x/weights/y", "optimizer": True}, "there is no checkpoint"),
         ("load_weights", {"path": "/etc/passwd", "optimizer": True}, "is not of the form tinker://"),
-        ("load_weights", {"path": "tinker://x/weights/y", "optimizer": True, "weights_access_token": "t"}, "loads the checkpoints that it has saved itself"),
+        (
+            "load_weights",
+            {"path": "tinker://x/weights/y", "optimizer": True, "weights_access_token": "t"},
+            "loads the checkpoints that it has saved itself",
+        ),
         ("asample", {"topk_sample_logprobs": 2}, "no likeliest tokens of sampled positions"),
         ("asample", {"prompt_alt_tokens_k": 2}, "draws no alternatives"),
-        ("asample", {"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "scores the tokens of the prompt alone"),
+        ("asample", {"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "scores the tokens of the prompt"),
         ("asample", {"record_stability_info": True}, "stable_reinforce"),
         ("asample", {"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, "takes text alone"),
-        ("asample", {"sampling_params": {"max_tokens": 2, "min_p": 0.1}}, "min_p: this server does not know this field"),
+        ("asample", {"sampling_params": {"max_tokens": 2, "min_p": 0.1}}, "min_p: this server does not know"),
         ("asample", {"sampling_params": {"temperature": 9.0}}, "temperature is 9.0; allowed"),
         ("asample", {"sampling_params": {"max_tokens": 0}}, "max_tokens: Input should be greater"),
         ("asample", {"prompt": {"chunks": []}}, "the prompt is empty"),
@@ -325,7 +330,8 @@ def test_what_the_server_does_not_do_is_refused_in_a_sentence(serve: Serve) -> N
         base = await SamplerClient.create(server.one, model.session_id, 0, base_model=server.model)
         valid = {
             "create_model": {
-                "session_id": model.session_id, "model_seq_id": 1, "base_model": server.model, "lora_config": {"rank": 8},
+                "session_id": model.session_id, "model_seq_id": 1, "base_model": server.model,
+                "lora_config": {"rank": 8},
             },
             "asample": {
                 "sampling_session_id": base.sampler_id, "seq_id": 0, "sampling_params": {"max_tokens": 2},

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+
 from agentrl_tinker.client import Client, Model, SamplerClient, datum
 from agentrl_tinker.refusals import Refusal
 from agentrl_tinker.store import Checkpoint, Store, owner_of

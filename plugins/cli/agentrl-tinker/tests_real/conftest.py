@@ -32,7 +32,8 @@ def running(model: Path, folder: Path, *options: str) -> Iterator[Server]:
     keys = folder / "keys"
     keys.write_text("tml-one\ntml-two\n")
     command = [
-        AGENTRL, "-m", "agentrl_core.cli.main", "tinker", "serve", "--model", str(model), "--state", str(folder / "state"),
+        AGENTRL, "-m", "agentrl_core.cli.main", "tinker", "serve", "--model", str(model),
+        "--state", str(folder / "state"),
         "--port", str(port), "--keys", str(keys), "--device", "cpu", "--max-model-len", "512", *options,
     ]  # fmt: skip
     process = subprocess.Popen(command)

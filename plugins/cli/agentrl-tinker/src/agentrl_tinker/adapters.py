@@ -130,7 +130,8 @@ class Adapters:
 
 def config_text(config: LoraConfig) -> str:
     """The content of ``adapter_config.json``."""
-    fields = {key: sorted(value) if isinstance(value, set) else value for key, value in config.to_dict().items()}
+    given: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
+    fields = {key: sorted(value) if isinstance(value, set) else value for key, value in given.items()}
     return json.dumps(fields, indent=2, sort_keys=True)
 
 

@@ -49,7 +49,7 @@ class Api:
         self.app = FastAPI(openapi_url=None)
         self.app.add_exception_handler(Refusal, _refused)
         self.app.add_exception_handler(ValidationError, _invalid)
-        post = {
+        post: dict[str, Callable[..., Any]] = {
             "client/config": self._config, "client/dynamic_config": self._dynamic_config,
             "create_session": self._create_session, "session_heartbeat": self._heartbeat,
             "sessions/{session_id}/finish": self._finish, "telemetry": self._telemetry,
@@ -59,7 +59,7 @@ class Api:
             "load_weights": self._load_weights, "create_sampling_session": self._create_sampler,
             "asample": self._sample, "cancel_future": self._cancel, "retrieve_future": self._retrieve,
         }  # fmt: skip
-        get = {
+        get: dict[str, Callable[..., Any]] = {
             "healthz": self._health, "get_server_capabilities": self._capabilities,
             "samplers/{sampler_id}": self._sampler, "training_runs": self._runs, "checkpoints": self._checkpoints,
             "training_runs/{run}": self._run, "training_runs/{run}/checkpoints": self._checkpoints,

@@ -16,22 +16,53 @@ app = command_group("Serve the API of the Tinker SDK, or check a server of it.")
 def serve(
     model: Annotated[Path, typer.Option("--model", help="Folder with weights, config and tokenizer.")],
     state: Annotated[Path, typer.Option("--state", help="Folder of the checkpoints.")] = Path("tinker-state"),
-    name: Annotated[str | None, typer.Option("--name", help="What clients call the model; default: as in --model.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--name", help="What clients call the model; default: as in --model.")
+    ] = None,
     host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port to listen on.")] = 8000,
-    keys: Annotated[Path | None, typer.Option("--keys", help="File with an API key (tml-…) on each line; default: every key is let in.")] = None,
-    engine: Annotated[str, typer.Option("--engine", help="Inference engine, by the name of rollout.engine.name.")] = "hf",
-    engine_option: Annotated[list[str] | None, typer.Option("--engine-option", metavar="KEY=VALUE", help="Option of the engine; may be repeated.")] = None,
+    keys: Annotated[
+        Path | None, typer.Option("--keys", help="File with an API key (tml-…) on each line; default: all are let in.")
+    ] = None,
+    engine: Annotated[
+        str, typer.Option("--engine", help="Inference engine, by the name of rollout.engine.name.")
+    ] = "hf",
+    engine_option: Annotated[
+        list[str] | None,
+        typer.Option("--engine-option", metavar="KEY=VALUE", help="Option of the engine; may be repeated."),
+    ] = None,
     device: Annotated[str, typer.Option("--device", help="auto, cpu or cuda.")] = "auto",
-    dtype: Annotated[str | None, typer.Option("--dtype", help="Data type of the frozen weights; default: bfloat16 on CUDA, else float32.")] = None,
-    max_adapters: Annotated[int, typer.Option("--max-adapters", min=1, help="Adapters that are trained at the same time.")] = 16,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", help="Data type of the frozen weights; default: bfloat16 on CUDA, else float32."),
+    ] = None,
+    max_adapters: Annotated[
+        int, typer.Option("--max-adapters", min=1, help="Adapters that are trained at the same time.")
+    ] = 16,
     max_rank: Annotated[int, typer.Option("--max-rank", min=1, help="Highest rank of an adapter.")] = 64,
-    max_slots: Annotated[int, typer.Option("--max-slots", min=1, help="Adapters that the engine serves at the same time.")] = 8,
-    max_model_len: Annotated[int | None, typer.Option("--max-model-len", min=2, help="Tokens of a sequence; default: as the model, at most 8192.")] = None,
-    micro_batch_tokens: Annotated[int, typer.Option("--micro-batch-tokens", min=1, help="Tokens that are trained on at once, padding included.")] = 8192,
-    gradient_checkpointing: Annotated[bool, typer.Option("--gradient-checkpointing", help="Recompute activations in the backward pass to save memory.")] = False,
-    session_timeout: Annotated[float, typer.Option("--session-timeout", min=1, help="Seconds without a word of a client, after which its adapters are released.")] = 300.0,
-) -> None:  # fmt: skip
+    max_slots: Annotated[
+        int, typer.Option("--max-slots", min=1, help="Adapters that the engine serves at the same time.")
+    ] = 8,
+    max_model_len: Annotated[
+        int | None,
+        typer.Option("--max-model-len", min=2, help="Tokens of a sequence; default: as the model, at most 8192."),
+    ] = None,
+    micro_batch_tokens: Annotated[
+        int, typer.Option("--micro-batch-tokens", min=1, help="Tokens that are trained on at once, padding included.")
+    ] = 8192,
+    gradient_checkpointing: Annotated[
+        bool,
+        typer.Option("--gradient-checkpointing", help="Recompute activations in the backward pass to save memory."),
+    ] = False,
+    session_timeout: Annotated[
+        float,
+        typer.Option(
+            "--session-timeout",
+            min=1,
+            help="Seconds without a word of a client, after which its adapters are released.",
+        ),
+    ] = 300.0,
+) -> None:
     """Serve a model to clients of the Tinker SDK: they train LoRA adapters on it, and sample with them."""
     from agentrl_tinker.serving import Options, run
 
@@ -53,10 +84,16 @@ def serve(
 def check(
     url: Annotated[str, typer.Argument(help="Address of a server, such as http://127.0.0.1:8000.")],
     key: Annotated[str, typer.Option("--key", envvar="TINKER_API_KEY", help="API key.")],
-    other_key: Annotated[str | None, typer.Option("--other-key", help="Another API key, to check that keys are isolated.")] = None,
-    model: Annotated[str | None, typer.Option("--model", help="Base model; default: the first that the server names.")] = None,
-    only: Annotated[list[str] | None, typer.Option("--only", metavar="NAME", help="Run this check; may be repeated.")] = None,
-) -> None:  # fmt: skip
+    other_key: Annotated[
+        str | None, typer.Option("--other-key", help="Another API key, to check that keys are isolated.")
+    ] = None,
+    model: Annotated[
+        str | None, typer.Option("--model", help="Base model; default: the first that the server names.")
+    ] = None,
+    only: Annotated[
+        list[str] | None, typer.Option("--only", metavar="NAME", help="Run this check; may be repeated.")
+    ] = None,
+) -> None:
     """Check that a server does what clients of the Tinker SDK rely on; the exit code is 1 where it does not."""
     import asyncio
 

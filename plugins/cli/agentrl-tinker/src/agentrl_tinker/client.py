@@ -79,7 +79,7 @@ class Client:
         raise Refusal(f"request {promise['request_id']} had no result after {tries} tries", 408)
 
     async def session(self) -> str:
-        body = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0", "type": "create_session"}
+        body: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0", "type": "create_session"}
         return str((await self.post("create_session", body))["session_id"])
 
 
@@ -124,10 +124,10 @@ class Model:
     async def forward(self, data: Sequence[Any]) -> Trained:
         return await self.train(data, forward_only=True)
 
-    async def step(self, **params: float) -> Any:
+    async def step(self, **params: Any) -> Any:
         return await self.client.result(await self.send_step(**params))
 
-    async def send_step(self, seq_id: int | None = None, **params: float) -> Any:
+    async def send_step(self, seq_id: int | None = None, **params: Any) -> Any:
         body = {"model_id": self.model_id, "seq_id": self.next() if seq_id is None else seq_id, "adam_params": params}
         return await self.client.post("optim_step", body)
 
@@ -182,7 +182,7 @@ class SamplerClient:
         return (await self.sample(ids, extra={"prompt_logprobs": True}, max_tokens=1)).prompt
 
 
-def datum(ids: Sequence[int], targets: Sequence[int], **inputs: Sequence[float]) -> Any:
+def datum(ids: Sequence[int], targets: Sequence[int], **inputs: Any) -> Any:
     """A datum of the API; ``inputs`` are float32."""
     tensors = {"target_tokens": _tensor(targets, "<i8", messages.INT64)}
     tensors |= {key: _tensor(values, "<f4", messages.FLOAT32) for key, values in inputs.items()}

@@ -1,7 +1,7 @@
 """The protobuf messages of the API, described in place, so that neither the SDK nor a compiler is needed.
 
-The package ``tinker_public``, as SDK 0.38.0 speaks it. A field is ``name=number:type``; ``*`` repeats it, and ``|`` puts
-it into the message's only oneof.
+The package ``tinker_public``, as SDK 0.38.0 speaks it. A field is ``name=number:type``; ``*`` repeats it, and ``|``
+puts it into the message's only oneof.
 """
 
 from typing import Any
@@ -56,8 +56,8 @@ def _described() -> descriptor_pb2.FileDescriptorProto:
     file = descriptor_pb2.FileDescriptorProto(name="agentrl_tinker.proto", package=_PACKAGE, syntax="proto3")
     for name, values in _ENUMS.items():
         enum = file.enum_type.add(name=name)
-        for number, value in enumerate(values):
-            enum.value.add(name=value, number=number)
+        for index, value in enumerate(values):
+            enum.value.add(name=value, number=index)
     for line in _MESSAGES.strip().splitlines():
         name, *fields = line.split()
         message = file.message_type.add(name=name)
@@ -80,9 +80,9 @@ def _described() -> descriptor_pb2.FileDescriptorProto:
 
 
 _pool = descriptor_pool.DescriptorPool()
-_pool.Add(_described())  # type: ignore[no-untyped-call]
+_pool.Add(_described())
 _classes: dict[str, Any] = {
-    name: message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))  # type: ignore[no-untyped-call]
+    name: message_factory.GetMessageClass(_pool.FindMessageTypeByName(f"{_PACKAGE}.{name}"))
     for name in (line.split()[0] for line in _MESSAGES.strip().splitlines())
 }
 

@@ -263,9 +263,10 @@ def _row(where: str, datum: Any, names: set[str], vocabulary: int, longest: int)
     arrays = {key: _tensor(f"{where}: {key}", value, len(ids)) for key, value in found.items()}
     targets = arrays.pop("target_tokens")
     for name, values in (("model_input", ids), ("target_tokens", targets)):
-        if values.min() < 0 or values.max() >= vocabulary:
+        outside = values[(values < 0) | (values >= vocabulary)]
+        if len(outside):
             raise Refusal(
-                f"{where}: {name} has the id {values.min() if values.min() < 0 else values.max()}, which is outside the vocabulary 0..{vocabulary - 1}"
+                f"{where}: {name} has the id {outside[0]}, which is outside the vocabulary 0..{vocabulary - 1}"
             )
     if "sequence_ratio_mask" in arrays and not arrays["sequence_ratio_mask"].any():
         raise Refusal(f"{where}: sequence_ratio_mask marks no token")

@@ -150,6 +150,7 @@ class Turns:
         self._adapters = adapters
         self._loaded: OrderedDict[Path, str] = OrderedDict()
         self._current: Path | None = None
+        self._admitted: Path | None = None
         self._running = 0
         self._waiting: deque[tuple[Path | None, asyncio.Future[None]]] = deque()
         self._switching = asyncio.Lock()

@@ -346,7 +346,10 @@ class Service:
 
     def _files(self, model: TrainedModel, with_optimizer: bool) -> dict[str, bytes]:
         weights, moments = self.trainer.state(model.model_id, with_optimizer)
-        files = {WEIGHTS: save_tensors(weights), CONFIG: config_text(self.trainer.adapters.config(model.shape)).encode()}
+        files = {
+            WEIGHTS: save_tensors(weights),
+            CONFIG: config_text(self.trainer.adapters.config(model.shape)).encode(),
+        }
         return files | ({MOMENTS: save_tensors(moments)} if with_optimizer else {})
 
     # Samplers -----------------------------------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class AdamParams:
 
 @dataclass
 class Scores:
-    """Log-probabilities of a prompt [N], the first of which is nan, and of the likeliest tokens ids and values [N, k]."""
+    """Log-probabilities of a prompt [N], the first of which is nan; the likeliest tokens and theirs [N, k]."""
 
     log_probs: "np.ndarray[Any, Any]"
     top_ids: "np.ndarray[Any, Any]"
@@ -144,13 +144,13 @@ class Trainer:
         labels_n = torch.from_numpy(np.concatenate([row.targets for row in rows])).to(self._device)
         with torch.set_grad_enabled(backward), self._mode(backward):
             (log_probs_n,) = token_log_probs(self._logits([row.ids for row in rows]), labels_n)
-            parts = log_probs_n.split(lengths)
+            parts = torch.split(log_probs_n, lengths)
             total = torch.zeros((), device=self._device)
             for row, log_probs_N in zip(rows, parts, strict=True):
                 inputs = {key: torch.from_numpy(value).to(self._device) for key, value in row.inputs.items()}
                 total = total + loss.of(log_probs_N, inputs, settings)
             if backward:
-                total.backward()
+                torch.autograd.backward(total)
         return float(total.detach()), [part.detach().cpu().numpy() for part in parts]
 
     def optim_step(self, name: str, params: AdamParams) -> dict[str, float]:
