@@ -137,14 +137,14 @@ engines-cpu-vllm: .engines/vllm/.installed
 test-engine-vllm: .engines/vllm/.installed
 	.engines/vllm/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(VLLM)/tests_real
 
-# An environment with the SDK of Tinker and its cookbook, which pull other versions than the trainer has. The arithmetic
-# of the recipes needs the extras that are named one by one.
+# An environment with the SDK of Tinker and its cookbook, which pull other versions than the trainer has.
 tinker-env: .engines/tinker/.installed
 
 .engines/tinker/.installed: $(TINKER)/sdk-requirements.txt constraints.txt
 	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
 	$(@D)/bin/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
 	$(@D)/bin/python -m pip install --quiet --no-compile -r $(TINKER)/sdk-requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps tinker-cookbook==0.6.1
 	touch $@
 
 test-tinker: .engines/tinker/.installed $(VENV)/.installed

@@ -377,3 +377,30 @@ def test_bodies_have_limits_and_forms(serve: Serve, monkeypatch: pytest.MonkeyPa
         )
 
     serve(scenario)
+
+
+def test_many_clients_take_turns(serve: Serve) -> None:
+    """None of them is ever far behind another one, and one that disappears does not hold up the others."""
+
+    async def scenario(server: Any) -> None:
+        done = [0] * 8
+        apart = []
+
+        async def client(number: int, key: Any) -> None:
+            model = await new_model(key, server.model)
+            for _ in range(4):
+                await asyncio.gather(model.train([DATUM] * (1 + 10 * (number % 2))), model.step(**STEP))
+                await (await model.sampler()).sample(IDS, max_tokens=2, stop=[])
+                done[number] += 1
+                # Those that have not begun yet are still being created.
+                apart.append(max(done) - min(each for each in done[:-1]))
+
+        tasks = [asyncio.create_task(client(number, (server.one, server.two)[number % 2])) for number in range(8)]
+        while not done[7]:
+            await asyncio.sleep(0)
+        tasks[7].cancel()
+        await asyncio.gather(*tasks[:7])
+        assert done[:7] == [4] * 7
+        assert max(apart) <= 2
+
+    serve(scenario)

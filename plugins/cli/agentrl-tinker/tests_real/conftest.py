@@ -34,7 +34,7 @@ def running(model: Path, folder: Path, *options: str) -> Iterator[Server]:
     command = [
         AGENTRL, "-m", "agentrl_core.cli.main", "tinker", "serve", "--model", str(model),
         "--state", str(folder / "state"),
-        "--port", str(port), "--keys", str(keys), "--device", "cpu", "--max-model-len", "512", *options,
+        "--port", str(port), "--keys", str(keys), "--device", "cpu", "--max-model-len", "2048", *options,
     ]  # fmt: skip
     process = subprocess.Popen(command)
     server = Server(f"http://127.0.0.1:{port}", str(model), process)

@@ -41,7 +41,7 @@ def training(service: Any, server: Any) -> Any:
 
 def test_what_the_server_says_of_itself_and_of_a_model(service: Any, training: Any, server: Any) -> None:
     (supported,) = service.get_server_capabilities().supported_models
-    assert (supported.model_name, supported.trainable, supported.max_context_length) == (server.model, True, 512)
+    assert (supported.model_name, supported.trainable, supported.max_context_length) == (server.model, True, 2048)
     info = training.get_info()
     assert (info.model_data.model_name, info.is_lora, info.lora_rank) == (server.model, True, 8)
     assert training.get_tokenizer().decode(training.get_tokenizer().encode("2 + 2")) == "2 + 2"
