@@ -1,10 +1,10 @@
-"""Many small clients of one ``agentrl tinker serve`` at once, one of which is killed: does one starve, does memory grow?
+"""Many small clients of one ``agentrl tinker serve``, one of which is killed: does one starve, does memory grow?
 
-    python benchmarks/tinker_load.py --minutes 5 --clients 32
+python benchmarks/tinker_load.py --minutes 5 --clients 32
 
-Each client has a key, a session and an adapter of its own, and repeats: two datums, a step, new weights for a sampler, two
-samples, and a heartbeat. One client is killed in the middle, without a word. Prints the rounds of the slowest and of the
-fastest client, the longest round, and the memory of the server after each fifth of the time.
+Each client has a key, a session and an adapter of its own, and repeats: two datums, a step, new weights for a sampler,
+two samples, and a heartbeat. One client is killed in the middle, without a word. Prints the rounds of the slowest and
+of the fastest client, the longest round, and the memory of the server after each fifth of the time.
 """
 
 import argparse
@@ -21,9 +21,9 @@ from pathlib import Path
 
 import httpx
 import psutil
-from agentrl_tinker.client import Client, Model, datum
 
 from agentrl_testing.tiny_model import save_tiny_model
+from agentrl_tinker.client import Client, Model, datum
 
 IDS = list(range(5, 25))
 
@@ -83,8 +83,9 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         model = save_tiny_model(Path(name) / "model")
         command = [
-            sys.executable, "-m", "agentrl_core.cli.main", "tinker", "serve", "--model", model, "--state", f"{name}/state",
-            "--port", str(options.port), "--max-adapters", str(options.clients + 1), "--session-timeout", "30",
+            sys.executable, "-m", "agentrl_core.cli.main", "tinker", "serve", "--model", model,
+            "--state", f"{name}/state", "--port", str(options.port), "--max-adapters", str(options.clients + 1),
+            "--session-timeout", "60",
             "--device", "cpu", "--max-model-len", "128",
         ]  # fmt: skip
         process = subprocess.Popen(command)

@@ -126,7 +126,15 @@ def test_a_session_that_is_silent_loses_its_adapters(serve: Serve, monkeypatch: 
         monkeypatch.setattr(time, "monotonic", lambda: now + 598)
         await service.end_idle_sessions()
         await model.forward([DATUM])
+        monkeypatch.setattr(time, "monotonic", lambda: now + 800)
+        # Who waits for a result is there.
+        waiting = asyncio.create_task(server.one.result(promise, tries=1))
+        await asyncio.sleep(0)
         monkeypatch.setattr(time, "monotonic", lambda: now + 1000)
+        await service.end_idle_sessions()
+        assert model.model_id in service._models
+        waiting.cancel()
+        monkeypatch.setattr(time, "monotonic", lambda: now + 1200)
         await service.end_idle_sessions()
         for call in (model.forward([DATUM]), sampler.sample(IDS, max_tokens=1), server.one.result(promise)):
             with pytest.raises(Refusal, match="there is no"):

@@ -74,6 +74,11 @@ class Api:
             self.app.add_api_route(f"{PREFIX}/{path}", _refusing(why), methods=["GET", "POST", "PUT", "DELETE"])
         self.app.add_api_route("/{rest:path}", _unknown, methods=["GET", "POST", "PUT", "PATCH", "DELETE"])
 
+    def stop(self) -> None:
+        """Answer those who wait for results."""
+        if not self._service.results.stopping.done():
+            self._service.results.stopping.set_result({})
+
     # Keys and bodies ----------------------------------------------------------------------------------------------
 
     def _owner(self, request: Request) -> str:

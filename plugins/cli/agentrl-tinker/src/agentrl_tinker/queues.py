@@ -22,11 +22,18 @@ AHEAD = 4096
 
 
 class Results:
-    """By request id, each for the key that made the request."""
+    """By request id, each for the key that made the request.
 
-    def __init__(self) -> None:
+    Args:
+        alive: called with the session of a client that asks for a result.
+    """
+
+    def __init__(self, alive: Callable[[str], None]) -> None:
+        self._alive = alive
         self._tasks: dict[str, tuple[str, str, asyncio.Future[Result]]] = {}
         self._fetched: OrderedDict[str, None] = OrderedDict()
+        self.stopping: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
+        """Done when the server ends: nobody shall wait any more."""
 
     def add(self, request_id: str, owner: str, session_id: str) -> "asyncio.Future[Result]":
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
@@ -45,12 +52,13 @@ class Results:
         Raises:
             Refusal: the key has made no such request.
         """
-        of, _, future = self._tasks.get(request_id, ("", "", None))
+        of, session_id, future = self._tasks.get(request_id, ("", "", None))
         if future is None or of != owner:
             raise Refusal(
                 f"there is no request {request_id!r} of this API key; the server may have been restarted since", 404
             )
-        await asyncio.wait([future], timeout=seconds)
+        self._alive(session_id)
+        await asyncio.wait([future, self.stopping], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
         if not future.done():
             return None
         self._fetched[request_id] = None

@@ -89,7 +89,7 @@ class Service:
     ) -> None:
         self.trainer, self.sampler, self.store = trainer, sampler, store
         self.name, self.tokenizer, self.max_model_len = name, tokenizer, max_model_len
-        self.results = Results()
+        self.results = Results(self._alive)
         self._decode, self._eos = decode, eos
         self._max_adapters, self._max_rank, self._session_timeout = max_adapters, max_rank, session_timeout
         self._sessions: dict[str, Session] = {}
@@ -114,8 +114,12 @@ class Service:
         session = self._sessions.get(session_id)
         if session is None or session.owner != owner:
             raise Refusal(f"there is no session {session_id!r} of this API key; it may have ended", gone)
-        session.seen = time.monotonic()
+        self._alive(session_id)
         return session
+
+    def _alive(self, session_id: str) -> None:
+        if session_id in self._sessions:
+            self._sessions[session_id].seen = time.monotonic()
 
     async def end_session(self, session_id: str) -> None:
         """Release what a session holds; its checkpoints stay."""
@@ -154,7 +158,7 @@ class Service:
         model = self._models.get(model_id)
         if model is None or model.owner != owner:
             raise Refusal(NO_MODEL.format(model_id), 404)
-        self._sessions[model.session_id].seen = time.monotonic()
+        self._alive(model.session_id)
         return model
 
     def create_model(self, owner: str, body: requests.CreateModel) -> str:
@@ -379,7 +383,7 @@ class Service:
         sampler = self._samplers.get(sampler_id)
         if sampler is None or sampler.owner != owner:
             raise Refusal(f"there is no sampler {sampler_id!r} of this API key; its session may have ended", 404)
-        self._sessions[sampler.session_id].seen = time.monotonic()
+        self._alive(sampler.session_id)
         return sampler
 
     def sample(self, owner: str, body: requests.Sample) -> tuple[str, list[str]]:

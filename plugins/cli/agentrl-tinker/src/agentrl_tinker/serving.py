@@ -125,16 +125,21 @@ def run(options: Options, host: str, port: int) -> None:
     """Serve until SIGINT or SIGTERM comes; then requests that run end, and the engine."""
     import uvicorn
 
-    class Server(uvicorn.Server):
-        @contextmanager
-        def capture_signals(self) -> Iterator[None]:
-            # uvicorn's own would end the process before the engine is closed.
-            for number in (signal.SIGINT, signal.SIGTERM):
-                asyncio.get_running_loop().add_signal_handler(number, self.handle_exit, number, None)
-            yield
-
     async def serve() -> None:
         async with serving(options) as api:
+
+            class Server(uvicorn.Server):
+                @contextmanager
+                def capture_signals(self) -> Iterator[None]:
+                    # uvicorn's own would end the process before the engine is closed.
+                    for number in (signal.SIGINT, signal.SIGTERM):
+                        asyncio.get_running_loop().add_signal_handler(number, self.stop, number)
+                    yield
+
+                def stop(self, number: int) -> None:
+                    api.stop()
+                    self.handle_exit(number, None)
+
             config = uvicorn.Config(
                 api.app, host=host, port=port, log_config=None, access_log=False, lifespan="off",
                 timeout_graceful_shutdown=5,
