@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,12 +13,11 @@ from peft.tuners.lora import LoraLayer
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from agentrl_core.workers.adapters import WEIGHTS_FILE, adapter_tensors
 from agentrl_tinker.refusals import Refusal
 
 ALPHA = 32
 """Whatever the rank is: with it the learning rate that suits an adapter hardly depends on the rank."""
-WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-_PREFIX = "base_model.model."
 
 
 @dataclass(frozen=True)
@@ -96,17 +95,13 @@ class Adapters:
 
     def activate(self, name: str | None, training: bool = False) -> None:
         """Compute with this adapter from now on; with ``training`` its parameters get gradients."""
-        for _, layer in self._layers():
-            layer.set_adapter([] if name is None else [name], inference_mode=not training)
+        for layer in self.module.modules():
+            if isinstance(layer, LoraLayer):
+                layer.set_adapter([] if name is None else [name], inference_mode=not training)
 
-    def parameters(self, name: str) -> dict[str, nn.Parameter]:
+    def parameters(self, name: str) -> dict[str, Tensor]:
         """By the names of PEFT's files."""
-        found: dict[str, nn.Parameter] = {}
-        for path, layer in self._layers():
-            for part in ("lora_A", "lora_B"):
-                if name in getattr(layer, part):
-                    found[f"{_PREFIX}{path}.{part}.weight"] = getattr(layer, part)[name].weight
-        return found
+        return adapter_tensors(self.module, name)
 
     @torch.no_grad()
     def load(self, name: str, tensors: Mapping[str, Tensor]) -> None:
@@ -122,11 +117,6 @@ class Adapters:
         for key, parameter in parameters.items():
             parameter.copy_(tensors[key])
 
-    def _layers(self) -> Iterator[tuple[str, Any]]:
-        for path, part in self.module.named_modules():
-            if isinstance(part, LoraLayer):
-                yield path, part
-
 
 def config_text(config: LoraConfig) -> str:
     """The content of ``adapter_config.json``."""
@@ -136,5 +126,5 @@ def config_text(config: LoraConfig) -> str:
 
 
 def read_adapter(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = load_file(folder / WEIGHTS)
+    tensors: dict[str, Tensor] = load_file(folder / WEIGHTS_FILE)
     return tensors

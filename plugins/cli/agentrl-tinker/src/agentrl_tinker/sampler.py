@@ -20,7 +20,8 @@ from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.weights import Adapter, WeightUpdate
 from agentrl_core.engine_kit.requests import check_request
 from agentrl_core.plugins.resolution import resolve
-from agentrl_tinker.adapters import CONFIG, WEIGHTS, Adapters, Shape, read_adapter
+from agentrl_core.workers.adapters import CONFIG_FILE, WEIGHTS_FILE
+from agentrl_tinker.adapters import Adapters, Shape, read_adapter
 
 
 @dataclass(frozen=True)
@@ -130,8 +131,8 @@ class Slots:
             name, _ = self._loaded.pop(idle)
         version = next(self._versions)
         try:
-            adapter = Adapter(name, json.loads((weights.folder / CONFIG).read_text()))
-            update = WeightUpdate(files=(str(weights.folder / WEIGHTS),), adapter=adapter)
+            adapter = Adapter(name, json.loads((weights.folder / CONFIG_FILE).read_text()))
+            update = WeightUpdate(files=(str(weights.folder / WEIGHTS_FILE),), adapter=adapter)
             await self._engine.update_weights(update, version)
         except BaseException:
             self._free.append(name)

@@ -16,8 +16,9 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from agentrl_core.api.engine import SamplingParams, TokenOutput
+from agentrl_core.workers.adapters import CONFIG_FILE, WEIGHTS_FILE
 from agentrl_tinker import messages, requests
-from agentrl_tinker.adapters import CONFIG, WEIGHTS, Shape, config_text
+from agentrl_tinker.adapters import Shape, config_text
 from agentrl_tinker.losses import Loss
 from agentrl_tinker.queues import Ordered, Result, Results, Work, failed, finish
 from agentrl_tinker.refusals import Refusal
@@ -328,7 +329,7 @@ class Service:
         return lambda: self._compute(self._load, model, checkpoint, folder, body.optimizer)
 
     def _load(self, model: TrainedModel, checkpoint: Checkpoint, folder: Path, optimizer: bool) -> Result:
-        weights = load_tensors((folder / WEIGHTS).read_bytes())
+        weights = load_tensors((folder / WEIGHTS_FILE).read_bytes())
         moments = load_tensors((folder / MOMENTS).read_bytes()) if optimizer else None
         self.trainer.load(model.model_id, weights, moments)
         return {"path": checkpoint.path, "model_id": model.model_id, "type": "load_weights"}
@@ -351,8 +352,8 @@ class Service:
     def _files(self, model: TrainedModel, with_optimizer: bool) -> dict[str, bytes]:
         weights, moments = self.trainer.state(model.model_id, with_optimizer)
         files = {
-            WEIGHTS: save_tensors(weights),
-            CONFIG: config_text(self.trainer.adapters.config(model.shape)).encode(),
+            WEIGHTS_FILE: save_tensors(weights),
+            CONFIG_FILE: config_text(self.trainer.adapters.config(model.shape)).encode(),
         }
         return files | ({MOMENTS: save_tensors(moments)} if with_optimizer else {})
 
