@@ -8,7 +8,7 @@ import httpx
 import pytest
 import torch
 
-from agentrl_tinker import app, losses, requests, service
+from agentrl_tinker import app, losses, requests, samples
 from agentrl_tinker.check import CHECKS, run_checks
 from agentrl_tinker.losses import Loss
 from agentrl_tinker.queues import Ordered, Results, finish
@@ -143,9 +143,9 @@ def other_seed_each_time(original: Any, params: Any, index: int) -> Any:
     return original(params, index) if params.seed is None else original(params, index + torch.randint(9**9, ()).item())
 
 
-def tempered(original: Any, self: Any, output: Any, texts: Any) -> Any:
+def tempered(original: Any, output: Any, *rest: Any) -> Any:
     output.log_probs = [each / 2 for each in output.log_probs]
-    return original(self, output, texts)
+    return original(output, *rest)
 
 
 def dropping_unknown_parameters(patch: Patch) -> None:
@@ -230,10 +230,10 @@ BROKEN: list[tuple[str, Callable[[Patch], None]]] = [
     ("samplers_have_the_weights_that_were_saved", wrapped(Trainer, "scores", of_the_base)),
     ("a_snapshot_keeps_its_weights", newest_for_all),
     ("a_sampler_in_flight_takes_new_weights", never_published),
-    ("log_probs_of_samples_are_those_of_the_model", wrapped(Service, "_cut", tempered)),
+    ("log_probs_of_samples_are_those_of_the_model", wrapped(samples, "cut", tempered)),
     ("log_probs_of_samples_are_those_of_the_model", wrapped(Sampler, "generate", with_the_base)),
-    ("samples_follow_their_parameters", wrapped(service, "_numbered", lambda _, params, index: params)),
-    ("samples_follow_their_parameters", wrapped(service, "_numbered", other_seed_each_time)),
+    ("samples_follow_their_parameters", wrapped(samples, "numbered", lambda _, params, index: params)),
+    ("samples_follow_their_parameters", wrapped(samples, "numbered", other_seed_each_time)),
     ("a_state_continues_where_it_was_saved", wrapped(Trainer, "load", without_moments)),
     ("what_is_not_there_is_refused", any_setting),
     ("what_is_not_there_is_refused", dropping_unknown_parameters),

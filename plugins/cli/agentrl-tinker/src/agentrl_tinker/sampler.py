@@ -199,17 +199,22 @@ class Turns:
 
     async def _activate(self, weights: Weights | None) -> None:
         """Nothing runs in the engine, whose thread therefore leaves the module alone."""
-        if weights is not None and weights.folder not in self._loaded:
+        await asyncio.to_thread(self._change, weights)
+        await self._engine.update_weights(WeightUpdate(shared=True), next(self._versions))
+
+    def _change(self, weights: Weights | None) -> None:
+        if weights is None:
+            self._adapters.activate(None)
+            return
+        if weights.folder not in self._loaded:
             if len(self._loaded) == self.LOADED:
                 self._adapters.remove(self._loaded.popitem(last=False)[1])
-            version = next(self._versions)
-            self._adapters.add(f"sampler-{version}", weights.shape)
-            self._adapters.load(f"sampler-{version}", read_adapter(weights.folder))
-            self._loaded[weights.folder] = f"sampler-{version}"
-        self._adapters.activate(None if weights is None else self._loaded[weights.folder])
-        if weights is not None:
-            self._loaded.move_to_end(weights.folder)
-        await self._engine.update_weights(WeightUpdate(shared=True), next(self._versions))
+            name = f"sampler-{next(self._versions)}"
+            self._adapters.add(name, weights.shape)
+            self._adapters.load(name, read_adapter(weights.folder))
+            self._loaded[weights.folder] = name
+        self._loaded.move_to_end(weights.folder)
+        self._adapters.activate(self._loaded[weights.folder])
 
 
 def _config_of(schema: Any, options: dict[str, Any]) -> Any:

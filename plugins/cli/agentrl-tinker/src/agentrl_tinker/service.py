@@ -7,7 +7,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,16 +15,15 @@ import numpy as np
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
-from agentrl_core.api.engine import SamplingParams, TokenOutput
 from agentrl_core.workers.adapters import CONFIG_FILE, WEIGHTS_FILE
-from agentrl_tinker import messages, requests
+from agentrl_tinker import requests, samples
 from agentrl_tinker.adapters import Shape, config_text
 from agentrl_tinker.losses import Loss
 from agentrl_tinker.queues import Ordered, Result, Results, Work, failed, finish
 from agentrl_tinker.refusals import Refusal
 from agentrl_tinker.sampler import Sampler, Weights
 from agentrl_tinker.store import Checkpoint, Store, check_name, write_files
-from agentrl_tinker.trainer import Row, Scores, Trainer
+from agentrl_tinker.trainer import Row, Trainer
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -395,7 +394,7 @@ class Service:
         if request_id in self.results:
             return request_id, sequence_ids
         prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
-        params, texts = self._sampling_params(body.sampling_params, len(prompt))
+        params, texts = samples.params_of(body.sampling_params, self._eos, self.max_model_len - len(prompt))
         if body.prompt_logprobs_last_n is not None and not (
             body.prompt_logprobs and body.prompt_logprobs_last_n < len(prompt)
         ):
@@ -408,13 +407,16 @@ class Service:
         async def work() -> Result:
             weights = sampler.weights()
             outputs = await asyncio.gather(
-                *(self.sampler.generate(weights, prompt, _numbered(params, index)) for index in range(body.num_samples))
+                *(
+                    self.sampler.generate(weights, prompt, samples.numbered(params, index))
+                    for index in range(body.num_samples)
+                )
             )
             scores = None
             if body.prompt_logprobs or body.topk_prompt_logprobs:
                 where = (None, None) if weights is None else (weights.folder, weights.shape)
                 scores = await self._compute(self.trainer.scores, *where, prompt, body.topk_prompt_logprobs)
-            return self._sampled(body, [self._cut(output, texts) for output in outputs], scores)
+            return samples.response(body, [samples.cut(each, texts, self._decode) for each in outputs], scores)
 
         future = self.results.add(request_id, owner, sampler.session_id)
         task = asyncio.get_running_loop().create_task(finish(future, work))
@@ -435,56 +437,5 @@ class Service:
         if request_id in self._sampling:
             self._sampling[request_id].cancel()
 
-    def _sampling_params(self, asked: requests.Sampling, length: int) -> tuple[SamplingParams, tuple[str, ...]]:
-        stop = [asked.stop] if isinstance(asked.stop, str) else asked.stop
-        ids = self._eos if stop is None else tuple(part for part in stop if isinstance(part, int))
-        texts = tuple(part for part in stop or () if isinstance(part, str))
-        if "" in texts:
-            raise Refusal("sampling_params.stop: an empty text would stop everywhere")
-        params = SamplingParams(
-            max_tokens=asked.max_tokens or max(self.max_model_len - length, 1),
-            temperature=asked.temperature,
-            top_p=asked.top_p,
-            top_k=max(asked.top_k, 0),
-            seed=asked.seed,
-            stop_token_ids=tuple(ids),
-        )
-        return params, texts
-
-    def _cut(self, output: TokenOutput, texts: tuple[str, ...]) -> TokenOutput:
-        """End an output with the token that completes a stop text."""
-        for length in range(1, len(output.token_ids) + 1 if texts else 0):
-            if any(text in self._decode(output.token_ids[:length]) for text in texts):
-                log_probs = None if output.log_probs is None else output.log_probs[:length]
-                return TokenOutput(output.token_ids[:length], log_probs, "stop")
-        return output
-
-    def _sampled(self, body: requests.Sample, outputs: Sequence[TokenOutput], scores: Scores | None) -> bytes:
-        response = messages.new("SampleResponse")
-        for output in outputs:
-            sequence = response.sequences.add(
-                stop_reason=messages.STOP if output.finish_reason == "stop" else messages.LENGTH,
-                tokens=np.array(output.token_ids, "<i4").tobytes(),
-            )
-            if output.log_probs is not None:
-                sequence.logprobs = np.array(output.log_probs, "<f4").tobytes()
-        if scores is not None:
-            skipped = len(scores.log_probs) - (body.prompt_logprobs_last_n or len(scores.log_probs))
-            scores.log_probs[:skipped] = np.nan
-            scores.top_log_probs[: max(skipped, 1)] = messages.NO_LOG_PROB
-            scores.top_ids[: max(skipped, 1)] = 0
-            if body.prompt_logprobs:
-                response.prompt_logprobs = scores.log_probs.tobytes()
-            if body.topk_prompt_logprobs:
-                top = response.topk_prompt_logprobs
-                top.token_ids, top.logprobs = scores.top_ids.tobytes(), scores.top_log_probs.tobytes()
-                top.length, top.k = scores.top_ids.shape
-        return bytes(response.SerializeToString())
-
     async def _compute(self, function: Callable[..., T], *args: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
-
-
-def _numbered(params: SamplingParams, index: int) -> SamplingParams:
-    """The parameters of one of several samples: with one seed they would all be the same."""
-    return params if params.seed is None else replace(params, seed=params.seed + index)
