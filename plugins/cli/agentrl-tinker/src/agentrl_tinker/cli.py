@@ -43,6 +43,9 @@ def serve(
     max_slots: Annotated[
         int, typer.Option("--max-slots", min=1, help="Adapters that the engine serves at the same time.")
     ] = 8,
+    unembed: Annotated[
+        bool, typer.Option("--unembed/--no-unembed", help="Let adapters change the output layer, too.")
+    ] = True,
     max_model_len: Annotated[
         int | None,
         typer.Option("--max-model-len", min=2, help="Tokens of a sequence; default: as the model, at most 8192."),
@@ -73,7 +76,7 @@ def serve(
         model=str(model), state=state, name=name, keys=None if keys is None else _keys(keys), engine=engine,
         engine_options=_options(engine_option or []), device=_one_of("--device", device, ("auto", "cpu", "cuda")),
         dtype=None if dtype is None else _one_of("--dtype", dtype, ("float32", "bfloat16")),
-        max_adapters=max_adapters, max_rank=max_rank, max_slots=max_slots, max_model_len=max_model_len,
+        max_adapters=max_adapters, max_rank=max_rank, max_slots=max_slots, unembed=unembed, max_model_len=max_model_len,
         micro_batch_tokens=micro_batch_tokens, gradient_checkpointing=gradient_checkpointing,
         session_timeout=session_timeout,
     )  # fmt: skip

@@ -84,6 +84,7 @@ class Service:
         eos: tuple[int, ...],
         max_adapters: int,
         max_rank: int,
+        unembed: bool,
         max_model_len: int,
         session_timeout: float,
     ) -> None:
@@ -92,6 +93,7 @@ class Service:
         self.results = Results(self._alive)
         self._decode, self._eos = decode, eos
         self._max_adapters, self._max_rank, self._session_timeout = max_adapters, max_rank, session_timeout
+        self._unembed = unembed
         self._sessions: dict[str, Session] = {}
         self._models: dict[str, TrainedModel] = {}
         self._samplers: dict[str, SamplingSession] = {}
@@ -203,6 +205,11 @@ class Service:
             return request_id
         if shape.rank > self._max_rank:
             raise Refusal(f"lora_config.rank: {shape.rank} is more than this server's --max-rank {self._max_rank}")
+        if shape.train_unembed and not self._unembed:
+            raise Refusal(
+                "lora_config.train_unembed: this server was started with --no-unembed, because its engine serves no "
+                "adapters of the output layer. Set train_unembed=False"
+            )
         if len(self._models) >= self._max_adapters:
             raise Refusal(
                 f"this server trains {self._max_adapters} adapters already (--max-adapters). Close a client, or wait "

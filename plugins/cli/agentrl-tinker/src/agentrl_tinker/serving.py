@@ -39,6 +39,7 @@ class Options:
         micro_batch_tokens: tokens that are trained on at once, padding included.
         session_timeout: seconds without a word of a client, after which its adapters are released.
         max_slots: adapters that the engine serves at once.
+        unembed: adapters may change the output layer, which some engines cannot serve.
     """
 
     model: str
@@ -52,6 +53,7 @@ class Options:
     max_adapters: int = 16
     max_rank: int = 64
     max_slots: int = 8
+    unembed: bool = True
     max_model_len: int | None = None
     micro_batch_tokens: int = 8192
     gradient_checkpointing: bool = False
@@ -80,7 +82,7 @@ async def serving(options: Options) -> AsyncIterator[Api]:
     names = tuple(f"slot-{index}" for index in range(options.max_slots))
     sampler = await Sampler.start(
         options.engine, dict(options.engine_options), context, trainer.sampled,
-        AdapterSlots(names, 1, options.max_rank, _last_parts(trainer)),
+        AdapterSlots(names, 1, options.max_rank, _last_parts(trainer, options.unembed)),
     )  # fmt: skip
     service = Service(
         trainer,
@@ -92,6 +94,7 @@ async def serving(options: Options) -> AsyncIterator[Api]:
         eos=_eos(trainer.sampled, tokenizer),
         max_adapters=options.max_adapters,
         max_rank=options.max_rank,
+        unembed=options.unembed,
         max_model_len=length,
         session_timeout=options.session_timeout,
     )
@@ -109,8 +112,8 @@ async def _end_idle_sessions(service: Service, every: float) -> None:
         await service.end_idle_sessions()
 
 
-def _last_parts(trainer: Trainer) -> tuple[str, ...]:
-    shape = Shape(1, train_mlp=not trainer.adapters.has_experts)
+def _last_parts(trainer: Trainer, unembed: bool) -> tuple[str, ...]:
+    shape = Shape(1, train_mlp=not trainer.adapters.has_experts, train_unembed=unembed)
     return tuple(sorted({name.rpartition(".")[2] for name in trainer.adapters.targets(shape)}))
 
 
