@@ -404,3 +404,43 @@ def test_many_clients_take_turns(serve: Serve) -> None:
         assert max(apart) <= 2
 
     serve(scenario)
+
+
+BODIES: list[Any] = [
+    b"", b"[]", b"null", b"1", b'"x"', b"{}", b"\xff", b"[" * 5000, b'{"model_id": 1, "seq_id": "a"}',
+    b'{"model_id": [], "seq_id": 1e400}', b'{"request_id": null}', b'{"session_id": {}, "model_seq_id": -1}',
+    b'{"path": 3, "optimizer": "no", "session_id": "s", "model_seq_id": 0}', b'{"tinker_path": []}',
+    b'{"sampling_session_id": "", "seq_id": 0, "prompt": {"chunks": [{"type": "encoded_text", "tokens": [1e99]}]}, '
+    b'"sampling_params": {"stop": [[]], "top_p": "NaN"}}',
+]  # fmt: skip
+
+
+def test_no_body_makes_the_server_fail(serve: Serve) -> None:
+    """Also not for a model that exists: its next requests run."""
+
+    async def scenario(server: Any) -> None:
+        model = await new_model(server.one, server.model)
+        headers = {"X-API-Key": "tml-one"}
+        routes = [each for each in server.api.app.routes if "{" not in each.path]
+        assert len(routes) > 20
+        for route in routes:
+            for body in BODIES:
+                for method in route.methods:
+                    kind = {"Content-Type": "application/x-protobuf"} if "forward_backward" in route.path else {}
+                    found = await server.http.request(method, route.path, content=body, headers=headers | kind)
+                    assert found.status_code < 500, (route.path, body, found.text)
+                    assert found.is_success or "detail" in found.json(), (route.path, body)
+        for body in (b"", b"{", b"{}"):
+            prefix = messages.new("ForwardBackwardRequest", model_id=model.model_id, seq_id=model.next())
+            content = prefix.SerializeToString() + b"\x1a" + bytes([len(body)]) + body
+            found = await server.http.post(
+                "/api/v1/forward_backward",
+                content=content,
+                headers=headers | {"Content-Type": "application/x-protobuf"},
+            )
+            assert found.status_code == 400
+            if "is no ForwardBackwardRequest" in found.text:
+                model.sent -= 1
+        await model.forward([DATUM])
+
+    serve(scenario)

@@ -253,8 +253,8 @@ class Api:
         return self._service.store
 
     async def _weights_info(self, request: Request) -> Any:
-        owner = self._owner(request)
-        found, _ = self._store.find(owner, str(_parsed(await self._body(request)).get("tinker_path")))
+        owner, body = await self._read(request, requests.WeightsInfo)
+        found, _ = self._store.find(owner, body.tinker_path)
         shape = {key: value for key, value in found.shape.items() if key != "rank"}
         return {"base_model": found.base_model, "is_lora": True, "lora_rank": found.shape["rank"], **shape}
 

@@ -119,6 +119,10 @@ class LoadWeights(Body):
     weights_access_token: None = None
 
 
+class WeightsInfo(Body):
+    tinker_path: str
+
+
 class CreateSampler(Body):
     session_id: str
     sampling_session_seq_id: int
