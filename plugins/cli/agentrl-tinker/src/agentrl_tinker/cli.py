@@ -1,6 +1,7 @@
 """``agentrl tinker``."""
 
 import ipaddress
+import logging
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -70,6 +71,7 @@ def serve(
     from agentrl_tinker.serving import Options, run
 
     set_up_logging()
+    logging.getLogger("agentrl_tinker").setLevel(logging.INFO)
     if keys is None and not _is_loopback(host):
         raise ConfigError(f"--keys: {host} can be reached from other machines. Name a file with the API keys to let in")
     options = Options(

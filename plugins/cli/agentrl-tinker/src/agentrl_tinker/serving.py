@@ -147,7 +147,7 @@ def run(options: Options, host: str, port: int) -> None:
                 api.app, host=host, port=port, log_config=None, access_log=False, lifespan="off",
                 timeout_graceful_shutdown=5,
             )  # fmt: skip
-            logger.info("serving %s at http://%s:%d", options.model, host, port)
+            logger.info("serving %s at http://%s:%d, checkpoints in %s", options.model, host, port, options.state)
             await Server(config).serve()
 
     asyncio.run(serve())
