@@ -21,9 +21,10 @@ TWO_NODES_ARGS ?=
 SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 TESTING := plugins/testing/agentrl-testing
+TINKER := plugins/cli/agentrl-tinker
 
 .PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu two-nodes release clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
-	test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-fleet test-engines-learn
+	tinker-env test-tinker test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-fleet test-engines-learn
 
 help:
 	@echo "make demo    install, make a tiny model and its data, train it, show the curve and sample trajectories"
@@ -42,6 +43,7 @@ help:
 	@echo "make test-engines   the engines with environments of their own, for real, on the CPU; also:"
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
 	@echo "make test-engines-learn   train the calculator example with both, for ten minutes"
+	@echo "make test-tinker   the Tinker SDK and recipes of its cookbook against agentrl tinker serve, on the CPU"
 	@echo "make test-engines-fleet   two replicas of each, with faults, for many minutes"
 
 env: $(VENV)/.installed
@@ -134,6 +136,19 @@ engines-cpu-vllm: .engines/vllm/.installed
 # Most of the time an engine starts, which takes one core.
 test-engine-vllm: .engines/vllm/.installed
 	.engines/vllm/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(VLLM)/tests_real
+
+# An environment with the SDK of Tinker and its cookbook, which pull other versions than the trainer has.
+tinker-env: .engines/tinker/.installed
+
+.engines/tinker/.installed: $(TINKER)/sdk-requirements.txt constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
+	$(@D)/bin/python -m pip install --quiet --no-compile -r $(TINKER)/sdk-requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps tinker-cookbook==0.6.1
+	touch $@
+
+test-tinker: .engines/tinker/.installed $(VENV)/.installed
+	AGENTRL_PYTHON=$(CURDIR)/$(BIN)/python .engines/tinker/bin/python -m pytest -c /dev/null --rootdir $(TINKER)/tests_real $(TINKER)/tests_real
 
 # Slow: the calculator example is trained with each of them.
 test-engines-learn: engines-cpu $(VENV)/.installed

@@ -31,6 +31,7 @@ EXTENDS = {
     "agentrl-compat-verl": ("protocol", "controller"),
     "agentrl-engines": ("cli", "config", "plugins", "serving", "trainer"),
     "agentrl-plan": ("", "cli", "config", "controller", "protocol", "rollout", "serving", "trainer", "workers"),
+    "agentrl-tinker": ("algorithms", "cli", "config", "plugins", "runs", "workers"),
     "agentrl-viewer": ("cli", "config", "runs"),
     "agentrl-testing": (
         "algorithms", "cli", "config", "controller", "data", "hosting", "plugins", "rollout", "runs", "serving",
@@ -38,7 +39,8 @@ EXTENDS = {
     ),
 }  # fmt: skip
 """Parts of the core that a plugin knows: agentrl-compat-verl has verl's further operations of batches and worker
-groups, agentrl-plan runs the workers on tensors without data, agentrl-testing runs plugins as the core does."""
+groups, agentrl-plan runs the workers on tensors without data, agentrl-tinker trains a model that the workers load,
+agentrl-testing runs plugins as the core does."""
 TESTING = "agentrl_testing"
 TRIED = {"agentrl-testing": {"agentrl_algorithms", "agentrl_engine_hf"}}
 """Packages of plugins that the tests of another one use: the contract suites are tried on them."""

@@ -36,6 +36,7 @@ _BROUGHT = {
         "command": "config.schema init plugins.check plugins.new replay reward try",
         "engine": "scripted",
     },
+    "agentrl-tinker": {"command": "tinker"},
     "agentrl-tool-mcp": {"tool": "mcp"},
     "agentrl-tool-parsers": {
         "tool_parser": "deepseek_v3 deepseek_v32 gemma4 glm4 granite harmony hermes internlm2 kimi_k2 lfm2 llama3_json "

@@ -280,6 +280,7 @@ finally:
         ("view", "agentrl-viewer"),
         ("plan", "agentrl-plan"),
         ("bench", "agentrl-plan"),
+        ("tinker", "agentrl-tinker"),
         ("runs list", "agentrl-viewer"),
         ("init", "agentrl-testing"),
         ("replay", "agentrl-testing"),
