@@ -6,6 +6,7 @@ changes are PEFT's, with the original as ``base_layer``. The adapter's matrices 
 
 import difflib
 import json
+import re
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate
 
 from agentrl_core.api.engine import AdapterSlots
-from agentrl_core.api.errors import ConfigError
+from agentrl_core.api.errors import CheckpointError, ConfigError
 from agentrl_core.api.weights import Adapter
 from agentrl_core.config.schema import POLICY, AdapterConfig
 from agentrl_core.plugins.boundary import boundary
@@ -30,8 +31,11 @@ _PREFIX = "base_model.model."
 _UNSERVED = (
     "use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication",
     "rank_pattern", "alpha_pattern", "use_qalora", "alora_invocation_tokens", "megatron_config", "fan_in_fan_out",
+    "layers_to_transform", "use_bdlora", "kasa_config", "monteclora_config", "arrow_config",
 )  # fmt: skip
 """Settings of PEFT that other parts of a run, such as engines, do not know."""
+_KEEP_THE_MODEL = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
+"""``init_lora_weights`` with which PEFT leaves the model's weights as they are. PiSSA and others subtract from them."""
 
 
 def add_adapter(
@@ -81,7 +85,10 @@ def peft_config(model: Any, settings: AdapterConfig) -> dict[str, Any]:
     """
     if settings.path is not None:
         found = read_config(settings.path)
-        targets = targets_of(model, found["target_modules"], f"model.adapter.path: {CONFIG_FILE}: target_modules")
+        wanted = found["target_modules"]
+        if isinstance(wanted, str) and wanted != "all-linear":
+            wanted = [name for name, _ in model.named_modules() if re.fullmatch(wanted, name)] or wanted
+        targets = targets_of(model, wanted, f"model.adapter.path: {CONFIG_FILE}: target_modules")
         rank, alpha, extra = found["r"], found["lora_alpha"], {"use_rslora": bool(found.get("use_rslora"))}
     else:
         targets = targets_of(model, settings.targets, "model.adapter.targets")
@@ -105,13 +112,24 @@ def targets_of(model: Any, targets: list[str] | str, key: str) -> list[str]:
     """
     head = getattr(model, "get_output_embeddings", lambda: None)()
     linear = {name for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
-    names = sorted({name.rpartition(".")[2] for name in linear})
+    all_names = {name.rpartition(".")[2] for name in linear}
+    names = sorted(all_names - _names_of_experts(model, all_names))
+    if not names:
+        raise ConfigError(
+            f"{key}: {type(model).__name__} has no linear layers (torch.nn.Linear) that an adapter can change; train "
+            "all weights with model.adapter=null"
+        )
     if targets == "all-linear":
         return names
     wanted = [targets] if isinstance(targets, str) else targets
     for target in wanted:
         # Of names of whole layers, as in files of PEFT, the last part counts.
         if target.rpartition(".")[2] not in names:
+            if target.rpartition(".")[2] in all_names:
+                raise ConfigError(
+                    f"{key}: PEFT takes {target!r} of {type(model).__name__} for its fused experts, which agentrl does "
+                    f"not adapt. Allowed are {', '.join(names)}, or all-linear for all of them"
+                )
             near = difflib.get_close_matches(target, names, n=2, cutoff=0.4) or names
             raise ConfigError(
                 f"{key}: {type(model).__name__} has no linear layer {target!r}; nearest: {', '.join(near)}. Allowed "
@@ -120,6 +138,35 @@ def targets_of(model: Any, targets: list[str] | str, key: str) -> list[str]:
     if not wanted:
         raise ConfigError(f"{key}: expected at least one of {', '.join(names)}, or all-linear; found none")
     return sorted({target.rpartition(".")[2] for target in wanted})
+
+
+def _names_of_experts(model: Any, names: set[str]) -> set[str]:
+    """Names that PEFT takes for fused experts of a mixture-of-experts model, though linear layers have them too."""
+    from peft import LoraConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    config = LoraConfig(target_modules=names)
+    convert_peft_config_for_transformers(config, model, None)
+    return names - set(config.target_modules or ())
+
+
+def check_same(described: Mapping[str, Any], path: str) -> None:
+    """Refuse a checkpoint whose adapter is added to the model with another factor.
+
+    Raises:
+        CheckpointError: naming what differs.
+    """
+    stored = read_config(path)
+    changed = [
+        f"{key}: {before} -> {now}"
+        for key in ("lora_alpha", "use_rslora")
+        if (before := float(stored.get(key) or 0)) != (now := float(described.get(key) or 0))
+    ]
+    if changed:
+        raise CheckpointError(
+            f"{path} has another adapter than model.adapter and model.adapter.path describe:\n  "
+            + "\n  ".join(changed) + "\nSet the old values again, or start a new run with trainer.resume=never"
+        )  # fmt: skip
 
 
 def read_config(path: str) -> dict[str, Any]:
@@ -136,6 +183,8 @@ def read_config(path: str) -> dict[str, Any]:
     used = [name for name in _UNSERVED if found.get(name)]
     if found.get("bias", "none") != "none":
         used.append("bias")
+    if found.get("init_lora_weights") not in _KEEP_THE_MODEL:
+        used.append(f"init_lora_weights={found['init_lora_weights']}")
     if used:
         raise ConfigError(
             f"model.adapter.path: {file} sets {', '.join(used)}, which agentrl does not train and engines do not "
@@ -165,8 +214,8 @@ def _fill(own: Mapping[str, Tensor], path: str) -> None:
     ]
     if problems:
         raise ConfigError(
-            f"model.adapter.path: {file} is an adapter of another model than model.path: {min(problems)} (and "
-            f"{len(problems) - 1} more)"
+            f"model.adapter.path: {file} is an adapter of another model than model.path, or of some of its layers "
+            f"only: {min(problems)} (and {len(problems) - 1} more)"
         )
     with torch.no_grad():
         for key, tensor in own.items():

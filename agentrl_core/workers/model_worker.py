@@ -19,7 +19,7 @@ from agentrl_core.controller import Dispatch, Worker, register
 from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, collect_batch, plan_dp_compute_proto
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.adapters import add_adapter, peft_config
+from agentrl_core.workers.adapters import add_adapter, check_same, peft_config
 from agentrl_core.workers.checkpoints import (
     checksums_of_rank,
     copied_state,
@@ -302,10 +302,10 @@ class TrainingWorker(ModelWorker):
         if settings is None:
             return language_model
         self._adapter = peft_config(language_model, settings)
-        keeps_initial = settings.path is not None and self._keeps_initial
-        return add_adapter(
-            language_model, self._adapter, settings.path, self.config.trainer.seed, keep_initial=keeps_initial
-        )
+        # That of another role: what a policy has learned is not for values.
+        path = settings.path if self.role == "actor" else None
+        keeps_initial = path is not None and self._keeps_initial
+        return add_adapter(language_model, self._adapter, path, self.config.trainer.seed, keep_initial=keeps_initial)
 
     @property
     def _keeps_initial(self) -> bool:
@@ -324,4 +324,6 @@ class TrainingWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
+        if self._adapter is not None:
+            check_same(self._adapter, path)
         load_training_state(path, self._model, self._optimizer, self._parallel)

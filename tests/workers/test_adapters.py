@@ -9,9 +9,17 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
-from agentrl_core.api import ConfigError
+from agentrl_core.api import CheckpointError, ConfigError
 from agentrl_core.config.schema import AdapterConfig, ResolvedConfig
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.workers.actor import ActorWorker
@@ -263,11 +271,92 @@ def test_an_adapter_that_cannot_be_trained_is_refused(make_worker: Any, model_pa
     save_file(
         {name: tensor[:, :1].contiguous() for name, tensor in tensors.items()}, other / "adapter_model.safetensors"
     )
-    with pytest.raises(ConfigError, match="is an adapter of another model than model.path: .* has the shape"):
+    with pytest.raises(ConfigError, match="is an adapter of another model than model.path, or .* has the shape"):
         make_worker(adapter={"path": str(other)})
     (other / "adapter_model.safetensors").write_bytes(b"not safetensors")
     with pytest.raises(ConfigError, match=r"adapter_model\.safetensors cannot be read"):
         make_worker(adapter={"path": str(other)})
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"target_modules": ["q_proj"], "use_rslora": True, "lora_alpha": 3},
+        {"target_modules": r".*self_attn\.(q|v)_proj"},
+        {"target_modules": ["model.layers.0.mlp.up_proj", "model.layers.1.mlp.up_proj"]},
+        {"target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
+    ],
+    ids=["rslora", "a pattern", "whole names", "orthogonal"],
+)
+def test_an_adapter_of_peft_computes_as_peft_loads_it(
+    make_worker: Any, model_path: str, make_batch: Any, rows: Any, tmp_path: Path, config: dict[str, Any]
+) -> None:
+    _stored(model_path, tmp_path, **{"init_lora_weights": False, **config})
+    batch = make_batch(rows)
+    loaded = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model_path), tmp_path)
+    actor = make_worker(adapter={"path": str(tmp_path)})
+    torch.testing.assert_close(log_probs(actor, batch), reference_log_probs(loaded, batch), **CLOSE)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"init_lora_weights": "pissa"}, "sets init_lora_weights=pissa"),
+        ({"init_lora_weights": "olora"}, "sets init_lora_weights=olora"),
+        ({"layers_to_transform": [1]}, "sets layers_to_transform"),
+        ({"exclude_modules": r".*layers\.0\..*"}, "or of some of its layers only: it lacks .*layers.0"),
+    ],
+)
+def test_an_adapter_whose_model_differs_is_refused(
+    make_worker: Any, model_path: str, tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    _stored(model_path, tmp_path, target_modules=["q_proj"], **config)
+    with pytest.raises(ConfigError, match=message):
+        make_worker(adapter={"path": str(tmp_path)})
+
+
+def test_a_critic_gets_a_new_adapter_with_the_settings_of_a_stored_one(
+    make_worker: Any, model_path: str, tmp_path: Path
+) -> None:
+    _stored(model_path, tmp_path, target_modules=["q_proj"], init_lora_weights=False)
+    critic = make_worker(CriticWorker, adapter={"path": str(tmp_path)})
+    adapter = {name: tensor for name, tensor in critic._model.state_dict().items() if ".lora_" in name}
+    assert len(adapter) == 4 and all(2 in tensor.shape and ".q_proj." in name for name, tensor in adapter.items())
+    assert not any(tensor.any() for name, tensor in adapter.items() if ".lora_B" in name)
+
+
+def test_a_checkpoint_whose_adapter_has_another_factor_is_refused(make_worker: Any, tmp_path: Path) -> None:
+    make_worker(adapter={"alpha": 8.0}).save_checkpoint(str(tmp_path))
+    make_worker(adapter={"alpha": 8.0}).load_checkpoint(str(tmp_path))
+    with pytest.raises(CheckpointError, match=r"lora_alpha: 8\.0 -> 32\.0"):
+        make_worker().load_checkpoint(str(tmp_path))
+
+
+def test_a_model_without_linear_layers_is_refused(make_worker: Any, tmp_path: Path) -> None:
+    config = GPT2Config(vocab_size=40, n_embd=8, n_layer=1, n_head=2, n_positions=64)
+    GPT2LMHeadModel(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match=r"model\.adapter\.targets: GPT2LMHeadModel has no linear layers"):
+        make_worker(path=str(tmp_path))
+
+
+def test_fused_experts_are_left_alone_where_dense_layers_have_their_names(
+    make_worker: Any, trained: Any, tmp_path: Path
+) -> None:
+    config = Qwen3MoeConfig(
+        vocab_size=40, hidden_size=32, intermediate_size=64, moe_intermediate_size=16, num_experts=4,
+        num_experts_per_tok=2, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=2, head_dim=16,
+        mlp_only_layers=[0], initializer_range=0.2, pad_token_id=0, bos_token_id=None, eos_token_id=1,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "model")
+    actor = make_worker(path=str(tmp_path / "model"))
+    batch = trained(actor)
+    actor.save_checkpoint(str(tmp_path / "adapter"))
+    save_merged(str(tmp_path / "adapter"), str(tmp_path / "whole"))
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
+    torch.testing.assert_close(log_probs(actor, batch), reference_log_probs(whole, batch), atol=1e-4, rtol=1e-4)
+    with pytest.raises(ConfigError, match="PEFT takes 'up_proj' of Qwen3MoeForCausalLM for its fused experts"):
+        make_worker(path=str(tmp_path / "model"), adapter={"targets": ["q_proj", "up_proj"]})
 
 
 def test_the_seed_decides_a_new_adapter(model_path: str, make_config: Any) -> None:
