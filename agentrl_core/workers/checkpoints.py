@@ -68,17 +68,15 @@ class MetadataReader(FileSystemReader):
         return metadata
 
 
-def copied_state(
-    model: nn.Module, optimizer: ScheduledAdamW, parallel: DataParallel, group: ProcessGroup | None
-) -> dict[str, Tensor]:
-    """Copies in host memory of weights, moments, schedule and this rank's generators.
+def copied_state(model: nn.Module, optimizer: ScheduledAdamW, group: ProcessGroup | None) -> dict[str, Tensor]:
+    """Copies in host memory of weights, moments and schedule.
 
     Args:
         group: of all ranks, for what is done with the copies; None for a single rank.
     """
     mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
     # With the variables themselves tied weights are one object, and stay one.
-    state = {**_weights(model), **_moments(optimizer), **_generators(parallel), "steps": torch.tensor(optimizer.steps)}
+    state = {**_weights(model), **_moments(optimizer), "steps": torch.tensor(optimizer.steps)}
     copies = {id(tensor): _copy(tensor, mesh) for tensor in {id(each): each for each in state.values()}.values()}
     return {name: copies[id(tensor)] for name, tensor in state.items()}
 
@@ -134,18 +132,13 @@ def save_training_state(path: str, state: Mapping[str, Tensor], group: ProcessGr
 def load_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, parallel: DataParallel) -> None:
     """Take over what :func:`save_training_state` wrote, in place, so that whoever shares the module sees it.
 
-    Generators are taken over only where the number of ranks is the same; nothing that is trained depends on them.
-
     Raises CheckpointError where it does not fit; all ranks must call this.
     """
-    generators, steps = _generators(parallel), torch.tensor(0)
-    folder = _folder(path)
+    steps, folder = torch.tensor(0), _folder(path)
     try:
         reader = MetadataReader(folder)
-        saved = reader.read_metadata().state_dict_metadata
-        generators = {name: tensor for name, tensor in generators.items() if name in saved}
         weights = {name: tensor.detach() for name, tensor in _weights(model).items()}
-        state = {**weights, **_moments(optimizer), **generators, "steps": steps}
+        state = {**weights, **_moments(optimizer), "steps": steps}
         with _quiet():
             load(state, checkpoint_id=folder, storage_reader=reader, no_dist=parallel.size == 1)
     except (
@@ -154,7 +147,6 @@ def load_training_state(path: str, model: nn.Module, optimizer: ScheduledAdamW, 
     ) as error:  # fmt: skip
         raise unreadable(folder, error) from error
     optimizer.steps = int(steps)
-    _set_generators(generators, parallel)
 
 
 def check_training_state(path: str) -> None:
@@ -208,19 +200,3 @@ def _weights(model: nn.Module) -> dict[str, Tensor]:
 
 def _moments(optimizer: ScheduledAdamW) -> dict[str, Tensor]:
     return {f"optimizer.{name}": tensor for name, tensor in optimizer.moments().items()}
-
-
-def _generators(parallel: DataParallel) -> dict[str, Tensor]:
-    place = f"{parallel.rank}-of-{parallel.size}"
-    states = {f"generator.cpu.{place}": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"generator.cuda.{place}"] = torch.cuda.get_rng_state()
-    return states
-
-
-def _set_generators(states: dict[str, Tensor], parallel: DataParallel) -> None:
-    place = f"{parallel.rank}-of-{parallel.size}"
-    if f"generator.cpu.{place}" in states:
-        torch.set_rng_state(states[f"generator.cpu.{place}"])
-    if f"generator.cuda.{place}" in states:
-        torch.cuda.set_rng_state(states[f"generator.cuda.{place}"])

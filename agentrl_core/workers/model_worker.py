@@ -271,7 +271,7 @@ class TrainingWorker(ModelWorker):
         if self._checkpoint_group is None:
             self._checkpoint_group = self._parallel.another_group()
         group = self._checkpoint_group
-        state = copied_state(self._model, self._optimizer, self._parallel, group)
+        state = copied_state(self._model, self._optimizer, group)
 
         def write() -> dict[str, str]:
             self._save(path, copied_weights(state))

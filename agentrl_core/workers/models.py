@@ -227,8 +227,9 @@ def enable_gradient_checkpointing(model: Any) -> None:
 
 
 @contextmanager
-def training_mode(module: nn.Module) -> Iterator[None]:
-    """Training mode (which gradient checkpointing needs) inside, eval mode afterwards."""
+def training_mode(module: nn.Module, seed: int) -> Iterator[None]:
+    """Training mode (which gradient checkpointing needs) inside, eval mode afterwards; dropout follows from ``seed``."""
+    torch.manual_seed(seed)
     module.train()
     try:
         yield

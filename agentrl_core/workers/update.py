@@ -123,7 +123,7 @@ class Update:
     ) -> dict[str, float]:
         """All steps of a batch: ``epochs`` passes of ``mini_batches`` steps each, fewer where rows are fewer.
 
-        Rows without a sampled token are left out. ``seed`` decides the order of rows.
+        Rows without a sampled token are left out. ``seed`` decides the order of rows, and an adapter's dropout.
 
         ``share.moving_B`` says which rows have a gradient. The others have a forward pass only, and count in all
         denominators and metrics: the result is the same as with their backward pass. Where no row has a gradient there
@@ -146,7 +146,7 @@ class Update:
         if not moving_B[trained_M].any():
             return self.measure(columns, share, loss_function, prepare)
         totals, settings = _Totals(), self._config
-        with training_mode(self._module):
+        with training_mode(self._module, seed + self._parallel.rank):
             for epoch, rows in mini_batches(trained_M, settings.epochs, settings.mini_batches, seed):
                 divisor = denominator(share.sampled_B[rows].unsqueeze(-1), self._aggregation, self._max_response_length)
                 self._optimizer.zero_grad()
@@ -237,7 +237,7 @@ class Update:
 
 
 def seed_of(batch: DataProto) -> int:
-    """``meta_info["seed"]``, from which the order of an update's rows follows."""
+    """``meta_info["seed"]``, from which the order of an update's rows and dropout follow."""
     if "seed" not in batch.meta_info:
         raise ProtocolError("update needs meta_info['seed'], which decides the order of the rows; the batch has none")
     return int(batch.meta_info["seed"])

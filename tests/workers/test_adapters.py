@@ -186,13 +186,12 @@ def test_the_reference_is_the_policy_before_the_run(
 def test_a_resumed_actor_goes_on_bit_for_bit(make_worker: Any, trained: Any, tmp_path: Path, dropout: float) -> None:
     adapter = {"dropout": dropout}
     through, first, second = (make_worker(adapter=adapter) for _ in range(3))
-    torch.manual_seed(5)
     trained(through, 4)
-    torch.manual_seed(5)
     trained(first, 2)
     first.save_checkpoint(str(tmp_path))
-    torch.manual_seed(99)
     second.load_checkpoint(str(tmp_path))
+    # As what else runs in the process may.
+    torch.rand(3)
     trained(second, 2)
     for name, tensor in through.module.state_dict().items():
         assert torch.equal(second.module.state_dict()[name], tensor), name
