@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file
 
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
@@ -78,3 +79,24 @@ def test_killed_run_repeats_the_uninterrupted_one_from_its_last_checkpoint(
     assert RunDir(superseded).rollout_steps("train") == lost
     state = run.read_state()
     assert state is not None and (state.status, state.step) == ("completed", 6)
+
+
+def test_a_run_with_an_adapter_killed_twice_ends_as_the_uninterrupted_one(
+    fit: Callable[..., RunDir], tiny_run: Any, start_agentrl: Callable[..., Any]
+) -> None:
+    adapter = {"model.adapter": {"rank": 4, "dropout": 0.2}, "actor.optimizer.lr": 3e-2}
+    whole = fit({**RESUMABLE, **adapter, "trainer.name": "whole"})
+    tiny_run({**RESUMABLE, **adapter})
+    for step, resume in ((4, ()), (6, ("--resume",))):
+        killed = start_agentrl("train", "config.yaml", *resume, TINY_PAUSE_AT=str(step))
+        killed.read_until(f"paused at step {step}")
+        killed.process.kill()
+        assert killed.wait()[0] == -signal.SIGKILL
+    code, output = start_agentrl("train", "config.yaml", "--resume").wait()
+    assert code == 0, output
+    run = RunDir(tiny_run.folder / "runs" / "tiny")
+    assert measured(run) == measured(whole)
+    assert [sampled(run, step) for step in range(1, 7)] == [sampled(whole, step) for step in range(1, 7)]
+    stored, expected = (each.checkpoints_dir / "latest" / "actor" / "adapter_model.safetensors" for each in (run, whole))
+    assert stored.read_bytes() == expected.read_bytes()
+    assert any(tensor.any() for name, tensor in load_file(stored).items() if "lora_B" in name)

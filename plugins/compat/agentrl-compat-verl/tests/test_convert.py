@@ -50,6 +50,27 @@ CASES: dict[str, tuple[tuple[str, ...], dict[str, Any], set[str]]] = {
         },
         {"reward_model.enable", "reward_model.model.path"},
     ),
+    "a new adapter": (
+        (f"{M}.lora_rank=64", f"{M}.lora_alpha=32", f"{M}.target_modules=[q_proj,v_proj]", f"{A}.optim.lr=3e-5"),
+        {"model.adapter.rank": 64, "model.adapter.alpha": None, "model.adapter.targets": ["q_proj", "v_proj"]},
+        set(),
+    ),
+    "an adapter of verl's defaults, but for some layers": (
+        (f"{M}.lora_rank=16", f"{M}.target_modules=all-linear", f"{M}.exclude_modules=.*visual.*"),
+        {"model.adapter.rank": 16, "model.adapter.alpha": 16, "model.adapter.targets": None},
+        {f"{M}.exclude_modules"},
+    ),
+    "an adapter for layers that match a pattern": (
+        (f"{M}.lora_rank=8", f"{M}.target_modules='.*(q|v)_proj'"),
+        {"model.adapter.rank": 8, "model.adapter.targets": None},
+        {f"{M}.target_modules"},
+    ),
+    "a stored adapter": (
+        (f"{M}.lora_rank=64", f"{M}.lora_adapter_path=/a/adapter"),
+        {"model.adapter.path": "/a/adapter", "model.adapter.rank": None},
+        set(),
+    ),
+    "no adapter": ((f"{M}.lora_rank=0", f"{M}.lora_alpha=16"), {"model.adapter.alpha": None}, set()),
     "gspo": (
         (
             f"{A}.policy_loss.loss_mode=gspo", f"{A}.loss_agg_mode=seq-mean-token-mean", f"{A}.clip_ratio_low=0.0003",

@@ -11,6 +11,7 @@ from agentrl_compat_verl.keys import UNSET, Key
 from agentrl_compat_verl.reading import Reading
 
 _ACTOR, _REF, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "actor_rollout_ref.rollout"
+_MODEL = "actor_rollout_ref.model"
 _CORRECTION = "algorithm.rollout_correction"
 
 
@@ -30,6 +31,7 @@ def convert(reading: Reading) -> Conversion:
     _agent_loop(result, {*unset})
     _engine(result)
     result.take(keys.KEYS)
+    _adapter(result)
     _prompts(result)
     critic = _estimator(result)
     _loss(result)
@@ -108,6 +110,16 @@ def _engine(result: Conversion) -> None:
         result.decisions[key] = (
             f"rollout.engine.python: `agentrl engines setup {name}` installs the engine and prints the line"
         )
+
+
+def _adapter(result: Conversion) -> None:
+    """A LoRA adapter: one that is stored, whose settings count, or a new one."""
+    key = f"{_MODEL}.lora_adapter_path"
+    if result.get(key) is not None:
+        result.set(key, "model.adapter.path", result.get(key))
+        result.done(*(row.verl for row in keys.ADAPTER))
+    elif result.number(f"{_MODEL}.lora_rank", 0) > 0:
+        result.take(keys.ADAPTER)
 
 
 def _prompts(result: Conversion) -> None:
@@ -356,7 +368,7 @@ def _rewards(result: Conversion) -> None:
 def _rest(result: Conversion, critic: bool) -> None:
     """What the tables of prefixes and reasons say of the keys that are left."""
     tables = (*keys.ENGINES.values(), *keys.ESTIMATOR_OPTIONS.values(), *(table for _, table in keys.LOSSES.values()))
-    every = {row.verl for table in (*tables, keys.CRITIC, keys.REFERENCE, keys.TOOL_AGENT) for row in table}
+    every = {row.verl for table in (*tables, keys.ADAPTER, keys.CRITIC, keys.REFERENCE, keys.TOOL_AGENT) for row in table}
     for key, value in result.given.items():
         if result.is_known(key):
             continue

@@ -26,6 +26,13 @@ def off_is_zero(value: Any) -> Any:
     return 0 if value is None or value < 0 else value
 
 
+def layer_names(value: Any) -> Any:
+    """Names of layers; verl takes a string for a pattern."""
+    if isinstance(value, str) and value != "all-linear" and not value.isidentifier():
+        raise NoCounterpartError(f"agentrl has no patterns such as {value!r}; name the layers, as in [q_proj, v_proj]")
+    return value
+
+
 def one_of(choices: dict[Any, Any]) -> Callable[[Any], Any]:
     """Translate a name."""
 
@@ -110,6 +117,13 @@ KEYS = (
     Key("trainer.n_gpus_per_node", 8, "cluster.processes_per_node", 1),
     Key("reward_model.num_workers", UNSET, "reward.num_workers", 1),
 )
+
+ADAPTER = (
+    Key(f"{_MODEL}.lora_rank", UNSET, "model.adapter.rank", UNSET),
+    Key(f"{_MODEL}.lora_alpha", 16, "model.adapter.alpha", 32),
+    Key(f"{_MODEL}.target_modules", "all-linear", "model.adapter.targets", "all-linear", layer_names),
+)
+"""Where a new adapter is trained."""
 
 CRITIC = (
     Key("critic.model.path", UNSET, "critic.path", None),
@@ -385,12 +399,9 @@ ALWAYS = {
 """What agentrl does without a key, or with one that is converted from another key."""
 
 MISSING = {
-    f"{_MODEL}.lora_rank": "LoRA",
-    f"{_MODEL}.lora_alpha": "LoRA",
-    f"{_MODEL}.lora_adapter_path": "LoRA",
-    f"{_MODEL}.lora": "LoRA",
-    f"{_MODEL}.target_modules": "LoRA",
-    f"{_MODEL}.exclude_modules": "LoRA",
+    "critic.model.lora_rank": "an adapter of the critic alone; model.adapter holds for actor and critic",
+    "critic.model.lora_alpha": "an adapter of the critic alone; model.adapter holds for actor and critic",
+    "critic.model.target_modules": "an adapter of the critic alone; model.adapter holds for actor and critic",
     f"{_MODEL}.use_liger": "fused kernels",
     f"{_MODEL}.use_fused_kernels": "fused kernels",
     f"{_MODEL}.fused_kernel_options": "fused kernels",
@@ -438,6 +449,8 @@ DECISIONS = {
     "reward_model.reward_kwargs": "reward.functions or reward.manager: the options of the reward",
     "reward_model.sandbox_fusion": "tools or reward.functions: the sandbox",
     f"{_ROLLOUT}.trace": "trainer.trackers: otel and mlflow record every trajectory as a trace; see docs/tracking.md",
+    f"{_MODEL}.exclude_modules": "model.adapter.targets: name the layers that get an adapter",
+    f"{_MODEL}.lora": "model.adapter: set rank, alpha, targets and dropout in place of Megatron's LoRA",
     f"{_MODEL}.custom_chat_template": "model.chat_template: write the template into a file",
     "data.custom_cls": "data.dataset: port the dataset to ./file.py:Class",
     "data.sampler": "data.sampler: port the sampler to ./file.py:Class",
