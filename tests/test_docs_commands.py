@@ -37,6 +37,8 @@ NOT_RUN = {
     "agentrl train config.yaml cluster.runtime=ray": "needs SGLang, eight GPUs or a second host",
     "agentrl train examples/calculator/config.yaml cluster.runtime=ray": "starts Ray; tests/e2e trains with it",
     "agentrl bench config.yaml": "trains several times in processes of their own; tests/e2e measures with it",
+    "agentrl tinker serve": "serves until it is stopped; the tests of agentrl-tinker start one",
+    "agentrl tinker check": "needs a server; the tests of agentrl-tinker check one",
     "agentrl view runs/calculator": "serves until it is stopped; the tests of agentrl-viewer open the page",
 }
 RUN = ("agentrl view runs/calculator --export",)
