@@ -13,7 +13,7 @@ from agentrl_core.api.engine import AdapterSlots
 from agentrl_tinker.adapters import Shape
 from agentrl_tinker.client import Model, SamplerClient, datum
 from agentrl_tinker.refusals import Refusal
-from agentrl_tinker.sampler import Slots, Turns, Weights
+from agentrl_tinker.sampler import Slots, Weights
 
 IDS = [5, 6, 7, 8, 9, 10]
 DATUM = datum(IDS[:-1], IDS[1:], weights=[1.0] * 5)
@@ -136,48 +136,6 @@ def test_a_cancelled_sample_ends_and_its_place_is_free(serve: Serve) -> None:
         await base.sample(IDS, max_tokens=1)
 
     serve(scenario)
-
-
-def test_turns_go_to_those_who_wait_longest() -> None:
-    """Nobody starves behind requests for the weights that are loaded, and what is cancelled leaves no hole."""
-
-    class Engine:
-        async def update_weights(self, update: Any, version: int) -> None:
-            return None
-
-    class Instant(Turns):
-        async def _activate(self, weights: Any) -> None:
-            return None
-
-    class Named:
-        def __init__(self, folder: Any) -> None:
-            self.folder = folder
-
-    async def main() -> list[str]:
-        turns = Instant(Engine(), None)  # type: ignore[arg-type]
-        order: list[str] = []
-        gates = {name: asyncio.Event() for name in ("a1", "b1", "a2", "c1", "a3")}
-
-        async def request(name: str) -> None:
-            async with turns.using(Named(name[0])):  # type: ignore[arg-type]
-                order.append(name)
-                await gates[name].wait()
-
-        tasks = {}
-        for name in gates:
-            tasks[name] = asyncio.create_task(request(name))
-            await asyncio.sleep(0)
-            await asyncio.sleep(0)
-        assert order == ["a1"]
-        tasks["c1"].cancel()
-        for name in ("a1", "b1", "a2", "a3"):
-            gates[name].set()
-            await asyncio.sleep(0)
-        await asyncio.gather(*tasks.values(), return_exceptions=True)
-        assert turns._running == 0 and not turns._waiting
-        return order
-
-    assert asyncio.run(main()) == ["a1", "b1", "a2", "a3"]
 
 
 def test_an_engine_with_slots_gets_weights_into_the_one_that_was_idle_longest(tmp_path: Path) -> None:

@@ -1,7 +1,6 @@
 """LoRA adapters (arXiv 2106.09685) on one frozen module, by PEFT."""
 
 import json
-import threading
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,8 +16,6 @@ from torch import Tensor, nn
 from agentrl_core.workers.adapters import WEIGHTS_FILE, adapter_tensors
 from agentrl_tinker.refusals import Refusal
 
-_GENERATOR = threading.Lock()
-"""torch has one generator; adapters of the trainer and of an engine are made in several threads."""
 ALPHA = 32
 """Whatever the rank is: with it the learning rate that suits an adapter hardly depends on the rank."""
 
@@ -73,7 +70,7 @@ class Adapters:
     def add(self, name: str, shape: Shape, seed: int | None = None) -> None:
         """A new adapter, which computes what the base does until it is trained."""
         config = self.config(shape)
-        with _GENERATOR, torch.random.fork_rng(), warnings.catch_warnings():
+        with torch.random.fork_rng(), warnings.catch_warnings():
             # Of tied embeddings, which concerns merged adapters alone.
             warnings.simplefilter("ignore")
             if seed is None:

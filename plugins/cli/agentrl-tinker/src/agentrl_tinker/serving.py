@@ -73,17 +73,19 @@ async def serving(options: Options) -> AsyncIterator[Api]:
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     config = ModelConfig(path=options.model, dtype=dtype, gradient_checkpointing=options.gradient_checkpointing)
     trainer = Trainer(options.model, config, device, options.micro_batch_tokens)
-    longest = getattr(trainer.sampled.config.get_text_config(decoder=True), "max_position_embeddings", DEFAULT_LENGTH)
+    longest = getattr(trainer.model.config.get_text_config(decoder=True), "max_position_embeddings", DEFAULT_LENGTH)
     length = options.max_model_len or min(longest, DEFAULT_LENGTH)
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
-    context = EngineContext(
-        model_path=options.model, dtype=dtype, max_model_len=length, device=device.type, vocab_size=trainer.vocabulary
-    )
     names = tuple(f"slot-{index}" for index in range(options.max_slots))
-    sampler = await Sampler.start(
-        options.engine, dict(options.engine_options), context, trainer.sampled,
-        AdapterSlots(names, 1, options.max_rank, _last_parts(trainer, options.unembed)),
-    )  # fmt: skip
+    context = EngineContext(
+        model_path=options.model,
+        dtype=dtype,
+        max_model_len=length,
+        device=device.type,
+        vocab_size=trainer.vocabulary,
+        adapters=AdapterSlots(names, 1, options.max_rank, _last_parts(trainer, options.unembed)),
+    )
+    sampler = await Sampler.start(options.engine, dict(options.engine_options), context)
     service = Service(
         trainer,
         sampler,
@@ -91,7 +93,7 @@ async def serving(options: Options) -> AsyncIterator[Api]:
         name=options.name or options.model,
         tokenizer=str(Path(options.model).resolve()),
         decode=tokenizer.decode,
-        eos=_eos(trainer.sampled, tokenizer),
+        eos=_eos(trainer.model, tokenizer),
         max_adapters=options.max_adapters,
         max_rank=options.max_rank,
         unembed=options.unembed,

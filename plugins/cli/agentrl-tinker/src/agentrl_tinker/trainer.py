@@ -3,7 +3,6 @@
 Shapes: b rows and l tokens of a micro-batch, N tokens of a row, n of a micro-batch, V vocabulary.
 """
 
-import copy
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -67,12 +66,10 @@ class Trainer:
 
     def __init__(self, path: str, config: ModelConfig, device: torch.device, micro_batch_tokens: int) -> None:
         model = load_causal_lm(path, config, "--model").to(device)
-        self.sampled = copy.deepcopy(model, {id(part): part for part in model.parameters()})
-        """The same model for an engine of this process: it shares the weights, and has adapters of its own."""
         self.adapters = Adapters(model)
         self.vocabulary = vocabulary_of(model)
         self.architecture = type(model).__name__
-        self._model = model
+        self.model = model
         self._device = device
         self._tokens = micro_batch_tokens
         self._checkpointing = config.gradient_checkpointing
@@ -207,8 +204,8 @@ class Trainer:
         ids_bl = torch.zeros(len(rows), max(lengths), dtype=torch.long)
         for index, row in enumerate(rows):
             ids_bl[index, : len(row)] = torch.from_numpy(row)
-        logits_blV = self._model(input_ids=ids_bl.to(self._device), use_cache=False).logits
+        logits_blV = self.model(input_ids=ids_bl.to(self._device), use_cache=False).logits
         return torch.cat([logits_blV[index, :length] for index, length in enumerate(lengths)])
 
     def _mode(self, backward: bool) -> Any:
-        return training_mode(self._model) if backward and self._checkpointing else nullcontext()
+        return training_mode(self.model) if backward and self._checkpointing else nullcontext()
