@@ -145,7 +145,7 @@ def _names_of_experts(model: Any, names: set[str]) -> set[str]:
     from peft import LoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
-    config = LoraConfig(target_modules=names)
+    config = LoraConfig(target_modules=sorted(names))
     convert_peft_config_for_transformers(config, model, None)
     return names - set(config.target_modules or ())
 

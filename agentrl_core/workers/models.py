@@ -228,7 +228,7 @@ def enable_gradient_checkpointing(model: Any) -> None:
 
 @contextmanager
 def training_mode(module: nn.Module, seed: int) -> Iterator[None]:
-    """Training mode (which gradient checkpointing needs) inside, eval mode afterwards; dropout follows from ``seed``."""
+    """Training mode, which gradient checkpointing needs, and dropout by ``seed`` inside; eval mode afterwards."""
     torch.manual_seed(seed)
     module.train()
     try:

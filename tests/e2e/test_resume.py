@@ -97,6 +97,7 @@ def test_a_run_with_an_adapter_killed_twice_ends_as_the_uninterrupted_one(
     run = RunDir(tiny_run.folder / "runs" / "tiny")
     assert measured(run) == measured(whole)
     assert [sampled(run, step) for step in range(1, 7)] == [sampled(whole, step) for step in range(1, 7)]
-    stored, expected = (each.checkpoints_dir / "latest" / "actor" / "adapter_model.safetensors" for each in (run, whole))
+    files = (each.checkpoints_dir / "latest" / "actor" / "adapter_model.safetensors" for each in (run, whole))
+    stored, expected = files
     assert stored.read_bytes() == expected.read_bytes()
     assert any(tensor.any() for name, tensor in load_file(stored).items() if "lora_B" in name)

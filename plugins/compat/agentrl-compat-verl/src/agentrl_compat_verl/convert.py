@@ -368,7 +368,8 @@ def _rewards(result: Conversion) -> None:
 def _rest(result: Conversion, critic: bool) -> None:
     """What the tables of prefixes and reasons say of the keys that are left."""
     tables = (*keys.ENGINES.values(), *keys.ESTIMATOR_OPTIONS.values(), *(table for _, table in keys.LOSSES.values()))
-    every = {row.verl for table in (*tables, keys.ADAPTER, keys.CRITIC, keys.REFERENCE, keys.TOOL_AGENT) for row in table}
+    tables = (*tables, keys.ADAPTER, keys.CRITIC, keys.REFERENCE, keys.TOOL_AGENT)
+    every = {row.verl for table in tables for row in table}
     for key, value in result.given.items():
         if result.is_known(key):
             continue
