@@ -26,11 +26,12 @@ T = TypeVar("T")
 
 PREFIX = "base_model.model."
 """With which the names of PEFT's tensors begin."""
-_OFF = {
+UNSERVED = {
     "use_dora", "lora_bias", "fan_in_fan_out", "rank_pattern", "alpha_pattern", "modules_to_save", "target_parameters",
     "trainable_token_indices", "layer_replication", "alora_invocation_tokens", "use_qalora", "use_bdlora",
     "arrow_config", "kasa_config", "monteclora_config", "velora_config",
 }  # fmt: skip
+"""Settings of PEFT that make an adapter something else than two matrices for each linear layer."""
 _CHANGES_BASE = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -207,7 +208,7 @@ def _problems(adapter: Adapter, slots: AdapterSlots | None, modules: Mapping[str
         yield f"bias is {config['bias']!r}; allowed: 'none'"
     if str(config.get("init_lora_weights")).startswith(_CHANGES_BASE):
         yield f"init_lora_weights is {config['init_lora_weights']!r}, which changes the weights below; allowed: true"
-    for key in sorted(_OFF & config.keys()):
+    for key in sorted(UNSERVED & config.keys()):
         if config[key]:
             yield f"{key} is {config[key]!r}; engines serve plain LoRA: leave it out"
     found = {module.rpartition(".")[2] for module in targeted(config, modules)}

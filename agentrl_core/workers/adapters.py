@@ -22,18 +22,14 @@ from agentrl_core.api.engine import AdapterSlots
 from agentrl_core.api.errors import CheckpointError, ConfigError
 from agentrl_core.api.weights import Adapter
 from agentrl_core.config.schema import POLICY, AdapterConfig
+from agentrl_core.engine_kit.adapters import PREFIX, UNSERVED
 from agentrl_core.plugins.boundary import boundary
 
 INITIAL = "initial"
 """Name of the copy of what the policy's adapter began with."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-_PREFIX = "base_model.model."
-_UNSERVED = (
-    "use_dora", "lora_bias", "modules_to_save", "target_parameters", "trainable_token_indices", "layer_replication",
-    "rank_pattern", "alpha_pattern", "use_qalora", "alora_invocation_tokens", "megatron_config", "fan_in_fan_out",
-    "layers_to_transform", "use_bdlora", "kasa_config", "monteclora_config", "arrow_config",
-)  # fmt: skip
-"""Settings of PEFT that other parts of a run, such as engines, do not know."""
+_UNTRAINED = {*UNSERVED, "layers_to_transform", "megatron_config"}
+"""Settings of PEFT that make an adapter another one than ``model.adapter`` describes."""
 _KEEP_THE_MODEL = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """``init_lora_weights`` with which PEFT leaves the model's weights as they are. PiSSA and others subtract from them."""
 
@@ -180,7 +176,7 @@ def read_config(path: str) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
     if found.get("peft_type") != "LORA":
         raise ConfigError(f"model.adapter.path: {file} is an adapter of type {found.get('peft_type')}; allowed is LORA")
-    used = [name for name in _UNSERVED if found.get(name)]
+    used = [name for name in sorted(_UNTRAINED) if found.get(name)]
     if found.get("bias", "none") != "none":
         used.append("bias")
     if found.get("init_lora_weights") not in _KEEP_THE_MODEL:
@@ -268,7 +264,7 @@ def adapter_tensors(
     own = model.state_dict(keep_vars=True) if tensors is None else tensors
     part = f".{name}.weight"
     return {
-        _PREFIX + key.removesuffix(part) + ".weight": tensor
+        PREFIX + key.removesuffix(part) + ".weight": tensor
         for key, tensor in own.items()
         if key.endswith(part) and ".lora_" in key
     }
