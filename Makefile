@@ -96,7 +96,7 @@ fuzz: $(VENV)/.installed
 # Environments of engines, in .engines: their interpreters are for rollout.engine.python.
 engines-cpu: engines-cpu-sglang engines-cpu-vllm
 
-test-engines: test-engine-sglang test-engine-vllm test-engines-benchmark
+test-engines: test-engine-sglang test-engine-vllm test-engines-benchmark test-tinker
 
 # What compares the engines with others, and replicas of a run, in the trainer's environment.
 test-engines-benchmark: engines-cpu $(VENV)/.installed
