@@ -1,6 +1,8 @@
 """The TRL side of benchmarks/vs_trl.py, in TRL's interpreter.
 
-python _turns_trl.py MODEL DATA STEPS THREADS RESPONSE TURNS
+python _turns_trl.py MODEL DATA STEPS THREADS RESPONSE TURNS RANK
+
+RANK is that of a LoRA adapter; 0: all weights are trained.
 """
 
 import sys
@@ -40,7 +42,14 @@ def tools_of(model: str) -> dict[str, Any]:
     return {"tools": [find_places], "processing_class": tokenizer}
 
 
-def main(model: str, data: str, steps: int, threads: int, response: int, turns: int) -> None:
+def adapter_of(rank: int) -> Any:
+    """An adapter in all linear layers."""
+    from peft import LoraConfig
+
+    return LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear", task_type="CAUSAL_LM")
+
+
+def main(model: str, data: str, steps: int, threads: int, response: int, turns: int, rank: int) -> None:
     torch.set_num_threads(threads)
     with tempfile.TemporaryDirectory() as output:
         arguments = GRPOConfig(
@@ -52,6 +61,7 @@ def main(model: str, data: str, steps: int, threads: int, response: int, turns: 
         dataset = load_dataset("json", data_files=data, split="train").select_columns(["prompt"])
         trainer = GRPOTrainer(
             model=model, reward_funcs=reward, args=arguments, train_dataset=dataset, callbacks=[TakeTurns()],
+            peft_config=adapter_of(rank) if rank else None,
             **(tools_of(model) if turns > 1 else {}),
         )  # fmt: skip
         trainer.train()

@@ -2,7 +2,7 @@
 
     python -m venv TRL && TRL/bin/python -m pip install torch==2.13.0 transformers==5.19.0 'trl==1.16.*'
     python benchmarks/vs_trl.py --trl-python TRL/bin/python [--cases CASE ...] [--threads 1 2] [--steps 20]
-        [--json FILE]
+        [--adapter] [--json FILE]
 
 Both train the same model of 1.1 M parameters in float32 on the same prompts, 4 prompts x 8 samples and one update a
 step. Each is its own process; while one makes a step the other waits.
@@ -12,6 +12,9 @@ step. Each is its own process; while one makes a step the other waits.
     turns    three turns of 44 tokens with a tool: TRL has its own ``tools``, agentrl its tool agent
     forks    the same for TRL. agentrl samples twice for each prompt and goes on in two branches after either call: as
              many samples, whose first turns are sampled and trained once
+
+With ``--adapter`` both train a LoRA adapter of rank 16 in all linear layers instead of all weights; TRL then needs PEFT
+(``TRL/bin/python -m pip install peft``).
 
 A random model calls no tools. That of ``turns`` and ``forks`` has weights with which each token follows from a set that
 the token before it decides, so that every turn is a call with random arguments.
@@ -42,6 +45,8 @@ from transformers.utils import get_json_schema
 from agentrl_testing.tiny_model import tiny_tokenizer
 
 WARM_UP = 2
+RANK = 16
+"""Of the adapter with ``--adapter``."""
 VOCABULARY = 2048
 PHASES = "timing/"
 SIDE = Path(__file__).parent / "_turns_agentrl.py"
@@ -178,7 +183,9 @@ def calling(module: Any, tokenizer: PreTrainedTokenizerFast, names: list[str]) -
     return module
 
 
-def agentrl_command(directory: Path, model: Path, data: Path, steps: int, threads: int, case: Case) -> list[str]:
+def agentrl_command(
+    directory: Path, model: Path, data: Path, steps: int, threads: int, case: Case, rank: int
+) -> list[str]:
     """``agentrl train`` with what TRL does by default: no KL term, gradients clipped at 1, no validation."""
     settings = {
         "model": {"path": str(model)},
@@ -196,6 +203,8 @@ def agentrl_command(directory: Path, model: Path, data: Path, steps: int, thread
         "hooks": [{"name": f"{SIDE}:TakeTurns"}],
         "cluster": {"cpu_threads": threads},
     }
+    if rank:
+        settings["model"]["adapter"] = {"rank": rank, "alpha": 2 * rank}
     if case.turns > 1:
         settings["tools"] = [{"name": f"{SIDE}:find_places", "isolation": "inline"}]
     path = directory / f"agentrl-{threads}.json"
@@ -209,9 +218,10 @@ def measure(directory: Path, options: argparse.Namespace, name: str, threads: in
     model, data = prepare(directory, case)
     # The run's own end, with its validation and checkpoint, lies beyond what is counted.
     steps = options.steps + WARM_UP + 5
-    ours = agentrl_command(directory, model, data, steps, threads, case)
+    rank = RANK if options.adapter else 0
+    ours = agentrl_command(directory, model, data, steps, threads, case, rank)
     script = Path(__file__).parent / "_turns_trl.py"
-    numbers = map(str, (steps, threads, case.response, case.turns))
+    numbers = map(str, (steps, threads, case.response, case.turns, rank))
     theirs = [str(options.trl_python), str(script), str(model), str(data), *numbers]
     with ExitStack() as stack:
         sides = {
@@ -226,7 +236,7 @@ def measure(directory: Path, options: argparse.Namespace, name: str, threads: in
             for side in sides.values():
                 side.step()
         counted = {side: each.steps[WARM_UP:] for side, each in sides.items()}
-    label = f"{name}, {threads} thread{'s' if threads > 1 else ''}"
+    label = f"{name}{', adapter' if rank else ''}, {threads} thread{'s' if threads > 1 else ''}"
     figures = []
     for side, made in counted.items():
         figures.append(Figure(label, f"{side}: a step", statistics.median(step["seconds"] for step in made), "s"))
@@ -235,7 +245,7 @@ def measure(directory: Path, options: argparse.Namespace, name: str, threads: in
     ratio = statistics.median(
         mine["seconds"] / other["seconds"] for mine, other in zip(counted["agentrl"], counted["TRL"], strict=True)
     )
-    figures.append(Figure(label, "agentrl / TRL, median of pairs", ratio, "", case.goal))
+    figures.append(Figure(label, "agentrl / TRL, median of pairs", ratio, "", None if rank else case.goal))
     everywhere = set.intersection(*(set(step) for step in counted["agentrl"]))
     phases = sorted(name for name in everywhere if name.startswith(PHASES) and name.count("/") == 1)
     for phase in phases:
@@ -250,6 +260,7 @@ def main() -> None:
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2], help="on either side")
     parser.add_argument("--steps", type=int, default=20, help="pairs of steps, after the warm-up")
+    parser.add_argument("--adapter", action="store_true", help="train a LoRA adapter on either side")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the figures here too")
     options = parser.parse_args()
     if options.trl_python is None:

@@ -63,8 +63,9 @@ def run(
         step = read_state(found).step
         is_adapter = (found / "actor" / CONFIG_FILE).exists()
         changes = [*changes, f"model.{'adapter.path' if is_adapter else 'path'}={json.dumps(str(found / 'actor'))}"]
-    loaded = load_config(config, changes)
+    loaded = asked = load_config(config, changes)
     adapter = loaded.model.adapter
+    evaluated = (adapter and adapter.path) or loaded.model.path
     merged = None
     if adapter is not None and not loaded.serves_adapters and adapter.path is not None:
         merged = TemporaryDirectory(prefix="agentrl-merged-")
@@ -90,14 +91,14 @@ def run(
             task, description=f"{done} of {total} trajectories have ended"
         )
         metrics, results = validate(loaded, rows, step, manager)
-    replace_file(directory.config_file, to_yaml(loaded))
+    replace_file(directory.config_file, to_yaml(asked))
     replace_file(directory.metrics_file, json.dumps({"step": step, **metrics}) + "\n")
     RolloutWriter(directory.rollouts_dir).write(step, "validation", make_records(step, "validation", results))
     if as_json:
-        found_in = {"model": loaded.model.path, "step": step, "directory": str(directory.path), "metrics": metrics}
+        found_in = {"model": evaluated, "step": step, "directory": str(directory.path), "metrics": metrics}
         typer.echo(json.dumps({"schema_version": 1, **found_in}, indent=2))
         return
-    say(f"\n{len(results)} trajectories, {checkpoint or loaded.model.path}")
+    say(f"\n{len(results)} trajectories, {checkpoint or evaluated}")
     table = new_table("METRIC", "VALUE", right=["VALUE"])
     for name, value in sorted(metrics.items()):
         table.add_row(name, f"{value:.3f}")

@@ -56,7 +56,8 @@ from types import SimpleNamespace
 GRPOConfig = SimpleNamespace
 
 class GRPOTrainer:
-    def __init__(self, model, reward_funcs, args, train_dataset, callbacks):
+    def __init__(self, model, reward_funcs, args, train_dataset, callbacks, peft_config):
+        assert peft_config.r == 16
         self.steps, self.data, self.callbacks, self.reward = args.max_steps, train_dataset, callbacks, reward_funcs
 
     def train(self):
@@ -72,7 +73,7 @@ def test_steps_take_turns_with_those_of_a_peer(run_script: RunScript, tmp_path: 
     (tmp_path / "trl.py").write_text(TRL)
     report = tmp_path / "figures.json"
     options = ["--trl-python", sys.executable, "--threads", "1", "--steps", "2", "--cases", "short"]
-    options += ["--json", str(report)]
+    options += ["--adapter", "--json", str(report)]
     done = run_script("vs_trl.py", *options, PYTHONPATH=str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     figures = {figure["name"] for figure in json.loads(report.read_text())["figures"]}
