@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.testing import CliRunner, Result
 
 from agentrl_core.api import RolloutError
@@ -205,6 +206,16 @@ def test_failing_run_shows_the_root_traceback_and_no_other(tiny_run: Any) -> Non
 
 def accuracies(output: str) -> dict[str, str]:
     return dict(re.findall(r"(validation/\S+)\s+([\d.]+)", output))
+
+
+def test_eval_of_an_adapter_names_it_and_keeps_its_configuration(fit: Fit, tiny_run: Any, tmp_path: Path) -> None:
+    adapted = {**VALIDATED, "model.adapter": {"rank": 2}, "trainer.steps": 1}
+    actor = fit(adapted).checkpoints_dir / "step-000001" / "actor"
+    checkpoint, output = actor.parent, tmp_path / "evaluated"
+    done = agentrl("eval", tiny_run(adapted), "--checkpoint", checkpoint, "--output", output, "--json")
+    assert done.exit_code == 0, done.output
+    assert json.loads(done.stdout)["model"] == str(actor)
+    assert yaml.safe_load((output / "config.yaml").read_text())["model"]["adapter"]["path"] == str(actor)
 
 
 def test_eval_uses_the_checkpoint(fit: Fit, tiny_run: Any) -> None:

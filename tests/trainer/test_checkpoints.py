@@ -188,6 +188,15 @@ def test_an_option_that_is_younger_than_the_checkpoint_has_not_changed(
     assert "streaming" not in caplog.text
 
 
+def test_resuming_refuses_another_reference_than_the_adapter_that_the_run_began_with(fit: Fit) -> None:
+    adapted = {"model.adapter": {"rank": 2}, "algorithm.kl_coef": 0.1, "rollout.n": 2}
+    began = fit({**EVERY_STEP, **adapted, "trainer.name": "first", "trainer.steps": 1})
+    stored = {**adapted, "model.adapter": {"rank": 2, "path": str(began.checkpoints_dir / "step-000001" / "actor")}}
+    fit({**EVERY_STEP, **stored, "trainer.steps": 1})
+    with pytest.raises(ConfigError, match=r"another adapter:\n  model\.adapter\.path: \S+ -> None"):
+        fit({**RESUME, **adapted})
+
+
 @pytest.mark.parametrize(
     "change", [{"trainer.seed": 5}, {"data.batch_size": 1}, {"data.sampler.name": "sequential"}], ids=str
 )
