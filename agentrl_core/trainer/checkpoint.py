@@ -345,10 +345,10 @@ def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
             f"{checkpoint} was made with another order of the data:\n  " + "\n  ".join(order) + "\n"
             "Set the old values again, or start a new run with trainer.resume=never"
         )
-    free, path = ["model.adapter.dropout"], "model.adapter.path"
+    free, begun = ["model.adapter.dropout"], "model.adapter.path"
     # Without the adapter that the run began with its reference would be another policy.
-    if not (config.needs_reference and config.reference_is_adapted) or (before.get(path) and now.get(path)):
-        free.append(path)
+    if not (config.needs_reference and config.reference_is_adapted) or (before.get(begun) and now.get(begun)):
+        free.append(begun)
     if adapter := [changed[key] for key in changed if key.startswith("model.adapter") and key not in free]:
         raise ConfigError(
             f"{checkpoint} was made with another adapter:\n  " + "\n  ".join(adapter) + "\n"
