@@ -16,6 +16,9 @@ def run(
     merge: Annotated[
         bool, typer.Option("--merge", help="Of a LoRA adapter, write the whole model with the adapter in its weights.")
     ] = False,
+    base: Annotated[
+        Path | None, typer.Option(help="For --merge: the adapter's model. By default: where the run read it.")
+    ] = None,
 ) -> None:
     """Copy the actor of a checkpoint without its training state: weights, config, tokenizer; or its LoRA adapter.
 
@@ -23,7 +26,7 @@ def run(
         CheckpointError: no checkpoint, or the output directory is not empty.
     """
     from agentrl_core.trainer.checkpoint import checkpoint_path
-    from agentrl_core.workers.adapters import CONFIG_FILE
+    from agentrl_core.workers.adapters import CONFIG_FILE, read_config
     from agentrl_core.workers.checkpoints import STATE_FOLDER
     from agentrl_core.workers.model_files import save_merged
 
@@ -34,7 +37,13 @@ def run(
     if merge and not is_adapter:
         raise CheckpointError(f"--merge: {source} is no adapter but a whole model; export it without --merge")
     if merge:
-        save_merged(str(source), str(output))
+        named = Path(str(read_config(str(source)).get("base_model_name_or_path")))
+        if not (base or named).is_dir():
+            raise CheckpointError(
+                f"--{'base' if base else 'merge'}: no such directory: {base or named}; name the directory of the model "
+                "that the adapter was trained on with --base"
+            )
+        save_merged(str(source), str(output), str(base or named))
     left_out = shutil.ignore_patterns(STATE_FOLDER, *(["adapter_*"] if merge else []))
     shutil.copytree(source, output, ignore=left_out, dirs_exist_ok=True)
     loads = "peft.AutoPeftModelForCausalLM" if is_adapter and not merge else "transformers.AutoModelForCausalLM"

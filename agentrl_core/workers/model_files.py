@@ -22,7 +22,6 @@ from agentrl_core.workers.adapters import (
     adapter_tensors,
     add_adapter,
     peft_config,
-    read_config,
 )
 from agentrl_core.workers.models import load_causal_lm
 from agentrl_core.workers.weights import ModelWeights
@@ -85,20 +84,18 @@ def save_adapter(model: Any, path: str, described: Mapping[str, Any], tensors: M
     save_file(whole, folder / WEIGHTS_FILE, metadata={"format": "pt"})
 
 
-def save_merged(adapter: str, path: str, base: str | None = None) -> None:
+def save_merged(adapter: str, path: str, base: str) -> None:
     """Write a model with an adapter's weights in its own, in the data type that it is stored in; without tokenizer.
 
     Args:
         adapter: directory of the adapter.
-        base: directory of the model; None: the one that the adapter names.
+        base: directory of the model that it belongs to.
 
     Raises:
         ConfigError: the adapter does not fit the model, or one of them cannot be read.
     """
-    base = base or str(read_config(adapter).get("base_model_name_or_path"))
-    stored = AutoConfig.from_pretrained(base, local_files_only=True).dtype if Path(base).is_dir() else None
-    settings = ModelConfig(base, dtype=cast(Any, str(stored or torch.float32).removeprefix("torch.")))
-    model = load_causal_lm(base, settings, f"base_model_name_or_path in {Path(adapter) / CONFIG_FILE}")
+    stored = AutoConfig.from_pretrained(base, local_files_only=True).dtype or torch.float32
+    model = load_causal_lm(base, ModelConfig(base, dtype=cast(Any, str(stored).removeprefix("torch."))), "the base")
     save_model(add_adapter(model, peft_config(model, AdapterConfig(path=adapter)), adapter, seed=0), path)
 
 

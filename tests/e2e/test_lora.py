@@ -1,5 +1,6 @@
 """Real runs that train an adapter: sampled, checkpointed, resumed, exported."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -36,8 +37,10 @@ def test_a_resumed_run_ends_with_the_same_adapter(fit: Fit) -> None:
 
 
 def test_an_adapter_is_evaluated_and_exported(fit: Fit, tiny_run: Any) -> None:
-    run = fit({**ADAPTER, "trainer.steps": 1, "data.validation_files": ["validation.jsonl"]})
     folder = tiny_run.folder
+    shutil.copytree(tiny_run.model, folder / "own")
+    changes = {"model.path": "own", "trainer.steps": 1, "data.validation_files": ["validation.jsonl"]}
+    run = fit({**ADAPTER, **changes})
     for name, arguments in (("adapter", ()), ("merged", ("--merge",))):
         command = ["export", str(run.path / "checkpoints" / "step-000001"), str(folder / name), *arguments]
         result = CliRunner().invoke(app, command)
@@ -49,6 +52,12 @@ def test_an_adapter_is_evaluated_and_exported(fit: Fit, tiny_run: Any) -> None:
     command = ["eval", str(folder / "config.yaml"), "--checkpoint", str(run.path / "checkpoints" / "step-000001")]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
+    (folder / "own").rename(folder / "moved")
+    command = ["export", str(run.path / "checkpoints" / "step-000001"), str(folder / "again"), "--merge"]
+    result = CliRunner().invoke(app, command)
+    assert result.exit_code == 1 and "own; name the directory of the model" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, [*command, "--base", str(folder / "moved")])
+    assert result.exit_code == 0 and (folder / "again" / "model.safetensors").is_file(), result.output
 
 
 @pytest.mark.ray

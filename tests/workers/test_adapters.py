@@ -237,7 +237,7 @@ def test_a_merged_model_is_one_of_transformers(make_worker: Any, model_path: str
     actor = make_worker()
     batch = trained(actor)
     actor.save_checkpoint(str(tmp_path / "adapter"))
-    save_merged(str(tmp_path / "adapter"), str(tmp_path / "whole"))
+    save_merged(str(tmp_path / "adapter"), str(tmp_path / "whole"), model_path)
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     torch.testing.assert_close(log_probs(actor, batch), reference_log_probs(whole, batch), **CLOSE)
 
@@ -351,7 +351,7 @@ def test_fused_experts_are_left_alone_where_dense_layers_have_their_names(
     actor = make_worker(path=str(tmp_path / "model"))
     batch = trained(actor)
     actor.save_checkpoint(str(tmp_path / "adapter"))
-    save_merged(str(tmp_path / "adapter"), str(tmp_path / "whole"))
+    save_merged(str(tmp_path / "adapter"), str(tmp_path / "whole"), str(tmp_path / "model"))
     whole = AutoModelForCausalLM.from_pretrained(tmp_path / "whole")
     torch.testing.assert_close(log_probs(actor, batch), reference_log_probs(whole, batch), atol=1e-4, rtol=1e-4)
     with pytest.raises(ConfigError, match="PEFT takes 'up_proj' of Qwen3MoeForCausalLM for its fused experts"):
