@@ -54,6 +54,9 @@ def test_the_schema_accepts_every_value_of_a_resolved_tree(
         "rollout: {engine: {name: ./mine.py:Engine, config: {anything: 1}}}",
         "critic: {path: null}",
         "algorithm: {correction: null}",
+        "model: {adapter: null}",
+        "model: {adapter: {rank: 8, targets: all-linear}}",
+        "model: {adapter: {targets: [q_proj]}}",
         "algorithm: {correction: token_tis}",
         "actor: {optimizer: {betas: [0.9, 0.95]}}",
     ],
@@ -67,6 +70,8 @@ def test_the_schema_accepts(validator: jsonschema.Draft202012Validator, text: st
     [
         "rolout: {}",
         "rollout: {n: 0}",
+        "model: {adapter: {rnk: 8}}",
+        "model: {adapter: {rank: 0}}",
         "rollout: {n: many}",
         "rollout: {template_break: forks}",
         "rollout: {engine: {name: hf, config: {max_num_seq: 1}}}",

@@ -116,7 +116,9 @@ def _value(member: Member) -> dict[str, Any]:
         return {"type": "object", "additionalProperties": _slot(element, in_list=False)}
     if is_slot(element):
         return {"type": "array", "items": _slot(element, in_list=True)}
-    return _section(arm) if is_section(arm) else _type(member)
+    if not is_section(arm):
+        return _type(member)
+    return {"anyOf": [_section(arm), {"type": "null"}]} if allows_none(member.type) else _section(arm)
 
 
 def _slot(slot: type[Slot], in_list: bool) -> dict[str, Any]:
