@@ -665,6 +665,12 @@ class ResolvedConfig(Config):
         return self.model.adapter is not None and self.reference.path is None
 
     @property
+    def teacher_is_adapted(self) -> bool:
+        """Whether the teacher is the actor's own model with the adapter off."""
+        adapter = self.model.adapter
+        return adapter is not None and adapter.path is None and self.teacher.path == self.model.path
+
+    @property
     def serves_adapters(self) -> bool:
         """Whether engines get the policy's adapter; else its weights are merged into the model's."""
         return self.model.adapter is not None and self.rollout.engine.has("adapters")

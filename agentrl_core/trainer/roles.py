@@ -44,7 +44,8 @@ SPARE_REPLICAS = 8
 
 @dataclass(frozen=True)
 class Roles:
-    """Everything that computes. ``critic``, ``reference`` and ``teacher`` are None if the run needs none.
+    """Everything that computes. ``critic``, ``reference`` and ``teacher`` are None if the run needs none; the last two
+    are the actor where they are its model without the adapter.
 
     ``weights`` sends the actor's weights to ``engines``, and ``rollout`` samples with those.
     """
@@ -130,7 +131,7 @@ def start_workers(
         classes["critic"] = ClassWithInitArgs(CriticWorker, config, optimizer_steps)
     if config.needs_reference and not config.reference_is_adapted and not actor_only:
         classes["reference"] = ClassWithInitArgs(ReferenceWorker, config)
-    if config.teacher.path is not None and not actor_only:
+    if config.teacher.path is not None and not config.teacher_is_adapted and not actor_only:
         classes["teacher"] = ClassWithInitArgs(TeacherWorker, config)
     cluster = config.cluster
     with wait_reported("the training processes to start"):
@@ -158,6 +159,8 @@ def build_roles(
     check_sleep(config, on_gpus)
     groups = start_workers(config, runtime, preparation.steps)
     actor, critic = cast(Actor, groups["actor"]), cast("Critic | None", groups.get("critic"))
+    reference = actor if config.needs_reference and config.reference_is_adapted else groups.get("reference")
+    teacher = actor if config.teacher_is_adapted else groups.get("teacher")
     load(actor, critic)
     logger.info("the model is loaded for training; starting %s", config.rollout.engine.name)
     engines = start_engines(config, runtime, preparation, groups)
@@ -166,10 +169,8 @@ def build_roles(
     return Roles(
         actor=actor,
         critic=critic,
-        reference=cast("Reference | None", groups["actor" if config.reference_is_adapted else "reference"])
-        if config.needs_reference
-        else None,
-        teacher=cast("Reference | None", groups.get("teacher")),
+        reference=reference,
+        teacher=teacher,
         engines=engines,
         rollout=AgentLoopManager(config, runtime, engines, start_named_engines(config, runtime)),
         weights=ActorWeights(transport, actor, config, on_gpus),

@@ -183,7 +183,8 @@ class Trainer:
             return
         directory = self.run.path / "profiles" / f"step-{step:06d}"
         found = (self.roles.actor, self.roles.critic, self.roles.reference, self.roles.teacher)
-        roles = [role for role in found if role is not None]
+        # One that stands for two would end its own profile.
+        roles = list(dict.fromkeys(role for role in found if role is not None))
         with stacks_sampled(directory / "driver.speedscope.json"):
             start_profile()
             for role in roles:

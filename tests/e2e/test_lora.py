@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from agentrl_core.cli.main import app
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
+from agentrl_core.workers.reference import TeacherWorker
 
 ADAPTER = {"model.adapter.rank": 4, "actor.optimizer.lr": 0.01, "rollout.max_logprob_gap": 1e-3}
 Fit = Callable[..., RunDir]
@@ -65,6 +66,7 @@ def test_a_trajectory_ends_with_the_version_with_which_it_began(fit: Fit) -> Non
     run = fit({
         **ADAPTER, "cluster.runtime": "ray", "rollout.engine.placement": "standalone", "rollout.max_staleness": 2,
         "rollout.on_new_weights": "finish", "algorithm.loss.name": "dppo", "trainer.steps": 5,
+        "algorithm.kl_coef": 0.01, "trainer.profile.steps": [2],
     })  # fmt: skip
     seen = set()
     for step in range(1, 6):
@@ -75,3 +77,21 @@ def test_a_trajectory_ends_with_the_version_with_which_it_began(fit: Fit) -> Non
     assert len(seen) > 1
     gaps = [row["rollout/logprob_gap_max"] for row in run.read_metrics() if "rollout/logprob_gap_max" in row]
     assert gaps and max(gaps) < 1e-3
+    # The actor is the reference too, and has one profile.
+    assert (run.path / "profiles/step-000002/actor-rank-0.json.gz").is_file()
+
+
+def test_a_teacher_of_the_same_model_is_the_actor_without_its_adapter(
+    fit: Fit, tiny_run: Any, monkeypatch: Any
+) -> None:
+    started: list[str] = []
+    ready = TeacherWorker._ready
+    monkeypatch.setattr(TeacherWorker, "_ready", lambda self: started.append("teacher") or ready(self))
+    shutil.copytree(tiny_run.model, tiny_run.folder / "copy")
+    found = []
+    for name, path in (("same", str(tiny_run.model)), ("copy", "copy")):
+        changes = {"algorithm.advantage": "on_policy_distillation", "teacher.path": path, "trainer.steps": 3}
+        run = fit({**ADAPTER, **changes, "rollout.deterministic": True, "trainer.name": name})
+        found.append([row["actor/grad_norm"] for row in run.read_metrics() if row["step"]])
+        assert started == ["teacher"] * (name == "copy")
+    assert found[0] == pytest.approx(found[1], rel=1e-4) and len(found[0]) == 3 and found[0][-1] > 0

@@ -314,7 +314,7 @@ def _from_sizes(config: ResolvedConfig) -> Simulated:
     ranks, actor = config.cluster.processes, config.actor
     trained: list[Any] = [actor, *([config.critic] if config.needs_critic else [])]
     frozen: list[Any] = [config.reference] if config.needs_reference and not config.reference_is_adapted else []
-    frozen += [config.teacher] if config.teacher.path else []
+    frozen += [config.teacher] if config.teacher.path and not config.teacher_is_adapted else []
     if config.model.adapter is not None:
         add_adapter(model, peft_config(model, config.model.adapter), None, 0)
     parameters = list(model.parameters())

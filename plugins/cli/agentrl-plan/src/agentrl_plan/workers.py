@@ -153,7 +153,9 @@ class _Step:
         self._reference: Any = None
         if config.needs_reference:
             self._reference = self._actor if config.reference_is_adapted else _Reference(config).on(*place)
-        self._teacher = _Teacher(config).on(*place) if config.teacher.path else None
+        self._teacher: Any = None
+        if config.teacher.path:
+            self._teacher = self._actor if config.teacher_is_adapted else _Teacher(config).on(*place)
 
     def run(self, logits: Mapping[str, tuple[int, ...]]) -> Simulated:
         roles = (self._actor, self._critic, self._reference, self._teacher)
