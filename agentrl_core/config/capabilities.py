@@ -100,8 +100,16 @@ def _log_probs(config: ResolvedConfig) -> str | None:
     return " and ".join(filter(None, (_set("max_logprob_gap", None)(config), config.needs_rollout_log_probs))) or None
 
 
-def _finish(config: ResolvedConfig) -> str | None:
-    return "rollout.on_new_weights=finish" if config.rollout.on_new_weights == "finish" else None
+_finishes = _set("on_new_weights", "recompute", "continue", "restart")
+
+
+def _asked_again(config: ResolvedConfig) -> str | None:
+    """Requests that run while weights change are ended and asked again; with an adapter for the rest of them."""
+    rollout = config.rollout
+    again = config.serves_adapters and rollout.max_staleness and rollout.on_new_weights == "recompute"
+    if rollout.on_new_weights == "restart" or again:
+        return f"rollout.on_new_weights={rollout.on_new_weights}" + " with model.adapter" * bool(again)
+    return None
 
 
 REQUIREMENTS: tuple[Requirement, ...] = (
@@ -110,8 +118,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "logprobs", _log_probs),
     Requirement("rollout.engine", "live_update", _set("max_staleness", 0), training=True),
     Requirement("rollout.engine", "old_cache", _set("on_new_weights", "recompute", "restart", "finish"), training=True),
-    Requirement("rollout.engine", "pause", _set("on_new_weights", "recompute", "continue", "finish"), training=True),
-    Requirement("rollout.engine", "adapters", _finish, training=True),
+    Requirement("rollout.engine", "pause", _asked_again, training=True),
+    Requirement("rollout.engine", "adapters", _finishes, training=True),
     Requirement("rollout.engine", "sleep", _set("engine.sleep", 0, None), training=True),
     Requirement("rollout.engine", "broadcast", _set("engine.weight_transfer", "auto", "host_memory"), training=True),
     *(Requirement("rollout.engine", name, _sampling(name, unused)) for name, unused in RESHAPING.items()),

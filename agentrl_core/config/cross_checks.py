@@ -227,10 +227,12 @@ def _quantized(config: ResolvedConfig) -> Problems:
             key,
             f"{found}, but {config.cluster.processes} processes cannot shard such weights; set model.quantize=null",
         )
-    for role in (config.actor, config.critic):
-        if role.offload_parameters:
-            yield key, f"{found}, but such weights stay on the device; set offload_parameters=false"
-            return
+    for role, section in (("actor", config.actor), ("critic", config.critic)):
+        if section.offload_parameters:
+            yield (
+                f"{role}.offload_parameters",
+                f"found true, but weights of {key}={config.model.quantize} stay on the device; set it to false",
+            )
 
 
 def algorithm(config: ResolvedConfig) -> Problems:

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import ConfigError
+from agentrl_core.config.capabilities import missing_capabilities
 from tests.config.conftest import VALID
 
 NO_ADAPTERS = "agentrl_core.config.schema.ResolvedConfig.serves_adapters"
@@ -36,6 +37,11 @@ NO_ADAPTERS = "agentrl_core.config.schema.ResolvedConfig.serves_adapters"
             ["model.quantize=4bit", "model.adapter.rank=8", "cluster.runtime=ray", "cluster.nodes=2"],
             "model.quantize .*: found 4bit, but 2 processes cannot shard such weights",
         ),
+        (
+            True,
+            ["model.quantize=4bit", "model.adapter.rank=8", "critic.offload_parameters=true"],
+            "critic.offload_parameters .*: found true, but weights of model.quantize=4bit stay on the device",
+        ),
         (True, ["model.adapter.rank=0"], "model.adapter.rank .*: expected an integer >= 1, found 0"),
         (
             True,
@@ -51,6 +57,20 @@ def test_what_does_not_fit_is_named(
     monkeypatch.setattr(NO_ADAPTERS, served)
     with pytest.raises(ConfigError, match=message):
         load(VALID, *keys, check_files=any("path" in key for key in keys))
+
+
+@pytest.mark.parametrize(
+    ("mode", "needed"), [("recompute", {"pause"}), ("restart", {"pause"}), ("finish", {"adapters"})]
+)
+def test_what_modes_of_new_weights_need_of_an_engine(
+    load: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, mode: str, needed: set[str]
+) -> None:
+    monkeypatch.setattr(NO_ADAPTERS, True)
+    overlaps = ["rollout.max_staleness=1", "cluster.runtime=ray", "rollout.engine.placement=standalone"]
+    keys = ["model.adapter.rank=8", f"rollout.on_new_weights={mode}", "algorithm.uncorrected_staleness=true"]
+    config = load(VALID, *overlaps, *keys)
+    missing = " ".join(text for _, text in missing_capabilities(config, training=True, alternatives=lambda *_: []))
+    assert {name for name in ("pause", "adapters") if f"capability '{name}'" in missing} == needed
 
 
 def test_one_key_is_enough(load: Callable[..., Any]) -> None:
