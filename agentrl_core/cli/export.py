@@ -28,7 +28,6 @@ def run(
     from agentrl_core.trainer.checkpoint import checkpoint_path
     from agentrl_core.workers.adapters import CONFIG_FILE, read_config
     from agentrl_core.workers.checkpoints import STATE_FOLDER
-    from agentrl_core.workers.model_files import save_merged
 
     source = checkpoint_path(checkpoint) / "actor"
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -37,6 +36,8 @@ def run(
     if merge and not is_adapter:
         raise CheckpointError(f"--merge: {source} is no adapter but a whole model; export it without --merge")
     if merge:
+        from agentrl_core.workers.model_files import save_merged
+
         named = Path(str(read_config(str(source)).get("base_model_name_or_path")))
         if not (base or named).is_dir():
             raise CheckpointError(

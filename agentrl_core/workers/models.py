@@ -229,12 +229,14 @@ def enable_gradient_checkpointing(model: Any) -> None:
 @contextmanager
 def training_mode(module: nn.Module, seed: int) -> Iterator[None]:
     """Training mode, which gradient checkpointing needs, and dropout by ``seed`` inside; eval mode afterwards."""
-    torch.manual_seed(seed)
-    module.train()
-    try:
-        yield
-    finally:
-        module.eval()
+    # Plugins of the local runtime draw from the same generator.
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module.train()
+        try:
+            yield
+        finally:
+            module.eval()
 
 
 @contextmanager

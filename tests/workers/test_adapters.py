@@ -182,6 +182,13 @@ def test_the_reference_is_the_policy_before_the_run(
     assert (log_probs(actor, batch) - before).abs().max() > 1e-4
 
 
+def test_dropout_leaves_the_generator_that_others_draw_from(make_worker: Any, trained: Any) -> None:
+    actor = make_worker(adapter={"dropout": 0.2})
+    before = torch.get_rng_state()
+    trained(actor, 1)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
 def test_a_resumed_actor_goes_on_bit_for_bit(make_worker: Any, trained: Any, tmp_path: Path, dropout: float) -> None:
     adapter = {"dropout": dropout}
