@@ -15,6 +15,7 @@ import numpy as np
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
+from agentrl_core.api.concurrency import together
 from agentrl_core.workers.adapters import CONFIG_FILE, WEIGHTS_FILE
 from agentrl_tinker import requests, samples
 from agentrl_tinker.adapters import Shape, config_text
@@ -413,11 +414,9 @@ class Service:
 
         async def work() -> Result:
             weights = sampler.weights()
-            outputs = await asyncio.gather(
-                *(
-                    self.sampler.generate(weights, prompt, samples.numbered(params, index))
-                    for index in range(body.num_samples)
-                )
+            outputs = await together(
+                self.sampler.generate(weights, prompt, samples.numbered(params, index))
+                for index in range(body.num_samples)
             )
             scores = None
             if body.prompt_logprobs or body.topk_prompt_logprobs:
