@@ -12,7 +12,7 @@ from agentrl_core.protocol import DataProto
 from agentrl_core.runs.records import RolloutRecord, read_rollouts
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer.model_columns import ModelColumns
-from agentrl_core.workers.micro_batching import narrowed
+from tests.trainer.test_model_columns import assert_columns_of_the_whole_batch
 
 OVERLAPS = {
     "cluster.runtime": "ray",
@@ -51,11 +51,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     def checked(self: ModelColumns, batch: DataProto, metrics: dict[str, float]) -> None:
         add(self, batch, metrics)
         found.append(metrics["perf/early_log_probs_share"])
-        passes = {"old_log_probs": self._actor, "ref_log_prob": self._reference, "values": self._critic}
-        for name, each in passes.items():
-            if each is not None:
-                whole = each.compute(narrowed(batch, ()))[0]
-                assert batch.batch[name].clone().sub(whole).abs().max() < 1e-5, name
+        assert_columns_of_the_whole_batch(self, batch)
 
     monkeypatch.setattr(ModelColumns, "add", checked)
     return found

@@ -21,12 +21,22 @@ from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer.metrics import PhaseTimer
 from agentrl_core.trainer.model_columns import ModelColumns
 from agentrl_core.trainer.roles import start_workers
+from agentrl_core.workers.micro_batching import narrowed
 
 PPO = {"algorithm.advantage": {"name": "gae"}, "algorithm.kl_coef": 0.1}
 FROM_A_TEACHER = {"algorithm.advantage": {"name": "on_policy_distillation"}}
 ROLES = {"actor": "compute_log_prob", "reference": "compute_ref_log_prob", "critic": "compute_values",
          "teacher": "compute_ref_log_prob"}  # fmt: skip
 COLUMNS = ("old_log_probs", "ref_log_prob", "values", "teacher_log_probs")
+
+
+def assert_columns_of_the_whole_batch(models: ModelColumns, batch: DataProto) -> None:
+    """What a batch has got, wherever it was computed, is what a pass over all of it gives."""
+    passes = {"old_log_probs": models._actor, "ref_log_prob": models._reference, "values": models._critic}
+    for name, each in passes.items():
+        if each is not None:
+            whole = each.compute(narrowed(batch, ()))[0]
+            assert batch.batch[name].clone().sub(whole).abs().max() < 1e-5, name
 
 
 class Counted:

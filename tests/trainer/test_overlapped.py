@@ -20,7 +20,7 @@ from agentrl_core.trainer import trainer as trainer_module
 from agentrl_core.trainer.checkpoint import Position
 from agentrl_core.trainer.model_columns import ModelColumns
 from agentrl_core.trainer.prompt_data import PromptData
-from agentrl_core.workers.micro_batching import narrowed
+from tests.trainer.test_model_columns import assert_columns_of_the_whole_batch
 
 ENGINE = """
 import asyncio
@@ -61,11 +61,7 @@ def ahead(tiny_run: Any, installed_plugins: Any, tmp_path: Path, monkeypatch: py
 
     def checked(self: ModelColumns, batch: DataProto, metrics: dict[str, float]) -> None:
         add(self, batch, metrics)
-        passes = {"old_log_probs": self._actor, "ref_log_prob": self._reference, "values": self._critic}
-        for name, each in passes.items():
-            if each is not None:
-                whole = each.compute(narrowed(batch, ()))[0]
-                assert batch.batch[name].clone().sub(whole).abs().max() < 1e-5, name
+        assert_columns_of_the_whole_batch(self, batch)
 
     monkeypatch.setattr(ModelColumns, "add", checked)
     monkeypatch.setattr(ModelColumns, "may_compute_ahead", True)

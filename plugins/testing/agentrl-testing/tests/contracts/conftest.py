@@ -3,10 +3,11 @@
 import inspect
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl_core.api import KINDS, NoConfig, PluginSpec
 from agentrl_testing.contracts import PluginContract
@@ -75,3 +76,12 @@ def catches(tmp_path: Any) -> Callable[..., None]:
                 raise AssertionError(f"{check} did not catch {case.spec.factory} (case {number})")
 
     return run
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread() -> Iterator[None]:
+    """More of them only slow down models so small."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

@@ -1,13 +1,11 @@
 """Engines that serve adapters wrongly: the embedded one, with one thing wrong in each. The reference, against PEFT."""
 
 import json
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from peft import PeftModel, get_peft_model_state_dict
 from safetensors.numpy import save_file
 
@@ -17,14 +15,6 @@ from agentrl_engine_hf.engine import HFEngine
 from agentrl_testing.contracts import EngineCase, EngineContract
 from agentrl_testing.contracts.engine_adapters import ATTENTION, Adapted, AdaptedModel, AdapterCases
 from agentrl_testing.contracts.engine_served import PROMPTS, Model
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Claims(HFEngine):

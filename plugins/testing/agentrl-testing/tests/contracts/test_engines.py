@@ -1,13 +1,11 @@
 """Broken engines: the embedded one, with one thing wrong in each."""
 
 import asyncio
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from agentrl_core.api import WeightUpdate
 from agentrl_core.api.engine import RESHAPING
@@ -16,14 +14,6 @@ from agentrl_engine_hf.engine import HFEngine
 from agentrl_testing.contracts import EngineCase, EngineContract, PluginContract
 from agentrl_testing.contracts.engine_adapters import AdapterCases
 from agentrl_testing.contracts.engine_served import Model, Served
-
-
-@pytest.fixture(scope="module", autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 class Changed(HFEngine):
