@@ -33,6 +33,8 @@ def run(
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} is not an empty directory. Choose a new one, so that nothing is overwritten")
     is_adapter = (source / CONFIG_FILE).exists()
+    if base is not None and not merge:
+        raise CheckpointError("--base: names the model for --merge, which is not given; add it, or leave --base out")
     if merge and not is_adapter:
         raise CheckpointError(f"--merge: {source} is no adapter but a whole model; export it without --merge")
     if merge:

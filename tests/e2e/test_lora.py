@@ -57,6 +57,8 @@ def test_an_adapter_is_evaluated_and_exported(fit: Fit, tiny_run: Any) -> None:
     command = ["export", str(run.path / "checkpoints" / "step-000001"), str(folder / "again"), "--merge"]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 1 and "own; name the directory of the model" in " ".join(result.output.split())
+    result = CliRunner().invoke(app, [*command[:-1], "--base", str(folder / "moved")])
+    assert result.exit_code == 1 and "--base: names the model for --merge" in result.output
     result = CliRunner().invoke(app, [*command, "--base", str(folder / "moved")])
     assert result.exit_code == 0 and (folder / "again" / "model.safetensors").is_file(), result.output
 
