@@ -227,7 +227,7 @@ def enable_gradient_checkpointing(model: Any) -> None:
 
 
 @contextmanager
-def training_mode(module: nn.Module, seed: int) -> Iterator[None]:
+def training_mode(module: nn.Module, seed: int = 0) -> Iterator[None]:
     """Training mode, which gradient checkpointing needs, and dropout by ``seed`` inside; eval mode afterwards."""
     # Plugins of the local runtime draw from the same generator.
     with torch.random.fork_rng(devices=[]):

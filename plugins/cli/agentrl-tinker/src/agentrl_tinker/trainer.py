@@ -208,4 +208,4 @@ class Trainer:
         return torch.cat([logits_blV[index, :length] for index, length in enumerate(lengths)])
 
     def _mode(self, backward: bool) -> Any:
-        return training_mode(self.model, 0) if backward and self._checkpointing else nullcontext()
+        return training_mode(self.model) if backward and self._checkpointing else nullcontext()
