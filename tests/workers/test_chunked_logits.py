@@ -140,8 +140,11 @@ def test_chunks_are_what_a_full_softmax_gives(
     # Once for the hidden states alone; again in the backward pass.
     assert widths[0] == 0 and max(widths) <= tokens
     assert sum(widths) == 2 * (SAMPLED if layout == "packed" else micro["responses"].numel())
-    for one, other in zip(found, expected, strict=True):
+    for one, other in zip(found[:2], expected[:2], strict=True):
         torch.testing.assert_close(one, [each.float() for each in other], atol=2e-4, rtol=2e-4)
+    # Gradients reach 400 here: float32 rounds where they cancel by a share of the largest, not of the element.
+    for gradient, other in zip(found[2], expected[2], strict=True):
+        torch.testing.assert_close(gradient.double(), other, atol=1e-5 * float(other.abs().max()), rtol=0)
     assert "forward" not in vars(model) and "forward" not in vars(model.base_model)
 
 
