@@ -10,7 +10,7 @@ from pathlib import Path
 
 from agentrl_core.config.capabilities import Alternatives, installed_with, missing_capabilities
 from agentrl_core.config.hub import is_hub_name
-from agentrl_core.config.schema import ResolvedConfig, ServedSlot
+from agentrl_core.config.schema import PolicyConfig, ResolvedConfig, ServedSlot
 from agentrl_core.engine_kit.requests import sampling_problem
 
 _MOST_PARENTS = 3
@@ -184,7 +184,7 @@ def staleness(config: ResolvedConfig) -> Problems:
 def adapters(config: ResolvedConfig) -> Problems:
     """What a LoRA adapter excludes, and what needs one."""
     rollout = config.rollout
-    if config.model.adapter is None and rollout.on_new_weights == "finish":
+    if config.model.adapter is None and not config.policies and rollout.on_new_weights == "finish":
         yield (
             "rollout.on_new_weights",
             "found finish, but only versions of an adapter can be served side by side; set model.adapter.rank=16 to "
@@ -208,9 +208,81 @@ def adapters(config: ResolvedConfig) -> Problems:
         )
 
 
+def policies(config: ResolvedConfig) -> Problems:
+    """Whether names, agents and sections of several policies fit together."""
+    if not config.policies:
+        return
+    engine, players = config.rollout.engine, dict[str, str]()
+    if not config.serves_adapters:
+        yield (
+            "policies",
+            f"engine '{engine.name}' takes no adapters (capability 'adapters'), so it cannot serve several policies of "
+            "one model; choose another engine, or remove policies",
+        )
+    for name, policy in config.policies.items():
+        key = f"policies.{name}"
+        if not name.isidentifier() or name.endswith("_initial"):
+            yield (
+                key,
+                f"{name!r} is no name for a policy; allowed are letters, digits and _, not a digit first, and no name "
+                "that ends with _initial",
+            )
+        for agent in policy.agents or [name]:
+            if agent in players:
+                yield f"{key}.agents", f"agent {agent!r} is played by the policy {players[agent]!r} already; remove one"
+            players[agent] = name
+        yield from _policy(config, key, policy)
+
+
+def _policy(config: ResolvedConfig, key: str, policy: PolicyConfig) -> Problems:
+    if policy.is_trained:
+        adapter = policy.adapter or config.model.adapter
+        if adapter is None:
+            yield (
+                f"{key}.adapter",
+                "a policy that is trained is an adapter of the model, and neither this key nor model.adapter describes "
+                "one; set model.adapter.rank=16",
+            )
+        advantage = (policy.algorithm or config.algorithm).advantage
+        if advantage.has("values"):
+            yield (
+                f"{key}.algorithm.advantage",
+                f"advantage estimator '{advantage.registered_name}' needs a critic, which runs with policies do not "
+                "have; choose another one, such as grpo",
+            )
+        offloads = config.actor.offload_parameters
+        if policy.actor is not None and policy.actor.offload_parameters != offloads:
+            yield (
+                f"{key}.actor.offload_parameters",
+                f"found {str(not offloads).lower()}, but all policies are adapters of one model; set "
+                "actor.offload_parameters for all of them",
+            )
+        return
+    unused = ["actor", "algorithm", *(["adapter"] if policy.copy_of is not None else [])]
+    for section in unused:
+        if getattr(policy, section) is not None:
+            yield f"{key}.{section}", f"has no effect on a policy that is not trained; set {key}.{section}=null"
+    if policy.frozen and policy.adapter is not None and policy.adapter.path is None:
+        yield (
+            f"{key}.adapter.path",
+            f"a new adapter changes nothing, and a frozen policy never learns; name one, or set {key}.adapter=null for "
+            "the model without an adapter",
+        )
+    if policy.copy_of is None:
+        return
+    trained = [name for name, each in config.policies.items() if each.is_trained]
+    if policy.frozen:
+        yield f"{key}.frozen", f"a copy of {policy.copy_of!r} changes with it; set {key}.frozen=false, or copy_of=null"
+    if policy.copy_of not in trained:
+        yield (
+            f"{key}.copy_of",
+            f"found {policy.copy_of!r}; allowed are the policies that are trained: {', '.join(trained) or 'none'}",
+        )
+
+
 def _quantized(config: ResolvedConfig) -> Problems:
     key, found, engine = "model.quantize", f"found {config.model.quantize}", config.rollout.engine
-    if config.model.adapter is None:
+    if config.model.adapter is None and not config.policies:
         yield (
             key,
             f"{found}, but weights in so few bits cannot be trained; set model.adapter.rank=16 to train an adapter, or "
@@ -333,12 +405,15 @@ def files(config: ResolvedConfig) -> Problems:
         if path is not None and not is_hub_name(path) and not os.path.isfile(os.path.join(path, "config.json")):
             what = f"{path} has no config.json" if os.path.isdir(path) else f"no such directory: {path}"
             yield key, f"{what}; expected a model that transformers can load{_remedy(path)}"
-    adapter = None if config.model.adapter is None else config.model.adapter.path
+    adapters = {"model.adapter.path": config.model.adapter}
+    adapters |= {f"policies.{name}.adapter.path": each.adapter for name, each in config.policies.items()}
     names = ("adapter_config.json", "adapter_model.safetensors")
-    missing = [name for name in names if adapter is not None and not os.path.isfile(os.path.join(adapter, name))]
-    if adapter is not None and missing:
-        what = f"{adapter} has no {missing[0]}" if os.path.isdir(adapter) else f"no such directory: {adapter}"
-        yield "model.adapter.path", f"{what}; expected an adapter as PEFT saves it"
+    for key, settings in adapters.items():
+        adapter = None if settings is None else settings.path
+        missing = [name for name in names if adapter is not None and not os.path.isfile(os.path.join(adapter, name))]
+        if adapter is not None and missing:
+            what = f"{adapter} has no {missing[0]}" if os.path.isdir(adapter) else f"no such directory: {adapter}"
+            yield key, f"{what}; expected an adapter as PEFT saves it"
     paths = {f"data.train_files.{i}": path for i, path in enumerate(config.data.train_files)}
     paths |= {f"data.validation_files.{i}": path for i, path in enumerate(config.data.validation_files)}
     if config.model.chat_template is not None:
@@ -360,6 +435,7 @@ def _remedy(path: str) -> str:
 
 CHECKS: tuple[Check, ...] = (
     data, plugins, algorithm, mini_batches, replicas, local_runtime, deterministic_rollouts, staleness, adapters,
+    policies,
 )  # fmt: skip
 
 
@@ -368,3 +444,20 @@ def check(config: ResolvedConfig, check_files: bool, alternatives: Alternatives 
     yield from missing_capabilities(config, training=False, alternatives=alternatives)
     for each in (*CHECKS, *((files,) if check_files else ())):
         yield from each(config)
+    yield from _of_policies(config, alternatives)
+
+
+def _of_policies(config: ResolvedConfig, alternatives: Alternatives) -> Problems:
+    """What is wrong with the sections that policies set themselves."""
+    for name, policy in config.policies.items():
+        own = [section for section in ("actor", "algorithm") if getattr(policy, section) is not None]
+        if not own or not policy.is_trained:
+            continue
+        its = config.trained[name]
+        found = [*missing_capabilities(its, training=False, alternatives=alternatives)]
+        found += [problem for each in (algorithm, mini_batches, staleness) for problem in each(its)]
+        for key, message in found:
+            if key.partition(".")[0] in own:
+                yield f"policies.{name}.{key}", message
+            elif "algorithm" in own:
+                yield key, f"for policies.{name}: {message}"

@@ -13,7 +13,7 @@ from agentrl_core.config.cross_checks import Problems, check
 from agentrl_core.config.hub import hub_directory, is_hub_name
 from agentrl_core.config.interpolation import interpolated
 from agentrl_core.config.introspect import found as shown
-from agentrl_core.config.merging import absolute, merged, normalised, with_overrides
+from agentrl_core.config.merging import absolute, merged, normalised, with_overrides, with_policies
 from agentrl_core.config.nodes import DEFAULT, Node, Origin, dotted, from_plain, problem, read_file
 from agentrl_core.config.schema import Config, ResolvedConfig
 from agentrl_core.config.slots import all_slots
@@ -157,6 +157,7 @@ def _checked(
     check_files: bool,
     alternatives: Alternatives = installed_with,
 ) -> tuple[ResolvedConfig, dict[str, Origin]]:
+    tree = with_policies(tree)
     walker = Walker(resolver, _blocked(tree))
     config = walker.section(ResolvedConfig, tree, ())
     problems = [*problems, *walker.problems]

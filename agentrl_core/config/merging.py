@@ -24,7 +24,7 @@ from agentrl_core.config.introspect import (
     union_arms,
 )
 from agentrl_core.config.nodes import DEFAULT, MOST_LEVELS, Node, Origin, dotted, from_plain, problem, read_value
-from agentrl_core.config.schema import Config
+from agentrl_core.config.schema import Config, PolicyConfig
 from agentrl_core.config.writing import plain
 
 
@@ -56,6 +56,26 @@ def located(path: str, origin: Origin, info: OptionInfo) -> str:
     """The :func:`absolute` path of an option; a model of the hub stays as it is where there is no such directory."""
     full = absolute(path, origin)
     return path if info.hub and is_hub_name(path) and not os.path.isdir(full) else full
+
+
+def with_policies(tree: Node) -> Node:
+    """The tree with the sections of each policy laid over those of the whole run, for the policies that have some."""
+    policies = tree.value.get("policies")
+    if policies is None or not isinstance(policies.value, dict):
+        return tree
+    model = tree.value.get("model")
+    over = {name: tree.value.get(name) for name in ("actor", "algorithm")}
+    over["adapter"] = model.value.get("adapter") if model is not None and isinstance(model.value, dict) else None
+    found = {}
+    for name, policy in policies.value.items():
+        entries = dict(policy.value) if isinstance(policy.value, dict) else policy.value
+        for section, base in over.items() if isinstance(entries, dict) else ():
+            own = entries.get(section)
+            # With null there, nothing differs.
+            if own is not None and own.value is not None:
+                entries[section] = merged(member_of(PolicyConfig, section).type, base, own)
+        found[name] = replace(policy, value=entries)
+    return replace(tree, value={**tree.value, "policies": replace(policies, value=found)})
 
 
 def merged(tp: Any, base: Node | None, own: Node) -> Node:

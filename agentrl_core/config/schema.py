@@ -4,7 +4,7 @@ A pluggable slot is ``{name: …, config: {…}}`` plus keys that the core owns.
 plugin's own dataclass, and is an instance of it once the file is loaded.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal
 
 from agentrl_core.api.config import option
@@ -477,6 +477,28 @@ class ActorConfig(UpdateConfig):
 
 
 @dataclass
+class PolicyConfig:
+    agents: list[str] = option(
+        default_factory=list, help="agents that this policy plays, by name; empty: the one with the policy's name"
+    )
+    frozen: bool = option(False, help="the policy is not trained: the model without an adapter, or the one of adapter")
+    copy_of: str | None = option(
+        None, help="another policy, which this one plays with its weights of an earlier step; it is not trained itself"
+    )
+    updates_ago: int = option(1, ge=1, unit="steps", help="how many steps a copy is behind; the first weights before")
+    adapter: AdapterConfig | None = option(
+        None, help="keys of model.adapter that differ for this policy; null: none (a frozen policy then has no adapter)"
+    )
+    actor: ActorConfig | None = option(None, help="keys of actor that differ for this policy; null: none")
+    algorithm: AlgorithmConfig | None = option(None, help="keys of algorithm that differ for this policy; null: none")
+
+    @property
+    def is_trained(self) -> bool:
+        """Whether rows of its agents are trained."""
+        return not self.frozen and self.copy_of is None
+
+
+@dataclass
 class CriticConfig(UpdateConfig):
     path: str | None = option(None, path=True, hub=True, help="initial critic; null: model.path with a new value head")
     value_clip: float | None = option(0.2, gt=0, help="clip range of the value loss; null: squared error, unclipped")
@@ -597,6 +619,10 @@ class Config:
     environments: list[EnvironmentSlot] = option(
         default_factory=list, help="environments: their tasks are rows, in addition to those of data.train_files"
     )
+    policies: dict[str, PolicyConfig] = option(
+        default_factory=dict,
+        help="several policies, each an adapter of the model, by name; empty: one policy plays all agents",
+    )
     reward: RewardConfig = option(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = option(default_factory=AlgorithmConfig)
     actor: ActorConfig = option(default_factory=ActorConfig)
@@ -649,6 +675,37 @@ class ResolvedConfig(Config):
     """A configuration that ``load_config`` or ``bind`` has checked: each slot knows its plugin, and can build it."""
 
     @property
+    def trained(self) -> "dict[str, ResolvedConfig]":
+        """The policies that are trained, each with the configuration that holds for it alone."""
+        return {name: self._of_policy(each) for name, each in self.policies.items() if each.is_trained} or {
+            POLICY: self
+        }
+
+    def _of_policy(self, policy: PolicyConfig) -> "ResolvedConfig":
+        return replace(
+            self,
+            model=replace(self.model, adapter=policy.adapter or self.model.adapter),
+            actor=policy.actor or self.actor,
+            algorithm=policy.algorithm or self.algorithm,
+        )
+
+    def policy_of(self, agent: str | None) -> str | None:
+        """The policy that plays an agent, the first that is trained one without a name. None: no policy does."""
+        if not agent or not self.policies:
+            return next(iter(self.trained))
+        return next((name for name, each in self.policies.items() if agent in (each.agents or [name])), None)
+
+    def adapter_of(self, policy: str) -> str:
+        """What requests for a policy ask the engine for, see ``SamplingParams.adapter``; empty: the model alone."""
+        each = self.policies.get(policy)
+        has_none = each is not None and each.frozen and each.adapter is None
+        return policy if self.serves_adapters and not has_none else ""
+
+    def some_advantage_has(self, capability: str) -> bool:
+        """Whether the advantage estimator of a policy that is trained has a capability."""
+        return any(own.algorithm.advantage.has(capability) for own in self.trained.values())
+
+    @property
     def needs_critic(self) -> bool:
         """Whether the advantage estimator has the capability ``values``."""
         return self.algorithm.advantage.has("values")
@@ -673,7 +730,7 @@ class ResolvedConfig(Config):
     @property
     def serves_adapters(self) -> bool:
         """Whether engines get the policy's adapter; else its weights are merged into the model's."""
-        return self.model.adapter is not None and self.rollout.engine.has("adapters")
+        return (self.model.adapter is not None or bool(self.policies)) and self.rollout.engine.has("adapters")
 
     @property
     def needs_rollout_log_probs(self) -> str | None:

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 import traceback
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, Self
 
@@ -91,8 +91,8 @@ class SessionEnvironment:
     interactions: Mapping[str, HostedInteraction]
     environments: Mapping[str, HostedEnvironment] = field(default_factory=dict)
     deterministic: bool = False
-    adapter: str = ""
-    """That requests ask for; empty: none."""
+    adapters: Callable[[str], str] = lambda _: ""
+    """What requests of an agent ask the engine for, see ``SamplingParams.adapter``."""
     keeps_version: bool = False
     """A trajectory ends with the version of the adapter with which it began."""
     pacer: Pacer = field(default_factory=Pacer)
@@ -161,7 +161,8 @@ class RolloutSession(TrajectorySession):
         self._calling: set[asyncio.Task[Any]] = set()
         self._engine_sessions: set[str] = set()
         self._sampling: set[str] = set()
-        self._version: int | None = None
+        # Of each adapter, where the trajectory keeps that with which it began.
+        self._versions: dict[str, int] = {}
         self._builder: TrajectoryBuilder | None = None
 
     @property
@@ -211,8 +212,9 @@ class RolloutSession(TrajectorySession):
         self, prompt_ids: list[int], params: SamplingParams, request_id: str
     ) -> tuple[TokenOutput, Request]:
         self._sampling.add(request_id)
-        if self._env.adapter:
-            params = replace(params, adapter=self._env.adapter, version=self._version)
+        adapter = self._env.adapters(self.agent)
+        if adapter:
+            params = replace(params, adapter=adapter, version=self._versions.get(adapter))
         try:
             await self._announce(request_id)
             if self._env.deterministic:
@@ -221,8 +223,8 @@ class RolloutSession(TrajectorySession):
                 output = await self._env.servers.generate(request_id, prompt_ids, params)
         finally:
             self._sampling.discard(request_id)
-        if self._env.keeps_version and self._version is None and output.spans:
-            self._version = output.spans[0].version
+        if self._env.keeps_version and adapter and output.spans:
+            self._versions.setdefault(adapter, output.spans[0].version)
         await self._env.pacer.wait()
         return output, Request(output.replica, round(output.queued, 5), timed.start, timed.seconds)
 

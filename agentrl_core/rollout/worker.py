@@ -4,6 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 from agentrl_core.api import (
@@ -22,7 +23,7 @@ from agentrl_core.api import (
     together,
 )
 from agentrl_core.api.agent_loop import Status
-from agentrl_core.config.schema import POLICY, ResolvedConfig
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.data.chat_template import build_renderer
 from agentrl_core.data.row_sampling import with_row_sampling
@@ -117,7 +118,7 @@ class AgentLoopWorker:
             },
             environments={slot.registered_name: HostedEnvironment(slot, seed, clients) for slot in config.environments},
             deterministic=rollout.deterministic,
-            adapter=POLICY if config.serves_adapters else "",
+            adapters=cache(lambda agent: config.adapter_of(self._policy_of(agent))),
             keeps_version=rollout.on_new_weights == "finish",
         )
         context = AgentLoopContext(
@@ -132,6 +133,7 @@ class AgentLoopWorker:
             slot.registered_name: slot.build(context) for slot in rollout.agent.loops
         }
         self._default_loop = next(iter(self._loops))
+        self._trained = frozenset(config.trained)
 
     async def generate_sequences(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         """Run every row of ``prompts``; the results are in its order, one for each agent of a trajectory.
@@ -275,8 +277,25 @@ class AgentLoopWorker:
         await session.collect_rewards()
         parts = by_agent(result)
         for part in parts:
+            part.policy = self._policy_of(part.agent or "")
+            for output in part.outputs:
+                output.trained = output.trained and part.policy in self._trained
             await self._score_agent(name, session, part)
         result.agents = [] if parts[0] is result else parts
+
+    def _policy_of(self, agent: str) -> str:
+        """The policy that plays an agent.
+
+        Raises:
+            ConfigError: none does.
+        """
+        policy = self._config.policy_of(agent)
+        if policy is None:
+            raise ConfigError(
+                f"policies: none plays the agent {agent!r}, which has a turn; add its name to policies.NAME.agents of "
+                f"{' or '.join(self._config.policies)}"
+            )
+        return policy
 
     async def _score_agent(self, loop: str, session: RolloutSession, part: TrajectoryResult) -> None:
         """Give one agent's part of the trajectory, or the whole one, its reward."""

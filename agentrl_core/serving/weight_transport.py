@@ -21,7 +21,8 @@ A replica that comes back between two updates gets the current weights by the sa
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 from agentrl_core.api import ConfigError, WeightUpdate
@@ -92,32 +93,42 @@ class Weights:
 
     Args:
         version: of the weights.
-        update: for replicas that can read its files, or for all where it has none.
-        write: makes ``update``, over the files of the one before; called once, in a thread.
-        elsewhere: makes the update for the other replicas, or what stands for it; called once, in a thread.
-        sender: sends them instead, to all replicas at the same time; ``update`` is empty then.
+        updates: for replicas that can read their files, or for all where they have none; several adapters are several.
+        write: makes ``updates``, over the files of those before; called once, in a thread.
+        elsewhere: makes the updates for the other replicas, or what stands for them; called once, in a thread.
+        sender: sends them instead, to all replicas at the same time; ``updates`` is empty then.
     """
 
     version: int
-    update: WeightUpdate = field(default_factory=WeightUpdate)
-    write: Callable[[], WeightUpdate] | None = None
-    elsewhere: Callable[[], Any] | None = None
+    updates: Sequence[WeightUpdate] = (WeightUpdate(),)
+    write: Callable[[], Sequence[WeightUpdate]] | None = None
+    elsewhere: Callable[[], Sequence[Any]] | None = None
     sender: "ActorWeights | None" = None
 
 
 class ActorWeights:
-    """The actor's weights, by the transport of the run.
+    """The weights of the policies, by the transport of the run.
 
     Args:
-        transport: of the run.
-        actor: whose weights they are.
+        transport: of the run; several policies are adapters, which are neither shared nor broadcast.
+        actors: whose weights they are.
         config: of the run.
-        on_gpus: actor and engines compute on GPUs.
+        on_gpus: actors and engines compute on GPUs.
+        others: give the adapters of policies that are not trained, for a version.
     """
 
-    def __init__(self, transport: Transport, actor: Actor, config: ResolvedConfig, on_gpus: bool = False) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        actors: Sequence[Actor],
+        config: ResolvedConfig,
+        on_gpus: bool = False,
+        others: Sequence[Callable[[int], WeightUpdate]] = (),
+    ) -> None:
         self._transport = transport
-        self._actor = actor
+        self._actors = actors
+        self._actor = actors[0]
+        self._others = others
         self._backend = broadcast_backend(config, on_gpus)
         # On a single machine the run opens no port that other machines can reach.
         self._host = "127.0.0.1" if config.cluster.address is None else ""
@@ -126,22 +137,20 @@ class ActorWeights:
         """The present weights, as this version."""
         match self._transport:
             case "shared_module":
-                return Weights(version, WeightUpdate(shared=True, adapter=self._actor.adapter()))
+                return Weights(version, [WeightUpdate(shared=True, adapter=self._actor.adapter())])
             case "broadcast":
                 return Weights(version, sender=self)
             case "buckets":
-                return Weights(version, write=self._buckets)
+                return Weights(version, write=partial(self._made, _buckets, version))
             case "host_memory":
-                return Weights(version, write=self._files, elsewhere=self._elsewhere)
+                return Weights(version, write=partial(self._made, _files, version), elsewhere=self._elsewhere)
 
-    def _buckets(self) -> WeightUpdate:
-        return WeightUpdate(buckets=self._actor.weight_buckets(BUCKET_BYTES), adapter=self._actor.adapter())
+    def _made(self, of: Callable[[Actor], WeightUpdate], version: int) -> Sequence[WeightUpdate]:
+        self._untrained = [make(version) for make in self._others]
+        return [*map(of, self._actors), *self._untrained]
 
-    def _files(self) -> WeightUpdate:
-        return WeightUpdate(files=self._actor.weight_files(), adapter=self._actor.adapter())
-
-    def _elsewhere(self) -> Any:
-        return self._actor.keep("weight_update", BUCKET_BYTES)
+    def _elsewhere(self) -> Sequence[Any]:
+        return [*(actor.keep("weight_update", BUCKET_BYTES) for actor in self._actors), *self._untrained]
 
     def open(self, receivers: int) -> Broadcast:
         """A new group of the actor and so many processes of engines."""
@@ -150,6 +159,14 @@ class ActorWeights:
     def send(self, broadcast: Broadcast) -> None:
         """Send the weights in that group, while all its engines receive. Blocks."""
         self._actor.send_weights(replace(broadcast, buckets=()), BUCKET_BYTES)
+
+
+def _buckets(actor: Actor) -> WeightUpdate:
+    return WeightUpdate(buckets=actor.weight_buckets(BUCKET_BYTES), adapter=actor.adapter())
+
+
+def _files(actor: Actor) -> WeightUpdate:
+    return WeightUpdate(files=actor.weight_files(), adapter=actor.adapter())
 
 
 @dataclass
@@ -235,7 +252,7 @@ class WeightDelivery:
         """Held while the trainer computes: until then it has other weights, and no time."""
         self._files = Shared()
         self._newest: Weights | None = None
-        self._elsewhere: tuple[Weights, Any] | None = None
+        self._elsewhere: tuple[Weights, Sequence[Any]] | None = None
         # The servers in the group that weights were broadcast in last.
         self._group: tuple[list[ActorHandle], Broadcast] | None = None
         # Two calls at once could reach the actor's ranks in different orders, which would then wait for each other.
@@ -247,7 +264,7 @@ class WeightDelivery:
         try:
             if weights.write is not None:
                 async with self._actor_is_free:
-                    weights.update, weights.write = await in_daemon_thread(weights.write), None
+                    weights.updates, weights.write = await in_daemon_thread(weights.write), None
             self._newest, self._elsewhere = weights, None
         finally:
             await self._files.release()
@@ -275,10 +292,10 @@ class WeightDelivery:
         """Whether it can read them."""
         weights = self._newest
         assert weights is not None
-        files = weights.update.files
+        files = [file for update in weights.updates for file in update.files]
         if not files or (weights.elsewhere is not None and not await member.server.call("can_read", files)):
             return False
-        await self._give(member, weights.update, weights)
+        await self._give(member, weights.updates, weights)
         return True
 
     async def _load_from_actor(self, member: ReplicaState) -> None:
@@ -289,16 +306,19 @@ class WeightDelivery:
         else:
             await self._give(member, await self._unread(weights), weights)
 
-    async def _unread(self, weights: Weights) -> Any:
+    async def _unread(self, weights: Weights) -> Sequence[Any]:
         if weights.elsewhere is None:
-            return weights.update
+            return weights.updates
         async with self._actor_is_free:
             if self._elsewhere is None or self._elsewhere[0] is not weights:
                 self._elsewhere = weights, await asyncio.to_thread(weights.elsewhere)
             return self._elsewhere[1]
 
-    async def _give(self, member: ReplicaState, update: Any, weights: Weights) -> None:
-        await member.server.call("update_weights", update, weights.version, self._on_new_weights)
+    async def _give(self, member: ReplicaState, updates: Sequence[Any], weights: Weights) -> None:
+        for update in updates:
+            # Requests that run are ended once, when all adapters are there.
+            on_running = self._on_new_weights if update is updates[-1] else "finish"
+            await member.server.call("update_weights", update, weights.version, on_running)
         member.newest = weights
 
     async def broadcast(self, weights: Weights, members: Sequence[ReplicaState]) -> None:
@@ -323,4 +343,4 @@ class WeightDelivery:
 
     async def _receive(self, member: ReplicaState, number: int, broadcast: Broadcast, weights: Weights) -> None:
         broadcast = replace(broadcast, first_rank=broadcast.first_rank + number * self._devices)
-        await self._give(member, WeightUpdate(broadcast=broadcast), weights)
+        await self._give(member, [WeightUpdate(broadcast=broadcast)], weights)

@@ -168,6 +168,31 @@ class Algorithm:
         return output
 
 
+class Algorithms:
+    """The algorithm of each policy that is trained.
+
+    Args:
+        config: of the run.
+    """
+
+    def __init__(self, config: ResolvedConfig) -> None:
+        self.by_policy = {name: Algorithm(own) for name, own in config.trained.items()}
+        self.loss_reads_advantages = any(each.loss_reads_advantages for each in self.by_policy.values())
+        self._prefixes = {name: f"{name}/" if config.policies else "" for name in self.by_policy}
+
+    @property
+    def state(self) -> dict[str, float]:
+        """What a checkpoint keeps."""
+        pairs = ((self._prefixes[name], each.state) for name, each in self.by_policy.items())
+        return {prefix + key: value for prefix, state in pairs for key, value in state.items()}
+
+    @state.setter
+    def state(self, state: dict[str, float]) -> None:
+        for name, each in self.by_policy.items():
+            prefix = self._prefixes[name]
+            each.state = {key[len(prefix) :]: value for key, value in state.items() if key.startswith(prefix)}
+
+
 def whole_groups(uids: Iterable[object], lengths_B: Any) -> list[Any]:
     """The rows of all groups, in parts of about :data:`PART` rows, none of which cuts a group.
 

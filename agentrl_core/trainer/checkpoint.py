@@ -6,6 +6,7 @@ checkpoints/step-000010/
   actor/            weights in Hugging Face layout, tokenizer
     training/       distributed checkpoint: weights, optimizer, schedule, random generators
   critic/           the same, where there is a critic
+  policies/NAME/    the same of each policy, in place of actor/, where a run has several
   trainer.json      step, best value so far, fingerprint of the data, metrics of the step
   config.yaml       resolved configuration
   plugins.lock.json the plugins that ran
@@ -17,6 +18,7 @@ checkpoints/best    link to the best by trainer.checkpoint.best_metric
 import hashlib
 import json
 import logging
+import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -42,6 +44,7 @@ from agentrl_core.workers.model_files import check_saved
 STATE_FILE = "trainer.json"
 CHECKSUM_FILE = "checksums.json"
 _ORDER_OF_DATA = ("trainer.seed", "data.batch_size", "data.sampler", "data.streaming")
+_ADAPTER_OF_POLICY = re.compile(r"policies\.\w+\.(adapter|copy_of|updates_ago|frozen)\b(?!\.dropout)")
 _REQUIRED = (CHECKSUM_FILE, "config.yaml", "plugins.lock.json")
 _REMEDY = "resume from another one (trainer.resume=PATH), or from the newest undamaged one (trainer.resume=intact)"
 logger = logging.getLogger(__name__)
@@ -252,10 +255,16 @@ def _verify(path: Path) -> None:
             raise _damaged(file, error.strerror or str(error)) from error
         if found != expected:
             raise _damaged(file, "it differs from its checksum" if found else "it is missing")
-    try:
-        check_saved(path / "actor")
-    except ConfigError as error:
-        raise _damaged(path / "actor", str(error)) from error
+    for folder in actor_folders(path):
+        try:
+            check_saved(folder)
+        except ConfigError as error:
+            raise _damaged(folder, str(error)) from error
+
+
+def actor_folders(checkpoint: Path) -> list[Path]:
+    """What a checkpoint has of each policy; of a run with one policy, ``actor``."""
+    return sorted(path for path in checkpoint.glob("policies/*") if path.is_dir()) or [checkpoint / "actor"]
 
 
 def _damaged(file: Path, problem: str) -> CheckpointError:
@@ -349,7 +358,8 @@ def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
     # Without the adapter that the run began with its reference would be another policy.
     if not (config.needs_reference and config.reference_is_adapted) or (before.get(begun) and now.get(begun)):
         free.append(begun)
-    if adapter := [changed[key] for key in changed if key.startswith("model.adapter") and key not in free]:
+    of_adapters = [key for key in changed if key.startswith("model.adapter") or _ADAPTER_OF_POLICY.match(key)]
+    if adapter := [changed[key] for key in of_adapters if key not in free]:
         raise ConfigError(
             f"{checkpoint} was made with another adapter:\n  " + "\n  ".join(adapter) + "\n"
             "Set the old values again, or start a new run with trainer.resume=never"

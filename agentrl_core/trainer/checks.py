@@ -86,12 +86,14 @@ def check_training(config: ResolvedConfig) -> None:
         raise ConfigError(
             f"model.quantize: found {config.model.quantize}, which needs bitsandbytes: pip install bitsandbytes"
         )
-    lr = config.actor.optimizer.lr
-    if config.model.adapter is not None and lr < ADAPTER_LR:
-        logger.warning(
-            "actor.optimizer.lr=%g is a learning rate for training all weights; adapters need about ten times as much "
-            "(1e-5 to 1e-4, Schulman et al. 2025, LoRA Without Regret): set actor.optimizer.lr", lr,
-        )  # fmt: skip
+    if config.policies and not any(each.is_trained for each in config.policies.values()):
+        raise ConfigError("policies: expected at least one that is trained, found only frozen ones and copies")
+    for lr in {own.actor.optimizer.lr for own in config.trained.values() if own.model.adapter is not None}:
+        if lr < ADAPTER_LR:
+            logger.warning(
+                "actor.optimizer.lr=%g is a learning rate for training all weights; adapters need about ten times as "
+                "much (1e-5 to 1e-4, Schulman et al. 2025, LoRA Without Regret): set actor.optimizer.lr", lr,
+            )  # fmt: skip
     sampling, needed = config.rollout.sampling, config.needs_rollout_log_probs
     used = {name: getattr(sampling, name) for name, off in _DISTRIBUTION.items() if getattr(sampling, name) != off}
     if needed is not None and used:
@@ -120,9 +122,13 @@ def check_files(config: ResolvedConfig, *, training: bool) -> Any:
                 with of(f"config.json in {path}"):
                     built = check_architecture(path, model)
                     text_config = built.config.get_text_config() if path == model.path else text_config
-                if path == model.path and model.adapter is not None and text_config is not None:
-                    with of(""):
-                        peft_config(built, model.adapter)
+                if path == model.path and text_config is not None:
+                    adapters = {"": model.adapter}
+                    adapters |= {f"policies.{name}": each.adapter for name, each in config.policies.items()}
+                    for key, adapter in adapters.items():
+                        if adapter is not None:
+                            with of(key):
+                                peft_config(built, adapter)
         for name, named in config.engines.items():
             with of(f"engines.{name}"):
                 _check_frozen_model(named)

@@ -19,7 +19,7 @@ from agentrl_core.api import (
     WorkerError,
 )
 from agentrl_core.api.tree import Node, Tree, TreePath
-from agentrl_core.config.schema import POLICY, ResolvedConfig
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import on_values, under
 from agentrl_core.protocol.rows import counts
@@ -183,6 +183,7 @@ def compare_with_engines(
     watch: GapWatch,
     when: str = "before the first step",
     before: Sequence[TokenOutput] = (),
+    adapter: str = "",
 ) -> list[TokenOutput]:
     """Sample one answer on every replica, compute it with the actor, log the gap, and show it to ``watch``.
 
@@ -190,6 +191,7 @@ def compare_with_engines(
 
     Args:
         before: what this returned before an update: with a gap, an engine that answers the same has the old weights.
+        adapter: that the request asks for.
 
     Returns:
         The answers; none where an engine gave none.
@@ -200,7 +202,7 @@ def compare_with_engines(
     sampling = config.rollout.sampling
     params = SamplingParams(
         min(PROBE_TOKENS, config.rollout.max_response_length), sampling.temperature, sampling.top_p, sampling.top_k,
-        seed=config.trainer.seed, adapter=POLICY if config.serves_adapters else "",
+        seed=config.trainer.seed, adapter=adapter,
     )  # fmt: skip
     prompt = list(prompt_ids[-config.data.max_prompt_length :])
     try:

@@ -15,6 +15,7 @@ import torch
 
 from agentrl_core.api.agent_loop import Status
 from agentrl_core.api.tree import packed_ids
+from agentrl_core.config.schema import POLICY
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import on_values, under
 from agentrl_core.protocol.rows import counts
@@ -93,14 +94,16 @@ def batch_metrics(batch: DataProto) -> dict[str, float]:
     return metrics
 
 
-def signal_metrics(batch: DataProto) -> dict[str, float]:
+def signal_metrics(*batches: DataProto) -> dict[str, float]:
     """``advantage/groups_without_signal``: share of prompts none of whose samples has an advantage; 1 without rows.
 
     Args:
-        batch: with ``response_mask`` and ``advantages`` [B, R], and ``uid``.
+        batches: with ``response_mask`` and ``advantages`` [B, R], and ``uid``.
     """
     signals: dict[object, bool] = {}
-    if len(batch):
+    for batch in batches:
+        if not len(batch):
+            continue
         mask_BR = batch.batch["response_mask"]
 
         # A mean of equal rewards can differ from them by its rounding error, which is no advantage.
@@ -114,15 +117,15 @@ def signal_metrics(batch: DataProto) -> dict[str, float]:
     return {"advantage/groups_without_signal": 1 - sum(signals.values()) / max(len(signals), 1)}
 
 
-def throughput(batch: DataProto, seconds: float, devices: int) -> dict[str, float]:
-    """``perf/total_num_tokens``, prompts and responses of a batch, and ``perf/throughput``, per second and device.
+def throughput(batches: Sequence[DataProto], seconds: float, devices: int) -> dict[str, float]:
+    """``perf/total_num_tokens``, prompts and responses of batches, and ``perf/throughput``, per second and device.
 
     Args:
-        batch: with ``attention_mask`` [B, P+R].
+        batches: with ``attention_mask`` [B, P+R].
         seconds: of the step.
         devices: of training processes and engines together.
     """
-    tokens = float(counts(batch.batch["attention_mask"]).sum())
+    tokens = float(sum(counts(batch.batch["attention_mask"]).sum() for batch in batches if len(batch)))
     return {"perf/total_num_tokens": tokens, "perf/throughput": tokens / seconds / devices}
 
 
@@ -192,17 +195,16 @@ def rollout_metrics(results: Sequence[TrajectoryResult], max_response_length: in
 
 
 def _by_agent(results: Sequence[TrajectoryResult]) -> dict[str, float]:
-    """``reward/agent/<name>``: the mean reward of each agent, also of those that are not trained."""
+    """``reward/agent/<name>`` and ``reward/policy/<name>``: the mean reward of each agent, and of all agents of each of
+    several policies, also of those that are not trained."""
     scores: dict[str, list[float]] = defaultdict(list)
     for result in results:
-        if (
-            result.termination.status.counts
-            and result.reward is not None
-            and result.outputs
-            and result.outputs[0].agent
-        ):
-            scores[result.outputs[0].agent].append(result.reward.score)
-    return {f"reward/agent/{name}": float(np.mean(values)) for name, values in scores.items()}
+        if result.termination.status.counts and result.reward is not None and result.outputs:
+            if result.outputs[0].agent:
+                scores[f"agent/{result.outputs[0].agent}"].append(result.reward.score)
+            if result.policy not in ("", POLICY):
+                scores[f"policy/{result.policy}"].append(result.reward.score)
+    return {f"reward/{name}": float(np.mean(values)) for name, values in scores.items()}
 
 
 def _by_name(metrics: Iterable[Mapping[str, float]]) -> dict[str, list[float]]:

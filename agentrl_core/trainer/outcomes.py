@@ -9,6 +9,7 @@ from agentrl_core.api import EndedTrajectory
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.record_format import SCHEMA_VERSION, earned_of, nodes_of
 from agentrl_core.api.tree import Call, Node, Tree, TreePath, spans_of
+from agentrl_core.config.schema import POLICY
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import values_in
 from agentrl_core.rollout.loop_output import TreeRow
@@ -33,9 +34,9 @@ class Credit(NamedTuple):
     old_log_probs: Any = None
 
     @classmethod
-    def of(cls, batch: DataProto | None) -> "Credit":
+    def of(cls, batch: DataProto) -> "Credit":
         """That of a batch with ``advantages`` and ``old_log_probs``."""
-        if batch is None or not len(batch):
+        if not len(batch):
             return cls()
         tensors = batch.batch
         rows = response_rows(tensors)
@@ -65,18 +66,15 @@ class Credit(NamedTuple):
         return columns
 
 
-NO_CREDIT = Credit()
-
-
 def make_records(
-    step: int, split: Split, results: Iterable[TrajectoryResult], credit: Credit = NO_CREDIT
+    step: int, split: Split, results: Iterable[TrajectoryResult], credits: Sequence[Credit] = ()
 ) -> Iterator[dict[str, Any]]:
     """Make the line of each trajectory, for ``to_json`` and ``rows_of``.
 
     Args:
-        credit: of the batch that was trained.
+        credits: of the batches that were trained, one of each policy.
     """
-    columns = credit.rows()
+    columns = {name: rows for credit in credits for name, rows in credit.rows().items()}
     parts: list[TrajectoryResult] = []
     for result in results:
         if parts and not result.other_agent:
@@ -119,6 +117,7 @@ def _agent(result: TrajectoryResult) -> dict[str, Any]:
     reward, seen = result.reward, result.reward_input
     return {
         "agent": result.agent or "",
+        **({"policy": result.policy} if result.policy not in ("", POLICY) else {}),
         "trajectory_id": result.trajectory_id,
         "uid": result.row["uid"],
         "status": result.status,

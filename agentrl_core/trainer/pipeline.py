@@ -272,7 +272,7 @@ class Pipeline(Rollouts):
             whole = replace(batches[0], rows=[row for batch in batches for row in batch.rows])
             sampled = await self._manager.sample(whole)
             await self._manager.score(sampled)
-            if self._config.algorithm.advantage.has("greedy_baseline"):
+            if self._config.some_advantage_has("greedy_baseline"):
                 add_baselines(sampled, await self._manager.sample(whole.greedy()))
             results += sampled
         by_prompt: dict[str, list[TrajectoryResult]] = {group.prompts.rows[0]["uid"]: [] for group in groups}

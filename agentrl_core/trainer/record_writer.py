@@ -38,10 +38,10 @@ class RecordProcess:
     def __init__(self, rollouts_dir: Path, config: Any) -> None:
         self._writer = RolloutWriter(rollouts_dir)
 
-    def write(self, step: int, split: Split, results: Sequence[Handed], credit: Credit) -> list[str]:
+    def write(self, step: int, split: Split, results: Sequence[Handed], credits: Sequence[Credit]) -> list[str]:
         """Write the file of a step; return the ids of trajectories that are lost, and have no line."""
         lost: list[str] = []
-        self._writer.write(step, split, make_records(step, split, whole(results, lost), credit))
+        self._writer.write(step, split, make_records(step, split, whole(results, lost), credits))
         return lost
 
 
@@ -69,9 +69,9 @@ class RecordWriter:
         return self._runtime.actor(RecordProcess, *arguments, name="records", options=options)
 
     def write(
-        self, step: int, split: Split, results: Sequence[TrajectoryResult], batch: DataProto | None = None
+        self, step: int, split: Split, results: Sequence[TrajectoryResult], batches: Sequence[DataProto] = ()
     ) -> None:
-        """Hand over the trajectories of a step.
+        """Hand over the trajectories of a step, with the batches that were trained.
 
         Raises:
             OSError, WorkerError: an earlier file, or on the local runtime this one, could not be written.
@@ -79,9 +79,9 @@ class RecordWriter:
         if self._records == "none":
             return
         if self._records == "sample":
-            results, batch = sampled(results, batch)
+            results, batches = sampled(results, batches)
         self.wait(MOST_WAITING - 1)
-        call = self._process.call("write", step, split, handed(results), Credit.of(batch))
+        call = self._process.call("write", step, split, handed(results), [*map(Credit.of, batches)])
         self._waiting.append(self._runtime.run(_begun(_reported(step, split, call))))
         self.wait(MOST_WAITING)
 
@@ -121,15 +121,17 @@ async def _ended(task: "asyncio.Task[None]") -> None:
 
 
 def sampled(
-    results: Sequence[TrajectoryResult], batch: DataProto | None
-) -> tuple[Sequence[TrajectoryResult], DataProto | None]:
-    """All samples of :data:`SAMPLED_PROMPTS` prompts, and their rows of the batch."""
+    results: Sequence[TrajectoryResult], batches: Sequence[DataProto] = ()
+) -> tuple[Sequence[TrajectoryResult], Sequence[DataProto]]:
+    """All samples of :data:`SAMPLED_PROMPTS` prompts, and their rows of the batches."""
     prompts = list(dict.fromkeys(result.prompt for result in results))
     count = min(SAMPLED_PROMPTS, len(prompts))
     chosen = {prompts[number * len(prompts) // count] for number in range(count)}
     kept = [result for result in results if result.prompt in chosen]
-    if batch is not None and len(batch):
-        names = {result.trajectory_id for result in kept}
+    names = {result.trajectory_id for result in kept}
+
+    def rows_of(batch: DataProto) -> DataProto:
         found = batch.non_tensor_batch["trajectory_id"].tolist()
-        batch = batch.select_idxs([row for row, name in enumerate(found) if name in names])
-    return kept, batch
+        return batch.select_idxs([row for row, name in enumerate(found) if name in names])
+
+    return kept, [rows_of(batch) if len(batch) else batch for batch in batches]

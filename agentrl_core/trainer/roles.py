@@ -4,14 +4,14 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, cast
+from uuid import uuid4
 
 import torch
 from transformers import AutoConfig
 
 from agentrl_core.api import Adapter, ConfigError, EngineContext, WeightUpdate
-from agentrl_core.config.schema import AdapterConfig, ResolvedConfig, ServedSlot
+from agentrl_core.config.schema import POLICY, ResolvedConfig, ServedSlot
 from agentrl_core.controller import ClassWithInitArgs, Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
 from agentrl_core.plugins.boundary import wait_reported
@@ -28,10 +28,11 @@ from agentrl_core.serving.placement import (
 )
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.serving.weight_transport import ActorWeights, Weights, choose_transport
+from agentrl_core.trainer.copies import Copy, Frozen, untrained
 from agentrl_core.trainer.plan import max_model_len
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.workers.actor import ActorWorker
-from agentrl_core.workers.adapters import WEIGHTS_FILE, adapter_slots, stored_adapter
+from agentrl_core.workers.adapters import adapter_slots
 from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.models import engine_dtype, resolve_device
 from agentrl_core.workers.protocols import Actor, Critic, DeviceMemory, Reference
@@ -44,19 +45,37 @@ SPARE_REPLICAS = 8
 
 @dataclass(frozen=True)
 class Roles:
-    """Everything that computes. ``critic``, ``reference`` and ``teacher`` are None if the run needs none; the last two
-    are the actor where they are its model without the adapter.
+    """Everything that computes. ``critic``, ``reference`` and ``teacher`` are None if the run needs none, or where the
+    last two are the actor's own model without the adapter.
 
-    ``weights`` sends the actor's weights to ``engines``, and ``rollout`` samples with those.
+    ``actors`` has one for each policy that is trained, by name. ``weights`` sends their weights to ``engines``, and
+    ``rollout`` samples with those. ``groups`` has all training workers by role.
     """
 
-    actor: Actor
+    actors: Mapping[str, Actor]
     critic: Critic | None
     reference: Reference | None
     teacher: Reference | None
     engines: EngineReplicas
     rollout: AgentLoopManager
     weights: ActorWeights
+    groups: Mapping[str, Any]
+
+    @property
+    def actor(self) -> Actor:
+        """That of the first policy."""
+        return next(iter(self.actors.values()))
+
+    def of_policy(self, name: str, config: ResolvedConfig) -> "Roles":
+        """The roles as a policy sees them: its actor is the first, and stands for its reference and teacher where these
+        are the actor's model without the adapter."""
+        actor = self.actors[name]
+        return replace(
+            self,
+            actors={name: actor},
+            reference=None if not config.needs_reference else actor if config.reference_is_adapted else self.reference,
+            teacher=actor if config.teacher_is_adapted else self.teacher,
+        )
 
 
 def assign_engines(config: ResolvedConfig, on_gpus: bool, training: WorkerGroup | None) -> GpuAssignments:
@@ -124,12 +143,15 @@ def start_workers(
         steps: of the whole run.
         actor_only: without the others.
     """
-    optimizer_steps = steps * config.actor.epochs * config.actor.mini_batches
-    classes = {"actor": ClassWithInitArgs(ActorWorker, config, optimizer_steps)}
+    classes, shared = {}, uuid4().hex if config.policies else ""
+    for name, own in config.trained.items():
+        optimizer_steps = steps * own.actor.epochs * own.actor.mini_batches
+        classes[actor_role(config, name)] = ClassWithInitArgs(ActorWorker, config, optimizer_steps, name, shared)
     if config.needs_critic and not actor_only:
         optimizer_steps = steps * config.critic.epochs * config.critic.mini_batches
         classes["critic"] = ClassWithInitArgs(CriticWorker, config, optimizer_steps)
-    if config.needs_reference and not config.reference_is_adapted and not actor_only:
+    references = (own.needs_reference and not own.reference_is_adapted for own in config.trained.values())
+    if any(references) and not actor_only:
         classes["reference"] = ClassWithInitArgs(ReferenceWorker, config)
     if config.teacher.path is not None and not config.teacher_is_adapted and not actor_only:
         classes["teacher"] = ClassWithInitArgs(TeacherWorker, config)
@@ -144,36 +166,51 @@ def start_workers(
     return groups
 
 
+def actor_role(config: ResolvedConfig, policy: str) -> str:
+    """The role of a policy's actor among the workers."""
+    return f"actor_{policy}" if config.policies else "actor"
+
+
+def saved_as(config: ResolvedConfig, policy: str) -> str:
+    """The folder of a policy in a checkpoint."""
+    return f"policies/{policy}" if config.policies else "actor"
+
+
 def build_roles(
     config: ResolvedConfig,
     runtime: Runtime,
     preparation: Preparation,
-    load: Callable[[Actor, Critic | None], None] = lambda actor, critic: None,
+    load: Callable[[Mapping[str, Actor | Critic], Mapping[str, Copy]], None] = lambda workers, copies: None,
 ) -> Roles:
     """Start the training workers and the engines of a run. ``runtime.started`` closes them.
 
     Args:
-        load: brings a checkpoint into the models, before engines take memory of their GPUs.
+        load: brings a checkpoint into the models, before engines take memory of their GPUs; gets who saves what, by the
+            folder in a checkpoint.
     """
     on_gpus = uses_gpus(config, runtime)
     check_sleep(config, on_gpus)
     groups = start_workers(config, runtime, preparation.steps)
-    actor, critic = cast(Actor, groups["actor"]), cast("Critic | None", groups.get("critic"))
-    reference = actor if config.needs_reference and config.reference_is_adapted else groups.get("reference")
-    teacher = actor if config.teacher_is_adapted else groups.get("teacher")
-    load(actor, critic)
+    actors = {name: cast(Actor, groups[actor_role(config, name)]) for name in config.trained}
+    critic = cast("Critic | None", groups.get("critic"))
+    others = untrained(config, actors)
+    saved: dict[str, Actor | Critic] = {saved_as(config, name): actor for name, actor in actors.items()}
+    copies = {saved_as(config, name): each for name, each in others.items() if isinstance(each, Copy)}
+    load(saved | ({"critic": critic} if critic is not None else {}), copies)
     logger.info("the model is loaded for training; starting %s", config.rollout.engine.name)
     engines = start_engines(config, runtime, preparation, groups)
     shares_module = engines.context.shared_module is not None
     transport = choose_transport(config, shares_module, on_gpus, runtime.nodes)
+    adapters = [each.weights for each in others.values()]
     return Roles(
-        actor=actor,
+        actors=actors,
         critic=critic,
-        reference=reference,
-        teacher=teacher,
+        reference=groups.get("reference"),
+        teacher=groups.get("teacher"),
         engines=engines,
         rollout=AgentLoopManager(config, runtime, engines, start_named_engines(config, runtime)),
-        weights=ActorWeights(transport, actor, config, on_gpus),
+        weights=ActorWeights(transport, [*actors.values()], config, on_gpus, adapters),
+        groups=groups,
     )
 
 
@@ -187,33 +224,45 @@ def start_engines(
             that can generate with the actor's own module does so: no copy, no transport. None: nothing is trained.
     """
     slot, on_gpus = config.rollout.engine, uses_gpus(config, runtime)
-    actor = training["actor"] if training else None
-    workers = getattr(actor, "workers", None)
+    actors = {name: training[actor_role(config, name)] for name in config.trained} if training else {}
+    actor = next(iter(actors.values()), None)
+    # Its module has the adapters of policies that are trained alone.
+    workers = None if config.policies else getattr(actor, "workers", None)
     dtype = engine_dtype(config, torch.device("cuda" if on_gpus else "cpu"))
-    adapter = _served_adapter(config, actor)
+    adapters, stored = _served_adapters(config, actors)
     context = replace(
         _context(config, slot, config.model.path, dtype, on_gpus),
         max_model_len=max_model_len(config),
         deterministic=config.rollout.deterministic,
         vocab_size=preparation.vocab_size,
-        adapters=None if adapter is None else adapter_slots(adapter, config.rollout.max_staleness + 1),
+        adapters=adapter_slots(adapters, config.rollout.max_staleness + 1) if adapters else None,
         shared_module=workers[0].module if workers and slot.has("shared_module") else None,
         **(_gpu_memory(config, training or {}) if on_gpus else {}),
     )
     engines = EngineReplicas(runtime, config, context, assign_engines(config, on_gpus, actor))
     engines.start()
-    if adapter is not None and actor is None:
-        files = (str(Path(cast(str, cast(AdapterConfig, config.model.adapter).path)) / WEIGHTS_FILE),)
-        engines.update_weights(Weights(0, WeightUpdate(files=files, adapter=adapter)))
+    if stored and not actors:
+        engines.update_weights(Weights(0, stored))
     return engines
 
 
-def _served_adapter(config: ResolvedConfig, actor: Any) -> Adapter | None:
-    """What engines serve besides the model: the actor's adapter, or where nothing is trained that of a directory."""
-    if actor is not None:
-        return cast("Adapter | None", actor.adapter())
-    path = None if config.model.adapter is None or not config.serves_adapters else config.model.adapter.path
-    return None if path is None else stored_adapter(path)
+def _served_adapters(config: ResolvedConfig, actors: Mapping[str, Any]) -> tuple[list[Adapter], list[WeightUpdate]]:
+    """The adapters that engines serve besides the model, and updates of those that lie in directories: of policies that
+    are not trained, and where nothing is trained of all.
+
+    Args:
+        actors: of policies that are trained.
+    """
+    if not config.serves_adapters:
+        return [], []
+    if actors:
+        others = untrained(config, actors).values()
+        own = [actor.adapter() for actor in actors.values()]
+        return [adapter for adapter in own if adapter is not None] + [each.adapter for each in others], []
+    settings = {name: each.adapter for name, each in config.policies.items()} or {POLICY: config.model.adapter}
+    paths = {name: each.path for name, each in settings.items() if each is not None}
+    stored = [Frozen(name, path) for name, path in paths.items() if path is not None]
+    return [each.adapter for each in stored], [each.weights(0) for each in stored]
 
 
 def _gpu_memory(config: ResolvedConfig, training: Mapping[str, Any]) -> dict[str, Any]:

@@ -64,7 +64,7 @@ class Rollouts:
             results = self._manager.generate_sequences(prompts, self._ahead)
         with self._timer.phase("score"):
             self._manager.score_groups(results)
-        if self._config.algorithm.advantage.has("greedy_baseline"):
+        if self._config.some_advantage_has("greedy_baseline"):
             with self._timer.phase("baseline"):
                 add_baselines(results, self._manager.generate_sequences(prompts.greedy()))
         return results

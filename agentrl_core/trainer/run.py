@@ -3,13 +3,14 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from itertools import islice
 from logging.handlers import MemoryHandler
 from pathlib import Path
+from typing import cast
 
 import rich
 
@@ -32,8 +33,16 @@ from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.records import records_of, to_json
 from agentrl_core.runs.run_dir import RunDir, RunState, RunStatus
 from agentrl_core.runs.trajectory_view import show_trajectory
-from agentrl_core.trainer.algorithm import Algorithm
-from agentrl_core.trainer.checkpoint import CheckpointStore, Position, TrainerState, plugin_refs, resumed_state
+from agentrl_core.trainer.algorithm import Algorithms
+from agentrl_core.trainer.checkpoint import (
+    CheckpointStore,
+    Position,
+    TrainerState,
+    actor_folders,
+    plugin_refs,
+    resumed_state,
+)
+from agentrl_core.trainer.copies import Copy
 from agentrl_core.trainer.disks import Disks
 from agentrl_core.trainer.health import Health
 from agentrl_core.trainer.outcomes import Credit, ended_trajectory, make_records
@@ -61,19 +70,19 @@ class Run:
         config: resolved.
         steps: of the whole run.
         data_fingerprint: of the training prompts in their order.
-        sampler, algorithm: whose states checkpoints keep.
+        sampler, algorithms: whose states checkpoints keep.
     """
 
     def __init__(
-        self, config: ResolvedConfig, steps: int, data_fingerprint: str, sampler: PromptSampler, algorithm: Algorithm
+        self, config: ResolvedConfig, steps: int, data_fingerprint: str, sampler: PromptSampler, algorithms: Algorithms
     ) -> None:
         self._directory = RunDir(Path(config.trainer.output_dir).resolve() / config.trainer.name)
         self.path = self._directory.path
         self._config = config
         self._steps = steps
         self._sampler = sampler
-        self._algorithm = algorithm
-        self.health = Health(config, self.path, algorithm.loss_reads_advantages)
+        self._algorithms = algorithms
+        self.health = Health(config, self.path, algorithms.loss_reads_advantages)
         self._store = CheckpointStore(self._directory.checkpoints_dir, config.trainer.checkpoint.keep)
         self._checkpoint: Path | None = None
         self._state = TrainerState(0, None, None, data_fingerprint)
@@ -182,24 +191,31 @@ class Run:
         contexts = [(hook, HookContext(hook.registered_name, self.path)) for hook in config.hooks]
         self.hooks = HookCaller([(context.name, hook.build(context)) for hook, context in contexts])
 
-    def load(self, actor: Actor, critic: Critic | None) -> None:
-        """Load the checkpoint that the run resumes from, if there is one. Nothing on disk changes."""
+    def load(self, workers: Mapping[str, Actor | Critic], copies: Mapping[str, Copy]) -> None:
+        """Load the checkpoint that the run resumes from, if there is one. Nothing on disk changes.
+
+        Args:
+            workers: with a part of each checkpoint, by its folder there; the first one is an actor.
+            copies: the same, of policies whose weights this process keeps.
+        """
         checkpoint = self._checkpoint
-        self._disks = Disks(actor, self.path)
+        self._workers, self._copies = workers, copies
+        self._disks = Disks(cast(Actor, next(iter(workers.values()))), self.path)
         if checkpoint is not None:
             logger.info("resuming from %s, after step %d of %d", checkpoint, self._state.step, self._steps)
             self._sampler.load_state_dict(self._state.sampler)
-            self._algorithm.state = self._state.algorithm
+            self._algorithms.state = self._state.algorithm
             self.health.streaks = list(self._state.streaks)
-            savers = _savers(actor, critic)
-            for role in savers:
+            for role in (*workers, *copies):
                 if not (checkpoint / role).is_dir():
                     raise CheckpointError(f"{checkpoint} has no {role}, which this run needs")
             scratch = self._directory.checkpoints_dir / f".{checkpoint.name}.link"
-            states = tuple(f"{role}/{STATE_FOLDER}" for role in savers)
+            states = tuple(f"{role}/{STATE_FOLDER}" for role in workers)
             with self._disks.lent(checkpoint, scratch, states) as everywhere:
-                for role, worker in savers.items():
+                for role, worker in workers.items():
                     worker.load_checkpoint(str(everywhere / role))
+            for role, copy in copies.items():
+                copy.load_checkpoint(checkpoint / role)
 
     def begin(self, runtime: Runtime) -> int:
         """Take over the directory, once everything has started; returns the last finished step."""
@@ -265,8 +281,6 @@ class Run:
     def save_checkpoint(
         self,
         step: int,
-        actor: Actor,
-        critic: Critic | None,
         metrics: Mapping[str, float],
         position: Position | None,
     ) -> None:
@@ -277,22 +291,24 @@ class Run:
 
         def write(directory: Path) -> None:
             self._disks.clear(directory)
-            for role, worker in _savers(actor, critic).items():
+            for role, worker in self._workers.items():
                 worker.save_checkpoint(str(directory / role), background=True)
+            for role, copy in self._copies.items():
+                copy.save_checkpoint(directory / role)
 
         self._state = replace(
             self._state,
             step=step,
             metrics=dict(metrics),
             sampler=self._sampler.state_dict(),
-            algorithm=self._algorithm.state,
+            algorithm=self._algorithms.state,
             streaks=[replace(streak) for streak in self.health.streaks],
             position=position,
         )
         self._store.begin(self._state, write)
         self._written = self._state
 
-    def publish_checkpoint(self, actor: Actor, critic: Critic | None, wait: bool) -> tuple[int, Path] | None:
+    def publish_checkpoint(self, wait: bool) -> tuple[int, Path] | None:
         """Publish the checkpoint that is being written if it is whole, or wait for that; its step and path.
 
         Returns None where there is nothing to publish (yet).
@@ -305,7 +321,7 @@ class Run:
             return None
         directory, checksums = self._store.aside(state.step), dict[str, str]()
         with self._store.reported(state):
-            for role, worker in _savers(actor, critic).items():
+            for role, worker in self._workers.items():
                 for files in worker.checkpoint_written(wait):
                     if files is None:
                         return None
@@ -314,8 +330,9 @@ class Run:
             # What came from other nodes is flushed here, and has its checksum from here.
             for name in self._disks.collect(directory):
                 checksums.pop(name, None)
-            _check_written(directory)
-            copy_tokenizer(Path(self._config.model.path), directory / "actor")
+            _check_written(directory, self._workers)
+            for folder in actor_folders(directory):
+                copy_tokenizer(Path(self._config.model.path), folder)
             shutil.copy(self._directory.config_file, directory / "config.yaml")
             shutil.copy(self._directory.lock_file, directory / "plugins.lock.json")
         # A run that is killed goes on from here: what it recorded before must be there.
@@ -337,14 +354,14 @@ class Run:
         return True
 
     def write_records(
-        self, step: int, split: Split, results: Sequence[TrajectoryResult], batch: DataProto | None = None
+        self, step: int, split: Split, results: Sequence[TrajectoryResult], batches: Sequence[DataProto] = ()
     ) -> None:
         """Write the line of each trajectory of a step, and show the first one of the run."""
-        self.records.write(step, split, results, batch)
+        self.records.write(step, split, results, batches)
         if split == "train" and step == self.first_step and results:
             console = rich.get_console()
             console.print(f"[bold]The first trajectory of step {step}[/bold], as the model was trained on it:")
-            for line in islice(make_records(step, split, whole(handed(results), []), Credit.of(batch)), 1):
+            for line in islice(make_records(step, split, whole(handed(results), []), [*map(Credit.of, batches)]), 1):
                 show_trajectory(records_of(to_json(line))[0], console)
 
     def log_trajectories(self, step: int, split: Split, results: Sequence[TrajectoryResult]) -> None:
@@ -369,16 +386,13 @@ class Run:
         self.hooks.on_step_end(step=step, metrics=metrics)
 
 
-def _savers(actor: Actor, critic: Critic | None) -> dict[str, Actor | Critic]:
-    return {"actor": actor, **({"critic": critic} if critic is not None else {})}
-
-
-def _check_written(checkpoint: Path) -> None:
+def _check_written(checkpoint: Path, folders: Iterable[str]) -> None:
     """Raise CheckpointError where this process does not see what the ranks wrote: checksums would seal the gap."""
     try:
-        check_saved(checkpoint / "actor")
-        for role in checkpoint.iterdir():
-            check_training_state(str(role))
+        for folder in actor_folders(checkpoint):
+            check_saved(folder)
+        for name in folders:
+            check_training_state(str(checkpoint / name))
     except (ConfigError, CheckpointError) as error:
         raise CheckpointError(f"{error}: what the training processes wrote is not complete here") from error
 

@@ -6,7 +6,7 @@ estimators that compare samples.
 """
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -20,7 +20,7 @@ from agentrl_core.hosting.shared_memory import remove_orphans, shared_memory_rec
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.results import TrajectoryResult
-from agentrl_core.trainer.algorithm import Algorithm
+from agentrl_core.trainer.algorithm import Algorithms
 from agentrl_core.trainer.logprob_gap import compare_with_engines
 from agentrl_core.trainer.metrics import (
     PhaseTimer,
@@ -35,6 +35,7 @@ from agentrl_core.trainer.metrics import (
 from agentrl_core.trainer.model_columns import ModelColumns
 from agentrl_core.trainer.pipeline import Pipeline
 from agentrl_core.trainer.plan import devices
+from agentrl_core.trainer.policies import Policy
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.roles import Roles, build_roles, start_runtime
 from agentrl_core.trainer.rollouts import Rollouts
@@ -75,21 +76,18 @@ class Trainer:
                 config.critic.warmup_steps, self.steps,
             )  # fmt: skip
         self.renderer = self.preparation.renderer
-        self.algorithm = Algorithm(config)
+        self.algorithms = Algorithms(config)
         data = self.preparation.data
-        self.run = Run(config, self.steps, data.fingerprint(), data.sampler, self.algorithm)
+        self.run = Run(config, self.steps, data.fingerprint(), data.sampler, self.algorithms)
         self.timer = PhaseTimer(lambda phase: self.run.trackers.progress(phase))
         self.stop = StopRequest()
         self.step = 0
         self._roles: Roles | None = None
-        self._skipped = {
-            "actor": SkippedUpdates("actor", config.actor.max_skipped_updates),
-            "critic": SkippedUpdates("critic", config.critic.max_skipped_updates),
-        }
+        self._skipped = SkippedUpdates("critic", config.critic.max_skipped_updates)
         self._overlaps = config.rollout.max_staleness > 0
         self._updates = 0
         self._sent_updates = -1
-        self._answers: list[TokenOutput] = []
+        self._answers: dict[str, list[TokenOutput]] = {}
         self._is_compared = False
 
     def fit(self) -> Path:
@@ -109,18 +107,25 @@ class Trainer:
                 with self._profiled(step), self.timer.phase("step"):
                     results = self.rollout(step)
                     metrics = rollout_metrics(results, self.config.rollout.max_response_length)
-                    batch = self.score(step, results)
+                    batches = self.score(step, results)
                     self.rest_engines()
-                    if len(batch):
-                        self.add_log_probs_and_values(batch, metrics)
-                        batch = self.add_advantages(batch, metrics)
-                    self.update(batch, metrics)
+                    for policy in self.policies:
+                        metrics |= self.train(policy, batches)
                     self.sync_weights(step)
-                self.finish_step(step, results, batch, metrics)
+                self.finish_step(step, results, batches, metrics)
             self._save_last()
             for line in self.rollouts.report():
                 logger.info("%s", line)
         return self.run.path
+
+    def train(self, policy: Policy, batches: dict[str, DataProto]) -> dict[str, float]:
+        """Train a policy on its batch, which is replaced by what was trained; returns its metrics."""
+        batch, metrics = batches[policy.name], dict[str, float]()
+        if len(batch):
+            self.add_log_probs_and_values(policy, batch, metrics)
+            batch = batches[policy.name] = self.add_advantages(policy, batch, metrics)
+        self.update(policy, batch, metrics)
+        return policy.named(metrics)
 
     @property
     def roles(self) -> Roles:
@@ -139,7 +144,7 @@ class Trainer:
         with runtime.started:
             self._roles = build_roles(self.config, runtime, self.preparation, self.run.load)
             self.step = self.run.begin(runtime)
-            self.columns = ModelColumns(self.config, self.roles, self.preparation, self.timer, self.step)
+            self.policies = [self._policy(name, own) for name, own in self.config.trained.items()]
             self.rollouts = self._build_rollouts(runtime)
             self.roles.engines.accept_changes(self.run.path)
             self.roles.rollout.on_progress = partial(self.run.trackers.progress, "")
@@ -166,8 +171,24 @@ class Trainer:
                     with suppress(AgentRLError, OSError):
                         self.run.records.wait()
 
+    def _policy(self, name: str, config: ResolvedConfig) -> Policy:
+        columns = ModelColumns(config, self.roles.of_policy(name, config), self.preparation, self.timer, self.step)
+        return Policy(
+            name,
+            config,
+            f"policy/{name}/" if self.config.policies else "",
+            self.roles.actors[name],
+            self.algorithms.by_policy[name],
+            columns,
+            SkippedUpdates("actor", config.actor.max_skipped_updates),
+        )
+
+    def _ahead(self, results: Sequence[TrajectoryResult]) -> None:
+        for policy in self.policies:
+            policy.columns.ahead(policy.own(results))
+
     def _build_rollouts(self, runtime: Runtime) -> Rollouts:
-        ahead = self.columns.ahead if self.columns.may_compute_ahead else None
+        ahead = self._ahead if any(policy.columns.may_compute_ahead for policy in self.policies) else None
         known = self.config, self.preparation.data, self.steps, self.roles.rollout, self.timer, ahead
         if not self._overlaps:
             return Rollouts(*known)
@@ -182,9 +203,7 @@ class Trainer:
             yield
             return
         directory = self.run.path / "profiles" / f"step-{step:06d}"
-        found = (self.roles.actor, self.roles.critic, self.roles.reference, self.roles.teacher)
-        # One that stands for two would end its own profile.
-        roles = list(dict.fromkeys(role for role in found if role is not None))
+        roles = list(self.roles.groups.values())
         with stacks_sampled(directory / "driver.speedscope.json"):
             start_profile()
             for role in roles:
@@ -201,22 +220,26 @@ class Trainer:
         """Compare each engine's log-probs with those of the actor."""
         if self.config.rollout.engine.has("logprobs"):
             prompt = self.renderer.render(self.preparation.data.first_prompt, generation_prompt=True).ids
-            self._answers = compare_with_engines(
-                self.config, self.roles.engines, self.roles.actor, prompt, self.columns.gap_watch, when, self._answers
-            )
+            for policy in self.policies:
+                if self.roles.engines.sleep_level and policy is not self.policies[0]:
+                    self.sync_weights(self.step)
+                self._answers[policy.name] = compare_with_engines(
+                    policy.config, self.roles.engines, policy.actor, prompt, policy.columns.gap_watch,
+                    policy.label + when, self._answers.get(policy.name, ()), self.config.adapter_of(policy.name),
+                )  # fmt: skip
             if self.roles.engines.sleep_level:
                 self.sync_weights(self.step)
 
     def _save_last(self) -> None:
         """Save a checkpoint if a signal stopped the run after its last step was finished as an ordinary one."""
         if not self.run.has_checkpoint(self.step):
-            self.run.save_checkpoint(self.step, self.roles.actor, self.roles.critic, {}, self.rollouts.position)
+            self.run.save_checkpoint(self.step, {}, self.rollouts.position)
         self._publish_checkpoint()
         self.run.records.wait()
 
     def _publish_checkpoint(self, wait: bool = True) -> None:
         """Publish the checkpoint that is being written, if there is one and it is whole, or wait for that."""
-        published = self.run.publish_checkpoint(self.roles.actor, self.roles.critic, wait)
+        published = self.run.publish_checkpoint(wait)
         if published is not None:
             self.run.hooks.on_checkpoint_saved(step=published[0], path=published[1])
 
@@ -232,14 +255,18 @@ class Trainer:
         self.run.hooks.on_rollout_start(step=step)
         return self.rollouts.batch(step)
 
-    def score(self, step: int, results: list[TrajectoryResult]) -> DataProto:
-        """Make one batch of the trained trajectories, with ``rm_scores``."""
+    def score(self, step: int, results: list[TrajectoryResult]) -> dict[str, DataProto]:
+        """Make a batch of each policy's trained trajectories, with ``rm_scores``."""
+        batches = {}
         with self.timer.phase("score"):
-            seed = TrajectoryKey(self.config.trainer.seed, "update", step, 0, 0).seed(0)
-            batch = self.columns.batch(results, {"step": step, "seed": seed})
+            for number, policy in enumerate(self.policies):
+                seed = TrajectoryKey(self.config.trainer.seed, "update", step, number, 0).seed(0)
+                meta = {"step": step, "seed": seed, **({"policy": policy.name} if policy.prefix else {})}
+                batches[policy.name] = policy.columns.batch(policy.own(results), meta)
         self.run.log_trajectories(step, "train", results)
-        self.run.hooks.on_rollout_end(step=step, batch=batch)
-        return batch
+        for batch in batches.values():
+            self.run.hooks.on_rollout_end(step=step, batch=batch)
+        return batches
 
     def rest_engines(self) -> None:
         """Put the engines to sleep until they get the next weights, if they sleep at all."""
@@ -247,23 +274,25 @@ class Trainer:
             with self.timer.phase("sleep"):
                 self.roles.engines.sleep()
 
-    def add_log_probs_and_values(self, batch: DataProto, metrics: dict[str, float]) -> None:
+    def add_log_probs_and_values(self, policy: Policy, batch: DataProto, metrics: dict[str, float]) -> None:
         """Add the columns that models compute: see :class:`ModelColumns`."""
-        self.columns.add(batch, metrics)
+        policy.columns.add(batch, metrics)
 
-    def add_advantages(self, batch: DataProto, metrics: dict[str, float]) -> DataProto:
+    def add_advantages(self, policy: Policy, batch: DataProto, metrics: dict[str, float]) -> DataProto:
         """Add ``advantages`` and ``returns`` [B, R], and the estimator's metrics. Hooks may replace the batch."""
         with self.timer.phase("advantages"):
-            metrics |= self.algorithm.correct(batch)
-            metrics |= self.algorithm.penalise(batch)
-            metrics |= self.algorithm.estimate(batch)
+            metrics |= policy.algorithm.correct(batch)
+            metrics |= policy.algorithm.penalise(batch)
+            metrics |= policy.algorithm.estimate(batch)
         replaced: DataProto = self.run.hooks.on_batch_ready(step=batch.meta_info["step"], batch=batch)
         return replaced
 
-    def update(self, batch: DataProto, metrics: dict[str, float]) -> None:
+    def update(self, policy: Policy, batch: DataProto, metrics: dict[str, float]) -> None:
         """Run the optimizer steps of critic and actor, and add their metrics."""
         if not len(batch):
-            logger.warning("step %d: no trajectory can be trained; the update is skipped", self.step + 1)
+            logger.warning(
+                "%sstep %d: no trajectory can be trained; the update is skipped", policy.label, self.step + 1
+            )  # fmt: skip
             return
         if self.roles.critic is not None:
             with self.timer.phase("update_critic"):
@@ -271,16 +300,16 @@ class Trainer:
             columns = (batch.batch[name] for name in ("values", "returns", "response_mask"))
             explained = explained_variance(*columns)
             metrics["critic/explained_variance"] = explained
-            self._skipped["critic"].note(self.step + 1, metrics)
+            self._skipped.note(self.step + 1, metrics)
         # While the critic warms up, the policy is measured but not updated.
         warming_up = self.step < self.config.critic.warmup_steps
         batch.meta_info["measure_only"] = warming_up
-        batch.meta_info["entropy_coef"] = self.algorithm.entropy_coef
+        batch.meta_info["entropy_coef"] = policy.algorithm.entropy_coef
         with self.timer.phase("update_actor"):
-            names = (*update_columns(self.config), *FREE_COLUMNS)
-            metrics |= mean_of(self.roles.actor.update(narrowed(batch, names)))
-        self.algorithm.note(metrics)
-        self._skipped["actor"].note(self.step + 1, metrics)
+            names = (*update_columns(policy.config), *FREE_COLUMNS)
+            metrics |= mean_of(policy.actor.update(narrowed(batch, names)))
+        policy.algorithm.note(metrics)
+        policy.skipped.note(self.step + 1, metrics)
         # Without a step, because nothing had a gradient or all gradients were not finite, there is no norm.
         self._updates += "actor/grad_norm" in metrics
 
@@ -300,11 +329,12 @@ class Trainer:
             self.rollouts.weights_changed(step)
 
     def finish_step(
-        self, step: int, results: list[TrajectoryResult], batch: DataProto, metrics: dict[str, float]
+        self, step: int, results: list[TrajectoryResult], batches: dict[str, DataProto], metrics: dict[str, float]
     ) -> None:
         """Write records, validate, begin a checkpoint, and report to trackers and hooks."""
         self.step = step
-        self.columns.updated(step)
+        for policy in self.policies:
+            policy.columns.updated(step)
         self._publish_checkpoint(wait=False)
         self.rollouts.trained(step, results)
         # Before the validation, which sends requests too.
@@ -317,11 +347,15 @@ class Trainer:
         metrics |= self.roles.rollout.named_metrics()
         metrics |= source_metrics(results, self.config.trainer.validation.correct_above)
         metrics["epoch"] = step * self.config.data.batch_size / len(self.preparation.data.train)
-        metrics |= signal_metrics(batch)
-        if len(batch):
-            metrics |= batch_metrics(batch) | throughput(batch, self.timer.seconds("step"), devices(self.config))
+        metrics |= signal_metrics(*batches.values())
+        for policy in self.policies:
+            if len(batches[policy.name]):
+                metrics |= policy.named(batch_metrics(batches[policy.name]))
+        if any(map(len, batches.values())):
+            seconds = self.timer.seconds("step")
+            metrics |= throughput([*batches.values()], seconds, devices(self.config))
         last = step == self.steps or self.stop.requested
-        self.run.write_records(step, "train", results, batch)
+        self.run.write_records(step, "train", results, [*batches.values()])
         self.run.health.note(step, metrics, last)
         interval = self.config.trainer.validation.interval
         if last or (interval and step % interval == 0):
@@ -333,7 +367,7 @@ class Trainer:
         if last or best or (interval and step % interval == 0):
             with self.timer.phase("checkpoint"):
                 self._publish_checkpoint()
-                self.run.save_checkpoint(step, self.roles.actor, self.roles.critic, metrics, self.rollouts.position)
+                self.run.save_checkpoint(step, metrics, self.rollouts.position)
         # Here, because rollout may wait for the validation and the checkpoint too.
         metrics |= self.rollouts.metrics(metrics.get(engine_metric("pause_seconds"), 0.0))
         self.run.log(step, metrics | self.timer.take(), self.timer.spans)

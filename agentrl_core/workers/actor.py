@@ -3,6 +3,7 @@
 Shapes: b rows and r response tokens of a micro-batch.
 """
 
+import functools
 import time
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -18,13 +19,13 @@ from agentrl_core.algorithms.token_log_probs import Entropies
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.api.weights import Adapter, ArrayBucket, Broadcast, WeightUpdate
-from agentrl_core.config.schema import POLICY, ResolvedConfig
+from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import Dispatch, register
 from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.adapters import adapter_tensors, reference_policy
+from agentrl_core.workers.adapters import adapter_tensors, add_adapter, peft_config, reference_policy, use_adapter
 from agentrl_core.workers.data_parallel import COLLECTIVE
 from agentrl_core.workers.far_files import FarFiles
 from agentrl_core.workers.flops import utilisation
@@ -46,6 +47,8 @@ from agentrl_core.workers.weights import ModelWeights
 
 CORRECTION = "correction_weights"
 """[B, R] column of the batch with what ``algorithm.correction`` multiplies the losses by."""
+_SHARED: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {}
+"""Models of this process that several policies adapt, each with what describes the adapters."""
 FREE_COLUMNS = ("policy_versions", "turn_ids")
 GROUPS, PREPARED = "group number", "prepared "
 """Names of columns that the actor adds to a batch."""
@@ -61,12 +64,22 @@ class ActorWorker(FarFiles, TrainingWorker):
     Args:
         config: the loaded configuration; ``algorithm.loss`` builds the policy loss.
         total_optimizer_steps: of the whole run, for the learning-rate schedule.
+        policy: whose worker it is; None: of the first one of ``config.policies``, or of the only one.
+        shared: a name that no other run has, under which the policies of a process find the model whose adapters they
+            are; empty: the model is this worker's own.
     """
 
     role = "actor"
 
-    def __init__(self, config: ResolvedConfig, total_optimizer_steps: int) -> None:
-        super().__init__(config, total_optimizer_steps)
+    def __init__(
+        self, config: ResolvedConfig, total_optimizer_steps: int, policy: str | None = None, shared: str = ""
+    ) -> None:
+        self._policies = config.trained
+        name = next(iter(self._policies)) if policy is None else policy
+        super().__init__(self._policies[name], total_optimizer_steps)
+        self._adapter_name = name
+        self._adapters: dict[str, dict[str, Any]] = {}
+        self._shared = f"{shared}/{self.rank}" if shared else ""
         self._weight_group: WeightGroup | None = None
 
     @property
@@ -74,7 +87,34 @@ class ActorWorker(FarFiles, TrainingWorker):
         """The model itself, for an engine in this process that generates with it. In eval mode between updates."""
         return self._model
 
+    def _place(self, path: str, key: str) -> Any:
+        if self._shared not in _SHARED:
+            placed = super()._place(path, key)
+            if not self._shared:
+                return placed
+            _SHARED[self._shared] = placed, self._adapters
+        model, self._adapters = _SHARED[self._shared]
+        self._adapter = self._adapters[self._adapter_name]
+        return model
+
+    def _adapted(self, language_model: Any) -> Any:
+        """With the adapters of all policies, if they are adapters."""
+        settings = {name: own.model.adapter for name, own in self._policies.items() if own.model.adapter is not None}
+        # All of them first: they name layers of the model without adapters.
+        self._adapters = {name: peft_config(language_model, each) for name, each in settings.items()}
+        for number, (name, each) in enumerate(settings.items()):
+            own, seed = self._policies[name], self.config.trainer.seed + number
+            keeps = each.path is not None and own.needs_reference and own.reference_is_adapted
+            add_adapter(language_model, self._adapters[name], each.path, seed, policy=name, keep_initial=keeps)
+        self._adapter = self._adapters.get(self._adapter_name)
+        return language_model
+
+    def _use(self) -> None:
+        if self._shared:
+            use_adapter(self._model, self._adapter_name)
+
     def _ready(self) -> Offload:
+        self._use()
         self._policy_loss = _build_policy_loss(self.config)
         algorithm = self.config.algorithm
         self._kl_coef = 0.0 if algorithm.kl_placement == "reward" else algorithm.kl_coef
@@ -87,14 +127,11 @@ class ActorWorker(FarFiles, TrainingWorker):
             )
         dtype = getattr(torch, engine_dtype(self.config, self._device))
         if self.adapter() is not None:
-            self._weights = ModelWeights(nn.Module(), dtype, lambda: adapter_tensors(self._model))
+            tensors = functools.partial(adapter_tensors, self._model, self._adapter_name)
+            self._weights = ModelWeights(nn.Module(), dtype, tensors)
         else:
             self._weights = ModelWeights(self._model, dtype)
         return super()._ready()
-
-    @property
-    def _keeps_initial(self) -> bool:
-        return self.config.needs_reference and self.config.reference_is_adapted
 
     @register(dispatch_mode=BALANCED)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
@@ -110,10 +147,12 @@ class ActorWorker(FarFiles, TrainingWorker):
     @register(dispatch_mode=BALANCED)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
         temperature = temperature_of(batch, "compute_ref_log_prob")
-        with reference_policy(self._model):
-            return self._map(
-                batch, "compute_ref_log_prob", ("ref_log_prob",), lambda micro: self._log_probs(micro, temperature)
-            )
+
+        def log_probs(micro: MicroBatch) -> tuple[Tensor, ...]:
+            with reference_policy(self._model, self._adapter_name):
+                return self._log_probs(micro, temperature)
+
+        return self._map(batch, "compute_ref_log_prob", ("ref_log_prob",), log_probs)
 
     def _log_probs(self, micro: MicroBatch, temperature: float, entropies: Entropies = "none") -> tuple[Tensor, ...]:
         return response_log_probs(self._model, micro, temperature, entropies, self._in_chunks)
@@ -248,7 +287,11 @@ class ActorWorker(FarFiles, TrainingWorker):
 
     @register(dispatch_mode=COLLECTIVE)
     def adapter(self) -> Adapter | None:
-        return Adapter(POLICY, self._adapter) if self._adapter is not None and self.config.serves_adapters else None
+        return (
+            Adapter(self._adapter_name, self._adapter)
+            if self._adapter is not None and self.config.serves_adapters
+            else None
+        )
 
     @register(dispatch_mode=COLLECTIVE)
     def weight_files(self) -> tuple[str, ...]:
@@ -281,6 +324,7 @@ class ActorWorker(FarFiles, TrainingWorker):
         """Forget the model and leave the other ranks; the weight file goes with it."""
         if self._model is not None:
             self._weights.close()
+            _SHARED.pop(self._shared, None)
         self._leave_weight_group()
         super().close()
 

@@ -8,7 +8,7 @@ import difflib
 import json
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,8 +25,6 @@ from agentrl_core.config.schema import POLICY, AdapterConfig
 from agentrl_core.engine_kit.adapters import PREFIX, UNSERVED
 from agentrl_core.plugins.boundary import boundary
 
-INITIAL = "initial"
-"""Name of the copy of what the policy's adapter began with."""
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _UNTRAINED = {*UNSERVED, "layers_to_transform", "megatron_config"}
 """Settings of PEFT that make an adapter another one than ``model.adapter`` describes."""
@@ -34,17 +32,29 @@ _KEEP_THE_MODEL = (None, True, False, "gaussian", "orthogonal", "eva", "mica")
 """``init_lora_weights`` with which PEFT leaves the model's weights as they are. PiSSA and others subtract from them."""
 
 
+def initial(name: str) -> str:
+    """Name of the copy of what an adapter began with."""
+    return f"{name}_initial"
+
+
 def add_adapter(
-    model: Any, described: Mapping[str, Any], path: str | None, seed: int, *, keep_initial: bool = False
+    model: Any,
+    described: Mapping[str, Any],
+    path: str | None,
+    seed: int,
+    *,
+    policy: str = POLICY,
+    keep_initial: bool = False,
 ) -> Any:
-    """Freeze a model and put an adapter into it, in place; returns it.
+    """Freeze a model and put an adapter into it, in place; returns it. The adapter is the one that is used.
 
     Args:
-        model: of transformers, with its weights or on torch's meta device.
+        model: of transformers, with its weights or on torch's meta device; it may have others already.
         described: see :func:`peft_config`.
         path: directory of the adapter that it begins with; None: a new one, which adds 0.
         seed: of a new adapter's matrices.
-        keep_initial: add a frozen copy under the name :data:`INITIAL`.
+        policy: its name.
+        keep_initial: add a frozen copy, see :func:`initial`.
 
     Raises:
         ConfigError: the adapter of ``path`` does not fit the model.
@@ -52,9 +62,9 @@ def add_adapter(
     from peft import LoraConfig, inject_adapter_in_model
 
     model.requires_grad_(False)
-    for name in (POLICY, INITIAL) if keep_initial else (POLICY,):
+    for name in (policy, initial(policy)) if keep_initial else (policy,):
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            # That the second one joins the first.
+            # That it joins the first.
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             torch.manual_seed(seed)
             inject_adapter_in_model(LoraConfig(**described), model, adapter_name=name)
@@ -65,7 +75,7 @@ def add_adapter(
         # Of bfloat16 weights most of an optimizer's steps would be lost.
         layer.lora_A.float()
         layer.lora_B.float()
-    use_adapter(model, POLICY)
+    use_adapter(model, policy)
     return model
 
 
@@ -95,9 +105,15 @@ def peft_config(model: Any, settings: AdapterConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def adapter_slots(adapter: Adapter, versions: int) -> AdapterSlots:
-    """What an engine must be able to hold: so many versions of this adapter."""
-    return AdapterSlots((adapter.name,), versions, adapter.config["r"], tuple(adapter.config["target_modules"]))
+def adapter_slots(adapters: Sequence[Adapter], versions: int) -> AdapterSlots:
+    """What an engine must be able to hold: so many versions of each of these adapters."""
+    targets = {target: None for adapter in adapters for target in adapter.config["target_modules"]}
+    return AdapterSlots(
+        tuple(adapter.name for adapter in adapters),
+        versions,
+        max(adapter.config["r"] for adapter in adapters),
+        tuple(targets),
+    )
 
 
 def targets_of(model: Any, targets: list[str] | str, key: str) -> list[str]:
@@ -189,11 +205,11 @@ def read_config(path: str) -> dict[str, Any]:
     return found
 
 
-def stored_adapter(path: str) -> Adapter:
-    """The policy's adapter from a directory, as engines take it; :data:`WEIGHTS_FILE` there has its tensors."""
+def stored_adapter(path: str, policy: str = POLICY) -> Adapter:
+    """A policy's adapter from a directory, as engines take it; :data:`WEIGHTS_FILE` there has its tensors."""
     found = read_config(path)
     targets = sorted({target.rpartition(".")[2] for target in found["target_modules"]})
-    return Adapter(POLICY, {**found, "target_modules": targets})
+    return Adapter(policy, {**found, "target_modules": targets})
 
 
 def _fill(own: Mapping[str, Tensor], path: str) -> None:
@@ -229,19 +245,19 @@ def has_adapter(model: nn.Module) -> bool:
     return any(hasattr(module, "lora_A") for module in model.modules())
 
 
-def use_adapter(model: nn.Module, name: str) -> None:
-    """Compute with this adapter; the policy's has gradients."""
+def use_adapter(model: nn.Module, name: str, trains: bool = True) -> None:
+    """Compute with this adapter; it has gradients where it ``trains``, and no other one has."""
     for layer in _layers(model):
-        layer.set_adapter(name, inference_mode=name != POLICY)
+        layer.set_adapter(name, inference_mode=not trains)
 
 
 @contextmanager
-def reference_policy(model: nn.Module) -> Iterator[None]:
-    """Compute as the policy did before the run: with the adapter that it began with, or none."""
+def reference_policy(model: nn.Module, policy: str) -> Iterator[None]:
+    """Compute as a policy did before the run: with the adapter that it began with, or none."""
     layers = list(_layers(model))
-    keeps_initial = any(INITIAL in layer.lora_A for layer in layers)
+    keeps_initial = any(initial(policy) in layer.lora_A for layer in layers)
     if keeps_initial:
-        use_adapter(model, INITIAL)
+        use_adapter(model, initial(policy), trains=False)
     else:
         for layer in layers:
             layer.enable_adapters(False)
@@ -250,7 +266,7 @@ def reference_policy(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer.enable_adapters(True)
-        use_adapter(model, POLICY)
+        use_adapter(model, policy)
 
 
 def adapter_tensors(

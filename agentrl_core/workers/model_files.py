@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig
 
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.config.schema import AdapterConfig, ModelConfig
+from agentrl_core.config.schema import POLICY, AdapterConfig, ModelConfig
 from agentrl_core.plugins.boundary import boundary
 from agentrl_core.workers.adapters import (
     CONFIG_FILE,
@@ -63,15 +63,17 @@ def save_model(
         (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def save_adapter(model: Any, path: str, described: Mapping[str, Any], tensors: Mapping[str, Tensor], base: str) -> None:
-    """The policy's adapter as PEFT reads it. Where the model is sharded all ranks must call this.
+def save_adapter(
+    model: Any, path: str, described: Mapping[str, Any], tensors: Mapping[str, Tensor], base: str, policy: str = POLICY
+) -> None:
+    """A policy's adapter as PEFT reads it. Where the model is sharded all ranks must call this.
 
     Args:
         described: see :func:`agentrl_core.workers.adapters.peft_config`.
         tensors: the model's weights by name.
         base: directory of the model that the adapter belongs to.
     """
-    weights = ModelWeights(nn.Module(), tensors=lambda: adapter_tensors(model, tensors=tensors))
+    weights = ModelWeights(nn.Module(), tensors=lambda: adapter_tensors(model, policy, tensors))
     whole: dict[str, Tensor] = {}
     for bucket in weights.buckets(FILE_BYTES):
         whole |= {name: tensor.contiguous() for name, tensor in bucket.items()}

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from agentrl_core.config import ResolvedConfig
+from agentrl_core.config.schema import POLICY
 from agentrl_core.controller import Dispatch, Worker, register
 from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, collect_batch, plan_dp_compute_proto
 from agentrl_core.plugins.boundary import hang_reported
@@ -186,9 +187,13 @@ class ModelWorker(Worker):
     def _ready(self) -> Offload:
         """Complete a model that has just been loaded; says what waits in host memory between phases."""
 
+    def _use(self) -> None:
+        """Called before the weights are used, of a model that several workers may share."""
+
     @contextmanager
     def _computing(self) -> Iterator[None]:
         """A phase of forward passes: the model is on the device, and packs."""
+        self._use()
         with self._offload.on_device(), self._packing.on():
             yield
 
@@ -231,6 +236,7 @@ class TrainingWorker(ModelWorker):
         super().__init__(config)
         self._total_optimizer_steps = total_optimizer_steps
         self._adapter: dict[str, Any] | None = None
+        self._adapter_name = POLICY
         self._checkpoint_group: ProcessGroup | None = None
         self._writing: Future[dict[str, str]] | None = None
 
@@ -271,6 +277,7 @@ class TrainingWorker(ModelWorker):
         if self._checkpoint_group is None:
             self._checkpoint_group = self._parallel.another_group()
         group = self._checkpoint_group
+        self._use()
         state = copied_state(self._model, self._optimizer, group)
 
         def write() -> dict[str, str]:
@@ -302,15 +309,8 @@ class TrainingWorker(ModelWorker):
         if settings is None:
             return language_model
         self._adapter = peft_config(language_model, settings)
-        # That of another role: what a policy has learned is not for values.
-        path = settings.path if self.role == "actor" else None
-        keeps_initial = path is not None and self._keeps_initial
-        return add_adapter(language_model, self._adapter, path, self.config.trainer.seed, keep_initial=keeps_initial)
-
-    @property
-    def _keeps_initial(self) -> bool:
-        """Whether a copy of the adapter is needed as it was before the run."""
-        return False
+        # Not that of model.adapter.path: what a policy has learned is not for values.
+        return add_adapter(language_model, self._adapter, None, self.config.trainer.seed)
 
     def _save(self, path: str, weights: Mapping[str, Tensor]) -> None:
         """Write these weights of the model as transformers, or of its adapter as PEFT, loads them."""
@@ -320,10 +320,11 @@ class TrainingWorker(ModelWorker):
         if self._adapter is None:
             save_model(self._language_model, path, weights)
         else:
-            save_adapter(self._language_model, path, self._adapter, weights, self.config.model.path)
+            save_adapter(self._language_model, path, self._adapter, weights, self.config.model.path, self._adapter_name)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
         if self._adapter is not None:
             check_same(self._adapter, path)
+        self._use()
         load_training_state(path, self._model, self._optimizer, self._parallel)
