@@ -36,6 +36,7 @@ from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.trainer import Trainer
 from agentrl_core.trainer import trainer as trainer_module
 from agentrl_core.trainer.pipeline import Pipeline
+from agentrl_core.trainer.policies import Policy
 from agentrl_testing.tiny_model import save_tiny_model
 
 SAMPLES = 4
@@ -202,12 +203,12 @@ class ScriptedTrainer(Trainer):
             self._outcome.lengths[result.trajectory_id] = result.sampled_tokens
         return results
 
-    def add_log_probs_and_values(self, batch: DataProto, metrics: dict[str, float]) -> None:
+    def add_log_probs_and_values(self, policy: Policy, batch: DataProto, metrics: dict[str, float]) -> None:
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         oldest = int(batch.batch["policy_versions"][batch.batch["response_mask"].bool()].min())
         self._outcome.token_ages.append(self.step - oldest)
 
-    def update(self, batch: DataProto, metrics: dict[str, float]) -> None:
+    def update(self, policy: Policy, batch: DataProto, metrics: dict[str, float]) -> None:
         # As after an update: the engine gets new weights.
         self._updates += 1
         if self._setting.is_real:
@@ -215,8 +216,8 @@ class ScriptedTrainer(Trainer):
         else:
             self._runtime.run(asyncio.sleep(self._setting.update_seconds))
 
-    def finish_step(self, step: int, results: Any, batch: Any, metrics: dict[str, float]) -> None:
-        super().finish_step(step, results, batch, metrics)
+    def finish_step(self, step: int, results: Any, batches: Any, metrics: dict[str, float]) -> None:
+        super().finish_step(step, results, batches, metrics)
         if self.config.rollout.max_staleness:
             found = self.rollouts.metrics(0.0)
             self._outcome.ages.append((found["staleness/mean"], found["staleness/max"]))

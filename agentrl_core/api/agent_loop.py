@@ -246,7 +246,8 @@ class TrajectorySession(ABC):
 
     trajectory_id: str
     agent: str = ""
-    """Whose turn it is, as the environment or the interaction said last; empty where only one agent acts."""
+    """Whose turn it is, as the environment or the interaction said last; empty where only one agent acts. A loop that
+    decides it by itself sets this before it generates: with several policies, the one that plays the agent samples."""
 
     @abstractmethod
     def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> Trajectory:

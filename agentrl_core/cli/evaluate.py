@@ -3,6 +3,7 @@
 import json
 import logging
 import shlex
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Annotated
@@ -45,7 +46,7 @@ def run(
 
     from agentrl_core.rollout.manager import AgentLoopManager
     from agentrl_core.runs.records import RolloutWriter
-    from agentrl_core.trainer.checkpoint import checkpoint_path, read_state
+    from agentrl_core.trainer.checkpoint import actor_folders, checkpoint_path, read_state
     from agentrl_core.trainer.outcomes import make_records
     from agentrl_core.trainer.preparation import Preparation
     from agentrl_core.trainer.roles import start_engines, start_named_engines, start_runtime
@@ -57,12 +58,15 @@ def run(
     set_up_logging(stderr=as_json)
     logger.info("starting the model of %s", checkpoint or config)
     log_transformers()
-    step, changes = 0, overrides or []
+    step, changes, folders = 0, overrides or [], dict[str, Path]()
     if checkpoint is not None:
         found = checkpoint_path(checkpoint)
         step = read_state(found).step
-        is_adapter = (found / "actor" / CONFIG_FILE).exists()
-        changes = [*changes, f"model.{'adapter.path' if is_adapter else 'path'}={json.dumps(str(found / 'actor'))}"]
+        folders = actor_folders(found)
+        if actor := folders.get(""):
+            key = "model.adapter.path" if (actor / CONFIG_FILE).exists() else "model.path"
+            changes = [*changes, f"{key}={json.dumps(str(actor))}"]
+    changes = [*changes, *_frozen(load_config(config, changes), folders)]
     loaded = asked = load_config(config, changes)
     adapter = loaded.model.adapter
     evaluated = (adapter and adapter.path) or loaded.model.path
@@ -104,6 +108,18 @@ def run(
         table.add_row(name, f"{value:.3f}")
     console_of_stdout().print(table)
     say(f"\nNext:\n  agentrl rollouts show {shlex.quote(str(directory.path))} --validation")
+
+
+def _frozen(config: ResolvedConfig, folders: Mapping[str, Path]) -> Iterator[str]:
+    """Overrides with which no policy is trained, and each has its adapter of ``folders``, or what it begins with."""
+    for name, policy in config.policies.items():
+        source = policy if policy.copy_of is None else config.policies[policy.copy_of]
+        adapter = source.adapter or (config.model.adapter if source.is_trained else None)
+        path = folders.get(name) or (adapter and adapter.path)
+        values = {"frozen": "true", "copy_of": "null", "actor": "null", "algorithm": "null"}
+        # A new adapter adds nothing yet.
+        values["adapter"] = "null" if path is None else json.dumps({"path": str(path)})
+        yield from (f"policies.{name}.{key}={value}" for key, value in values.items())
 
 
 def _new_directory(config: ResolvedConfig, output: Path | None) -> RunDir:

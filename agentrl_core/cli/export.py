@@ -19,17 +19,27 @@ def run(
     base: Annotated[
         Path | None, typer.Option(help="For --merge: the adapter's model. By default: where the run read it.")
     ] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="Of a run with several policies, the one to copy.", show_default=False)
+    ] = None,
 ) -> None:
     """Copy the actor of a checkpoint without its training state: weights, config, tokenizer; or its LoRA adapter.
 
     Raises:
-        CheckpointError: no checkpoint, or the output directory is not empty.
+        CheckpointError: no checkpoint, no such policy in it, or the output directory is not empty.
     """
-    from agentrl_core.trainer.checkpoint import checkpoint_path
+    from agentrl_core.trainer.checkpoint import actor_folders, checkpoint_path
     from agentrl_core.workers.adapters import CONFIG_FILE, read_config
     from agentrl_core.workers.checkpoints import STATE_FOLDER
 
-    source = checkpoint_path(checkpoint) / "actor"
+    folders = actor_folders(checkpoint_path(checkpoint))
+    if (policy or "") not in folders:
+        names = ", ".join(filter(None, folders))
+        allowed = (
+            f"this checkpoint has the policies {names}" if names else "it is of a run with one policy: leave it out"
+        )
+        raise CheckpointError(f"--policy: found {policy or 'none'}, but {allowed}")
+    source = folders[policy or ""]
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise CheckpointError(f"{output} is not an empty directory. Choose a new one, so that nothing is overwritten")
     is_adapter = (source / CONFIG_FILE).exists()
@@ -47,7 +57,7 @@ def run(
                 "that the adapter was trained on with --base"
             )
         save_merged(str(source), str(output), str(base or named))
-    left_out = shutil.ignore_patterns(STATE_FOLDER, *(["adapter_*"] if merge else []))
+    left_out = shutil.ignore_patterns(STATE_FOLDER, "later-*", "versions.json", *(["adapter_*"] if merge else []))
     shutil.copytree(source, output, ignore=left_out, dirs_exist_ok=True)
     loads = "peft.AutoPeftModelForCausalLM" if is_adapter and not merge else "transformers.AutoModelForCausalLM"
     say(f"{output}: load it with {loads}.from_pretrained({str(output)!r})")

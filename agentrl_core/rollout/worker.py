@@ -23,6 +23,7 @@ from agentrl_core.api import (
     together,
 )
 from agentrl_core.api.agent_loop import Status
+from agentrl_core.api.tree import Node
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
 from agentrl_core.data.chat_template import build_renderer
@@ -269,6 +270,7 @@ class AgentLoopWorker:
         sampling = with_row_sampling(sampling, session.row.get("extra_info") or {}, greedy=session.greedy)
         returned = await self._loops[name].run(sampling, session=session, **session.row)
         limits = self._environment.limits
+        sampled = {node: node.agent for node in result.tree.turns()} if self._config.policies else {}
         rows = adopt(name, result.tree, returned, self._vocab_size, limits.max_model_len)
         result.outputs, result.termination, result.error = rows, rows[-1].termination, rows[-1].error
         if result.termination.status is not Status.TRAINED:
@@ -277,9 +279,7 @@ class AgentLoopWorker:
         await session.collect_rewards()
         parts = by_agent(result)
         for part in parts:
-            part.policy = self._policy_of(part.agent or "")
-            for output in part.outputs:
-                output.trained = output.trained and part.policy in self._trained
+            self._find_policy(name, part, sampled)
             await self._score_agent(name, session, part)
         result.agents = [] if parts[0] is result else parts
 
@@ -296,6 +296,26 @@ class AgentLoopWorker:
                 f"{' or '.join(self._config.policies)}"
             )
         return policy
+
+    def _find_policy(self, loop: str, part: TrajectoryResult, sampled: Mapping[Node, str]) -> None:
+        """Note which policy played an agent; rows of one that is not trained are not trained.
+
+        Args:
+            sampled: by turn, the agent that it was sampled for.
+
+        Raises:
+            ConfigError: another one sampled a turn of it.
+        """
+        part.policy = self._policy_of(part.agent or "")
+        for output in part.outputs:
+            output.trained = output.trained and part.policy in self._trained
+            for node in output.tokens.response:
+                if node in sampled and self._policy_of(sampled[node]) != part.policy:
+                    raise ConfigError(
+                        f"rollout.agent.loops: {loop!r} returns a row of the agent {part.agent!r} with a turn that was "
+                        f"sampled for {sampled[node]!r}, by another policy: set session.agent before the turn is "
+                        "generated"
+                    )
 
     async def _score_agent(self, loop: str, session: RolloutSession, part: TrajectoryResult) -> None:
         """Give one agent's part of the trajectory, or the whole one, its reward."""

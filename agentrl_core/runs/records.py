@@ -54,6 +54,7 @@ class RolloutRecord(AgentLoopOutput):
         spans: when each of them was: name, start as Unix time, seconds.
         served: of each ``generate`` span, in order: number of the engine replica that answered, -1 where none did, and
             the seconds that the request waited in it.
+        policy: that played the agent, where a run has several; else empty.
         status, reason: what became of the trajectory, a value of ``Status``, and why; empty in version 1.
         advantage: mean advantage of the row's sampled tokens.
         advantages: of each id, to five decimals, 0.0 where mask is 0; empty where ``advantage`` is that of all tokens.
@@ -84,6 +85,7 @@ class RolloutRecord(AgentLoopOutput):
     timings: dict[str, float] = field(default_factory=dict)
     spans: list[tuple[str, float, float]] = field(default_factory=list)
     served: list[tuple[int, float]] = field(default_factory=list)
+    policy: str = ""
     status: str = ""
     reason: str = ""
     advantage: float | None = None

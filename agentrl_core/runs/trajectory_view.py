@@ -106,6 +106,8 @@ def _ending(record: RolloutRecord) -> Text:
     text = Text(f"{record.termination} after {record.num_turns} turns")
     if record.status not in ("", "trained"):
         text.append(f"  {record.status}: {record.reason}", style="bold red")
+    if record.policy:
+        text.append(f"  policy {_visible(record.policy)}")
     if record.data_source:
         text.append(f"  data source {_visible(record.data_source)}", style="dim")
     if record.error:

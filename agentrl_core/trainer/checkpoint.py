@@ -255,16 +255,17 @@ def _verify(path: Path) -> None:
             raise _damaged(file, error.strerror or str(error)) from error
         if found != expected:
             raise _damaged(file, "it differs from its checksum" if found else "it is missing")
-    for folder in actor_folders(path):
+    for folder in actor_folders(path).values():
         try:
             check_saved(folder)
         except ConfigError as error:
             raise _damaged(folder, str(error)) from error
 
 
-def actor_folders(checkpoint: Path) -> list[Path]:
-    """What a checkpoint has of each policy; of a run with one policy, ``actor``."""
-    return sorted(path for path in checkpoint.glob("policies/*") if path.is_dir()) or [checkpoint / "actor"]
+def actor_folders(checkpoint: Path) -> dict[str, Path]:
+    """What a checkpoint has of each policy, by name; that of the only policy of a run has the name ``""``."""
+    policies = {path.name: path for path in sorted(checkpoint.glob("policies/*")) if path.is_dir()}
+    return policies or {"": checkpoint / "actor"}
 
 
 def _damaged(file: Path, problem: str) -> CheckpointError:

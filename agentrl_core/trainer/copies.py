@@ -25,11 +25,13 @@ class Copy:
     Args:
         name: of it.
         source: whose weights they are.
+        base: directory of the model that the adapters belong to.
         steps: how many steps before; until there are so many, the first weights of the run.
     """
 
-    def __init__(self, name: str, source: Actor, steps: int) -> None:
+    def __init__(self, name: str, source: Actor, steps: int, base: str) -> None:
         self._source = source
+        self._base = base
         adapter = source.adapter()
         assert adapter is not None, "policies are adapters"
         self.adapter = replace(adapter, name=name)
@@ -45,7 +47,8 @@ class Copy:
     def save_checkpoint(self, folder: Path) -> None:
         """Write its weights as PEFT reads them, and beside them those of later steps."""
         folder.mkdir(parents=True)
-        (folder / CONFIG_FILE).write_text(json.dumps(dict(self.adapter.config), indent=2) + "\n", encoding="utf-8")
+        config = {**self.adapter.config, "base_model_name_or_path": self._base, "inference_mode": True}
+        (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         (folder / VERSIONS_FILE).write_text(json.dumps([version for version, _ in self._past]), encoding="utf-8")
         for number, (_, bucket) in enumerate(self._past):
             write_safetensors(folder / _file(number), bucket)
@@ -89,7 +92,7 @@ def untrained(config: ResolvedConfig, actors: Mapping[str, Actor]) -> dict[str, 
     found: dict[str, Copy | Frozen] = {}
     for name, policy in config.policies.items():
         if policy.copy_of is not None:
-            found[name] = Copy(name, actors[policy.copy_of], policy.updates_ago)
+            found[name] = Copy(name, actors[policy.copy_of], policy.updates_ago, config.model.path)
         elif policy.frozen and policy.adapter is not None and policy.adapter.path is not None:
             found[name] = Frozen(name, policy.adapter.path)
     return found

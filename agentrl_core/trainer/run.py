@@ -331,7 +331,7 @@ class Run:
             for name in self._disks.collect(directory):
                 checksums.pop(name, None)
             _check_written(directory, self._workers)
-            for folder in actor_folders(directory):
+            for folder in actor_folders(directory).values():
                 copy_tokenizer(Path(self._config.model.path), folder)
             shutil.copy(self._directory.config_file, directory / "config.yaml")
             shutil.copy(self._directory.lock_file, directory / "plugins.lock.json")
@@ -389,7 +389,7 @@ class Run:
 def _check_written(checkpoint: Path, folders: Iterable[str]) -> None:
     """Raise CheckpointError where this process does not see what the ranks wrote: checksums would seal the gap."""
     try:
-        for folder in actor_folders(checkpoint):
+        for folder in actor_folders(checkpoint).values():
             check_saved(folder)
         for name in folders:
             check_training_state(str(checkpoint / name))

@@ -34,7 +34,7 @@ class _Measured(Trainer):
         self.rows: list[dict[str, float]] = []
 
     def finish_step(
-        self, step: int, results: list[TrajectoryResult], batch: DataProto, metrics: dict[str, float]
+        self, step: int, results: list[TrajectoryResult], batches: dict[str, DataProto], metrics: dict[str, float]
     ) -> None:
         self.step = step
         self.rows.append(self._measured(metrics))

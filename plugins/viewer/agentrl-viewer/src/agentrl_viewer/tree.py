@@ -14,11 +14,12 @@ def drawn(line: Mapping[str, Any], rows: Sequence[Json]) -> list[Json]:
     """The nodes of the line that holds ``rows``, which get a ``leaf`` where they have none.
 
     A node is ``parent``, ``kind``, ``agent``, ``text`` (its beginning), ``tokens``, and of a turn its number,
-    ``calls``, ``rewards``, ``turn_reward`` and ``advantage``.
+    ``calls``, ``rewards``, ``turn_reward``, ``advantage`` and ``policy``, where a run has several.
     """
     if "nodes" not in line:
         return _of_rows(rows)
     by_agent = {agent["agent"]: agent.get("turn_rewards") or [] for agent in line["agents"]}
+    policies = {agent["agent"]: str(agent.get("policy", "")) for agent in line["agents"]}
     counts: Counter[str] = Counter()
     nodes = []
     for node in line["nodes"]:
@@ -27,6 +28,7 @@ def drawn(line: Mapping[str, Any], rows: Sequence[Json]) -> list[Json]:
         if node["kind"] == "turn":
             # A line without names counts all turns as those of one agent.
             agent = "" if list(by_agent) == [""] else shown["agent"]
+            shown["policy"] = policies.get(agent, "")
             shown["turn"], counts[agent] = counts[agent], counts[agent] + 1
             shown["calls"], shown["rewards"] = node.get("calls") or [], node.get("rewards") or []
             shown["turn_reward"] = _at(by_agent.get(agent, []), shown["turn"])

@@ -219,7 +219,8 @@ function tree(found, chosen) {
     const rewrites = node.kind === "prompt" && node.parent !== null;
     const name = node.kind === "turn" ? `turn ${node.turn + 1}` : rewrites ? "history rewritten" : node.kind;
     return h("article", { class: `node ${node.kind}${here.has(i) ? " here" : ""}`, style: trained ? { "border-left-color": paint("advantage", node.advantage, scale) || "var(--dim)" } : {} },
-      h("header", {}, h("b", {}, name), node.agent && h("span", { class: "badge" }, node.agent), h("small", {}, plural(node.tokens, "token")),
+      h("header", {}, h("b", {}, name), node.agent && h("span", { class: "badge" }, node.agent),
+        node.policy && node.policy !== node.agent && h("span", { class: "badge" }, `policy ${node.policy}`), h("small", {}, plural(node.tokens, "token")),
         node.seconds != null && h("small", {}, seconds(node.seconds)),
         node.turn_reward ? badge("reward", node.turn_reward) : "",
         (node.rewards ?? []).map((reward) => badge(reward.name, reward.value)),
