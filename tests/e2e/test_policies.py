@@ -198,8 +198,9 @@ def test_a_copy_plays_with_the_weights_of_earlier_steps(trio: Fit, tiny_run: Any
     assert all(torch.equal(played[key], earlier[key]) for key in earlier)
 
 
-def test_each_policy_is_exported_and_all_are_evaluated(trio: Fit, tiny_run: Any) -> None:
-    run = trio({"copy_of": "black", "updates_ago": 1}, **{"trainer.steps": 1})
+def test_each_policy_is_exported_and_all_are_evaluated(trio: Fit, tiny_run: Any, adapters: dict[str, Path]) -> None:
+    changes = {"trainer.steps": 1, "data.validation_files": ["validation.jsonl"], "trainer.validation.greedy": False}
+    run = trio({"copy_of": "black", "updates_ago": 1}, **changes)
     checkpoint, folder = str(run.path / "checkpoints" / "latest"), tiny_run.folder
     for name in (*TRAINED, "ghost"):
         result = CliRunner().invoke(app, ["export", checkpoint, str(folder / name), "--policy", name])
@@ -217,8 +218,19 @@ def test_each_policy_is_exported_and_all_are_evaluated(trio: Fit, tiny_run: Any)
         command = ["eval", str(folder / "config.yaml"), *arguments, "--output", str(out), "--json"]
         result = CliRunner().invoke(app, command)
         assert result.exit_code == 0, result.output
-        metrics = json.loads(result.stdout)["metrics"]
-        assert metrics
+        assert json.loads(result.stdout)["metrics"]
+        folders = {name: saved(run, 1, name) for name in (*TRAINED, "ghost")} if arguments else adapters
+        rows = list(read_rollouts(RunDir(out).rollout_file(1 if arguments else 0, "validation")))
+        for name in TRAINED:
+            assert_sampled_with(with_adapter(tiny_run.model, folders[name]), [row for row in rows if row.agent == name])
+        played = folders["ghost"] if arguments else adapters["black"]
+        assert_sampled_with(with_adapter(tiny_run.model, played), [row for row in rows if row.agent == "ghost"])
+
+
+def test_a_loop_that_does_not_say_whose_turn_it_is_ends_the_run(trio: Fit, tiny_run: Any) -> None:
+    (tiny_run.folder / "trio.py").write_text(f"{TRIO}\nAGENTS_ARE_SET = False\n# {tiny_run.folder}\n")
+    with pytest.raises(ConfigError, match="set session.agent before the turn is generated"):
+        trio({"frozen": True})
 
 
 def test_an_agent_that_no_policy_plays_ends_the_run(trio: Fit) -> None:
