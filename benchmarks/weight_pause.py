@@ -90,7 +90,7 @@ class Updater:
 
     def _weights(self) -> Weights:
         self._version += 1
-        return Weights(self._version, write=lambda: WeightUpdate(files=self._files.write_file()))
+        return Weights(self._version, write=lambda: [WeightUpdate(files=self._files.write_file())])
 
     def seconds(self) -> float:
         """Of an update that no request meets, without writing the file."""

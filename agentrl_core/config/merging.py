@@ -39,7 +39,7 @@ def normalised(tp: Any, node: Node, info: OptionInfo = NO_INFO) -> Node:
         return replace(node, value=located(node.value, node.origin, info)) if info.path else node
     if isinstance(node.value, list):
         return replace(node, value=[normalised(element_type(arm), child, info) for child in node.value])
-    if isinstance(node.value, dict) and (is_section(arm) or is_slot(element_type(arm))):
+    if isinstance(node.value, dict) and (is_section(arm) or is_section(element_type(arm))):
         entries = {key: (member_of(arm, key), child) for key, child in node.value.items()}
         return replace(node, value={k: normalised(member.type, c, member.info) for k, (member, c) in entries.items()})
     return node

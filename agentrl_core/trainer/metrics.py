@@ -117,15 +117,15 @@ def signal_metrics(*batches: DataProto) -> dict[str, float]:
     return {"advantage/groups_without_signal": 1 - sum(signals.values()) / max(len(signals), 1)}
 
 
-def throughput(batches: Sequence[DataProto], seconds: float, devices: int) -> dict[str, float]:
-    """``perf/total_num_tokens``, prompts and responses of batches, and ``perf/throughput``, per second and device.
+def throughput(batch: DataProto, seconds: float, devices: int) -> dict[str, float]:
+    """``perf/total_num_tokens``, prompts and responses of a batch, and ``perf/throughput``, per second and device.
 
     Args:
-        batches: with ``attention_mask`` [B, P+R].
+        batch: with ``attention_mask`` [B, P+R].
         seconds: of the step.
         devices: of training processes and engines together.
     """
-    tokens = float(sum(counts(batch.batch["attention_mask"]).sum() for batch in batches if len(batch)))
+    tokens = float(counts(batch.batch["attention_mask"]).sum())
     return {"perf/total_num_tokens": tokens, "perf/throughput": tokens / seconds / devices}
 
 

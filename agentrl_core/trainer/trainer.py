@@ -6,6 +6,7 @@ estimators that compare samples.
 """
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -348,12 +349,12 @@ class Trainer:
         metrics |= source_metrics(results, self.config.trainer.validation.correct_above)
         metrics["epoch"] = step * self.config.data.batch_size / len(self.preparation.data.train)
         metrics |= signal_metrics(*batches.values())
+        seconds, tokens = self.timer.seconds("step"), Counter[str]()
         for policy in self.policies:
-            if len(batches[policy.name]):
-                metrics |= policy.named(batch_metrics(batches[policy.name]))
-        if any(map(len, batches.values())):
-            seconds = self.timer.seconds("step")
-            metrics |= throughput([*batches.values()], seconds, devices(self.config))
+            if len(batch := batches[policy.name]):
+                metrics |= policy.named(batch_metrics(batch))
+                tokens.update(throughput(batch, seconds, devices(self.config)))
+        metrics |= tokens
         last = step == self.steps or self.stop.requested
         self.run.write_records(step, "train", results, [*batches.values()])
         self.run.health.note(step, metrics, last)

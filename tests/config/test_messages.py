@@ -130,7 +130,8 @@ from agentrl_core.config.validation import _VERL
         (
             "3: x",
             "3 (config.yaml:10): unknown key; allowed: model, data, rollout, engines, tools, interactions, "
-            "environments, reward, algorithm, actor, critic, reference, teacher, trainer, cluster, hooks, plugins",
+            "environments, policies, reward, algorithm, actor, critic, reference, teacher, trainer, cluster, hooks, "
+            "plugins",
         ),
     ],
 )

@@ -292,7 +292,7 @@ def test_an_engine_that_freezes_between_rollouts_is_restarted_with_the_new_weigh
         run.log.waits_for, run.log.found = "engine replica 0 died", short.undo
         run.engines.sleep()
         bucket = ArrayBucket(("token",), ((4,),), ("uint8",), np.zeros(4, np.uint8))
-        run.engines.update_weights(Weights(7, WeightUpdate(buckets=[bucket])))
+        run.engines.update_weights(Weights(7, [WeightUpdate(buckets=[bucket])]))
     asked = "load weights" if method == "update_weights" else f"engine engine-0 does not answer to '{method}': {method}"
     assert re.search(f"{asked}: no answer within 2 s, the process may be frozen", run.log.text), run.log.text
     assert "engine replica 0 is back with weights 7" in run.log.text

@@ -243,9 +243,8 @@ def test_ranks_and_processes_train_the_same_policies(trio: Fit) -> None:
     ghost = {"copy_of": "white", "updates_ago": 1}
     changes = {"rollout.deterministic": True, "trainer.steps": 2}
     local = trio(ghost, **changes, **{"trainer.name": "local"})
-    ranks = trio(ghost, **changes, **{
-        "trainer.name": "ranks", "cluster.runtime": "ray", "cluster.processes_per_node": 2, "rollout.engine.replicas": 1,
-    })  # fmt: skip
+    cluster = {"runtime": "ray", "processes_per_node": 2, "device": "cpu"}
+    ranks = trio(ghost, **changes, **{"trainer.name": "ranks", "cluster": cluster, "rollout.engine.replicas": 1})
     for name in TRAINED:
         one, other = (load_file(saved(run, 1, name) / "adapter_model.safetensors") for run in (local, ranks))
         for key in one:

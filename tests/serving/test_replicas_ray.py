@@ -181,7 +181,7 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
     manager, engines = make_manager(replicas=2)
     engines.start()
     (tiny_run.folder / "kill").touch()
-    engines.update_weights(Weights(7, WeightUpdate(files=weights.write(token(65)))))
+    engines.update_weights(Weights(7, [WeightUpdate(files=weights.write(token(65)))]))
     results = manager.generate_sequences(prompts(64, step=1))
 
     assert not (tiny_run.folder / "kill").exists(), "the replica was killed"
@@ -201,7 +201,7 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
     assert [(answer.token_ids[0], answer.spans[0].version) for answer in answers] == [(65, 7), (65, 7)]
 
     # Overwritten in place, and both replicas serve trajectories again.
-    engines.update_weights(Weights(8, WeightUpdate(files=weights.write(token(66)))))
+    engines.update_weights(Weights(8, [WeightUpdate(files=weights.write(token(66)))]))
     results = manager.generate_sequences(prompts(32, step=2))
     assert all(output.response_ids[0] == 66 for result in results for output in result.outputs)
     served = [runtime.run(server.call("metrics"))["requests"] for server in engines.servers]
@@ -213,7 +213,7 @@ def test_replicas_are_added_and_drained_while_a_run_runs(
 ) -> None:
     manager, engines = make_manager(replicas=2)
     engines.start()
-    engines.update_weights(Weights(7, WeightUpdate(files=weights.write(token(65)))))
+    engines.update_weights(Weights(7, [WeightUpdate(files=weights.write(token(65)))]))
     run = RunDir.create(tiny_run.folder, "changed")
     run.config_file.write_text("cluster: {runtime: ray}")
     run.write_state("running", 0)
@@ -243,7 +243,7 @@ def test_replicas_are_added_and_drained_while_a_run_runs(
                 meanwhile("drain", replica)
     with pytest.raises(WorkerError, match="it was killed"):
         runtime.run(engines.servers[0].call("metrics"))
-    engines.update_weights(Weights(8, WeightUpdate(files=weights.write(token(66)))))
+    engines.update_weights(Weights(8, [WeightUpdate(files=weights.write(token(66)))]))
     results = manager.generate_sequences(prompts(32, next(steps)))
     assert {node.request.replica for result in results for node in result.turns} == {2}
     assert all(output.response_ids[0] == 66 for result in results for output in result.outputs)
@@ -255,7 +255,7 @@ def test_weights_that_do_not_fit_are_refused_by_name(make_manager: Any, weights:
     engines.start()
     other = [ArrayBucket(("other",), ((1,),), ("uint8",), np.zeros(1, np.uint8))]
     with pytest.raises(EngineError, match="the model has token"):
-        engines.update_weights(Weights(1, WeightUpdate(files=weights.write(other))))
+        engines.update_weights(Weights(1, [WeightUpdate(files=weights.write(other))]))
 
 
 def test_a_server_that_never_becomes_healthy_ends_with_its_last_log_lines(make_manager: Any, tiny_run: Any) -> None:

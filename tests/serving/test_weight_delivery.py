@@ -40,9 +40,9 @@ def delivery(mode: Any = "recompute") -> WeightDelivery:
 def written(version: int, write: Callable[[], object] = lambda: None, **others: Any) -> Weights:
     """Weights in a file."""
 
-    def update() -> WeightUpdate:
+    def update() -> list[WeightUpdate]:
         write()
-        return WeightUpdate(files=(f"v{version}",))
+        return [WeightUpdate(files=(f"v{version}",))]
 
     return Weights(version, write=update, **others)
 
@@ -97,7 +97,7 @@ def test_only_weights_that_lie_in_files_are_loaded_while_the_actor_trains(near: 
         else:
             assert not server.taken and not asked
         # Weights that are not the newest any more are never asked for: the actor has them no longer.
-        await weights.note(written(2, elsewhere=lambda: elsewhere(2)))
+        await weights.note(written(2, elsewhere=lambda: [elsewhere(2)]))
         await weights.actor.release()
         await loading
         await weights.load(member)

@@ -31,7 +31,7 @@ def records(results: list[TrajectoryResult], **tensors: Any) -> list[RolloutReco
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     for name, values in tensors.items():
         batch.batch[name] = torch.tensor(values)
-    lines = make_records(1, "train", results, Credit.of(batch))
+    lines = make_records(1, "train", results, [Credit.of(batch)])
     return [row for line in lines for row in records_of(to_json(line))]
 
 
@@ -57,7 +57,7 @@ def test_rows_of_a_batch_that_a_hook_cut_are_not_guessed() -> None:
     batch = to_data_proto(results, 0, {})
     batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
     batch.batch["advantages"] = torch.ones(2, 2)
-    (line,) = make_records(1, "train", results, Credit.of(batch.select_idxs([1])))
+    (line,) = make_records(1, "train", results, [Credit.of(batch.select_idxs([1]))])
     assert [row.advantage for row in records_of(to_json(line))] == [None, None]
 
 

@@ -125,7 +125,9 @@ def config_of(batch_size: int, staleness: int, depth: int, *, n: int = 2, determ
     )  # fmt: skip
     algorithm = SimpleNamespace(advantage=SimpleNamespace(has=lambda name: False))
     data = SimpleNamespace(batch_size=batch_size)
-    return SimpleNamespace(rollout=rollout, pipeline_depth=depth, data=data, algorithm=algorithm)
+    return SimpleNamespace(
+        rollout=rollout, pipeline_depth=depth, data=data, algorithm=algorithm, some_advantage_has=lambda name: False
+    )  # fmt: skip
 
 
 @dataclass

@@ -59,7 +59,7 @@ def lines(folder: Path, step: int) -> list[dict[str, Any]]:
 def test_a_sample_is_whole_groups_at_equal_distances(tmp_path: Path, keeps: Records) -> None:
     found = results(prompts=40)
     with LocalRuntime() as runtime:
-        RecordWriter(runtime, tmp_path, keeps).write(1, "train", found, trained(found))
+        RecordWriter(runtime, tmp_path, keeps).write(1, "train", found, [trained(found)])
     if keeps == "none":
         assert not list(tmp_path.iterdir())
         return
@@ -74,8 +74,8 @@ def test_a_sample_is_whole_groups_at_equal_distances(tmp_path: Path, keeps: Reco
 
 def test_a_sample_of_few_prompts_is_all_of_them() -> None:
     found = results(prompts=3)
-    assert sampled(found, None) == (found, None)
-    assert sampled([], None) == ([], None)
+    assert sampled(found) == (found, [])
+    assert sampled([]) == ([], [])
 
 
 class Slow:
@@ -193,10 +193,10 @@ def test_on_ray_another_process_writes_and_its_death_ends_the_run(
     found[0].outputs[0].extra_fields = {"board": board}
     tmp_path = tmp_path / "rollouts"
     writer = RecordWriter(ray_runtime, tmp_path, "all", config)
-    writer.write(1, "train", found, trained(found))
+    writer.write(1, "train", found, [trained(found)])
     writer.wait()
     with LocalRuntime() as runtime:
-        RecordWriter(runtime, tmp_path / "local", "all").write(1, "train", found, trained(found))
+        RecordWriter(runtime, tmp_path / "local", "all").write(1, "train", found, [trained(found)])
     assert lines(tmp_path, 1) == lines(tmp_path / "local", 1)
     assert lines(tmp_path, 1)[0]["agents"][0]["rows"][0]["extra_fields"] == {"board": {"move": 3}}
     (tmp_path / "step-000002.jsonl").mkdir()
