@@ -99,7 +99,8 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
     checkpoint = shown / "checkpoints" / ("best" if (path / "checkpoints" / "best").exists() else "latest")
     if trainer.preparation.data.validation:
         say(f"  agentrl eval {arguments} --checkpoint {checkpoint}")
-    say(f"  agentrl export {checkpoint} out/")
+    policy = f" --policy {next(iter(loaded.trained))}" if loaded.policies else ""
+    say(f"  agentrl export {checkpoint} out/{policy}")
     if trainer.stop.number is not None and not is_finished:
         # As shells report a process that a signal ended: commands after `agentrl train … &&` must not run.
         raise typer.Exit(128 + trainer.stop.number)

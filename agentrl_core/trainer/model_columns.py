@@ -226,7 +226,9 @@ class ModelColumns:
             if algorithm.old_log_probs == "rollout":
                 # The pass was for entropies.
                 batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        self.gap_watch.note(gap, f"step {batch.meta_info['step']}")
+        policy = batch.meta_info.get("policy")
+        whose = "" if policy is None else f", policy {policy!r}"
+        self.gap_watch.note(gap, f"step {batch.meta_info['step']}{whose}")
         metrics |= gap
 
     def _reuses(self, batch: DataProto) -> bool:

@@ -35,8 +35,8 @@ class Policy:
 
     @property
     def label(self) -> str:
-        """For messages."""
-        return f"policy {self.name!r}: " if self.prefix else ""
+        """For messages; empty where it is the only one."""
+        return f"policy {self.name!r}" if self.prefix else ""
 
     def own(self, results: Sequence[TrajectoryResult]) -> list[TrajectoryResult]:
         """What its agents did."""

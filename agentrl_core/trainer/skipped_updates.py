@@ -16,10 +16,12 @@ class SkippedUpdates:
     Args:
         role: ``actor`` or ``critic``.
         limit: ``<role>.max_skipped_updates``.
+        policy: for messages, where there are several.
     """
 
-    def __init__(self, role: str, limit: int) -> None:
+    def __init__(self, role: str, limit: int, policy: str = "") -> None:
         self._role = role
+        self._whose = f"the {role}'s" if not policy else f"policy {policy!r}'s"
         self._limit = limit
         self._in_a_row = 0
 
@@ -35,7 +37,7 @@ class SkippedUpdates:
         elif skipped:
             self._in_a_row += 1
             message = (
-                f"step {step}: the {role}'s weights did not change, because the gradients of all its {skipped} "
+                f"step {step}: {self._whose} weights did not change, because the gradients of all its {skipped} "
                 f"optimizer steps were infinite or NaN. Look at reward/max and critic/advantages/max: scale the "
                 f"rewards down, or lower {role}.optimizer.lr"
             )

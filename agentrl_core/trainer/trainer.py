@@ -181,7 +181,7 @@ class Trainer:
             self.roles.actors[name],
             self.algorithms.by_policy[name],
             columns,
-            SkippedUpdates("actor", config.actor.max_skipped_updates),
+            SkippedUpdates("actor", config.actor.max_skipped_updates, name if self.config.policies else ""),
         )
 
     def _ahead(self, results: Sequence[TrajectoryResult]) -> None:
@@ -225,9 +225,15 @@ class Trainer:
                 if self.roles.engines.sleep_level and policy is not self.policies[0]:
                     self.sync_weights(self.step)
                 self._answers[policy.name] = compare_with_engines(
-                    policy.config, self.roles.engines, policy.actor, prompt, policy.columns.gap_watch,
-                    policy.label + when, self._answers.get(policy.name, ()), self.config.adapter_of(policy.name),
-                )  # fmt: skip
+                    policy.config,
+                    self.roles.engines,
+                    policy.actor,
+                    prompt,
+                    policy.columns.gap_watch,
+                    f"of {policy.label} {when}" if policy.label else when,
+                    self._answers.get(policy.name, ()),
+                    self.config.adapter_of(policy.name),
+                )
             if self.roles.engines.sleep_level:
                 self.sync_weights(self.step)
 
@@ -292,7 +298,8 @@ class Trainer:
         """Run the optimizer steps of critic and actor, and add their metrics."""
         if not len(batch):
             logger.warning(
-                "%sstep %d: no trajectory can be trained; the update is skipped", policy.label, self.step + 1
+                "step %d: no trajectory %scan be trained; the update is skipped",
+                self.step + 1, f"of {policy.label} " if policy.label else "",
             )  # fmt: skip
             return
         if self.roles.critic is not None:
