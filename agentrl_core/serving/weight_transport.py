@@ -129,6 +129,7 @@ class ActorWeights:
         self._actors = actors
         self._actor = actors[0]
         self._others = others
+        self._untrained: list[WeightUpdate] = []
         self._backend = broadcast_backend(config, on_gpus)
         # On a single machine the run opens no port that other machines can reach.
         self._host = "127.0.0.1" if config.cluster.address is None else ""

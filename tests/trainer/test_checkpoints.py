@@ -367,7 +367,7 @@ def test_a_write_that_fails_in_the_background_ends_the_run_at_the_next_step(
 
 
 def waiting(publish: Callable[..., Any]) -> Callable[..., Any]:
-    return lambda run, actor, critic, wait: publish(run, actor, critic, True)
+    return lambda run, wait: publish(run, True)
 
 
 def test_an_error_elsewhere_does_not_cost_the_checkpoint_that_is_being_written(
@@ -389,7 +389,7 @@ def test_an_error_elsewhere_does_not_cost_the_checkpoint_that_is_being_written(
 
 def late(publish: Callable[..., Any]) -> Callable[..., Any]:
     """As if the checkpoint were never whole before somebody waits for it."""
-    return lambda run, actor, critic, wait: publish(run, actor, critic, True) if wait else None
+    return lambda run, wait: publish(run, True) if wait else None
 
 
 KILLED = """
