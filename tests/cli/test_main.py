@@ -88,9 +88,9 @@ def test_eval(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
 def test_export(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
     calls.replace(monkeypatch, "export")
     assert agentrl("export", "k", "out").exit_code == 0
-    assert calls == {"checkpoint": Path("k"), "output": Path("out"), "merge": False, "base": None}
-    agentrl("export", "k", "out", "--merge", "--base", "m")
-    assert calls["merge"] and calls["base"] == Path("m")
+    assert calls == {"checkpoint": Path("k"), "output": Path("out"), "merge": False, "base": None, "policy": None}
+    agentrl("export", "k", "out", "--merge", "--base", "m", "--policy", "p")
+    assert calls["merge"] and (calls["base"], calls["policy"]) == (Path("m"), "p")
 
 
 def test_doctor(monkeypatch: pytest.MonkeyPatch, calls: Calls) -> None:
