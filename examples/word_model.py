@@ -43,6 +43,19 @@ def build_tokenizer(words: Sequence[str], pattern: str = r" ?\w+") -> PreTrained
     )
 
 
+def small_model(tokenizer: PreTrainedTokenizerFast, length: int) -> Qwen3ForCausalLM:
+    """A Qwen3 of two layers for conversations of at most ``length`` tokens, before its warm start."""
+    return build_model(
+        tokenizer,
+        hidden_size=64,
+        head_dim=32,
+        num_hidden_layers=2,
+        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+        max_position_embeddings=length,
+        tie_word_embeddings=False,
+    )
+
+
 def random_player(
     words: Sequence[str], actions: Sequence[str], prompts: Sequence[str], length: int, steps: int
 ) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
@@ -56,15 +69,7 @@ def random_player(
         steps: of the warm start.
     """
     tokenizer = build_tokenizer(words)
-    model = build_model(
-        tokenizer,
-        hidden_size=64,
-        head_dim=32,
-        num_hidden_layers=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        max_position_embeddings=length,
-        tie_word_embeddings=False,
-    )
+    model = small_model(tokenizer, length)
     warm_start(model, tokenizer, prompts, actions, steps)
     return model, tokenizer
 

@@ -20,8 +20,8 @@ from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 # They lie beside the examples, which are no package.
-from warm_start import build_model, distinct, is_held_out, optimizer_for, train_step  # noqa: E402
-from word_model import ASSISTANT, END, USER, build_tokenizer, command_line  # noqa: E402
+from warm_start import distinct, is_held_out, optimizer_for, train_step  # noqa: E402
+from word_model import ASSISTANT, END, USER, build_tokenizer, command_line, small_model  # noqa: E402
 
 LETTERS, RIGHT = 5, 0.65
 LEARNING_RATE, CLOSE, LAST = 5e-3, 0.1, 20
@@ -81,15 +81,7 @@ def write_data(folder: Path, seed: int) -> None:
 
 def make(options: argparse.Namespace) -> tuple[Qwen3ForCausalLM, PreTrainedTokenizerFast]:
     tokenizer = build_tokenizer(("reverse",))
-    model = build_model(
-        tokenizer,
-        hidden_size=64,
-        head_dim=32,
-        num_hidden_layers=2,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        max_position_embeddings=32,
-        tie_word_embeddings=False,
-    )
+    model = small_model(tokenizer, 32)
     teach(model, tokenizer, options.steps, options.seed)
     write_data(options.output / "data", options.seed)
     return model, tokenizer
