@@ -21,7 +21,7 @@ from environment import BUTTONS, MACHINES, OPERATIONS, PARTS, buttons  # noqa: E
 from warm_start import optimizer_for, train_step  # noqa: E402
 from word_model import ASSISTANT, END, USER, build_tokenizer, command_line, small_model  # noqa: E402
 
-RIGHT, LEARNING_RATE = 0.7, 5e-3
+RIGHT, GAIN, LEARNING_RATE = 0.7, 4.0, 5e-3
 WORDS = (
     "part",
     "machine",
@@ -48,14 +48,16 @@ def teach(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, steps: in
                 chance = RIGHT if word == right[place] else (1 - RIGHT) / (len(words) - 1)
                 chances[place, tokenizer.convert_tokens_to_ids(tokenizer.tokenize(space + word))[0]] = chance
         chances[2, tokenizer.eos_token_id] = 1
-        texts += [f"{USER}{asked}{END}{ASSISTANT}{first} {second}" for first, second in product(words, repeat=2)]
-        targets += [chances] * len(words) ** 2
+        texts += [f"{USER}{asked}{END}{ASSISTANT}{first} {right[1]}" for first in words]
+        targets += [chances] * len(words)
     rows = [tokenizer.encode(text) for text in texts]
     length = max(map(len, rows))
     ids = torch.tensor([row + [tokenizer.pad_token_id] * (length - len(row)) for row in rows])
     number = torch.arange(len(rows))[:, None]
     place = torch.tensor([[len(row) - 3, len(row) - 2, len(row) - 1] for row in rows])
     target = torch.stack(targets)
+    # Adapters do not change the last layer and its norm: with this gain, they can make a word as good as certain.
+    torch.nn.init.constant_(model.model.norm.weight, GAIN)
     optimizer = optimizer_for(model, LEARNING_RATE)
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = LEARNING_RATE * min((step + 1) / 20, 1 - step / steps)
