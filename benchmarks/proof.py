@@ -70,23 +70,25 @@ def validated(metric: str, run: Path) -> Curve:
     return [(line["step"], line[metric]) for line in RunDir(run).read_metrics() if metric in line]
 
 
-def exploitability(run: Path) -> Curve:
-    """Of the model before training, and of the average policy of the six checkpoints up to each."""
+def exploitability(of_each: bool, run: Path) -> Curve:
+    """Of the model before training, and of the average policy of the six checkpoints up to each.
+
+    Args:
+        of_each: the larger value of the two players; else their mean.
+        run: its folder.
+    """
     sys.path.insert(0, str(ROOT / "examples/kuhn_poker"))
     import exploitability as kuhn  # type: ignore[import-not-found]
 
-    before, _ = kuhn.policy_of(ROOT / "examples/kuhn_poker/model")
-    curve, policies = [(0, kuhn.exploitability(before))], []
-    for folder in sorted(run.glob("checkpoints/step-*/actor")):
-        policies.append(kuhn.policy_of(folder)[0])
-        average = kuhn.average(policies[-kuhn.LAST :])
-        curve.append((int(folder.parent.name.rpartition("-")[2]), kuhn.exploitability(average)))
-    return curve
+    before = kuhn.of_each(kuhn.policy_of(ROOT / "examples/kuhn_poker/model")[0])
+    players = {0: before} | {step: values[2:4] for step, values in kuhn.curves(run).items()}
+    return [(step, max(pair) if of_each else sum(pair) / 2) for step, pair in players.items()]
 
 
 TRL = "TRL"
-found, rooms, reward = (
-    partial(means, metric) for metric in ("reward/environment/found", "reward/environment/rooms", "reward/mean")
+found, rooms, reward, team = (
+    partial(means, metric)
+    for metric in ("reward/environment/found", "reward/environment/rooms", "reward/mean", "reward/agent/planner")
 )
 
 PROOFS = {
@@ -98,8 +100,12 @@ PROOFS = {
         "games in which the number is found", found, 0.9 * 63 / 64, "90% of what binary search finds"
     ),
     "kuhn_poker": Proof(
-        "exploitability of the average policy of the last six checkpoints, antes per hand", exploitability, 0.1,
-        "uniform play has 0.458, an equilibrium 0", lower=True,
+        "exploitability of the average policy of the last six checkpoints, antes per hand",
+        partial(exploitability, False), 0.1, "uniform play has 0.458, an equilibrium 0", lower=True,
+    ),
+    "kuhn_poker-two-policies": Proof(
+        "the same of the more exploitable of two policies, an adapter for each player", partial(exploitability, True),
+        0.1, "uniform play has 0.556", lower=True, example="kuhn_poker", config="two_policies.yaml",
     ),
     "maze": Proof("rooms passed, of 8", rooms, None, "credit for each turn"),
     "maze-turn-rewards": Proof(
@@ -107,6 +113,13 @@ PROOFS = {
     ),
     "maze-outcome": Proof(
         "rooms passed", rooms, None, "one reward for the whole way", example="maze", config="outcome.yaml"
+    ),
+    "planner_worker": Proof("parts made", team, 0.9, "either role alone reaches 0.49"),
+    "planner_worker-planner": Proof(
+        "parts made", team, None, "only the planner is trained", example="planner_worker", config="planner_only.yaml"
+    ),
+    "planner_worker-worker": Proof(
+        "parts made", team, None, "only the worker is trained", example="planner_worker", config="worker_only.yaml"
     ),
     "reverse_text": Proof("words reversed right", reward, 0.75, "a random speller has 0.2"),
     "reverse_text-trl": Proof(

@@ -113,6 +113,15 @@ def test_a_deviation_costs_what_it_costs_by_hand(scripts: Mapping[str, Any]) -> 
     assert measure.exploitability(broken) == pytest.approx((8 / 9 + 1 / 18) / 2)
 
 
+def test_of_each_is_above_the_value_of_the_game(scripts: Mapping[str, Any]) -> None:
+    """The second player's error costs the second player only: the first one then wins 8/9 in place of losing 1/18."""
+    measure = scripts["exploitability"]
+    assert measure.of_each(dict.fromkeys(nash(0), 0.5)) == pytest.approx((13 / 36, 5 / 9))
+    assert measure.of_each(nash(1 / 3)) == pytest.approx((0, 0), abs=1e-12)
+    assert measure.of_each(nash(0) | {"Kb": 0.0}) == pytest.approx((0, 8 / 9 + 1 / 18), abs=1e-12)
+    assert measure.of_each(nash(0) | {"Kpb": 0.0})[1] == pytest.approx(0, abs=1e-12)
+
+
 def test_the_average_weighs_policies_by_how_often_they_get_there(scripts: Mapping[str, Any]) -> None:
     never, always = nash(0) | {"K": 0.75, "Kpb": 0.0}, nash(0) | {"K": 0.25, "Kpb": 1.0}
     mean = scripts["exploitability"].average([never, always])
@@ -120,27 +129,40 @@ def test_the_average_weighs_policies_by_how_often_they_get_there(scripts: Mappin
     assert mean["Qpb"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.parametrize("config", ["config.yaml", "two_policies.yaml"])
 def test_the_model_of_the_script_begins_with_uniform_play_and_trains_by_self_play(
-    scripts: Mapping[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    config: str,
+    scripts: Mapping[str, Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
+    measure = scripts["exploitability"]
     monkeypatch.setattr("sys.argv", ["prepare.py", "--output", str(tmp_path), "--steps", "400"])
     scripts["prepare"].main()
-    policy, no_action = scripts["exploitability"].policy_of(tmp_path / "model")
+    policy, no_action = measure.policy_of(tmp_path / "model")
     assert set(policy) == set(nash(0)) and no_action < 0.02
-    assert scripts["exploitability"].exploitability(policy) == pytest.approx(11 / 24, abs=0.03)
+    assert measure.exploitability(policy) == pytest.approx(11 / 24, abs=0.03)
     overrides = [
         f"model.path={tmp_path}/model",
         f"trainer.output_dir={tmp_path}/runs",
         "trainer.steps=2",
         "rollout.n=4",
     ]
-    trained = RunDir(Trainer(load_config(FOLDER / "config.yaml", overrides)).fit())
+    trained = RunDir(Trainer(load_config(FOLDER / config, overrides)).fit())
     records = list(read_rollouts(trained.rollout_file(1, "train")))
     assert {record.agent for record in records} == {"first", "second"} and len(records) == 2 * 6 * 4
     assert {record.uid for record in records} == {f"train-000001-{p:05d}@{a}" for p in range(6)
                                                  for a in ("first", "second")}  # fmt: skip
     assert sum(record.reward or 0 for record in records) == 0, "what one wins the other one loses"
     monkeypatch.setattr("sys.argv", ["exploitability.py", str(trained.path)])
-    scripts["exploitability"].main()
-    step, single, average, _ = capsys.readouterr().out.splitlines()[-1].split()
+    measure.main()
+    step, single, average, first, second, _ = capsys.readouterr().out.splitlines()[-1].split()
     assert step == "2" and math.isclose(float(single), float(average)) and 0 < float(single) < 1
+    assert float(average) == pytest.approx((float(first) + float(second)) / 2, abs=2e-3)
+    (checkpoint,) = trained.path.glob("checkpoints/step-*")
+    if config == "two_policies.yaml":
+        own = {player: measure.policy_of(checkpoint / "policies" / player)[0] for player in ("first", "second")}
+        joint, _ = measure.policy_at(checkpoint)
+        assert {key: own["second" if key[1:] in ("p", "b") else "first"][key] for key in joint} == joint
+        assert own["first"] != own["second"]
