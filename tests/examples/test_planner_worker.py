@@ -119,7 +119,7 @@ def test_neither_role_can_make_up_for_the_other(
     count = len(parts) * len(machines)
     before = sum(plans[part][plan] * makes(part, m, plan) for part, m, plan in product(parts, machines, parts)) / count
     planner = sum(max(sum(makes(part, m, plan) for m in machines) for plan in parts) for part in parts) / count
-    # Each pair of buttons makes one part, so the worker's best guess is the part for which this plan is said most often.
+    # Each pair of buttons makes one part: the worker's best guess is the part for which this plan is said most often.
     worker = sum(max(plans[part][plan] for part in parts) for plan in parts) / len(parts)
     assert planner == pytest.approx(0.49, abs=0.02) and worker == pytest.approx(0.49, abs=0.02)
     # Two wrongs can make a right: a word is right if both are, or if the worker's error undoes the planner's.
