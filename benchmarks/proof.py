@@ -105,7 +105,7 @@ PROOFS = {
         partial(exploitability, False), 0.1, "uniform play has 0.458, an equilibrium 0", lower=True,
     ),
     "kuhn_poker-two-policies": Proof(
-        "the same of the more exploitable of two policies, an adapter for each player", partial(exploitability, True),
+        "exploitability of the more exploitable player's average policy, antes per hand", partial(exploitability, True),
         0.1, "uniform play has 0.556", lower=True, example="kuhn_poker", config="two_policies.yaml",
     ),
     "maze": Proof("rooms passed, of 8", rooms, None, "credit for each turn"),
