@@ -6,21 +6,18 @@ import gc
 import json
 import multiprocessing
 import os
-import socket
-import subprocess
-import sys
 from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TextIO
-from unittest.mock import patch
 
 import pytest
 import yaml
 
 from agentrl_core.plugins.registration import registrations
 from agentrl_core.runs.run_dir import RunDir
+from tests.warm_python import PRELOADED
 
 Changes = Mapping[str, Any]
 """Values by dotted key of the configuration; None removes the key."""
@@ -193,13 +190,6 @@ class Broken:
         raise OSError(28, "No space left on device")
 '''
 
-PRELOADED = [
-    "agentrl_core.trainer",
-    "agentrl_core.cli.train",
-    "agentrl_dataset_prompts.prompts",
-    "agentrl_trackers_basic.jsonl",
-]
-"""What takes many seconds to import."""
 START = """
 import os, sys
 os.chdir({folder!r})
@@ -344,37 +334,6 @@ def installed_plugins() -> Callable[[], Any]:
     return functools.cache(registrations)
 
 
-@pytest.fixture(scope="session")
-def warm_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Environment with which the processes of a Ray that starts are forked from one that has imported everything."""
-    script, address = Path(__file__).with_name("warm_python.py"), str(tmp_path_factory.mktemp("warm") / "socket")
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        # Before the server has imported anything: those who ask wait for it.
-        listener.bind(address)
-        listener.listen(64)
-        code = f"from warm_python import serve; serve({listener.fileno()}, {PRELOADED!r})"
-        command, files = [sys.executable, "-c", code], [listener.fileno()]
-        server = subprocess.Popen(command, cwd=script.parent, stdin=subprocess.PIPE, pass_fds=files)
-    with server:
-        runtime_env = {"py_executable": f"{sys.executable} -S {script} {address}"}
-        yield {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": runtime_env})}
-        assert server.poll() is None, "it ends with its standard input"
-
-
-@pytest.fixture(scope="module")
-def ray_runtime(warm_ray: dict[str, str]) -> Iterator[Any]:
-    """One warm cluster for a whole module, and for the runs of ``fit`` in it."""
-    import ray
-
-    from agentrl_core.controller import make_runtime
-
-    with patch.dict(os.environ, warm_ray):
-        made = make_runtime("ray", num_cpus=32)
-    with made:
-        yield made
-    assert not ray.is_initialized()
-
-
 @pytest.fixture
 def fit(
     tiny_run: Callable[..., Path],
@@ -383,7 +342,9 @@ def fit(
     request: pytest.FixtureRequest,
 ) -> Callable[..., RunDir]:
     """Trains a tiny run in this process; arguments as of ``tiny_run``."""
-    if request.node.get_closest_marker("ray"):
+    marks = {mark.name for mark in request.node.iter_markers()}
+    # Variables that a test sets for CUDA would not reach the processes of a cluster that runs already.
+    if "ray" in marks and "gpu" not in marks:
         request.getfixturevalue("ray_runtime")
     # Reading the metadata of all installed packages for every slot takes longer than a tiny run.
     monkeypatch.setattr("agentrl_core.plugins.resolution.registrations", installed_plugins)

@@ -9,6 +9,14 @@ import os
 import socket
 import sys
 
+PRELOADED = [
+    "agentrl_core.trainer",
+    "agentrl_core.cli.train",
+    "agentrl_dataset_prompts.prompts",
+    "agentrl_trackers_basic.jsonl",
+]
+"""What takes many seconds to import."""
+
 
 def main(address: str, *command: str) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as server:
@@ -19,14 +27,14 @@ def main(address: str, *command: str) -> None:
         server.recv(1)
 
 
-def serve(file: int, modules: list[str]) -> None:
+def serve(file: int) -> None:
     """At a socket that listens already, until standard input ends: with the process that started this one."""
     import gc
     import importlib
     import select
     import signal
 
-    for module in modules:
+    for module in PRELOADED:
         importlib.import_module(module)
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
@@ -52,7 +60,7 @@ def become(connection: socket.socket) -> None:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
-    sys.argv = command
+    sys.argv, sys.path[0] = command, os.path.dirname(command[0])
     runpy.run_path(command[0], run_name="__main__")
 
 
