@@ -86,9 +86,11 @@ browser:
 		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $$packages >/dev/null; } || \
 		echo "could not install: $$packages; the tests of agentrl-viewer or agentrl-tools-sandbox that need it will be skipped"
 
-# The slowest file begins first; --dist loadfile keeps what shares a Ray cluster in one process.
+# The slowest file begins first; --dist loadfile keeps what shares a Ray cluster in one process. With plugins/*/*/tests
+# the process that only hands out tests would import their conftest files, and torch, before any other starts.
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests/scaffold tests plugins/*/*/tests
+	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests/scaffold tests plugins \
+		--ignore-glob='*/tests_real' --ignore-glob='*/src'
 
 fuzz: $(VENV)/.installed
 	$(BIN)/python benchmarks/fuzz.py --minutes $(FUZZ_MINUTES)

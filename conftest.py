@@ -1,6 +1,15 @@
 """For all tests of this tree: none depends on how busy the machine is."""
 
+import json
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
 from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
 
 # Not in the environments of engines.
 with suppress(ImportError):
@@ -8,3 +17,35 @@ with suppress(ImportError):
 
     settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy")
+
+
+@pytest.fixture(scope="session")
+def warm_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Environment with which the processes of a Ray that starts are forked from one that has imported everything."""
+    folder, address = Path(__file__).parent / "tests", str(tmp_path_factory.mktemp("warm") / "socket")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        # Before the server has imported anything: those who ask wait for it.
+        listener.bind(address)
+        listener.listen(64)
+        command = [sys.executable, "-c", f"import warm_python; warm_python.serve({listener.fileno()})"]
+        server = subprocess.Popen(command, cwd=folder, stdin=subprocess.PIPE, pass_fds=[listener.fileno()])
+    with server:
+        runtime_env = {"py_executable": f"{sys.executable} -S {folder}/warm_python.py {address}"}
+        yield {"RAY_JOB_CONFIG_JSON_ENV_VAR": json.dumps({"runtime_env": runtime_env})}
+        assert server.poll() is None, "it ends with its standard input"
+
+
+@pytest.fixture(scope="module")
+def ray_runtime(warm_ray: dict[str, str]) -> Iterator[Any]:
+    """One warm cluster for a whole module, and for the runs of ``fit`` in it."""
+    import ray
+
+    from agentrl_core.controller import make_runtime
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in warm_ray.items():
+            patch.setenv(name, value)
+        made = make_runtime("ray", num_cpus=32)
+    with made:
+        yield made
+    assert not ray.is_initialized()

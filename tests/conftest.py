@@ -17,6 +17,7 @@ import yaml
 
 from agentrl_core.plugins.registration import registrations
 from agentrl_core.runs.run_dir import RunDir
+from tests.warm_python import PRELOADED
 
 Changes = Mapping[str, Any]
 """Values by dotted key of the configuration; None removes the key."""
@@ -335,9 +336,16 @@ def installed_plugins() -> Callable[[], Any]:
 
 @pytest.fixture
 def fit(
-    tiny_run: Callable[..., Path], installed_plugins: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+    tiny_run: Callable[..., Path],
+    installed_plugins: Callable[[], Any],
+    monkeypatch: pytest.MonkeyPatch,
+    request: pytest.FixtureRequest,
 ) -> Callable[..., RunDir]:
     """Trains a tiny run in this process; arguments as of ``tiny_run``."""
+    marks = {mark.name for mark in request.node.iter_markers()}
+    # Variables that a test sets for CUDA would not reach the processes of a cluster that runs already.
+    if "ray" in marks and "gpu" not in marks:
+        request.getfixturevalue("ray_runtime")
     # Reading the metadata of all installed packages for every slot takes longer than a tiny run.
     monkeypatch.setattr("agentrl_core.plugins.resolution.registrations", installed_plugins)
 
@@ -378,14 +386,7 @@ class Started:
 def warm_processes() -> multiprocessing.context.BaseContext:
     """Forks from a process that has imported everything: a start takes a moment instead of many seconds."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(
-        [
-            "agentrl_core.trainer",
-            "agentrl_core.cli.train",
-            "agentrl_dataset_prompts.prompts",
-            "agentrl_trackers_basic.jsonl",
-        ]
-    )
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 

@@ -9,12 +9,13 @@ import pytest
 
 
 @pytest.mark.ray
-def test_a_tiny_run_reports_every_figure_also_of_a_peer(run_script: Callable[..., Any], tmp_path: Path) -> None:
+def test_a_tiny_run_reports_every_figure_also_of_a_peer(
+    run_script: Callable[..., Any], tmp_path: Path, warm_ray: dict[str, str]
+) -> None:
     (tmp_path / "some_peer.py").write_text("from _own_dataproto import *")
     sizes = ["--rows", "64", "--mib", "2", "--repetitions", "1", "--calls", "2"]
-    done = run_script(
-        "dataproto.py", *sizes, "--peer", "some_peer", "--output", tmp_path / "out", PYTHONPATH=str(tmp_path)
-    )
+    environment = {"PYTHONPATH": str(tmp_path), **warm_ray}
+    done = run_script("dataproto.py", *sizes, "--peer", "some_peer", "--output", tmp_path / "out", **environment)
     assert done.returncode == 0, done.stderr
     figures = json.loads((tmp_path / "out" / "dataproto.json").read_text())["figures"]
     judged = {figure["case"] for figure in figures if figure["goal"] is not None}

@@ -161,11 +161,8 @@ def batch_of(rows: int) -> DataProto:
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[RayRuntime]:
-    with make_runtime("ray", num_cpus=8) as made:
-        assert isinstance(made, RayRuntime)
-        yield made
-    assert not ray.is_initialized()
+def runtime(ray_runtime: RayRuntime) -> RayRuntime:
+    return ray_runtime
 
 
 @pytest.fixture(scope="module")

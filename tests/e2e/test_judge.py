@@ -44,6 +44,7 @@ class KillsTheJudge(Trainer):
 
 
 @pytest.mark.ray
+@pytest.mark.usefixtures("ray_runtime")
 def test_a_judge_on_the_embedded_engine_is_killed_and_the_run_survives(
     tiny_run: Any, tiny_model: Path, installed_plugins: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from agentrl_core.api import ArrayBucket, EngineContext, EngineError, WeightUpdate, WorkerError
 from agentrl_core.config import load_config
-from agentrl_core.controller import ClassWithInitArgs, Dispatch, Runtime, Worker, make_runtime, ray_failures, register
+from agentrl_core.controller import ClassWithInitArgs, Dispatch, Runtime, Worker, ray_failures, register
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout import manager as manager_module
 from agentrl_core.rollout.manager import AgentLoopManager
@@ -185,13 +185,7 @@ class Run:
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with make_runtime("ray", num_cpus=32) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def make(runtime: Runtime, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def make(ray_runtime: Runtime, tiny_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     folder = tmp_path_factory.mktemp("sleepers")
     (folder / "parts.py").write_text(f"MARKS = {str(folder)!r}\n" + PARTS)
 
@@ -212,15 +206,15 @@ def make(runtime: Runtime, tiny_model: Path, tmp_path_factory: pytest.TempPathFa
         }
         config = load_config(TinyRuns(tiny_model, folder)(changes))
         context = EngineContext(config.model.path, max_model_len=1000, vocab_size=261)
-        return folder, config, EngineReplicas(runtime, config, context)
+        return folder, config, EngineReplicas(ray_runtime, config, context)
 
     return made
 
 
 @pytest.fixture(scope="module")
-def started(make: Any, runtime: Runtime) -> Iterator[Run]:
+def started(make: Any, ray_runtime: Runtime) -> Iterator[Run]:
     folder, config, engines = make(restarts=100, start_timeout=LONG)
-    run = Run(folder, AgentLoopManager(config, runtime, engines), engines)
+    run = Run(folder, AgentLoopManager(config, ray_runtime, engines), engines)
     engines.start()
     # Workers that have never answered have as much time as an engine that starts.
     run.goes_on()
@@ -309,13 +303,13 @@ def test_a_reward_worker_that_freezes_with_a_group_costs_the_group(run: Run) -> 
 
 
 def test_an_engine_that_freezes_as_it_starts_and_as_it_closes_is_named(
-    make: Any, runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    make: Any, ray_runtime: Runtime, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     _, _, engines = make(restarts=0, start_timeout=SOON)
     monkeypatch.setattr(replicas, "START_GRACE", 0.0)
     monkeypatch.setattr(replicas, "CLOSE_TIMEOUT", SOON)
     # Frozen once it is there: a process that only takes long to appear may answer to close().
-    pid, _ = runtime.run(engines.servers[0].call("process"))
+    pid, _ = ray_runtime.run(engines.servers[0].call("process"))
     os.kill(pid, signal.SIGSTOP)
     with pytest.raises(EngineError, match="engine-0 has not answered for 2 s"):
         engines.start()
@@ -338,9 +332,9 @@ class Rank(Worker):
 
 
 def test_a_rank_that_computes_for_ever_is_named_and_one_that_freezes_ends_the_run(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ray_runtime: Runtime, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    group = runtime.worker_group(ClassWithInitArgs(Rank), "actor", world_size=2)
+    group = ray_runtime.worker_group(ClassWithInitArgs(Rank), "actor", world_size=2)
     assert group.learn("") == [0, 1]
     log = Log()
     log.waits_for, log.found = r"rank 1 of 2 of 'actor'.*'learn' has not returned", (tmp_path / "named").touch
@@ -355,7 +349,7 @@ def test_a_rank_that_computes_for_ever_is_named_and_one_that_freezes_ends_the_ru
 
 
 def test_a_training_process_that_never_has_its_model_is_named(
-    runtime: Runtime, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    ray_runtime: Runtime, tiny_model: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     named = tmp_path / "named"
     (tmp_path / "parts.py").write_text(f"NAMED = {str(named)!r}\n" + LOSS)
@@ -366,4 +360,4 @@ def test_a_training_process_that_never_has_its_model_is_named(
     log.waits_for, log.found = "rank 0 of 1 of 'actor'.*'init_model' has not returned", named.touch
     monkeypatch.setattr(ray_failures, "SILENT_SECONDS", 0.5)
     monkeypatch.setattr(ray_failures.logger, "handlers", [log])
-    assert list(start_workers(config, runtime, 1)) == ["actor"] and named.exists()
+    assert list(start_workers(config, ray_runtime, 1)) == ["actor"] and named.exists()

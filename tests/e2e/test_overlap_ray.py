@@ -14,6 +14,7 @@ from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer.model_columns import ModelColumns
 from tests.trainer.test_model_columns import assert_columns_of_the_whole_batch
 
+pytestmark = pytest.mark.ray
 OVERLAPS = {
     "cluster.runtime": "ray",
     "rollout.engine.placement": "standalone",
@@ -57,7 +58,6 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-@pytest.mark.ray
 def test_every_prompt_is_trained_once_and_no_token_is_too_old(fit: Callable[..., RunDir], shares: list[float]) -> None:
     run = fit({**OVERLAPS, "rollout.on_new_weights": "continue", "algorithm.kl_coef": 0.1})
     check(run, 5)
@@ -73,24 +73,22 @@ def test_every_prompt_is_trained_once_and_no_token_is_too_old(fit: Callable[...,
     assert max(row["staleness/max"] for row in rows) >= 1
 
 
-@pytest.mark.ray
 def test_a_killed_run_goes_on_with_the_prompts_that_it_has_not_trained(
-    tiny_run: Any, start_agentrl: Callable[..., Any]
+    tiny_run: Any, start_agentrl: Callable[..., Any], warm_ray: dict[str, str]
 ) -> None:
     changes = {"hooks": ["./hooks.py:Pause"], "trainer.trackers": ["jsonl", "console"]}
     tiny_run({**OVERLAPS, **changes, "rollout.on_new_weights": "restart"})
-    killed = start_agentrl("train", "config.yaml", TINY_PAUSE_AT="4")
+    killed = start_agentrl("train", "config.yaml", TINY_PAUSE_AT="4", **warm_ray)
     killed.read_until("paused at step 4")
     killed.process.kill()
     code, _ = killed.wait()
     assert code == -signal.SIGKILL
-    code, output = start_agentrl("train", "config.yaml", "--resume").wait()
+    code, output = start_agentrl("train", "config.yaml", "--resume", **warm_ray).wait()
     assert code == 0, output
     check(RunDir(tiny_run.folder / "runs" / "tiny"), 5)
     assert "what would help most" in output or "neither trainer nor rollout waited" in output
 
 
-@pytest.mark.ray
 def test_a_deterministic_run_repeats_itself(fit: Callable[..., RunDir]) -> None:
     changes = {**OVERLAPS, "rollout.deterministic": True, "rollout.max_staleness": 1, "trainer.steps": 3}
     first, second = (fit({**changes, "trainer.name": name}) for name in ("first", "second"))
@@ -121,7 +119,6 @@ class Gate(AgentLoopBase):
 """
 
 
-@pytest.mark.ray
 def test_log_probs_and_values_computed_as_groups_end_are_those_of_the_whole_batch(
     fit: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: list[float]
 ) -> None:
@@ -174,7 +171,6 @@ class Mortal(ScriptedEngine):
 """
 
 
-@pytest.mark.ray
 @pytest.mark.parametrize("always", [False, True])
 def test_a_replica_that_dies_in_an_update_is_replaced_and_a_run_without_any_ends(
     fit: Callable[..., RunDir], tmp_path: Path, always: bool

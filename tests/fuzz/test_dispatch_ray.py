@@ -11,7 +11,7 @@ from agentrl_compat_verl.groups import VerlGroup
 from agentrl_compat_verl.pools import RayResourcePool
 from agentrl_compat_verl.protocol import DataProto
 from agentrl_compat_verl.ray_groups import RayWorkerGroup
-from agentrl_core.controller import ClassWithInitArgs, Runtime, make_runtime
+from agentrl_core.controller import ClassWithInitArgs, Runtime
 from tests.fuzz.fuzzing import fuzz
 from tests.fuzz.test_batches import Numbering, batches, modelled
 
@@ -19,13 +19,7 @@ pytestmark = pytest.mark.ray
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with make_runtime("ray", num_cpus=32) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def groups(runtime: Runtime) -> Iterator[dict[int, VerlGroup]]:
+def groups(ray_runtime: Runtime) -> Iterator[dict[int, VerlGroup]]:
     worker = ClassWithInitArgs(Numbering)
     made = {size: RayWorkerGroup(RayResourcePool([size], strategy="PACK"), worker, owns_pool=True) for size in (2, 3)}
     yield made

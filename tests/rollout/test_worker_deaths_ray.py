@@ -10,7 +10,7 @@ from ray.exceptions import ObjectLostError
 
 from agentrl_core.api import EngineContext, WorkerError
 from agentrl_core.config import load_config
-from agentrl_core.controller import Runtime, make_runtime
+from agentrl_core.controller import Runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.rollout import manager as manager_module
 from agentrl_core.rollout.manager import AgentLoopManager
@@ -73,14 +73,8 @@ class Asks:
 """
 
 
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with make_runtime("ray", num_cpus=32) as made:
-        yield made
-
-
 @pytest.fixture
-def make_manager(tiny_run: Any, runtime: Runtime) -> Iterator[Any]:
+def make_manager(tiny_run: Any, ray_runtime: Runtime) -> Iterator[Any]:
     made: list[AgentLoopManager] = []
 
     def make(**changes: Any) -> AgentLoopManager:
@@ -96,9 +90,9 @@ def make_manager(tiny_run: Any, runtime: Runtime) -> Iterator[Any]:
         }
         config = load_config(tiny_run(settings))
         context = EngineContext(config.model.path, max_model_len=1000, vocab_size=261)
-        named = start_named_engines(config, runtime)
-        engines = EngineReplicas(runtime, config, context)
-        made.append((AgentLoopManager(config, runtime, engines, named), engines))
+        named = start_named_engines(config, ray_runtime)
+        engines = EngineReplicas(ray_runtime, config, context)
+        made.append((AgentLoopManager(config, ray_runtime, engines, named), engines))
         engines.start()
         return made[-1][0]
 
@@ -157,12 +151,12 @@ class Pair:
 
 
 def test_what_is_kept_outlives_its_process_and_a_loss_is_an_error(
-    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    ray_runtime: Runtime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    actor = runtime.actor(Pair, name="pair")
+    actor = ray_runtime.actor(Pair, name="pair")
     # Ray sends small values at once.
     for size in (10, 1_000_000):
-        short, kept = runtime.run(actor.call_keeping("both", size))
+        short, kept = ray_runtime.run(actor.call_keeping("both", size))
         assert short == "short" and len(kept.get()) == size
     actor.kill()
     assert len(kept.get()) == size

@@ -1,6 +1,5 @@
 """Which devices engine replicas get."""
 
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -273,9 +272,13 @@ class Shows:
 
 
 @pytest.mark.ray
-def test_ranks_tell_their_gpus_and_actors_go_where_they_are_told(tmp_path: Path) -> None:
+def test_ranks_tell_their_gpus_and_actors_go_where_they_are_told(
+    warm_ray: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     import ray
 
+    for name, value in warm_ray.items():
+        monkeypatch.setenv(name, value)
     ray.init(num_cpus=16, num_gpus=4, include_dashboard=False, logging_level="ERROR")
     try:
         with make_runtime("ray") as runtime:

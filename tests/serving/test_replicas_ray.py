@@ -21,7 +21,7 @@ from agentrl_core.api import (
     WorkerError,
 )
 from agentrl_core.config import load_config
-from agentrl_core.controller import Runtime, make_runtime
+from agentrl_core.controller import Runtime
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.engine_kit.memory_files import WeightFile
 from agentrl_core.rollout.batching import to_data_proto
@@ -111,12 +111,6 @@ def interpreter(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder / "bin" / "python")
 
 
-@pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with make_runtime("ray", num_cpus=32) as made:
-        yield made
-
-
 class TokenFile:
     """A file in memory that is overwritten by every update, as the actor's is."""
 
@@ -143,7 +137,7 @@ def token(value: int) -> list[ArrayBucket]:
 
 
 @pytest.fixture
-def make_manager(tiny_run: Any, runtime: Runtime, interpreter: str) -> Iterator[Any]:
+def make_manager(tiny_run: Any, ray_runtime: Runtime, interpreter: str) -> Iterator[Any]:
     made: list[tuple[AgentLoopManager, EngineReplicas]] = []
 
     def make(**engine: Any) -> tuple[AgentLoopManager, EngineReplicas]:
@@ -159,8 +153,8 @@ def make_manager(tiny_run: Any, runtime: Runtime, interpreter: str) -> Iterator[
         }
         config = load_config(tiny_run(changes))
         context = EngineContext(config.model.path, max_model_len=1000, vocab_size=261)
-        engines = EngineReplicas(runtime, config, context)
-        made.append((AgentLoopManager(config, runtime, engines), engines))
+        engines = EngineReplicas(ray_runtime, config, context)
+        made.append((AgentLoopManager(config, ray_runtime, engines), engines))
         return made[-1]
 
     yield make
@@ -176,7 +170,7 @@ def prompts(count: int, step: int) -> Any:
 
 
 def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
-    make_manager: Any, weights: TokenFile, tiny_run: Any, runtime: Runtime
+    make_manager: Any, weights: TokenFile, tiny_run: Any, ray_runtime: Runtime
 ) -> None:
     manager, engines = make_manager(replicas=2)
     engines.start()
@@ -195,7 +189,7 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
         while engines._restarting:
             await asyncio.wait(engines._restarting.values())
 
-    runtime.run(engines.watched(all_back()))
+    ray_runtime.run(engines.watched(all_back()))
     assert engines.metrics()["restarts"] == 1
     answers = engines.probe([1, 2], SamplingParams(2))
     assert [(answer.token_ids[0], answer.spans[0].version) for answer in answers] == [(65, 7), (65, 7)]
@@ -204,12 +198,12 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
     engines.update_weights(Weights(8, [WeightUpdate(files=weights.write(token(66)))]))
     results = manager.generate_sequences(prompts(32, step=2))
     assert all(output.response_ids[0] == 66 for result in results for output in result.outputs)
-    served = [runtime.run(server.call("metrics"))["requests"] for server in engines.servers]
+    served = [ray_runtime.run(server.call("metrics"))["requests"] for server in engines.servers]
     assert all(requests > 0 for requests in served)
 
 
 def test_replicas_are_added_and_drained_while_a_run_runs(
-    make_manager: Any, weights: TokenFile, tiny_run: Any, runtime: Runtime
+    make_manager: Any, weights: TokenFile, tiny_run: Any, ray_runtime: Runtime
 ) -> None:
     manager, engines = make_manager(replicas=2)
     engines.start()
@@ -242,7 +236,7 @@ def test_replicas_are_added_and_drained_while_a_run_runs(
             with pytest.raises(EngineError, match=message):
                 meanwhile("drain", replica)
     with pytest.raises(WorkerError, match="it was killed"):
-        runtime.run(engines.servers[0].call("metrics"))
+        ray_runtime.run(engines.servers[0].call("metrics"))
     engines.update_weights(Weights(8, [WeightUpdate(files=weights.write(token(66)))]))
     results = manager.generate_sequences(prompts(32, next(steps)))
     assert {node.request.replica for result in results for node in result.turns} == {2}

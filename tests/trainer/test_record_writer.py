@@ -15,7 +15,7 @@ from agentrl_core.api import AgentLoopOutput, Termination, WorkerError
 from agentrl_core.api.tree import Tree
 from agentrl_core.config import load_config
 from agentrl_core.config.schema import Records
-from agentrl_core.controller import LocalRuntime, Runtime, make_runtime
+from agentrl_core.controller import LocalRuntime, Runtime
 from agentrl_core.plugins.file_plugin import load_file_object
 from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.loop_output import adopt
@@ -160,12 +160,6 @@ def test_a_large_file_is_compressed_at_once(tmp_path: Path, monkeypatch: pytest.
             writer.write(step, "train", results(prompts))
     assert sorted(file.name for file in tmp_path.iterdir()) == ["step-000001.jsonl", "step-000002.jsonl.gz"]
     assert len(list(read_rollouts(tmp_path / "step-000002.jsonl.gz"))) == 40
-
-
-@pytest.fixture
-def ray_runtime() -> Iterator[Runtime]:
-    with make_runtime("ray", num_cpus=4) as made:
-        yield made
 
 
 LOOP = """

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausal
 
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.config.schema import AdapterConfig
-from agentrl_core.controller import ClassWithInitArgs, make_runtime
+from agentrl_core.controller import ClassWithInitArgs, LocalRuntime
 from agentrl_core.controller.runtime import Runtime
 from agentrl_core.plugins.official import OFFICIAL
 from agentrl_core.workers.log_probs import MOST_LOGITS as LOGITS
@@ -64,13 +64,13 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
                 group["eps"] = eps
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-        def use_loss(self, name: str, options: Mapping[str, Any], micro_batch_tokens: int) -> None:
+        def use_loss(self, name: str, options: Mapping[str, Any], micro_batch_tokens: int, epochs: int = 1) -> None:
             from agentrl_core.config.schema import PolicyLossSlot
             from agentrl_core.plugins.resolution import resolve
 
             plugin = resolve("policy_loss", name)
             self.config.algorithm.loss = PolicyLossSlot(name, plugin.spec.config(**options), resolved=plugin)
-            self.config.actor.micro_batch_tokens = micro_batch_tokens
+            self.config.actor.micro_batch_tokens, self.config.actor.epochs = micro_batch_tokens, epochs
             self._ready()
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -137,20 +137,20 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
 
 
 @pytest.fixture(scope="module")
-def groups_of(make_config: Callable[..., Any]) -> Iterator[Callable[[int], Groups]]:
+def groups_of(make_config: Callable[..., Any], ray_runtime: Runtime) -> Iterator[Callable[[int], Groups]]:
     """The groups of so many ranks, with models and optimizers as at the start; the processes stay."""
     config = make_config(algorithm=ALGORITHM, actor=UPDATE, critic=UPDATE)
     made: dict[int, Groups] = {}
 
     def get(ranks: int) -> Groups:
         if ranks not in made:
-            runtime: Runtime = local if ranks == 1 else ray
+            runtime: Runtime = local if ranks == 1 else ray_runtime
             made[ranks] = runtime.colocated_worker_groups(roles(config), processes_per_node=ranks)
         for group in made[ranks].values():
             group.init_model()
         return made[ranks]
 
-    with make_runtime("local") as local, make_runtime("ray", num_cpus=16) as ray:
+    with LocalRuntime() as local:
         yield get
 
 
@@ -212,7 +212,7 @@ def test_every_loss_is_the_same_over_ranks_and_micro_batches(groups_of: Any, bat
             assert found[0]["actor/grad_norm"] > 0
     finally:
         for groups, _, _ in cases:
-            groups["actor"].use_loss("ppo", {}, UPDATE["micro_batch_tokens"])
+            groups["actor"].use_loss("ppo", {}, UPDATE["micro_batch_tokens"], UPDATE["epochs"])
 
 
 def ready_to_train(groups: Groups, batch: Any) -> Any:

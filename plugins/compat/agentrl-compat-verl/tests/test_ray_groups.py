@@ -18,7 +18,7 @@ from agentrl_compat_verl.pools import RayResourcePool
 from agentrl_compat_verl.protocol import DataProto
 from agentrl_compat_verl.ray_groups import RayClassWithInitArgs, RayGroup, RayWorkerGroup, create_colocated_worker_cls
 from agentrl_core.api import WorkerError
-from agentrl_core.controller import ClassWithInitArgs, Runtime, make_runtime
+from agentrl_core.controller import ClassWithInitArgs, Runtime
 
 pytestmark = pytest.mark.ray
 
@@ -72,9 +72,8 @@ def batch_of(rows: int) -> DataProto:
 
 
 @pytest.fixture(scope="module")
-def runtime() -> Iterator[Runtime]:
-    with make_runtime("ray", num_cpus=8) as made:
-        yield made
+def runtime(ray_runtime: Runtime) -> Runtime:
+    return ray_runtime
 
 
 @pytest.fixture(scope="module")

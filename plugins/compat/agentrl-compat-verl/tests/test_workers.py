@@ -1,7 +1,5 @@
 """Fused workers and pools by role, in this process and on Ray."""
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,7 +11,7 @@ from agentrl_compat_verl.pools import RayResourcePool, ResourcePoolManager, merg
 from agentrl_compat_verl.protocol import DataProto, all_gather_data_proto
 from agentrl_compat_verl.ray_groups import RayClassWithInitArgs, RayWorkerGroup
 from agentrl_core.api import ConfigError, WorkerError
-from agentrl_core.controller import ClassWithInitArgs, make_runtime
+from agentrl_core.controller import ClassWithInitArgs
 
 
 def worker_class() -> type:
@@ -86,15 +84,9 @@ def test_roles_share_named_pools() -> None:
         manager.get_resource_pool("reward")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    # Unlike ray.init() it has patience with a busy machine.
-    with make_runtime("ray", num_cpus=4, cpu_threads=1):
-        yield
-
-
 @pytest.mark.ray
-def test_a_fused_group_over_half_of_a_pool_on_ray(cluster: None) -> None:
+@pytest.mark.usefixtures("ray_runtime")
+def test_a_fused_group_over_half_of_a_pool_on_ray() -> None:
     pool = RayResourcePool([4], num_cpus=0.5, strategy="PACK")
     halves = split_resource_pool(pool, 2)
     assert [half.world_size for half in halves] == [2, 2]
@@ -110,7 +102,8 @@ def test_a_fused_group_over_half_of_a_pool_on_ray(cluster: None) -> None:
 
 
 @pytest.mark.ray
-def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_needed(cluster: None) -> None:
+@pytest.mark.usefixtures("ray_runtime")
+def test_a_cluster_that_is_too_small_says_what_it_has_and_what_is_needed() -> None:
     with pytest.raises(WorkerError, match=r"CPU: \d+ seen, 100 needed"):
         ResourcePoolManager({"big": [100]}, {"actor": "big"}).check_resource_available(timeout=0)
     ResourcePoolManager({"small": [1]}, {"actor": "small"}).check_resource_available(timeout=20)
