@@ -6,10 +6,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from agentrl_tinker import messages
 from agentrl_tinker.client import Model, SamplerClient, datum, trained
 from agentrl_tinker.refusals import Refusal
+from agentrl_tinker.store import owner_of
 
 IDS = [5, 6, 7, 8, 9, 10]
 DATUM = datum(IDS[:-1], IDS[1:], weights=[1.0] * 5)
@@ -133,6 +136,26 @@ def test_one_seed_gives_one_adapter(serve: Serve) -> None:
         assert not (firsts[0] == firsts[3]).any()
 
     serve(scenario)
+
+
+def test_adapters_of_a_model_in_bfloat16_are_float32(serve: Serve) -> None:
+    """In bfloat16 a step of less than a 256th of a weight would be lost."""
+
+    async def scenario(server: Any) -> None:
+        model = await new_model(server.one, server.model)
+        path = await model.save("a")
+        folder = server.service.store.find(owner_of("tml-one"), path)[1]
+        saved = load_file(folder / "adapter_model.safetensors")
+        parameters = server.service.trainer.adapters.parameters(model.model_id)
+        assert {each.dtype for each in [*parameters.values(), *saved.values()]} == {torch.float32}
+        await model.train([DATUM])
+        await model.step(learning_rate=1e-6)
+        first = next(key for key in saved if "lora_A" in key and "lm_head" not in key)
+        await model.train([DATUM])
+        await model.step(learning_rate=1e-6)
+        assert not torch.equal(parameters[first], saved[first])
+
+    serve(scenario, dtype="bfloat16")
 
 
 # Order ------------------------------------------------------------------------------------------------------------

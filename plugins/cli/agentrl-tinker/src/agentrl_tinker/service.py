@@ -1,6 +1,7 @@
 """What the API does: sessions of keys, models that train, samplers."""
 
 import asyncio
+import json
 import logging
 import secrets
 import shutil
@@ -18,7 +19,7 @@ from safetensors.torch import save as save_tensors
 from agentrl_core.api.concurrency import together
 from agentrl_core.workers.adapters import CONFIG_FILE, WEIGHTS_FILE
 from agentrl_tinker import requests, samples
-from agentrl_tinker.adapters import Shape, config_text
+from agentrl_tinker.adapters import Shape
 from agentrl_tinker.losses import Loss
 from agentrl_tinker.queues import Ordered, Result, Results, Work, failed, finish
 from agentrl_tinker.refusals import Refusal
@@ -360,7 +361,7 @@ class Service:
         weights, moments = self.trainer.state(model.model_id, with_optimizer)
         files = {
             WEIGHTS_FILE: save_tensors(weights),
-            CONFIG_FILE: config_text(self.trainer.adapters.config(model.shape)).encode(),
+            CONFIG_FILE: json.dumps(self.trainer.adapters.config(model.shape), indent=2).encode(),
         }
         return files | ({MOMENTS: save_tensors(moments)} if with_optimizer else {})
 

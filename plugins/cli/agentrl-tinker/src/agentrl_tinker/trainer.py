@@ -12,12 +12,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl_core.algorithms.token_log_probs import token_log_probs
 from agentrl_core.config.schema import ModelConfig
+from agentrl_core.workers.adapters import WEIGHTS_FILE
 from agentrl_core.workers.models import enable_gradient_checkpointing, load_causal_lm, training_mode, vocabulary_of
-from agentrl_tinker.adapters import Adapters, Shape, read_adapter
+from agentrl_tinker.adapters import Adapters, Shape
 from agentrl_tinker.losses import Loss
 
 SCORED = 4
@@ -189,9 +191,11 @@ class Trainer:
         if folder not in self._scored:
             if len(self._scored) == SCORED:
                 self.adapters.remove(self._scored.popitem(last=False)[1])
+            # First, because it can fail.
+            weights = load_file(folder / WEIGHTS_FILE)
             name = f"scored-{folder.name}".replace(".", "_")
             self.adapters.add(name, shape)
-            self.adapters.load(name, read_adapter(folder))
+            self.adapters.load(name, weights)
             self._scored[folder] = name
         self._scored.move_to_end(folder)
         return self._scored[folder]
