@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl_tinker import messages
+from agentrl_tinker import messages, service
 from agentrl_tinker.client import Model, SamplerClient, datum, trained
 from agentrl_tinker.refusals import Refusal
 from agentrl_tinker.store import owner_of
@@ -205,6 +205,78 @@ def test_the_same_request_again_is_the_same_and_another_one_is_refused(serve: Se
     serve(scenario)
 
 
+def test_a_request_that_cannot_be_read_does_not_stop_those_after_it(serve: Serve, monkeypatch: Any) -> None:
+    async def scenario(server: Any) -> None:
+        model = await new_model(server.one, server.model)
+        with monkeypatch.context() as patch:
+            patch.setattr(service.Service, "save", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                await model.save("a")
+        await asyncio.wait_for(model.forward([DATUM]), 30)
+
+    serve(scenario)
+
+
+def test_half_of_a_failed_request_leaves_no_gradient(serve: Serve, monkeypatch: Any) -> None:
+    async def scenario(server: Any) -> None:
+        models = [await new_model(server.one, server.model) for _ in range(2)]
+        trainer = server.service.trainer
+        forward, calls = trainer.forward, []
+
+        def fails_at_the_second(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 2:
+                raise MemoryError("no memory left")
+            return forward(*args)
+
+        for model in models:
+            await model.train([DATUM])
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, "forward", fails_at_the_second)
+            assert "no memory left" in str(await refused(models[0].train([DATUM] * 40)))
+        found = [
+            [parameter.grad for parameter in trainer.adapters.parameters(model.model_id).values()] for model in models
+        ]
+        assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+    serve(scenario)
+
+
+def test_another_request_with_a_number_that_was_used_is_refused(serve: Serve) -> None:
+    """What was made for the first one would be taken for what was made for the second."""
+
+    async def scenario(server: Any) -> None:
+        one, model = server.one, await new_model(server.one, server.model)
+        session = model.session_id
+        base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": server.model}
+        again = [await one.post("create_sampling_session", base) for _ in range(2)]
+        assert again[0] == again[1]
+        named = base | {"model_path": await model.save_for_sampler("a")}
+        assert "another sampler with the number 0" in str(await refused(one.post("create_sampling_session", named)))
+        sampler = await model.sampler("inflight")
+        published = server.service.model(owner_of("tml-one"), model.model_id).published
+        model.samplers -= 1
+        assert "another sampler with the number 101" in str(await refused(model.sampler("inflight")))
+        assert server.service.model(owner_of("tml-one"), model.model_id).published is published
+
+        promise = await sampler.send(IDS, max_tokens=1)
+        sampler.sent -= 1
+        assert await sampler.send(IDS, max_tokens=1) == promise
+        sampler.sent -= 1
+        assert "was another one" in str(await refused(sampler.send(IDS, max_tokens=2)))
+
+        create = {"session_id": session, "base_model": server.model, "model_seq_id": 0, "type": "create_model"}
+        lora = {"lora_config": {"rank": 8, "seed": 1}}
+        assert (await one.post("create_model", create | lora))["model_id"] == model.model_id
+        other = create | {"lora_config": {"rank": 4, "seed": 1}}
+        assert "was another one" in str(await refused(one.post("create_model", other)))
+        # Its result was fetched so long ago that it is not kept.
+        del server.service.results._tasks[f"{model.model_id}:0"]
+        assert "has a model with the number 0" in str(await refused(one.post("create_model", create | lora)))
+
+    serve(scenario)
+
+
 def test_a_failed_request_says_why_and_the_next_ones_run(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     async def scenario(server: Any) -> None:
         model = await new_model(server.one, server.model)
@@ -319,6 +391,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ("optim_step", {"adam_params": {"momentum": 0.9}}, "momentum: this server does not know this field"),
         ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "optimizer adamw alone"),
         ("optim_step", {"adam_params": {"beta1": 1.0}}, "beta1: Input should be less than 1"),
+        ("create_model", {"lora_config": {"rank": 0}}, "lora_config.rank: Input should be greater than or equal to 1$"),
+        ("create_model", {"lora_config": {"rank": 8, "seed": 2**70}}, "seed: Input should be less than"),
+        ("save_weights", {"path": "a", "ttl_seconds": 10**400}, "ttl_seconds: Input should be"),
+        ("save_weights", {"path": "a", "ttl_seconds": 10**12}, "ttl_seconds: Input should be less than"),
         ("save_weights", {"path": "../up"}, "no name of a checkpoint"),
         ("save_weights_for_sampler", {}, "needs path or sampling_session_seq_id"),
         ("load_weights", {"path": "tinker://x/weights/y", "optimizer": True}, "there is no checkpoint"),

@@ -94,4 +94,3 @@ class Adapters:
             raise Refusal("these weights are an adapter of another rank, of other modules or of another model")
         for key, parameter in parameters.items():
             parameter.copy_(tensors[key])
-

@@ -226,7 +226,11 @@ class Api:
 
     async def _sampler(self, request: Request, sampler_id: str) -> Any:
         sampler = self._service.sampler_of(self._owner(request), sampler_id)
-        return {"sampler_id": sampler_id, "base_model": self._service.name, "model_path": sampler.path}
+        return {
+            "sampler_id": sampler_id,
+            "base_model": self._service.name,
+            "model_path": sampler.asked and sampler.asked.model_path,
+        }
 
     async def _sample(self, request: Request) -> Any:
         owner, body = await self._read(request, requests.Sample)

@@ -39,7 +39,7 @@ class Session(Body):
 
 class LoraConfig(Body):
     rank: int = Field(ge=1, le=512)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -88,7 +88,7 @@ class OptimStep(Ordered):
     adam_params: Adam
 
 
-Ttl = Annotated[int, Field(ge=1)] | None
+Ttl = Annotated[int, Field(ge=1, le=100 * 366 * 24 * 3600)] | None
 
 
 class SaveWeights(Ordered):
@@ -196,10 +196,11 @@ def problems(error: ValidationError) -> str:
         why = each["msg"]
         if each["type"] == "extra_forbidden":
             why = "this server does not know this field"
-        hint = next((MISSING[name] for name in names if name in MISSING and each["type"] != "missing"), "")
-        if each["type"] == "missing" and names[-1] in ("adam_params", "lora_config"):
-            hint = MISSING[names[-1]]
-        found.append(f"{'.'.join(names)}: {why}" + (f"; {hint}" if hint else ""))
+        # Of these two all is known, so that a wrong value inside is nothing that is missing.
+        named = [name for name in names[:-1] if name not in ("adam_params", "lora_config")] + names[-1:]
+        is_missing = each["type"] == "missing" and names[-1] not in ("adam_params", "lora_config")
+        hint = "" if is_missing else next((MISSING[name] for name in named if name in MISSING), "")
+        found.append(f"{'.'.join(names) or 'the body'}: {why}" + (f"; {hint}" if hint else ""))
     return ". ".join(dict.fromkeys(found))
 
 

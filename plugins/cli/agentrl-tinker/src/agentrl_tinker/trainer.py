@@ -152,6 +152,15 @@ class Trainer:
                 torch.autograd.backward(total)
         return float(total.detach()), [part.detach().cpu().numpy() for part in parts]
 
+    def gradients(self, name: str) -> list[Tensor | None]:
+        """Copies of what has been added up since the last step."""
+        parameters = self.adapters.parameters(name).values()
+        return [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+
+    def set_gradients(self, name: str, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.adapters.parameters(name).values(), gradients, strict=True):
+            parameter.grad = gradient
+
     def optim_step(self, name: str, params: AdamParams) -> dict[str, float]:
         """A step with the gradients since the last one, which are dropped; the norm of these before clipping."""
         trained = self._trained[name]
