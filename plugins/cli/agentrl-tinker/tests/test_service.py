@@ -1,6 +1,7 @@
 """Order, keys, refusals and checkpoints, over HTTP."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -444,6 +445,50 @@ def test_what_the_server_does_not_do_is_refused_in_a_sentence(serve: Serve) -> N
                 await server.one.post(path, {**valid.get(path, numbers), **body})
         # Each of them has used up its number.
         await model.forward([DATUM])
+
+    serve(scenario)
+
+
+ELSEWHERE = [
+    ("GET", "training_runs/r/checkpoints/weights/a/external_weights_urls", "in PEFT's form below"),
+    ("PUT", "training_runs/r/checkpoints/weights/a/ttl", "is set when it is saved"),
+    ("POST", "training_runs/r/checkpoints/weights/a/publish", "no public checkpoints"),
+    ("GET", "sessions", "does not list sessions"),
+    ("POST", "sessions/search", "does not list sessions"),
+    ("GET", "sessions/s", "does not describe sessions"),
+    ("PUT", "sessions/s/project", "no projects"),
+    ("GET", "sessions/s/trace_export", "no traces"),
+    ("GET", "audit", "no audit log"),
+    ("GET", "billing/usage/checkpoints/current", "bills nothing"),
+    ("DELETE", "auth/apikey/me", "started with .--keys"),
+    ("GET", "training_runs?access_scope=accessible", "a key sees what it has made itself"),
+    ("GET", "training_runs?sort=name", "sort: this server does not know this field"),
+    ("GET", "checkpoints?offset=-1", "offset: Input should be greater than or equal to 0"),
+]
+
+
+def test_what_else_the_sdk_asks_for_is_refused(serve: Serve) -> None:
+    async def scenario(server: Any) -> None:
+        for method, path, message in ELSEWHERE:
+            response = await server.http.request(method, f"/api/v1/{path}", headers={"X-API-Key": "tml-one"})
+            assert (response.status_code, path) == (400, path)
+            assert re.search(message, response.json()["detail"])
+
+    serve(scenario)
+
+
+def test_lists_come_in_pages(serve: Serve) -> None:
+    async def scenario(server: Any) -> None:
+        session = await server.one.session()
+        models = [await Model.create(server.one, server.model, session, number) for number in range(3)]
+        paths = [await model.save("a") for model in models]
+        pages = [await server.one.get(f"checkpoints?limit=2&offset={offset}") for offset in (0, 2, 4)]
+        assert [[each["tinker_path"] for each in page["checkpoints"]] for page in pages] == [paths[:2], paths[2:], []]
+        assert [page["cursor"] for page in pages] == [
+            {"offset": offset, "limit": 2, "total_count": 3} for offset in (0, 2, 4)
+        ]
+        runs = (await server.one.get("training_runs?limit=1&offset=1&access_scope=owned"))["training_runs"]
+        assert [each["training_run_id"] for each in runs] == [models[1].model_id]
 
     serve(scenario)
 

@@ -123,6 +123,15 @@ class WeightsInfo(Body):
     tinker_path: str
 
 
+class Page(Body):
+    """The query of a list."""
+
+    limit: int | None = Field(None, ge=0)
+    offset: int = Field(0, ge=0)
+    access_scope: Literal["owned"] = "owned"
+    project_id: None = None
+
+
 class CreateSampler(Body):
     session_id: str
     sampling_session_seq_id: int
@@ -176,6 +185,7 @@ MISSING = {
     "optimizer_config": "this server has the optimizer adamw alone",
     "lora_config": "this server trains LoRA adapters alone, so it needs lora_config",
     "project_id": "this server has no projects",
+    "access_scope": "a key sees what it has made itself",
     "weights_access_token": "a key loads the checkpoints that it has saved itself, and no others",
     "chunks": "this server takes text alone, as chunks of the type encoded_text",
     "topk_sample_logprobs": "this server computes no likeliest tokens of sampled positions",
