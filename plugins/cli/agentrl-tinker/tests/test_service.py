@@ -110,6 +110,21 @@ def test_the_optimizer_is_adamw_with_the_numbers_of_each_step(serve: Serve) -> N
     serve(scenario)
 
 
+def test_a_step_with_gradients_that_are_not_finite_is_not_made(serve: Serve) -> None:
+    async def scenario(server: Any) -> None:
+        model = await new_model(server.one, server.model)
+        before = await log_probs(model)
+        far = datum(IDS[:-1], IDS[1:], logprobs=[-1000.0] * 5, advantages=[1.0] * 5)
+        assert np.isnan((await model.train([far], "importance_sampling")).loss)
+        assert "The weights are as they were" in str(await refused(model.step(**STEP)))
+        np.testing.assert_array_equal(await log_probs(model), before)
+        await model.train([DATUM])
+        assert (await model.step(**STEP))["metrics"]["grad_norm"] > 0
+        assert (await log_probs(model)).sum() > before.sum()
+
+    serve(scenario)
+
+
 def test_parts_of_the_model_that_are_trained_are_those_asked_for(serve: Serve) -> None:
     async def scenario(server: Any) -> None:
         names = {}
@@ -359,7 +374,8 @@ BAD_DATA: list[tuple[list[Any], str]] = [
     ([broken(chunk={"image": messages.new("ImageChunk", format="png")})], "takes text alone"),
     ([broken(inputs={})], "lacks weights"),
     ([broken(inputs={"weights": [1.0] * 5, "mask": [1.0] * 5})], "does not read loss_fn_inputs mask"),
-    ([broken(inputs={"weights": [1.0] * 4})], "4 values for 5 tokens"),
+    ([broken(inputs={"weights": [1.0] * 4})], "4 values and the shape .4. for 5 tokens"),
+    ([broken(tensors={"weights": {"shape": [7]}})], "5 values and the shape .7. for 5 tokens"),
     ([broken(inputs={"weights": [1.0, float("nan"), 1.0, 1.0, 1.0]})], "not finite"),
     ([broken(tensors={"weights": {"shape": [5, 1]}})], "one target for each position"),
     ([broken(tensors={"weights": {"dtype": messages.INT64}})], "is not float32"),

@@ -296,8 +296,9 @@ def _tensor(where: str, tensor: Any, length: int) -> "np.ndarray[Any, Any]":
     if tensor.dtype != wanted:
         raise Refusal(f"{where} is not {'int64' if wanted == messages.INT64 else 'float32'}")
     values = _array(where, tensor.dense, dtype)
-    if len(values) != length:
-        raise Refusal(f"{where} has {len(values)} values for {length} tokens of model_input")
+    if len(values) != length or list(tensor.shape) not in ([], [length]):
+        shape = f" and the shape {list(tensor.shape)}" if tensor.shape else ""
+        raise Refusal(f"{where} has {len(values)} values{shape} for {length} tokens of model_input")
     if not np.isfinite(values).all():
         raise Refusal(f"{where} holds values that are not finite")
     return values

@@ -21,6 +21,7 @@ from agentrl_core.workers.adapters import WEIGHTS_FILE
 from agentrl_core.workers.models import enable_gradient_checkpointing, load_causal_lm, training_mode, vocabulary_of
 from agentrl_tinker.adapters import Adapters, Shape
 from agentrl_tinker.losses import Loss
+from agentrl_tinker.refusals import Refusal
 
 SCORED = 4
 """Adapters of samplers that stay loaded to compute log-probabilities of prompts."""
@@ -162,7 +163,11 @@ class Trainer:
             parameter.grad = gradient
 
     def optim_step(self, name: str, params: AdamParams) -> dict[str, float]:
-        """A step with the gradients since the last one, which are dropped; the norm of these before clipping."""
+        """A step with the gradients since the last one, which are dropped; the norm of these before clipping.
+
+        Raises:
+            Refusal: they are not finite. No step is made: it would leave nothing of the weights.
+        """
         trained = self._trained[name]
         parameters = list(self.adapters.parameters(name).values())
         for parameter in parameters:
@@ -170,6 +175,12 @@ class Trainer:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         most = params.grad_clip_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(parameters, most)
+        if not torch.isfinite(norm):
+            trained.optimizer.zero_grad(set_to_none=True)
+            raise Refusal(
+                f"the norm of the gradients is {float(norm)}: a loss since the last step was not finite, see loss:sum "
+                "of forward_backward. The weights are as they were, and these gradients are dropped"
+            )
         trained.optimizer.param_groups[0].update(
             lr=params.learning_rate,
             betas=(params.beta1, params.beta2),
