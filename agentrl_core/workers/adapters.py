@@ -59,24 +59,36 @@ def add_adapter(
     Raises:
         ConfigError: the adapter of ``path`` does not fit the model.
     """
-    from peft import LoraConfig, inject_adapter_in_model
-
     model.requires_grad_(False)
     for name in (policy, initial(policy)) if keep_initial else (policy,):
-        with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
-            # That it joins the first.
-            warnings.filterwarnings("ignore", message="Already found a `peft_config`")
-            torch.manual_seed(seed)
-            inject_adapter_in_model(LoraConfig(**described), model, adapter_name=name)
+        insert_adapter(model, name, described, seed)
         tensors = adapter_tensors(model, name)
         if path is not None and not any(tensor.is_meta for tensor in tensors.values()):
             _fill(tensors, path)
+    use_adapter(model, policy)
+    return model
+
+
+def insert_adapter(model: Any, name: str, described: Mapping[str, Any], seed: int) -> None:
+    """Put one more adapter into a model; until it is trained it adds 0."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # That it joins others, and of tied embeddings, which concerns merged adapters alone.
+        warnings.simplefilter("ignore")
+        torch.manual_seed(seed)
+        inject_adapter_in_model(LoraConfig(**described), model, adapter_name=name)
     for layer in _layers(model):
         # Of bfloat16 weights most of an optimizer's steps would be lost.
         layer.lora_A.float()
         layer.lora_B.float()
-    use_adapter(model, policy)
-    return model
+
+
+def remove_adapter(model: Any, name: str) -> None:
+    """Take an adapter out of a model. It must not be the active one."""
+    for layer in _layers(model):
+        layer.delete_adapter(name)
+    del model.peft_config[name]
 
 
 def peft_config(model: Any, settings: AdapterConfig) -> dict[str, Any]:
@@ -245,10 +257,10 @@ def has_adapter(model: nn.Module) -> bool:
     return any(hasattr(module, "lora_A") for module in model.modules())
 
 
-def use_adapter(model: nn.Module, name: str, trains: bool = True) -> None:
-    """Compute with this adapter; it has gradients where it ``trains``, and no other one has."""
+def use_adapter(model: nn.Module, name: str | None, trains: bool = True) -> None:
+    """Compute with this adapter, or with none; it has gradients where it ``trains``, and no other one has."""
     for layer in _layers(model):
-        layer.set_adapter(name, inference_mode=not trains)
+        layer.set_adapter([] if name is None else [name], inference_mode=not trains)
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from agentrl_core.api import CheckpointError, ConfigError
 from agentrl_core.config.schema import AdapterConfig, ResolvedConfig
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.workers.actor import ActorWorker
-from agentrl_core.workers.adapters import add_adapter, peft_config
+from agentrl_core.workers.adapters import adapter_tensors, add_adapter, peft_config
 from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.model_files import save_merged
 from agentrl_core.workers.models import load_causal_lm
@@ -230,6 +230,17 @@ def test_a_base_in_bfloat16_keeps_the_adapter_in_float32(make_worker: Any, train
     dtypes = {".lora_" in name: parameter.dtype for name, parameter in actor.module.named_parameters()}
     assert dtypes == {True: torch.float32, False: torch.bfloat16}
     assert log_probs(actor, batch).dtype == torch.float32
+
+
+def test_an_adapter_is_read_exactly_into_a_model_in_bfloat16(model_path: str, make_config: Any, tmp_path: Path) -> None:
+    model = load_causal_lm(model_path, make_config(dtype="bfloat16").model, "model.path")
+    described = peft_config(model, AdapterConfig(rank=2))
+    tensors = adapter_tensors(add_adapter(model, described, None, 1))
+    stored = {name: torch.rand(tensor.shape) for name, tensor in tensors.items()}
+    save_file(stored, tmp_path / "adapter_model.safetensors")
+    model = load_causal_lm(model_path, make_config(dtype="bfloat16").model, "model.path")
+    found = adapter_tensors(add_adapter(model, described, str(tmp_path), 1))
+    assert all(torch.equal(found[name], tensor) for name, tensor in stored.items())
 
 
 def test_gradients_do_not_depend_on_recomputed_activations(make_worker: Any, trained: Any) -> None:

@@ -138,6 +138,82 @@ def test_a_cancelled_sample_ends_and_its_place_is_free(serve: Serve) -> None:
     serve(scenario)
 
 
+def weights_in(tmp_path: Path, name: str) -> Weights:
+    folder = tmp_path / name
+    folder.mkdir(exist_ok=True)
+    (folder / "adapter_config.json").write_text('{"r": 4}')
+    return Weights(folder, Shape(4))
+
+
+class AnyEngine:
+    async def update_weights(self, update: Any, version: int) -> None:
+        await asyncio.sleep(0)
+
+
+async def settle() -> None:
+    for _ in range(30):
+        await asyncio.sleep(0)
+
+
+def test_weights_that_are_always_in_use_give_their_slot_to_those_that_wait(tmp_path: Path) -> None:
+    async def main() -> None:
+        slots = Slots(AnyEngine(), AdapterSlots(("s0",), 1, 8, ("q_proj",)))  # type: ignore[arg-type]
+        begun: list[str] = []
+        gates = [asyncio.Event() for _ in range(4)]
+
+        async def request(name: str, number: int) -> None:
+            async with slots.using(weights_in(tmp_path, name)):
+                begun.append(f"{name}{number}")
+                await gates[number].wait()
+
+        tasks = []
+        for number, name in enumerate("aaba"):
+            tasks.append(asyncio.create_task(request(name, number)))
+            await settle()
+        # The last one came when others waited for the slot of its weights.
+        assert begun == ["a0", "a1"]
+        for gate in gates:
+            gate.set()
+        await asyncio.gather(*tasks)
+        assert begun == ["a0", "a1", "b2", "a3"]
+
+    asyncio.run(main())
+
+
+def test_a_request_that_is_cancelled_twice_frees_its_slot(tmp_path: Path) -> None:
+    async def main() -> None:
+        engine, loaded = AnyEngine(), asyncio.Event()
+        slots = Slots(engine, AdapterSlots(("s0", "s1"), 1, 8, ("q_proj",)))  # type: ignore[arg-type]
+
+        async def request(name: str, ends: asyncio.Event) -> None:
+            async with slots.using(weights_in(tmp_path, name)):
+                await ends.wait()
+
+        held, ended = asyncio.Event(), asyncio.Event()
+        ended.set()
+        cancelled = asyncio.create_task(request("a", held))
+        await settle()
+
+        async def slow(*_: Any) -> None:
+            await loaded.wait()
+
+        engine.update_weights = slow  # type: ignore[method-assign]
+        other = asyncio.create_task(request("b", ended))
+        for _ in range(2):
+            await settle()
+            cancelled.cancel()
+        await settle()
+        loaded.set()
+        await asyncio.wait([cancelled, other])
+        both = [asyncio.create_task(request(name, held)) for name in "cd"]
+        await settle()
+        assert {folder.name for folder in slots._running} == {"c", "d"}
+        held.set()
+        await asyncio.gather(*both)
+
+    asyncio.run(main())
+
+
 def test_an_engine_with_slots_gets_weights_into_the_one_that_was_idle_longest(tmp_path: Path) -> None:
     """Weights that are used stay, and who finds no slot waits."""
 
@@ -154,10 +230,7 @@ def test_an_engine_with_slots_gets_weights_into_the_one_that_was_idle_longest(tm
         order = []
 
         async def request(name: str) -> None:
-            folder = tmp_path / name
-            folder.mkdir(exist_ok=True)
-            (folder / "adapter_config.json").write_text('{"r": 4}')
-            async with slots.using(Weights(folder, Shape(4))) as fields:
+            async with slots.using(weights_in(tmp_path, name)) as fields:
                 order.append((name, fields["adapter"], fields["version"]))
                 await gates[name].wait()
 

@@ -1,15 +1,19 @@
 """Order, keys, refusals and checkpoints, over HTTP."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from safetensors.torch import load_file
 
-from agentrl_tinker import messages
+from agentrl_tinker import messages, service
 from agentrl_tinker.client import Model, SamplerClient, datum, trained
 from agentrl_tinker.refusals import Refusal
+from agentrl_tinker.store import owner_of
 
 IDS = [5, 6, 7, 8, 9, 10]
 DATUM = datum(IDS[:-1], IDS[1:], weights=[1.0] * 5)
@@ -106,6 +110,21 @@ def test_the_optimizer_is_adamw_with_the_numbers_of_each_step(serve: Serve) -> N
     serve(scenario)
 
 
+def test_a_step_with_gradients_that_are_not_finite_is_not_made(serve: Serve) -> None:
+    async def scenario(server: Any) -> None:
+        model = await new_model(server.one, server.model)
+        before = await log_probs(model)
+        far = datum(IDS[:-1], IDS[1:], logprobs=[-1000.0] * 5, advantages=[1.0] * 5)
+        assert np.isnan((await model.train([far], "importance_sampling")).loss)
+        assert "The weights are as they were" in str(await refused(model.step(**STEP)))
+        np.testing.assert_array_equal(await log_probs(model), before)
+        await model.train([DATUM])
+        assert (await model.step(**STEP))["metrics"]["grad_norm"] > 0
+        assert (await log_probs(model)).sum() > before.sum()
+
+    serve(scenario)
+
+
 def test_parts_of_the_model_that_are_trained_are_those_asked_for(serve: Serve) -> None:
     async def scenario(server: Any) -> None:
         names = {}
@@ -133,6 +152,26 @@ def test_one_seed_gives_one_adapter(serve: Serve) -> None:
         assert not (firsts[0] == firsts[3]).any()
 
     serve(scenario)
+
+
+def test_adapters_of_a_model_in_bfloat16_are_float32(serve: Serve) -> None:
+    """In bfloat16 a step of less than a 256th of a weight would be lost."""
+
+    async def scenario(server: Any) -> None:
+        model = await new_model(server.one, server.model)
+        path = await model.save("a")
+        folder = server.service.store.find(owner_of("tml-one"), path)[1]
+        saved = load_file(folder / "adapter_model.safetensors")
+        parameters = server.service.trainer.adapters.parameters(model.model_id)
+        assert {each.dtype for each in [*parameters.values(), *saved.values()]} == {torch.float32}
+        await model.train([DATUM])
+        await model.step(learning_rate=1e-6)
+        first = next(key for key in saved if "lora_A" in key and "lm_head" not in key)
+        await model.train([DATUM])
+        await model.step(learning_rate=1e-6)
+        assert not torch.equal(parameters[first], saved[first])
+
+    serve(scenario, dtype="bfloat16")
 
 
 # Order ------------------------------------------------------------------------------------------------------------
@@ -178,6 +217,78 @@ def test_the_same_request_again_is_the_same_and_another_one_is_refused(serve: Se
         await server.one.result(await model.send_step(seq_id=2, **STEP))
         assert "too far ahead" in str(await refused(model.send_step(seq_id=100_000)))
         assert "seq_id" in str(await refused(model.send_step(seq_id=0)))
+
+    serve(scenario)
+
+
+def test_a_request_that_cannot_be_read_does_not_stop_those_after_it(serve: Serve, monkeypatch: Any) -> None:
+    async def scenario(server: Any) -> None:
+        model = await new_model(server.one, server.model)
+        with monkeypatch.context() as patch:
+            patch.setattr(service.Service, "save", lambda *_: 1 / 0)
+            with pytest.raises(ZeroDivisionError):
+                await model.save("a")
+        await asyncio.wait_for(model.forward([DATUM]), 30)
+
+    serve(scenario)
+
+
+def test_half_of_a_failed_request_leaves_no_gradient(serve: Serve, monkeypatch: Any) -> None:
+    async def scenario(server: Any) -> None:
+        models = [await new_model(server.one, server.model) for _ in range(2)]
+        trainer = server.service.trainer
+        forward, calls = trainer.forward, []
+
+        def fails_at_the_second(*args: Any) -> Any:
+            calls.append(args)
+            if len(calls) == 2:
+                raise MemoryError("no memory left")
+            return forward(*args)
+
+        for model in models:
+            await model.train([DATUM])
+        with monkeypatch.context() as patch:
+            patch.setattr(trainer, "forward", fails_at_the_second)
+            assert "no memory left" in str(await refused(models[0].train([DATUM] * 40)))
+        found = [
+            [parameter.grad for parameter in trainer.adapters.parameters(model.model_id).values()] for model in models
+        ]
+        assert all(torch.equal(left, right) for left, right in zip(*found, strict=True))
+
+    serve(scenario)
+
+
+def test_another_request_with_a_number_that_was_used_is_refused(serve: Serve) -> None:
+    """What was made for the first one would be taken for what was made for the second."""
+
+    async def scenario(server: Any) -> None:
+        one, model = server.one, await new_model(server.one, server.model)
+        session = model.session_id
+        base = {"session_id": session, "sampling_session_seq_id": 0, "base_model": server.model}
+        again = [await one.post("create_sampling_session", base) for _ in range(2)]
+        assert again[0] == again[1]
+        named = base | {"model_path": await model.save_for_sampler("a")}
+        assert "another sampler with the number 0" in str(await refused(one.post("create_sampling_session", named)))
+        sampler = await model.sampler("inflight")
+        published = server.service.model(owner_of("tml-one"), model.model_id).published
+        model.samplers -= 1
+        assert "another sampler with the number 101" in str(await refused(model.sampler("inflight")))
+        assert server.service.model(owner_of("tml-one"), model.model_id).published is published
+
+        promise = await sampler.send(IDS, max_tokens=1)
+        sampler.sent -= 1
+        assert await sampler.send(IDS, max_tokens=1) == promise
+        sampler.sent -= 1
+        assert "was another one" in str(await refused(sampler.send(IDS, max_tokens=2)))
+
+        create = {"session_id": session, "base_model": server.model, "model_seq_id": 0, "type": "create_model"}
+        lora = {"lora_config": {"rank": 8, "seed": 1}}
+        assert (await one.post("create_model", create | lora))["model_id"] == model.model_id
+        other = create | {"lora_config": {"rank": 4, "seed": 1}}
+        assert "was another one" in str(await refused(one.post("create_model", other)))
+        # Its result was fetched so long ago that it is not kept.
+        del server.service.results._tasks[f"{model.model_id}:0"]
+        assert "has a model with the number 0" in str(await refused(one.post("create_model", create | lora)))
 
     serve(scenario)
 
@@ -263,7 +374,8 @@ BAD_DATA: list[tuple[list[Any], str]] = [
     ([broken(chunk={"image": messages.new("ImageChunk", format="png")})], "takes text alone"),
     ([broken(inputs={})], "lacks weights"),
     ([broken(inputs={"weights": [1.0] * 5, "mask": [1.0] * 5})], "does not read loss_fn_inputs mask"),
-    ([broken(inputs={"weights": [1.0] * 4})], "4 values for 5 tokens"),
+    ([broken(inputs={"weights": [1.0] * 4})], "4 values and the shape .4. for 5 tokens"),
+    ([broken(tensors={"weights": {"shape": [7]}})], "5 values and the shape .7. for 5 tokens"),
     ([broken(inputs={"weights": [1.0, float("nan"), 1.0, 1.0, 1.0]})], "not finite"),
     ([broken(tensors={"weights": {"shape": [5, 1]}})], "one target for each position"),
     ([broken(tensors={"weights": {"dtype": messages.INT64}})], "is not float32"),
@@ -296,6 +408,10 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ("optim_step", {"adam_params": {"momentum": 0.9}}, "momentum: this server does not know this field"),
         ("optim_step", {"optimizer_params": {"type": "dimuon"}}, "optimizer adamw alone"),
         ("optim_step", {"adam_params": {"beta1": 1.0}}, "beta1: Input should be less than 1"),
+        ("create_model", {"lora_config": {"rank": 0}}, "lora_config.rank: Input should be greater than or equal to 1$"),
+        ("create_model", {"lora_config": {"rank": 8, "seed": 2**70}}, "seed: Input should be less than"),
+        ("save_weights", {"path": "a", "ttl_seconds": 10**400}, "ttl_seconds: Input should be"),
+        ("save_weights", {"path": "a", "ttl_seconds": 10**12}, "ttl_seconds: Input should be less than"),
         ("save_weights", {"path": "../up"}, "no name of a checkpoint"),
         ("save_weights_for_sampler", {}, "needs path or sampling_session_seq_id"),
         ("load_weights", {"path": "tinker://x/weights/y", "optimizer": True}, "there is no checkpoint"),
@@ -345,6 +461,50 @@ def test_what_the_server_does_not_do_is_refused_in_a_sentence(serve: Serve) -> N
                 await server.one.post(path, {**valid.get(path, numbers), **body})
         # Each of them has used up its number.
         await model.forward([DATUM])
+
+    serve(scenario)
+
+
+ELSEWHERE = [
+    ("GET", "training_runs/r/checkpoints/weights/a/external_weights_urls", "in PEFT's form below"),
+    ("PUT", "training_runs/r/checkpoints/weights/a/ttl", "is set when it is saved"),
+    ("POST", "training_runs/r/checkpoints/weights/a/publish", "no public checkpoints"),
+    ("GET", "sessions", "does not list sessions"),
+    ("POST", "sessions/search", "does not list sessions"),
+    ("GET", "sessions/s", "does not describe sessions"),
+    ("PUT", "sessions/s/project", "no projects"),
+    ("GET", "sessions/s/trace_export", "no traces"),
+    ("GET", "audit", "no audit log"),
+    ("GET", "billing/usage/checkpoints/current", "bills nothing"),
+    ("DELETE", "auth/apikey/me", "started with .--keys"),
+    ("GET", "training_runs?access_scope=accessible", "a key sees what it has made itself"),
+    ("GET", "training_runs?sort=name", "sort: this server does not know this field"),
+    ("GET", "checkpoints?offset=-1", "offset: Input should be greater than or equal to 0"),
+]
+
+
+def test_what_else_the_sdk_asks_for_is_refused(serve: Serve) -> None:
+    async def scenario(server: Any) -> None:
+        for method, path, message in ELSEWHERE:
+            response = await server.http.request(method, f"/api/v1/{path}", headers={"X-API-Key": "tml-one"})
+            assert (response.status_code, path) == (400, path)
+            assert re.search(message, response.json()["detail"])
+
+    serve(scenario)
+
+
+def test_lists_come_in_pages(serve: Serve) -> None:
+    async def scenario(server: Any) -> None:
+        session = await server.one.session()
+        models = [await Model.create(server.one, server.model, session, number) for number in range(3)]
+        paths = [await model.save("a") for model in models]
+        pages = [await server.one.get(f"checkpoints?limit=2&offset={offset}") for offset in (0, 2, 4)]
+        assert [[each["tinker_path"] for each in page["checkpoints"]] for page in pages] == [paths[:2], paths[2:], []]
+        assert [page["cursor"] for page in pages] == [
+            {"offset": offset, "limit": 2, "total_count": 3} for offset in (0, 2, 4)
+        ]
+        runs = (await server.one.get("training_runs?limit=1&offset=1&access_scope=owned"))["training_runs"]
+        assert [each["training_run_id"] for each in runs] == [models[1].model_id]
 
     serve(scenario)
 

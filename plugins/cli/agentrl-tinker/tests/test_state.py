@@ -16,6 +16,7 @@ import httpx
 import numpy as np
 import pytest
 
+from agentrl_core.api.errors import ConfigError
 from agentrl_tinker.client import Client, Model, SamplerClient, datum
 from agentrl_tinker.refusals import Refusal
 from agentrl_tinker.store import Checkpoint, Store, owner_of
@@ -96,15 +97,25 @@ def test_checkpoints_expire_and_half_written_ones_are_removed(tmp_path: Path, mo
     named = Checkpoint("run", "weights", "a", "base", shape, "", 0, 0.0, expires=time.time() + 100)
     kept = store.save(owner, named, {"x": b"1"})
     forever = store.save(owner, Checkpoint("run", "weights", "b", "base", shape, "", 0, 0.0), {"x": b"2"})
+    users = tmp_path / "models" / "mine" / "weights" / "shards"
+    users.mkdir(parents=True)
+    (tmp_path / "scratch").mkdir()
     half = tmp_path / owner / "run" / "weights" / "c-123"
     half.mkdir()
     scratch = store.scratch / "session"
     scratch.mkdir()
+    with pytest.raises(ConfigError, match="another server uses .*. Stop it, or name another folder"):
+        Store(tmp_path)
+    assert half.exists() and scratch.exists()
+    store.close()
     again = Store(tmp_path)
     assert [each.path for each in again.all(owner)] == [kept.path, forever.path]
     assert not half.exists() and not scratch.exists()
+    # Only what a server has written is its own to delete.
+    assert users.exists() and (tmp_path / "scratch").exists()
     monkeypatch.setattr(time, "time", lambda: kept.expires + 1)
     assert [each.name for each in again.all(owner)] == ["b"]
+    again.close()
     assert sorted(each.name for each in half.parent.iterdir()) == sorted(["b.json", forever.folder])
     assert "tml" not in json.dumps([str(each) for each in tmp_path.rglob("*")])
 
@@ -128,7 +139,7 @@ def test_a_session_that_is_silent_loses_its_adapters(serve: Serve, monkeypatch: 
         await model.forward([DATUM])
         monkeypatch.setattr(time, "monotonic", lambda: now + 800)
         # Who waits for a result is there.
-        waiting = asyncio.create_task(server.one.result(promise, tries=1))
+        waiting = asyncio.create_task(server.one.result(promise, seconds=0))
         await asyncio.sleep(0)
         monkeypatch.setattr(time, "monotonic", lambda: now + 1000)
         await service.end_idle_sessions()
@@ -147,6 +158,38 @@ def test_a_session_that_is_silent_loses_its_adapters(serve: Serve, monkeypatch: 
         await load_new(server.one, path, optimizer=True)
 
     serve(scenario, max_adapters=1)
+
+
+def test_a_session_that_is_closed_while_silent_ones_end_does_no_harm(serve: Serve, monkeypatch: Any) -> None:
+    """The end of one session waits for what it runs; meanwhile another is closed, and a third is heard from."""
+
+    async def scenario(server: Any) -> None:
+        service = server.service
+        models = [await Model.create(server.one, server.model, await server.one.session()) for _ in range(3)]
+        _, second, third = (each.session_id for each in models)
+        for session in service._sessions.values():
+            session.seen -= 1000
+        removal, go_on = asyncio.Event(), asyncio.Event()
+        compute = service._compute
+
+        async def slow(function: Any, *args: Any) -> Any:
+            if function == service.trainer.remove:
+                removal.set()
+                await go_on.wait()
+            return await compute(function, *args)
+
+        monkeypatch.setattr(service, "_compute", slow)
+        ending = asyncio.create_task(service.end_idle_sessions())
+        await removal.wait()
+        closing = asyncio.create_task(server.one.post(f"sessions/{second}/finish", {}))
+        await server.one.post("session_heartbeat", {"session_id": third})
+        while second in service._sessions:
+            await asyncio.sleep(0)
+        go_on.set()
+        await asyncio.gather(ending, closing)
+        assert list(service._sessions) == [third]
+
+    serve(scenario)
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_step_leaves_nothing_half_done(serve: Serve) -> None:

@@ -1,19 +1,14 @@
 """LoRA adapters (arXiv 2106.09685) on one frozen module, by PEFT."""
 
-import json
-import warnings
+import secrets
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, LoraModel
-from peft.tuners.lora import LoraLayer
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from agentrl_core.workers.adapters import WEIGHTS_FILE, adapter_tensors
+from agentrl_core.workers.adapters import adapter_tensors, insert_adapter, remove_adapter, use_adapter
 from agentrl_tinker.refusals import Refusal
 
 ALPHA = 32
@@ -43,8 +38,6 @@ class Adapters:
         )
         self._linear = [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
         self.has_experts = any(".experts." in name for name, _ in module.named_parameters())
-        self._tuner: LoraModel | None = None
-        self._names: list[str] = []
 
     def targets(self, shape: Shape) -> list[str]:
         """Names of the modules that an adapter of this shape changes.
@@ -64,40 +57,25 @@ class Adapters:
             raise Refusal("lora_config: nothing to train. Set one of train_attn, train_mlp and train_unembed")
         return found
 
-    def config(self, shape: Shape) -> LoraConfig:
-        return LoraConfig(r=shape.rank, lora_alpha=ALPHA, lora_dropout=0.0, target_modules=self.targets(shape))
+    def config(self, shape: Shape) -> dict[str, Any]:
+        """The content of ``adapter_config.json``."""
+        return {
+            "peft_type": "LORA", "task_type": "CAUSAL_LM", "r": shape.rank, "lora_alpha": ALPHA, "lora_dropout": 0.0,
+            "bias": "none", "target_modules": self.targets(shape),
+        }  # fmt: skip
 
     def add(self, name: str, shape: Shape, seed: int | None = None) -> None:
         """A new adapter, which computes what the base does until it is trained."""
-        config = self.config(shape)
-        with torch.random.fork_rng(), warnings.catch_warnings():
-            # Of tied embeddings, which concerns merged adapters alone.
-            warnings.simplefilter("ignore")
-            if seed is None:
-                torch.seed()
-            else:
-                torch.manual_seed(seed)
-            if self._tuner is None:
-                self._tuner = LoraModel(self.module, {name: config}, name)
-            else:
-                self._tuner.peft_config[name] = config
-                self._tuner.inject_adapter(self.module, name)
-        self._names.append(name)
+        insert_adapter(self.module, name, self.config(shape), secrets.randbits(63) if seed is None else seed)
         self.activate(None)
 
     def remove(self, name: str) -> None:
-        if self._tuner is not None and name in self._names:
-            self._names.remove(name)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                self._tuner.delete_adapter(name)
-            self.activate(None)
+        self.activate(None)
+        remove_adapter(self.module, name)
 
     def activate(self, name: str | None, training: bool = False) -> None:
         """Compute with this adapter from now on; with ``training`` its parameters get gradients."""
-        for layer in self.module.modules():
-            if isinstance(layer, LoraLayer):
-                layer.set_adapter([] if name is None else [name], inference_mode=not training)
+        use_adapter(self.module, name, training)
 
     def parameters(self, name: str) -> dict[str, Tensor]:
         """By the names of PEFT's files."""
@@ -116,15 +94,3 @@ class Adapters:
             raise Refusal("these weights are an adapter of another rank, of other modules or of another model")
         for key, parameter in parameters.items():
             parameter.copy_(tensors[key])
-
-
-def config_text(config: LoraConfig) -> str:
-    """The content of ``adapter_config.json``."""
-    given: dict[str, Any] = config.to_dict()  # type: ignore[no-untyped-call]
-    fields = {key: sorted(value) if isinstance(value, set) else value for key, value in given.items()}
-    return json.dumps(fields, indent=2, sort_keys=True)
-
-
-def read_adapter(folder: Path) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = load_file(folder / WEIGHTS_FILE)
-    return tensors

@@ -29,7 +29,15 @@ REFUSED = {
     "save_weights_external": "save_weights_for_sampler saves adapters in PEFT's format, below the server's --state",
     "create_custom_loss": "custom losses run in the client, by forward_backward_custom",
     "auth/token": "it takes API keys as they are",
+    "training_runs/{run}/checkpoints/{name:path}/external_weights_urls": "adapters are in PEFT's form below --state",
+    "sessions": "it does not list sessions",
     "sessions/search": "it does not list sessions",
+    "sessions/{session_id}": "it does not describe sessions",
+    "sessions/{session_id}/project": "it has no projects",
+    "sessions/{session_id}/trace_export": "it records no traces",
+    "audit": "it keeps no audit log",
+    "billing/{what:path}": "it bills nothing",
+    "auth/apikey/me": "API keys are in the file that it was started with (--keys)",
     "retrieve_futures": "results are fetched one by one, by retrieve_future",
     "join_sampling_session": "a copy of a sampling client picks its own numbers",
 }
@@ -226,7 +234,11 @@ class Api:
 
     async def _sampler(self, request: Request, sampler_id: str) -> Any:
         sampler = self._service.sampler_of(self._owner(request), sampler_id)
-        return {"sampler_id": sampler_id, "base_model": self._service.name, "model_path": sampler.path}
+        return {
+            "sampler_id": sampler_id,
+            "base_model": self._service.name,
+            "model_path": sampler.asked and sampler.asked.model_path,
+        }
 
     async def _sample(self, request: Request) -> Any:
         owner, body = await self._read(request, requests.Sample)
@@ -259,13 +271,12 @@ class Api:
         return {"base_model": found.base_model, "is_lora": True, "lora_rank": found.shape["rank"], **shape}
 
     async def _checkpoints(self, request: Request, run: str | None = None) -> Any:
-        found = [_described(each) for each in self._store.all(self._owner(request), run)]
-        return {"checkpoints": found, "cursor": {"offset": 0, "limit": len(found), "total_count": len(found)}}
+        return _paged(request, "checkpoints", [_described(each) for each in self._store.all(self._owner(request), run)])
 
     async def _runs(self, request: Request) -> Any:
         found = self._store.all(self._owner(request))
         runs = [self._run_of(found, run) for run in dict.fromkeys(each.run for each in found)]
-        return {"training_runs": runs, "cursor": {"offset": 0, "limit": len(runs), "total_count": len(runs)}}
+        return _paged(request, "training_runs", runs)
 
     async def _run(self, request: Request, run: str) -> Any:
         found = self._store.all(self._owner(request), run)
@@ -295,6 +306,13 @@ def _described(found: Checkpoint) -> dict[str, Any]:
         "checkpoint_type": "training" if found.kind == "weights" else "sampler", "time": _time(found.time),
         "user_metadata": found.user_metadata, "expires_at": None if found.expires is None else _time(found.expires),
     }  # fmt: skip
+
+
+def _paged(request: Request, key: str, found: list[dict[str, Any]]) -> dict[str, Any]:
+    page = requests.Page.model_validate(dict(request.query_params))
+    limit = len(found) if page.limit is None else page.limit
+    cursor = {"offset": page.offset, "limit": limit, "total_count": len(found)}
+    return {key: found[page.offset : page.offset + limit], "cursor": cursor}
 
 
 def _time(seconds: float) -> str:

@@ -11,6 +11,8 @@ from typing import Any, Literal
 import httpx
 import numpy as np
 
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.plugins.boundary import described
 from agentrl_tinker.bench import IDS, LINEAR, NEAR, Bench, Failed, Skipped, close, expect, row
 from agentrl_tinker.client import Client, Model, SamplerClient, datum, trained
 from agentrl_tinker.refusals import Refusal
@@ -343,9 +345,21 @@ async def a_result_that_is_not_there_yet_says_so(bench: Bench) -> None:
     model = await bench.model()
     promise = await model.send_train([row()], seq_id=2)
     async with bench.refuses("the result of a request that waits for an earlier one"):
-        await bench.client.result(promise, tries=1)
+        await bench.client.result(promise, seconds=0)
     await model.send_train([row()], seq_id=1)
     await bench.client.result(promise)
+
+
+async def _first_model(url: str, client: Client) -> str:
+    try:
+        return str((await client.get("get_server_capabilities"))["supported_models"][0]["model_name"])
+    except Refusal as refusal:
+        raise ConfigError(f"{url} answered {refusal.status}: {refusal}. Check --key, or name a --model") from refusal
+    except Exception as error:
+        raise ConfigError(
+            f"{url} names no model: {described(error)}. Check the address, which begins with http:// or https://, or "
+            "name a --model"
+        ) from error
 
 
 async def run_checks(
@@ -358,12 +372,15 @@ async def run_checks(
         base_model: None: the first one that the server names.
         only: names of :data:`CHECKS`; None: all.
         transport: of httpx, for a server in this process.
+
+    Raises:
+        ConfigError: the server cannot be asked for its models.
     """
     outcomes = []
     async with httpx.AsyncClient(base_url=url, timeout=60, transport=transport) as http:
         client, other = Client(http, key), Client(http, other_key) if other_key else None
         if base_model is None:
-            base_model = (await client.get("get_server_capabilities"))["supported_models"][0]["model_name"]
+            base_model = await _first_model(url, client)
         bench = Bench(client, other, Client(http, "tml-nobody-has-this-key"), str(base_model))
         for name in only or CHECKS:
             try:
@@ -373,6 +390,8 @@ async def run_checks(
                 outcome = Outcome(name, "skipped", str(reason))
             except (Failed, Refusal, httpx.HTTPError) as error:
                 outcome = Outcome(name, "failed", str(error) or type(error).__name__)
+            except Exception as error:  # noqa: BLE001 - whatever an answer of another form leads to
+                outcome = Outcome(name, "failed", f"an answer of another form: {described(error)}")
             outcomes.append(outcome)
             report(outcome)
             await bench.end()

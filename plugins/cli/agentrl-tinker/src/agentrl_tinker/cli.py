@@ -68,14 +68,16 @@ def serve(
     ] = 300.0,
 ) -> None:
     """Serve a model to clients of the Tinker SDK: they train LoRA adapters on it, and sample with them."""
-    from agentrl_tinker.serving import Options, run
-
     set_up_logging()
     logging.getLogger("agentrl_tinker").setLevel(logging.INFO)
     if keys is None and not _is_loopback(host):
         raise ConfigError(f"--keys: {host} can be reached from other machines. Name a file with the API keys to let in")
+    let_in = None if keys is None else _keys(keys)
+    # With torch, for which a wrong option should not wait.
+    from agentrl_tinker.serving import Options, run
+
     options = Options(
-        model=str(model), state=state, name=name, keys=None if keys is None else _keys(keys), engine=engine,
+        model=str(model), state=state, name=name, keys=let_in, engine=engine,
         engine_options=_options(engine_option or []), device=_one_of("--device", device, ("auto", "cpu", "cuda")),
         dtype=None if dtype is None else _one_of("--dtype", dtype, ("float32", "bfloat16")),
         max_adapters=max_adapters, max_rank=max_rank, max_slots=max_slots, unembed=unembed, max_model_len=max_model_len,

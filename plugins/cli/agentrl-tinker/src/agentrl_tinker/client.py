@@ -1,5 +1,6 @@
 """A small client of the API, for the conformance check and for tests; it needs no SDK."""
 
+import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -57,9 +58,18 @@ class Client:
             text = response.text
         raise Refusal(text, response.status_code)
 
-    async def result(self, promise: Mapping[str, Any], tries: int = 60) -> Any:
-        """The result of a request: bytes for protobuf, else JSON. Raises Refusal where the request failed."""
-        for _ in range(tries):
+    async def result(self, promise: Mapping[str, Any], seconds: float = 600.0) -> Any:
+        """The result of a request: bytes for protobuf, else JSON.
+
+        Args:
+            seconds: after which no further try begins.
+
+        Raises:
+            Refusal: the request failed, or had no result in this time.
+        """
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        while True:
             response = await self._http.post(
                 "/api/v1/retrieve_future", json={"request_id": promise["request_id"]},
                 headers={**self._headers, "Accept": "application/x-protobuf"},
@@ -69,6 +79,10 @@ class Client:
                 and "json" in response.headers["content-type"]
                 and response.json().get("type") == "try_again"
             ):
+                if loop.time() >= end:
+                    raise Refusal(f"request {promise['request_id']} had no result after {seconds:g} s", 408)
+                # Servers may wait before they say so, or not.
+                await asyncio.sleep(0.05)
                 continue
             if response.is_success and "protobuf" in response.headers["content-type"]:
                 return response.content
@@ -76,7 +90,6 @@ class Client:
             if "error" in found:
                 raise Refusal(found["error"])
             return found
-        raise Refusal(f"request {promise['request_id']} had no result after {tries} tries", 408)
 
     async def session(self) -> str:
         body: dict[str, Any] = {"tags": [], "user_metadata": None, "sdk_version": "0.38.0", "type": "create_session"}

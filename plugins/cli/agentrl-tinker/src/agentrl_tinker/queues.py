@@ -30,15 +30,32 @@ class Results:
 
     def __init__(self, alive: Callable[[str], None]) -> None:
         self._alive = alive
-        self._tasks: dict[str, tuple[str, str, asyncio.Future[Result]]] = {}
+        self._tasks: dict[str, tuple[str, str, asyncio.Future[Result], bytes]] = {}
         self._fetched: OrderedDict[str, None] = OrderedDict()
         self.stopping: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
         """Done when the server ends: nobody shall wait any more."""
 
-    def add(self, request_id: str, owner: str, session_id: str) -> "asyncio.Future[Result]":
+    def add(self, request_id: str, owner: str, session_id: str, asked: object = None) -> "asyncio.Future[Result]":
+        """The future that gets the result.
+
+        Args:
+            asked: the request, for ``known``.
+        """
         future: asyncio.Future[Result] = asyncio.get_running_loop().create_future()
-        self._tasks[request_id] = (owner, session_id, future)
+        self._tasks[request_id] = (owner, session_id, future, _digest(repr(asked).encode()))
         return future
+
+    def known(self, request_id: str, asked: object) -> bool:
+        """Whether this request is here already: a client sends again what got no answer.
+
+        Raises:
+            Refusal: another request has this id.
+        """
+        if request_id not in self._tasks:
+            return False
+        if self._tasks[request_id][-1] != _digest(repr(asked).encode()):
+            raise Refusal(f"request {request_id} was another one; a client counts up the number of each request")
+        return True
 
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._tasks
@@ -52,7 +69,7 @@ class Results:
         Raises:
             Refusal: the key has made no such request.
         """
-        of, session_id, future = self._tasks.get(request_id, ("", "", None))
+        of, session_id, future, _ = self._tasks.get(request_id, ("", "", None, b""))
         if future is None or of != owner:
             raise Refusal(
                 f"there is no request {request_id!r} of this API key; the server may have been restarted since", 404
@@ -68,11 +85,15 @@ class Results:
         return future.result()
 
     def drop_session(self, session_id: str) -> None:
-        for request_id in [key for key, (_, of, _) in self._tasks.items() if of == session_id]:
+        for request_id in [key for key, (_, of, *_) in self._tasks.items() if of == session_id]:
             self._fetched.pop(request_id, None)
-            _, _, future = self._tasks.pop(request_id)
+            future = self._tasks.pop(request_id)[2]
             if not future.done():
                 future.set_result(failed(Refusal("the session has ended")))
+
+
+def _digest(body: bytes) -> bytes:
+    return hashlib.sha256(body).digest()
 
 
 def failed(error: BaseException) -> dict[str, object]:
@@ -111,13 +132,14 @@ class Ordered:
         Raises:
             Refusal: another request has this number, or too many wait.
         """
-        digest = hashlib.sha256(body).digest()
+        digest = _digest(body)
         if number in self._seen:
             if self._seen[number] != digest:
                 raise Refusal(f"seq_id: {self._name} has another request with the number {number}")
             return True
-        if number < self._next:
-            raise Refusal(f"seq_id: {self._name} expects {self._next} or a later number, found {number}")
+        # While the model is made, its number is 0.
+        if number < (expected := max(self._next, 1)):
+            raise Refusal(f"seq_id: {self._name} expects {expected} or a later number, found {number}")
         if number >= self._next + AHEAD:
             raise Refusal(f"seq_id: {number} is too far ahead, {self._name} waits for {self._next}", 429)
         self._seen[number] = digest

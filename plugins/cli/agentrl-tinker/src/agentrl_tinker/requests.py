@@ -39,7 +39,7 @@ class Session(Body):
 
 class LoraConfig(Body):
     rank: int = Field(ge=1, le=512)
-    seed: int | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -88,7 +88,7 @@ class OptimStep(Ordered):
     adam_params: Adam
 
 
-Ttl = Annotated[int, Field(ge=1)] | None
+Ttl = Annotated[int, Field(ge=1, le=100 * 366 * 24 * 3600)] | None
 
 
 class SaveWeights(Ordered):
@@ -121,6 +121,15 @@ class LoadWeights(Body):
 
 class WeightsInfo(Body):
     tinker_path: str
+
+
+class Page(Body):
+    """The query of a list."""
+
+    limit: int | None = Field(None, ge=0)
+    offset: int = Field(0, ge=0)
+    access_scope: Literal["owned"] = "owned"
+    project_id: None = None
 
 
 class CreateSampler(Body):
@@ -176,6 +185,7 @@ MISSING = {
     "optimizer_config": "this server has the optimizer adamw alone",
     "lora_config": "this server trains LoRA adapters alone, so it needs lora_config",
     "project_id": "this server has no projects",
+    "access_scope": "a key sees what it has made itself",
     "weights_access_token": "a key loads the checkpoints that it has saved itself, and no others",
     "chunks": "this server takes text alone, as chunks of the type encoded_text",
     "topk_sample_logprobs": "this server computes no likeliest tokens of sampled positions",
@@ -196,10 +206,11 @@ def problems(error: ValidationError) -> str:
         why = each["msg"]
         if each["type"] == "extra_forbidden":
             why = "this server does not know this field"
-        hint = next((MISSING[name] for name in names if name in MISSING and each["type"] != "missing"), "")
-        if each["type"] == "missing" and names[-1] in ("adam_params", "lora_config"):
-            hint = MISSING[names[-1]]
-        found.append(f"{'.'.join(names)}: {why}" + (f"; {hint}" if hint else ""))
+        # Of these two all is known, so that a wrong value inside is nothing that is missing.
+        named = [name for name in names[:-1] if name not in ("adam_params", "lora_config")] + names[-1:]
+        is_missing = each["type"] == "missing" and names[-1] not in ("adam_params", "lora_config")
+        hint = "" if is_missing else next((MISSING[name] for name in named if name in MISSING), "")
+        found.append(f"{'.'.join(names) or 'the body'}: {why}" + (f"; {hint}" if hint else ""))
     return ". ".join(dict.fromkeys(found))
 
 
@@ -285,8 +296,9 @@ def _tensor(where: str, tensor: Any, length: int) -> "np.ndarray[Any, Any]":
     if tensor.dtype != wanted:
         raise Refusal(f"{where} is not {'int64' if wanted == messages.INT64 else 'float32'}")
     values = _array(where, tensor.dense, dtype)
-    if len(values) != length:
-        raise Refusal(f"{where} has {len(values)} values for {length} tokens of model_input")
+    if len(values) != length or list(tensor.shape) not in ([], [length]):
+        shape = f" and the shape {list(tensor.shape)}" if tensor.shape else ""
+        raise Refusal(f"{where} has {len(values)} values{shape} for {length} tokens of model_input")
     if not np.isfinite(values).all():
         raise Refusal(f"{where} holds values that are not finite")
     return values

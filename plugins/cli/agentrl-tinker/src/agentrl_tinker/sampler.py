@@ -78,38 +78,59 @@ class Slots:
         self._loaded: OrderedDict[Path, tuple[str, int]] = OrderedDict()
         self._running: dict[Path, int] = {}
         self._versions = count(1)
-        self._changed = asyncio.Condition()
+        self._lock = asyncio.Lock()
+        self._idle = asyncio.Event()
+        self._wanted: dict[Path, Path] = {}
+        """Weights that wait for a slot, and those that take no new requests until they are idle and give theirs."""
 
     @asynccontextmanager
     async def using(self, weights: Weights | None) -> AsyncIterator[dict[str, Any]]:
         if weights is None:
             yield {}
             return
-        async with self._changed:
-            await self._changed.wait_for(lambda: weights.folder in self._loaded or self._slot_is_free())
-            if weights.folder not in self._loaded:
-                await self._load(weights)
-            self._loaded.move_to_end(weights.folder)
-            self._running[weights.folder] = self._running.get(weights.folder, 0) + 1
-            name, version = self._loaded[weights.folder]
+        try:
+            while not await self._enter(weights):
+                await self._idle.wait()
+        except BaseException:
+            self._wanted.pop(weights.folder, None)
+            raise
+        name, version = self._loaded[weights.folder]
         try:
             yield {"adapter": name, "version": version}
         finally:
-            async with self._changed:
-                self._running[weights.folder] -= 1
-                if not self._running[weights.folder]:
-                    del self._running[weights.folder]
-                    self._changed.notify_all()
+            # Nothing to wait for: a request may be cancelled twice.
+            self._running[weights.folder] -= 1
+            if not self._running[weights.folder]:
+                del self._running[weights.folder]
+                self._idle.set()
+                self._idle.clear()
 
-    def _slot_is_free(self) -> bool:
-        return bool(self._free) or any(folder not in self._running for folder in self._loaded)
+    async def _enter(self, weights: Weights) -> bool:
+        """Whether the weights have a slot, and the request that asks counts as one that uses them."""
+        folder = weights.folder
+        async with self._lock:
+            if folder not in self._loaded and (self._free or self._idle_ones()):
+                await self._load(weights)
+            if folder in self._loaded and (folder not in self._wanted.values() or self._idle_ones()):
+                self._loaded.move_to_end(folder)
+                self._running[folder] = self._running.get(folder, 0) + 1
+                return True
+            taken = self._wanted.values()
+            if folder not in self._wanted and (others := [each for each in self._loaded if each not in taken]):
+                self._wanted[folder] = others[0]
+        return False
+
+    def _idle_ones(self) -> list[Path]:
+        return [folder for folder in self._loaded if folder not in self._running]
 
     async def _load(self, weights: Weights) -> None:
         if self._free:
             name = self._free.pop()
         else:
-            idle = next(folder for folder in self._loaded if folder not in self._running)
+            idle = self._idle_ones()[0]
             name, _ = self._loaded.pop(idle)
+            self._wanted = {each: slot for each, slot in self._wanted.items() if slot != idle}
+        self._wanted.pop(weights.folder, None)
         version = next(self._versions)
         try:
             adapter = Adapter(name, json.loads((weights.folder / CONFIG_FILE).read_text()))

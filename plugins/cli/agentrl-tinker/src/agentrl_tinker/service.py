@@ -1,6 +1,7 @@
 """What the API does: sessions of keys, models that train, samplers."""
 
 import asyncio
+import json
 import logging
 import secrets
 import shutil
@@ -18,7 +19,7 @@ from safetensors.torch import save as save_tensors
 from agentrl_core.api.concurrency import together
 from agentrl_core.workers.adapters import CONFIG_FILE, WEIGHTS_FILE
 from agentrl_tinker import requests, samples
-from agentrl_tinker.adapters import Shape, config_text
+from agentrl_tinker.adapters import Shape
 from agentrl_tinker.losses import Loss
 from agentrl_tinker.queues import Ordered, Result, Results, Work, failed, finish
 from agentrl_tinker.refusals import Refusal
@@ -60,7 +61,8 @@ class SamplingSession:
     owner: str
     session_id: str
     weights: Callable[[], Weights | None]
-    path: str | None = None
+    asked: requests.CreateSampler | None = None
+    """None for one that a model has made."""
 
 
 class Service:
@@ -140,8 +142,11 @@ class Service:
 
     async def end_idle_sessions(self) -> None:
         """Of clients from which nothing has been heard."""
-        before = time.monotonic() - self._session_timeout
-        for session_id in [key for key, session in self._sessions.items() if session.seen < before]:
+        for session_id in list(self._sessions):
+            # While another one ends, this one may have ended too, or its client may be back.
+            session = self._sessions.get(session_id)
+            if session is None or session.seen >= time.monotonic() - self._session_timeout:
+                continue
             logger.info(
                 "session %s has sent no heartbeat for %g s; its adapters are released",
                 session_id,
@@ -150,10 +155,11 @@ class Service:
             await self.end_session(session_id)
 
     async def close(self) -> None:
-        for session_id in list(self._sessions):
-            await self.end_session(session_id)
+        while self._sessions:
+            await self.end_session(next(iter(self._sessions)))
         await self.sampler.close()
         self._thread.shutdown()
+        self.store.close()
 
     # Models -------------------------------------------------------------------------------------------------------
 
@@ -172,7 +178,7 @@ class Service:
             self.trainer.create(model.model_id, shape, seed)
             return {"model_id": model.model_id, "type": "create_model"}
 
-        return self._new_model(owner, body.session_id, body.model_seq_id, shape, body.user_metadata, create)
+        return self._new_model(owner, body.session_id, body.model_seq_id, shape, body, create)
 
     def load_new_model(self, owner: str, body: requests.LoadWeights) -> str:
         """A model whose first request is a checkpoint."""
@@ -193,17 +199,19 @@ class Service:
                 raise
 
         shape = checkpoint.adapter_shape
-        return self._new_model(owner, body.session_id, body.model_seq_id, shape, body.user_metadata, create)
+        return self._new_model(owner, body.session_id, body.model_seq_id, shape, body, create)
 
     def _new_model(
-        self, owner: str, session_id: str, number: int, shape: Shape, metadata: dict[str, Any] | None,
-        create: Callable[[TrainedModel], Result],
+        self, owner: str, session_id: str, number: int, shape: Shape,
+        body: requests.CreateModel | requests.LoadWeights, create: Callable[[TrainedModel], Result],
     ) -> str:  # fmt: skip
         session = self.session(owner, session_id)
         model_id = f"{session_id}:train:{number}"
         request_id = f"{model_id}:0"
-        if request_id in self.results:
+        if self.results.known(request_id, body):
             return request_id
+        if model_id in self._models:
+            raise Refusal(f"model_seq_id: session {session_id!r} has a model with the number {number}")
         if shape.rank > self._max_rank:
             raise Refusal(f"lora_config.rank: {shape.rank} is more than this server's --max-rank {self._max_rank}")
         if shape.train_unembed and not self._unembed:
@@ -217,7 +225,7 @@ class Service:
                 f"until one has been silent for {self._session_timeout:g} s"
             )
         self.trainer.adapters.targets(shape)
-        model = TrainedModel(model_id, owner, session_id, shape, Ordered(f"model {model_id}"), metadata)
+        model = TrainedModel(model_id, owner, session_id, shape, Ordered(f"model {model_id}"), body.user_metadata)
         self._models[model_id] = model
         session.models.append(model_id)
 
@@ -230,7 +238,7 @@ class Service:
                 raise
 
         # Numbers of the client begin at 1: the adapter is made before.
-        model.queue.start(self.results.add(request_id, owner, session_id), work)
+        model.queue.start(self.results.add(request_id, owner, session_id, body), work)
         return request_id
 
     def _check_base(self, name: str) -> None:
@@ -255,7 +263,8 @@ class Service:
             work = read(model)
             if is_known:
                 raise Refusal(f"seq_id: request {seq_id} has been done, and its result was fetched long ago", 410)
-        except Refusal:
+        except Exception:
+            # Those that come later wait for this number.
             if not is_known:
                 model.queue.add(seq_id, None, None)
             raise
@@ -266,6 +275,16 @@ class Service:
         self, model: TrainedModel, rows: list[Row], loss: Loss, settings: dict[str, float], backward: bool
     ) -> Work:
         async def work() -> Result:
+            before = await self._compute(self.trainer.gradients, model.model_id) if backward else []
+            try:
+                return requests.training_result(*await compute())
+            except Exception:
+                # A client that catches the error must not step with the gradients of half a request.
+                if backward:
+                    await self._compute(self.trainer.set_gradients, model.model_id, before)
+                raise
+
+        async def compute() -> "tuple[float, list[np.ndarray[Any, Any]]]":
             total, log_probs = 0.0, [np.empty(0)] * len(rows)
             # Other models compute between two micro-batches.
             for batch in self.trainer.micro_batches(rows):
@@ -275,7 +294,7 @@ class Service:
                 total += part
                 for index, values in zip(batch, found, strict=True):
                     log_probs[index] = values
-            return requests.training_result(total, log_probs)
+            return total, log_probs
 
         return work
 
@@ -315,12 +334,12 @@ class Service:
             folder = self.store.scratch / model.session_id / secrets.token_hex(12)
             await asyncio.to_thread(write_files, folder, files)
             weights = Weights(folder, model.shape)
-            if body.kind == "inflight":
-                model.published = weights
             sampler_id = self._new_sampler(
                 model.owner, model.session_id, body.sampling_session_seq_id or 0,
                 (lambda: model.published) if body.kind == "inflight" else (lambda: weights),
             )  # fmt: skip
+            if body.kind == "inflight":
+                model.published = weights
             return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
 
         return publish
@@ -360,7 +379,7 @@ class Service:
         weights, moments = self.trainer.state(model.model_id, with_optimizer)
         files = {
             WEIGHTS_FILE: save_tensors(weights),
-            CONFIG_FILE: config_text(self.trainer.adapters.config(model.shape)).encode(),
+            CONFIG_FILE: json.dumps(self.trainer.adapters.config(model.shape), indent=2).encode(),
         }
         return files | ({MOMENTS: save_tensors(moments)} if with_optimizer else {})
 
@@ -370,21 +389,28 @@ class Service:
         self.session(owner, body.session_id)
         if body.model_path is None:
             self._check_base(body.base_model or "")
-            return self._new_sampler(owner, body.session_id, body.sampling_session_seq_id, lambda: None)
+            return self._new_sampler(owner, body.session_id, body.sampling_session_seq_id, lambda: None, body)
         checkpoint, folder = self.store.find(owner, body.model_path)
         for name in (checkpoint.base_model, body.base_model or self.name):
             self._check_base(name)
         weights = Weights(folder, checkpoint.adapter_shape)
         number = body.sampling_session_seq_id
-        return self._new_sampler(owner, body.session_id, number, lambda: weights, body.model_path)
+        return self._new_sampler(owner, body.session_id, number, lambda: weights, body)
 
     def _new_sampler(
-        self, owner: str, session_id: str, number: int, weights: Callable[[], Weights | None], path: str | None = None
-    ) -> str:
+        self, owner: str, session_id: str, number: int, weights: Callable[[], Weights | None],
+        asked: requests.CreateSampler | None = None,
+    ) -> str:  # fmt: skip
+        session = self.session(owner, session_id)
         sampler_id = f"{session_id}:sample:{number}"
-        if sampler_id not in self._samplers:
-            self._samplers[sampler_id] = SamplingSession(sampler_id, owner, session_id, weights, path)
-            self.session(owner, session_id).samplers.append(sampler_id)
+        before = self._samplers.get(sampler_id)
+        if before is None:
+            self._samplers[sampler_id] = SamplingSession(sampler_id, owner, session_id, weights, asked)
+            session.samplers.append(sampler_id)
+        elif asked is None or before.asked != asked:
+            raise Refusal(
+                f"sampling_session_seq_id: session {session_id!r} has another sampler with the number {number}"
+            )
         return sampler_id
 
     def sampler_of(self, owner: str, sampler_id: str) -> SamplingSession:
@@ -399,7 +425,7 @@ class Service:
         sampler = self.sampler_of(owner, body.sampling_session_id)
         request_id = f"{sampler.sampler_id}:{body.seq_id}"
         sequence_ids = [f"{request_id}:{index}" for index in range(body.num_samples)]
-        if request_id in self.results:
+        if self.results.known(request_id, body):
             return request_id, sequence_ids
         prompt = [token for chunk in body.prompt.chunks for token in chunk.tokens]
         params, texts = samples.params_of(body.sampling_params, self._eos, self.max_model_len - len(prompt))
@@ -424,7 +450,7 @@ class Service:
                 scores = await self._compute(self.trainer.scores, *where, prompt, body.topk_prompt_logprobs)
             return samples.response(body, [samples.cut(each, texts, self._decode) for each in outputs], scores)
 
-        future = self.results.add(request_id, owner, sampler.session_id)
+        future = self.results.add(request_id, owner, sampler.session_id, body)
         task = asyncio.get_running_loop().create_task(finish(future, work))
         self._sampling[request_id] = task
 

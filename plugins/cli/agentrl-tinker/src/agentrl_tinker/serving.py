@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import signal
+import socket
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl_core.api.engine import AdapterSlots, EngineContext
+from agentrl_core.api.errors import ConfigError
 from agentrl_core.config.schema import ModelConfig
 from agentrl_core.workers.models import resolve_device
 from agentrl_tinker.adapters import Shape
@@ -69,12 +71,15 @@ async def serving(options: Options) -> AsyncIterator[Api]:
     """
     from transformers import AutoTokenizer
 
+    store = Store(options.state)
     device = resolve_device(options.device)
     dtype = options.dtype or ("bfloat16" if device.type == "cuda" else "float32")
     config = ModelConfig(path=options.model, dtype=dtype, gradient_checkpointing=options.gradient_checkpointing)
     trainer = Trainer(options.model, config, device, options.micro_batch_tokens)
-    longest = getattr(trainer.model.config.get_text_config(decoder=True), "max_position_embeddings", DEFAULT_LENGTH)
-    length = options.max_model_len or min(longest, DEFAULT_LENGTH)
+    longest = getattr(trainer.model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    length = options.max_model_len or min(longest or DEFAULT_LENGTH, DEFAULT_LENGTH)
+    if longest and length > longest:
+        raise ConfigError(f"--max-model-len: {length} is more than the {longest} positions that the model has")
     tokenizer = AutoTokenizer.from_pretrained(options.model, local_files_only=True)
     names = tuple(f"slot-{index}" for index in range(options.max_slots))
     context = EngineContext(
@@ -89,7 +94,7 @@ async def serving(options: Options) -> AsyncIterator[Api]:
     service = Service(
         trainer,
         sampler,
-        Store(options.state),
+        store,
         name=options.name or options.model,
         tokenizer=str(Path(options.model).resolve()),
         decode=tokenizer.decode,
@@ -127,10 +132,14 @@ def _eos(model: Any, tokenizer: Any) -> tuple[int, ...]:
 
 
 def run(options: Options, host: str, port: int) -> None:
-    """Serve until SIGINT or SIGTERM comes; then requests that run end, and the engine."""
+    """Serve until SIGINT or SIGTERM comes; then requests that run end, and the engine.
+
+    Raises:
+        ConfigError: also where the address is in use.
+    """
     import uvicorn
 
-    async def serve() -> None:
+    async def serve(listener: socket.socket) -> None:
         async with serving(options) as api:
 
             class Server(uvicorn.Server):
@@ -146,10 +155,26 @@ def run(options: Options, host: str, port: int) -> None:
                     self.handle_exit(number, None)
 
             config = uvicorn.Config(
-                api.app, host=host, port=port, log_config=None, access_log=False, lifespan="off",
-                timeout_graceful_shutdown=5,
-            )  # fmt: skip
-            logger.info("serving %s at http://%s:%d, checkpoints in %s", options.model, host, port, options.state)
-            await Server(config).serve()
+                api.app, log_config=None, access_log=False, lifespan="off", timeout_graceful_shutdown=5
+            )
+            found = listener.getsockname()[1]
+            logger.info("serving %s at http://%s:%d, checkpoints in %s", options.model, host, found, options.state)
+            await Server(config).serve([listener])
 
-    asyncio.run(serve())
+    # Before the model is loaded, which can take minutes.
+    with _bound(host, port) as listener:
+        asyncio.run(serve(listener))
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        listener = socket.socket(family)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+    except OSError as error:
+        raise ConfigError(
+            f"--host, --port: cannot listen on {host}, port {port}: {error.strerror or error}. Choose another port, or "
+            "an address of this machine"
+        ) from error
+    return listener

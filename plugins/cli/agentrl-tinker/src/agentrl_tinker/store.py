@@ -6,8 +6,10 @@
 A checkpoint exists once its JSON file does, which is replaced atomically. ``tinker://<run>/weights/step-10`` names it.
 """
 
+import fcntl
 import hashlib
 import json
+import logging
 import re
 import shutil
 import time
@@ -17,13 +19,17 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from agentrl_core.api.errors import ConfigError
 from agentrl_core.runs.atomic import replace_file
 from agentrl_tinker.adapters import Shape
 from agentrl_tinker.refusals import Refusal
 
+logger = logging.getLogger(__name__)
+
 Kind = Literal["weights", "sampler_weights"]
 SCHEME = "tinker://"
 _KINDS = ("weights", "sampler_weights")
+_OWNER = "[0-9a-f]" * 24
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:=+-]{0,199}")
 
 
@@ -57,16 +63,30 @@ class Checkpoint:
 
 
 class Store:
-    """The checkpoints below a folder."""
+    """The checkpoints below a folder, which is this server's until ``close``. Other files there are left alone.
+
+    Raises:
+        ConfigError: another server uses the folder.
+    """
 
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        self.scratch = root / "scratch"
+        self._lock = (root / ".tinker-lock").open("w")
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(f"--state: another server uses {root}. Stop it, or name another folder") from error
+        except OSError as error:
+            logger.warning("%s has no locks (%s): start no second server on this folder", root, error)
+        self.scratch = root / ".tinker-samplers"
         """Weights of samplers without a name, which live as long as the server."""
         shutil.rmtree(self.scratch, ignore_errors=True)
         self.scratch.mkdir()
         self._remove_leftovers()
+
+    def close(self) -> None:
+        self._lock.close()
 
     def save(
         self,
@@ -154,7 +174,7 @@ class Store:
 
     def _kinds(self) -> Iterator[Path]:
         for kind in _KINDS:
-            yield from self.root.glob(f"*/*/{kind}")
+            yield from self.root.glob(f"{_OWNER}/*/{kind}")
 
 
 def check_name(name: str) -> None:

@@ -12,13 +12,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from agentrl_core.algorithms.token_log_probs import token_log_probs
 from agentrl_core.config.schema import ModelConfig
+from agentrl_core.workers.adapters import WEIGHTS_FILE
 from agentrl_core.workers.models import enable_gradient_checkpointing, load_causal_lm, training_mode, vocabulary_of
-from agentrl_tinker.adapters import Adapters, Shape, read_adapter
+from agentrl_tinker.adapters import Adapters, Shape
 from agentrl_tinker.losses import Loss
+from agentrl_tinker.refusals import Refusal
 
 SCORED = 4
 """Adapters of samplers that stay loaded to compute log-probabilities of prompts."""
@@ -150,8 +153,21 @@ class Trainer:
                 torch.autograd.backward(total)
         return float(total.detach()), [part.detach().cpu().numpy() for part in parts]
 
+    def gradients(self, name: str) -> list[Tensor | None]:
+        """Copies of what has been added up since the last step."""
+        parameters = self.adapters.parameters(name).values()
+        return [None if parameter.grad is None else parameter.grad.clone() for parameter in parameters]
+
+    def set_gradients(self, name: str, gradients: Sequence[Tensor | None]) -> None:
+        for parameter, gradient in zip(self.adapters.parameters(name).values(), gradients, strict=True):
+            parameter.grad = gradient
+
     def optim_step(self, name: str, params: AdamParams) -> dict[str, float]:
-        """A step with the gradients since the last one, which are dropped; the norm of these before clipping."""
+        """A step with the gradients since the last one, which are dropped; the norm of these before clipping.
+
+        Raises:
+            Refusal: they are not finite. No step is made: it would leave nothing of the weights.
+        """
         trained = self._trained[name]
         parameters = list(self.adapters.parameters(name).values())
         for parameter in parameters:
@@ -159,6 +175,12 @@ class Trainer:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         most = params.grad_clip_norm or float("inf")
         norm = torch.nn.utils.clip_grad_norm_(parameters, most)
+        if not torch.isfinite(norm):
+            trained.optimizer.zero_grad(set_to_none=True)
+            raise Refusal(
+                f"the norm of the gradients is {float(norm)}: a loss since the last step was not finite, see loss:sum "
+                "of forward_backward. The weights are as they were, and these gradients are dropped"
+            )
         trained.optimizer.param_groups[0].update(
             lr=params.learning_rate,
             betas=(params.beta1, params.beta2),
@@ -189,9 +211,11 @@ class Trainer:
         if folder not in self._scored:
             if len(self._scored) == SCORED:
                 self.adapters.remove(self._scored.popitem(last=False)[1])
+            # First, because it can fail.
+            weights = load_file(folder / WEIGHTS_FILE)
             name = f"scored-{folder.name}".replace(".", "_")
             self.adapters.add(name, shape)
-            self.adapters.load(name, read_adapter(folder))
+            self.adapters.load(name, weights)
             self._scored[folder] = name
         self._scored.move_to_end(folder)
         return self._scored[folder]
