@@ -62,16 +62,20 @@ def add_adapter(
     from peft import LoraConfig, inject_adapter_in_model
 
     model.requires_grad_(False)
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
     for name in (policy, initial(policy)) if keep_initial else (policy,):
         with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
             # That it joins the first.
             warnings.filterwarnings("ignore", message="Already found a `peft_config`")
             torch.manual_seed(seed)
             inject_adapter_in_model(LoraConfig(**described), model, adapter_name=name)
-        tensors = adapter_tensors(model, name)
-        if path is not None and not any(tensor.is_meta for tensor in tensors.values()):
-            _fill(tensors, path)
+        if path is not None and not is_empty:
+            _fill(adapter_tensors(model, name), path)
     for layer in _layers(model):
+        if is_empty:
+            # PEFT leaves a second adapter on the CPU.
+            layer.lora_A.to("meta")
+            layer.lora_B.to("meta")
         # Of bfloat16 weights most of an optimizer's steps would be lost.
         layer.lora_A.float()
         layer.lora_B.float()

@@ -188,7 +188,8 @@ def test_a_copy_plays_with_the_weights_of_earlier_steps(trio: Fit, tiny_run: Any
         "reward.functions": [{"name": "./trio.py:often_letters", "isolation": "inline"}],
     }
     run = trio({"copy_of": "white", "updates_ago": 2}, **changes)
-    assert [f"policy/{TRAINED[0]}/actor/grad_norm" in row for row in run.read_metrics()] == [True, True, False, True, True]
+    idle = [row["step"] for row in run.read_metrics() if "policy/white/actor/grad_norm" not in row]
+    assert idle == [3]
     # Step 4 samples with the weights after step 3; two updates before, they were those after step 1.
     for step, weights in enumerate((adapters["white"], adapters["white"], adapters["white"], 1, 2), 1):
         source = saved(run, weights, "white") if isinstance(weights, int) else weights
