@@ -86,6 +86,7 @@ class Trainer:
         self._roles: Roles | None = None
         self._skipped = SkippedUpdates("critic", config.critic.max_skipped_updates)
         self._overlaps = config.rollout.max_staleness > 0
+        self._has_copies = any(policy.copy_of is not None for policy in config.policies.values())
         self._updates = 0
         self._sent_updates = -1
         self._answers: dict[str, list[TokenOutput]] = {}
@@ -324,9 +325,10 @@ class Trainer:
     def sync_weights(self, step: int) -> None:
         """Give the engines the actor's weights, as version ``step``, if they have changed; wake sleeping engines.
 
-        Where sampling overlaps with training, they get each version: a bound on the age of tokens counts versions.
+        Where sampling overlaps with training, they get each version: a bound on the age of tokens counts versions. With
+        copies too: these are other weights after each step.
         """
-        changed = self._updates != self._sent_updates
+        changed = self._updates != self._sent_updates or self._has_copies
         with self.timer.phase("sync_weights"):
             self.rollouts.before_weights()
             if changed or self.roles.engines.sleep_level == 2 or self._overlaps:

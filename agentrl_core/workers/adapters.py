@@ -60,11 +60,11 @@ def add_adapter(
         ConfigError: the adapter of ``path`` does not fit the model.
     """
     model.requires_grad_(False)
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
     for name in (policy, initial(policy)) if keep_initial else (policy,):
         insert_adapter(model, name, described, seed)
-        tensors = adapter_tensors(model, name)
-        if path is not None and not any(tensor.is_meta for tensor in tensors.values()):
-            _fill(tensors, path)
+        if path is not None and not is_empty:
+            _fill(adapter_tensors(model, name), path)
     use_adapter(model, policy)
     return model
 
@@ -73,12 +73,17 @@ def insert_adapter(model: Any, name: str, described: Mapping[str, Any], seed: in
     """Put one more adapter into a model; until it is trained it adds 0."""
     from peft import LoraConfig, inject_adapter_in_model
 
+    is_empty = any(parameter.is_meta for parameter in model.parameters())
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         # That it joins others, and of tied embeddings, which concerns merged adapters alone.
         warnings.simplefilter("ignore")
         torch.manual_seed(seed)
         inject_adapter_in_model(LoraConfig(**described), model, adapter_name=name)
     for layer in _layers(model):
+        if is_empty:
+            # PEFT leaves a second adapter on the CPU.
+            layer.lora_A.to("meta")
+            layer.lora_B.to("meta")
         # Of bfloat16 weights most of an optimizer's steps would be lost.
         layer.lora_A.float()
         layer.lora_B.float()

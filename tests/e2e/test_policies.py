@@ -45,6 +45,10 @@ class Trio(AgentLoopBase):
 
 def letters(trajectory):
     return sum(map(ord, trajectory.model_text)) % 17 / 17
+
+
+def often_letters(trajectory):
+    return letters(trajectory) if trajectory.extra_info["index"] < 4 else 0.0
 """
 TRAINED = ("white", "black")
 LR = {"white": 0.01, "black": 0.003}
@@ -178,7 +182,14 @@ def test_a_frozen_policy_without_an_adapter_is_the_model(trio: Fit, tiny_run: An
 
 def test_a_copy_plays_with_the_weights_of_earlier_steps(trio: Fit, tiny_run: Any, adapters: dict[str, Path]) -> None:
     changes = {"rollout.deterministic": True, "trainer.steps": 5, "trainer.name": "through"}
+    # Nothing is trained in step 3, which counts as one.
+    changes |= {
+        "data.sampler": "sequential",
+        "reward.functions": [{"name": "./trio.py:often_letters", "isolation": "inline"}],
+    }
     run = trio({"copy_of": "white", "updates_ago": 2}, **changes)
+    idle = [row["step"] for row in run.read_metrics() if "policy/white/actor/grad_norm" not in row]
+    assert idle == [3]
     # Step 4 samples with the weights after step 3; two updates before, they were those after step 1.
     for step, weights in enumerate((adapters["white"], adapters["white"], adapters["white"], 1, 2), 1):
         source = saved(run, weights, "white") if isinstance(weights, int) else weights

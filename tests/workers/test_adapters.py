@@ -26,7 +26,7 @@ from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.adapters import adapter_tensors, add_adapter, peft_config
 from agentrl_core.workers.critic import CriticWorker
 from agentrl_core.workers.model_files import save_merged
-from agentrl_core.workers.models import load_causal_lm
+from agentrl_core.workers.models import empty_causal_lm, load_causal_lm
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -386,6 +386,18 @@ def test_the_seed_decides_a_new_adapter(model_path: str, make_config: Any) -> No
     first, same, other = matrices(1), matrices(1), matrices(2)
     assert all(torch.equal(first[name], same[name]) for name in first)
     assert not any(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_no_adapter_of_a_model_without_weights_has_some(
+    model_path: str, make_config: Callable[..., Any], tmp_path: Path
+) -> None:
+    """A rank other than the first and ``agentrl plan`` hold no weights: a file of them is not for their memory."""
+    _stored(model_path, tmp_path, init_lora_weights=False)
+    model = empty_causal_lm(model_path, make_config().model)
+    described = peft_config(model, AdapterConfig(path=str(tmp_path)))
+    for policy in ("one", "two"):
+        add_adapter(model, described, str(tmp_path), 0, policy=policy, keep_initial=True)
+    assert all(parameter.is_meta for parameter in model.parameters())
 
 
 @pytest.fixture(scope="module")
