@@ -11,12 +11,12 @@ from agentrl_core.config.schema import (
     AgentLoopSlot,
     AlgorithmConfig,
     ClusterConfig,
-    Config,
     CriticConfig,
     DataConfig,
     ModelConfig,
     OptimizerConfig,
     PolicyLossSlot,
+    ResolvedConfig,
     RolloutConfig,
 )
 from agentrl_core.plugins.resolution import resolve
@@ -44,13 +44,15 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
-def make_config(model_path: str) -> Callable[..., Config]:
-    def make(algorithm: dict | None = None, actor: dict | None = None, critic: dict | None = None, **model) -> Config:
+def make_config(model_path: str) -> Callable[..., ResolvedConfig]:
+    def make(
+        algorithm: dict | None = None, actor: dict | None = None, critic: dict | None = None, **model
+    ) -> ResolvedConfig:
         slot = PolicyLossSlot()
         plugin = resolve("policy_loss", slot.name)
         slot.resolved, slot.config = plugin, plugin.spec.config()
         optimizer = OptimizerConfig(lr=1e-3)
-        return Config(
+        return ResolvedConfig(
             model=ModelConfig(**{"path": model_path, **model}),
             data=DataConfig(train_files=[]),
             rollout=RolloutConfig(agent=AgentConfig(loops=[AgentLoopSlot("single_turn")]), max_response_length=16),
