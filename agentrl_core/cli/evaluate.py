@@ -66,7 +66,14 @@ def run(
         if actor := folders.get(""):
             key = "model.adapter.path" if (actor / CONFIG_FILE).exists() else "model.path"
             changes = [*changes, f"{key}={json.dumps(str(actor))}"]
-    changes = [*changes, *_frozen(load_config(config, changes), folders)]
+    read = load_config(config, changes)
+    wanted = {name for name, policy in read.policies.items() if not policy.frozen}
+    if (folders and "" not in folders) and (not wanted or wanted - folders.keys()):
+        raise ConfigError(
+            f"policies: found {', '.join(sorted(wanted)) or 'none'}, but {checkpoint} has the policies "
+            f"{', '.join(folders)}; use the configuration of its run"
+        )
+    changes = [*changes, *_frozen(read, folders)]
     loaded = asked = load_config(config, changes)
     adapter = loaded.model.adapter
     evaluated = (adapter and adapter.path) or loaded.model.path

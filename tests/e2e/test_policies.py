@@ -238,6 +238,12 @@ def test_each_policy_is_exported_and_all_are_evaluated(trio: Fit, tiny_run: Any,
         assert_sampled_with(with_adapter(tiny_run.model, played), [row for row in rows if row.agent == "ghost"])
 
 
+    config = (folder / "config.yaml").read_text()
+    (folder / "config.yaml").write_text(config.replace("  white:", "  red:\n    agents: [white]", 1))
+    result = CliRunner().invoke(app, ["eval", str(folder / "config.yaml"), "--checkpoint", checkpoint])
+    assert result.exit_code and "has the policies black, ghost, white" in " ".join(result.output.split())
+
+
 def test_a_loop_that_does_not_say_whose_turn_it_is_ends_the_run(trio: Fit, tiny_run: Any) -> None:
     (tiny_run.folder / "trio.py").write_text(f"{TRIO}\nAGENTS_ARE_SET = False\n# {tiny_run.folder}\n")
     with pytest.raises(ConfigError, match="set session.agent before the turn is generated"):
