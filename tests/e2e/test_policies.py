@@ -237,7 +237,6 @@ def test_each_policy_is_exported_and_all_are_evaluated(trio: Fit, tiny_run: Any,
         played = folders["ghost"] if arguments else adapters["black"]
         assert_sampled_with(with_adapter(tiny_run.model, played), [row for row in rows if row.agent == "ghost"])
 
-
     config = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(config.replace("  white:", "  red:\n    agents: [white]", 1))
     result = CliRunner().invoke(app, ["eval", str(folder / "config.yaml"), "--checkpoint", checkpoint])
