@@ -22,6 +22,7 @@ from agentrl_core.cli._shared import (
     set_up_logging,
 )
 from agentrl_core.config import ResolvedConfig, load_config, to_yaml
+from agentrl_core.config.schema import UNTRAINED
 from agentrl_core.runs.atomic import replace_file
 from agentrl_core.runs.run_dir import RunDir, next_numbered
 
@@ -123,9 +124,8 @@ def _frozen(config: ResolvedConfig, folders: Mapping[str, Path]) -> Iterator[str
         source = policy if policy.copy_of is None else config.policies[policy.copy_of]
         adapter = source.adapter or (config.model.adapter if source.is_trained else None)
         path = folders.get(name) or (adapter and adapter.path)
-        values = {"frozen": "true", "copy_of": "null", "actor": "null", "algorithm": "null"}
         # A new adapter adds nothing yet.
-        values["adapter"] = "null" if path is None else json.dumps({"path": str(path)})
+        values = {**UNTRAINED, "adapter": "null" if path is None else json.dumps({"path": str(path)})}
         yield from (f"policies.{name}.{key}={value}" for key, value in values.items())
 
 

@@ -213,7 +213,7 @@ def policies(config: ResolvedConfig) -> Problems:
     if not config.policies:
         return
     engine, players = config.rollout.engine, dict[str, str]()
-    if not config.serves_adapters:
+    if not config.serves_adapters and any(each.adapter or not each.frozen for each in config.policies.values()):
         yield (
             "policies",
             f"engine '{engine.name}' takes no adapters (capability 'adapters'), so it cannot serve several policies of "

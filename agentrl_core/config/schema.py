@@ -16,6 +16,8 @@ TRAJECTORIES_PER_WORKER, WORKERS_PER_NODE = 128, 8
 """Of agent-loop workers, where their number is not given."""
 POLICY = "policy"
 """Name of the adapter that is trained, where one is."""
+UNTRAINED = {"frozen": "true", "copy_of": "null", "actor": "null", "algorithm": "null"}
+"""Overrides below ``policies.NAME`` with which a policy is not trained."""
 DeviceName = Literal["auto", "cpu", "cuda"]
 KLEstimator = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 Retry = Literal["continue", "restart"]
@@ -707,8 +709,8 @@ class ResolvedConfig(Config):
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the advantage estimator has the capability ``values``."""
-        return self.algorithm.advantage.has("values")
+        """Whether the advantage estimator has the capability ``values``; never with several policies."""
+        return not self.policies and self.algorithm.advantage.has("values")
 
     @property
     def needs_reference(self) -> bool:

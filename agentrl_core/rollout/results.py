@@ -35,7 +35,7 @@ class TrajectoryResult:
         replaced: another prompt is trained in its place, see ``rollout.resample_rounds``. Use :attr:`status`.
         further: its prompt was added by these rounds; the sampler did not choose it for this step.
         agent: whose part it is; None: the whole trajectory.
-        policy: that played the agent; empty: it failed before that was known.
+        policy: that played the agent, where a run has several; empty too where it failed before that was known.
         other_agent: another result is of the same trajectory, and stands for it where trajectories are counted.
         agents: see :func:`by_agent`; empty where only one agent acts.
         kept: where the whole result is, in a list, if this is its summary: see :mod:`agentrl_core.rollout.summaries`.

@@ -298,7 +298,7 @@ class AgentLoopWorker:
         return policy
 
     def _find_policy(self, loop: str, part: TrajectoryResult, sampled: Mapping[Node, str]) -> None:
-        """Note which policy played an agent; rows of one that is not trained are not trained.
+        """Note which of several policies played an agent; rows of one that is not trained are not trained.
 
         Args:
             sampled: by turn, the agent that it was sampled for.
@@ -306,6 +306,8 @@ class AgentLoopWorker:
         Raises:
             ConfigError: another one sampled a turn of it.
         """
+        if not self._config.policies:
+            return
         part.policy = self._policy_of(part.agent or "")
         for output in part.outputs:
             output.trained = output.trained and part.policy in self._trained

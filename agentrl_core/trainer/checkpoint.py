@@ -357,7 +357,8 @@ def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
         )
     free, begun = ["model.adapter.dropout"], "model.adapter.path"
     # Without the adapter that the run began with its reference would be another policy.
-    if not (config.needs_reference and config.reference_is_adapted) or (before.get(begun) and now.get(begun)):
+    needed = any(own.needs_reference and own.reference_is_adapted for own in config.trained.values())
+    if not needed or (before.get(begun) and now.get(begun)):
         free.append(begun)
     of_adapters = [key for key in changed if key.startswith("model.adapter") or _ADAPTER_OF_POLICY.match(key)]
     if adapter := [changed[key] for key in of_adapters if key not in free]:

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, cast
 
+from torch import nn
 from transformers import AutoConfig, AutoTokenizer
 
 from agentrl_core.api import (
@@ -88,13 +89,17 @@ def check_training(config: ResolvedConfig) -> None:
         )
     if config.policies and not any(each.is_trained for each in config.policies.values()):
         raise ConfigError("policies: expected at least one that is trained, found only frozen ones and copies")
+    # PEFT keeps the matrices of all adapters of a layer in one module, by name.
+    if taken := [name for name in config.policies if hasattr(nn.ModuleDict(), name)]:
+        raise ConfigError(f"policies: torch uses the names {', '.join(taken)} itself; rename them")
     for lr in {own.actor.optimizer.lr for own in config.trained.values() if own.model.adapter is not None}:
         if lr < ADAPTER_LR:
             logger.warning(
                 "actor.optimizer.lr=%g is a learning rate for training all weights; adapters need about ten times as "
                 "much (1e-5 to 1e-4, Schulman et al. 2025, LoRA Without Regret): set actor.optimizer.lr", lr,
             )  # fmt: skip
-    sampling, needed = config.rollout.sampling, config.needs_rollout_log_probs
+    sampling = config.rollout.sampling
+    needed = next(filter(None, (own.needs_rollout_log_probs for own in config.trained.values())), None)
     used = {name: getattr(sampling, name) for name, off in _DISTRIBUTION.items() if getattr(sampling, name) != off}
     if needed is not None and used:
         logger.warning(

@@ -185,6 +185,7 @@ class Streak:
         steps: how many, without those that could not tell.
         warned: whether the run has warned of it.
         over: a later step does not have the sign.
+        policy: that has it, of several.
     """
 
     check: str
@@ -193,6 +194,7 @@ class Streak:
     steps: int = 0
     warned: bool = False
     over: bool = False
+    policy: str = ""
 
 
 class Health:
@@ -226,34 +228,40 @@ class Health:
         """
         if not self._warn_after:
             return
-        open_ones = {streak.check: streak for streak in self.streaks if not streak.over}
+        open_ones = {(streak.policy, streak.check): streak for streak in self.streaks if not streak.over}
         # The loop of a demonstration samples nothing.
         samples = metrics.get("timing/trajectory/generate/max", 0.0) > 0
-        for check in self._checks:
-            if not metrics.keys() >= set(check.metrics) or ("sampled tokens" in check.needs and not samples):
-                continue
-            streak = open_ones.get(check.name)
-            if check.applies(metrics):
+        seen = [
+            (policy, own, check)
+            for policy, own in _by_policy(metrics).items()
+            for check in self._checks
+            if own.keys() >= set(check.metrics) and ("sampled tokens" not in check.needs or samples)
+        ]
+        for policy, own, check in seen:
+            streak = open_ones.get((policy, check.name))
+            if check.applies(own):
                 if streak is None:
-                    streak = open_ones[check.name] = Streak(check.name, step, step)
+                    streak = open_ones[policy, check.name] = Streak(check.name, step, step, policy=policy)
                     self.streaks.append(streak)
                 streak.last, streak.steps = step, streak.steps + 1
             elif streak is not None:
                 streak.over = True
-                del open_ones[check.name]
+                del open_ones[policy, check.name]
         self.streaks = [streak for streak in self.streaks if streak.warned or not streak.over]
-        long = {name: streak for name, streak in open_ones.items() if streak.steps >= self._warn_after}
+        long = {key for key, streak in open_ones.items() if streak.steps >= self._warn_after}
         for check in self._checks:
-            streak = open_ones.get(check.name)
-            if streak is None or streak.warned or long.keys() & set(check.explained_by):
-                continue
-            if check.name in long or (last and check.untrained and streak.first == 1):
-                streak.warned = True
-                logger.warning("%s", self._message(check, streak))
+            for (policy, name), streak in open_ones.items():
+                explained = any((each, other) in long for each in ("", policy) for other in check.explained_by)
+                if name != check.name or streak.warned or explained:
+                    continue
+                if (policy, name) in long or (last and check.untrained and streak.first == 1):
+                    streak.warned = True
+                    logger.warning("%s", self._message(check, streak))
 
     def _message(self, check: Check, streak: Streak) -> str:
         steps = f"steps {streak.first} to {streak.last}" if streak.first < streak.last else f"step {streak.first}"
-        text = f"{check.name}: in {steps} {check.finding}. Usual causes: {'; '.join(check.causes)}. To see it: "
+        whose = f"policy {streak.policy!r}, " if streak.policy else ""
+        text = f"{check.name}: {whose}in {steps} {check.finding}. Usual causes: {'; '.join(check.causes)}. To see it: "
         return (text + f"`{check.command}`").format(run=self._run, step=streak.last, model=self._model)
 
     @property
@@ -265,3 +273,13 @@ class Health:
             for streak in self.streaks
             if streak.warned and streak.check in checks
         ]
+
+
+def _by_policy(metrics: Metrics) -> dict[str, dict[str, float]]:
+    """The metrics of the run under the name "", and those of each of several policies by the names of a single one."""
+    found: dict[str, dict[str, float]] = {"": dict(metrics)}
+    for name, value in metrics.items():
+        if name.startswith("policy/"):
+            _, policy, own = name.split("/", 2)
+            found.setdefault(policy, {})[own] = value
+    return found

@@ -15,7 +15,6 @@ import torch
 
 from agentrl_core.api.agent_loop import Status
 from agentrl_core.api.tree import packed_ids
-from agentrl_core.config.schema import POLICY
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import on_values, under
 from agentrl_core.protocol.rows import counts
@@ -202,7 +201,7 @@ def _by_agent(results: Sequence[TrajectoryResult]) -> dict[str, float]:
         if result.termination.status.counts and result.reward is not None and result.outputs:
             if result.outputs[0].agent:
                 scores[f"agent/{result.outputs[0].agent}"].append(result.reward.score)
-            if result.policy not in ("", POLICY):
+            if result.policy:
                 scores[f"policy/{result.policy}"].append(result.reward.score)
     return {f"reward/{name}": float(np.mean(values)) for name, values in scores.items()}
 

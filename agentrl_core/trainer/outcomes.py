@@ -9,7 +9,6 @@ from agentrl_core.api import EndedTrajectory
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.record_format import SCHEMA_VERSION, earned_of, nodes_of
 from agentrl_core.api.tree import Call, Node, Tree, TreePath, spans_of
-from agentrl_core.config.schema import POLICY
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import values_in
 from agentrl_core.rollout.loop_output import TreeRow
@@ -117,7 +116,7 @@ def _agent(result: TrajectoryResult) -> dict[str, Any]:
     reward, seen = result.reward, result.reward_input
     return {
         "agent": result.agent or "",
-        **({"policy": result.policy} if result.policy not in ("", POLICY) else {}),
+        **({"policy": result.policy} if result.policy else {}),
         "trajectory_id": result.trajectory_id,
         "uid": result.row["uid"],
         "status": result.status,

@@ -150,10 +150,10 @@ def start_workers(
     if config.needs_critic and not actor_only:
         optimizer_steps = steps * config.critic.epochs * config.critic.mini_batches
         classes["critic"] = ClassWithInitArgs(CriticWorker, config, optimizer_steps)
-    references = (own.needs_reference and not own.reference_is_adapted for own in config.trained.values())
-    if any(references) and not actor_only:
+    own_ones = config.trained.values()
+    if any(own.needs_reference and not own.reference_is_adapted for own in own_ones) and not actor_only:
         classes["reference"] = ClassWithInitArgs(ReferenceWorker, config)
-    if config.teacher.path is not None and not config.teacher_is_adapted and not actor_only:
+    if config.teacher.path is not None and not all(own.teacher_is_adapted for own in own_ones) and not actor_only:
         classes["teacher"] = ClassWithInitArgs(TeacherWorker, config)
     cluster = config.cluster
     with wait_reported("the training processes to start"):

@@ -1,6 +1,7 @@
 """Several policies in one run, each an adapter of one model: against PEFT and torch on their own."""
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,9 @@ def test_each_policy_is_trained_on_its_own_rows_as_peft_would_train_it(
 
 def test_a_frozen_policy_without_an_adapter_is_the_model(trio: Fit, tiny_run: Any) -> None:
     run = trio({"frozen": True}, **{"trainer.steps": 2})
+    result = CliRunner().invoke(app, ["replay", str(run.path)])
+    # The recorded prompt holds what this loop says first, so it stands there twice; the turns are the same.
+    assert re.search(r"24 trajectories, 24 differ: tokens 24\nmean reward (\S+) -> \1\n", result.output), result.output
     model = with_adapter(tiny_run.model, None)
     for step in (1, 2):
         assert_sampled_with(model, rows_of(run, step, "ghost"))
@@ -252,6 +256,19 @@ def test_a_loop_that_does_not_say_whose_turn_it_is_ends_the_run(trio: Fit, tiny_
 def test_an_agent_that_no_policy_plays_ends_the_run(trio: Fit) -> None:
     with pytest.raises(ConfigError, match="none plays the agent .ghost."):
         trio({"frozen": True, "agents": ["other"]})
+
+
+def test_names_that_torch_uses_itself_are_refused(trio: Fit) -> None:
+    with pytest.raises(ConfigError, match="policies: torch uses the names train, type itself; rename them"):
+        trio({"frozen": True}, **{"model.adapter.rank": 2, "policies.train": {}, "policies.type": {}})
+
+
+def test_a_resume_keeps_the_reference_that_a_policy_alone_has(trio: Fit, adapters: dict[str, Path]) -> None:
+    policies = {"white": {"algorithm": {"kl_coef": 0.1}}, "black": {}, "ghost": {"frozen": True}}
+    begun = {"path": str(adapters["white"])}
+    trio({}, policies=policies, **{"trainer.steps": 1, "model.adapter": begun})
+    with pytest.raises(ConfigError, match="was made with another adapter:\\n  model.adapter.path"):
+        trio({}, policies=policies, **{"trainer.resume": "auto", "model.adapter": {"rank": 16}})
 
 
 @pytest.mark.ray

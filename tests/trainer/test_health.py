@@ -224,6 +224,20 @@ def test_a_step_that_cannot_tell_neither_ends_a_streak_nor_counts(health: Health
     assert [(each["first"], each["last"], each["steps"]) for each in health.warnings] == [(1, 3, 2)]
 
 
+def test_each_policy_is_watched_and_named(health: Health, caplog: pytest.LogCaptureFixture) -> None:
+    def step(**norms: float) -> dict[str, float]:
+        pairs = {"grad_norm": 1.0, "skipped_steps": 0.0}
+        own = {f"policy/{name}/actor/{key}": value for name in ("one", "two") for key, value in pairs.items()}
+        return own | {f"policy/{name}/actor/grad_norm": norm for name, norm in norms.items()}
+
+    for number in range(1, 15):
+        health.note(number, step(two=0.0))
+    (warning,) = caplog.messages
+    assert warning.startswith("zero_gradient: policy 'two', in steps 1 to ")
+    health.note(15, step())
+    assert [(streak.policy, streak.over) for streak in health.streaks] == [("two", True)]
+
+
 def test_a_short_run_that_trained_nothing_says_so_at_its_end(health: Health) -> None:
     health.note(1, silent(1) | {"reward/max": 0.0, "reward/min": 0.0}, last=True)
     assert [each["check"] for each in health.warnings] == ["no_signal"]

@@ -24,6 +24,8 @@ from agentrl_core.api.engine_client import Engines
 from agentrl_core.api.errors import ConfigError, DataError, EngineError, RewardError
 from agentrl_core.api.reward import RewardTrajectory
 from agentrl_core.config import ResolvedConfig, RewardFunctionSlot, load_config
+from agentrl_core.config.nodes import read_file
+from agentrl_core.config.schema import UNTRAINED
 from agentrl_core.controller import LocalRuntime
 from agentrl_core.data.rows import PromptBatch, Row
 from agentrl_core.hosting.rewards import build_reward_function, check_score
@@ -46,6 +48,10 @@ _OFFLINE = (
     "cluster.runtime=local", "cluster.nodes=1", "cluster.processes_per_node=1",
 )  # fmt: skip
 """One process, and an engine that answers with what is recorded."""
+
+
+_ALONE = {**UNTRAINED, "adapter": "null"}
+"""Of each policy: the engine has no adapters."""
 
 
 class RecordedTurns:
@@ -156,7 +162,9 @@ def replay(run: RunDir, step: int, split: Split, changes: Sequence[str]) -> Repl
     if not complete:
         raise DataError(f"{path}: holds no trajectory in which the policy sampled anything")
     open_file(run.config_file).close()
-    config = load_config(run.config_file, [*changes, *_OFFLINE], check_files=False)
+    policies: Any = read_file(run.config_file, str(run.config_file)).plain().get("policies") or {}
+    alone = [f"policies.{name}.{key}={value}" for name in policies for key, value in _ALONE.items()]
+    config = load_config(run.config_file, [*changes, *alone, *_OFFLINE], check_files=False)
     _recorded.clear()
     _recorded.update({name: RecordedTurns(rows) for name, rows in complete.items()})
     new = _generated(config, [_row(name, rows) for name, rows in complete.items()], split)
