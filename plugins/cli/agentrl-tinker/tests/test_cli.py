@@ -11,11 +11,12 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
-from agentrl_core.api.errors import ConfigError
+from agentrl_core.api.errors import ConfigError, EngineError
 from agentrl_tinker import check, client
 from agentrl_tinker.cli import app
 from agentrl_tinker.client import Client, Model
 from agentrl_tinker.refusals import Refusal
+from agentrl_tinker.sampler import Sampler, Weights
 
 
 @pytest.mark.parametrize(
@@ -118,3 +119,30 @@ def test_a_server_whose_engine_has_no_output_layer_says_so(serve: Callable[..., 
         await Model.create(server.one, server.model, session, 1, train_unembed=False)
 
     serve(scenario, unembed=False)
+
+
+def test_checks_leave_the_output_layer_alone_where_they_are_told_to(serve: Callable[..., Any]) -> None:
+    async def scenario(server: Any) -> None:
+        only = ["samplers_have_the_weights_that_were_saved"]
+        for unembed, state in ((False, "passed"), (True, "failed")):
+            (outcome,) = await check.run_checks(
+                "http://x", "tml-one", base_model=server.model, only=only, unembed=unembed,
+                transport=httpx.ASGITransport(server.api.app),
+            )  # fmt: skip
+            assert outcome.state == state, str(outcome)
+
+    serve(scenario, unembed=False)
+
+
+def test_an_engine_without_adapters_of_the_output_layer_is_found_out_at_the_start(
+    serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refuse(sampler: Any, weights: Weights) -> None:
+        assert weights.shape.train_unembed and (weights.folder / "adapter_model.safetensors").is_file()
+        raise EngineError("no such tensor")
+
+    monkeypatch.setattr(Sampler, "try_out", refuse)
+    with pytest.raises(
+        ConfigError, match="--unembed: the engine 'hf' serves no adapters .*no such tensor.*--no-unembed"
+    ):
+        serve(lambda server: None)

@@ -27,8 +27,11 @@ class Skipped(Exception):
 class Bench:
     """A server, and what checks do with it."""
 
-    def __init__(self, client: Client, other: Client | None, stranger: Client, base_model: str) -> None:
+    def __init__(
+        self, client: Client, other: Client | None, stranger: Client, base_model: str, lora: dict[str, Any]
+    ) -> None:
         self.client, self.other, self.stranger, self.base_model = client, other, stranger, base_model
+        self._lora = lora
         self._rate = 0.0
         self._sessions: list[str] = []
 
@@ -44,7 +47,7 @@ class Bench:
                 await self.client.post(f"sessions/{self._sessions.pop()}/finish", body)
 
     async def model(self, **lora: Any) -> Model:
-        return await Model.create(self.client, self.base_model, await self.session(), **lora)
+        return await Model.create(self.client, self.base_model, await self.session(), **{**self._lora, **lora})
 
     @asynccontextmanager
     async def refuses(self, what: str) -> AsyncIterator[None]:

@@ -365,6 +365,7 @@ async def _first_model(url: str, client: Client) -> str:
 async def run_checks(
     url: str, key: str, other_key: str | None = None, base_model: str | None = None, only: Sequence[str] | None = None,
     report: Callable[[Outcome], None] = lambda _: None, transport: httpx.AsyncBaseTransport | None = None,
+    unembed: bool = True,
 ) -> list[Outcome]:  # fmt: skip
     """Check a server.
 
@@ -372,6 +373,7 @@ async def run_checks(
         base_model: None: the first one that the server names.
         only: names of :data:`CHECKS`; None: all.
         transport: of httpx, for a server in this process.
+        unembed: adapters change the output layer too.
 
     Raises:
         ConfigError: the server cannot be asked for its models.
@@ -381,7 +383,8 @@ async def run_checks(
         client, other = Client(http, key), Client(http, other_key) if other_key else None
         if base_model is None:
             base_model = await _first_model(url, client)
-        bench = Bench(client, other, Client(http, "tml-nobody-has-this-key"), str(base_model))
+        stranger = Client(http, "tml-nobody-has-this-key")
+        bench = Bench(client, other, stranger, str(base_model), {} if unembed else {"train_unembed": False})
         for name in only or CHECKS:
             try:
                 await CHECKS[name](bench)

@@ -97,6 +97,9 @@ def check(
     model: Annotated[
         str | None, typer.Option("--model", help="Base model; default: the first that the server names.")
     ] = None,
+    unembed: Annotated[
+        bool, typer.Option("--unembed/--no-unembed", help="Train adapters that change the output layer, too.")
+    ] = True,
     only: Annotated[
         list[str] | None, typer.Option("--only", metavar="NAME", help="Run this check; may be repeated.")
     ] = None,
@@ -109,7 +112,7 @@ def check(
     if unknown := set(only or ()) - CHECKS.keys():
         raise ConfigError(f"--only: there is no check {', '.join(sorted(unknown))}; there are {', '.join(CHECKS)}")
     outcomes: list[Outcome] = asyncio.run(
-        run_checks(url, key, other_key, model, only, report=lambda each: say(str(each)))
+        run_checks(url, key, other_key, model, only, report=lambda each: say(str(each)), unembed=unembed)
     )
     failures = sum(each.state == "failed" for each in outcomes)
     say(f"{sum(each.state == 'passed' for each in outcomes)} checks passed, {failures} failed")

@@ -59,6 +59,11 @@ class Sampler:
         async with self._slots.using(weights) as fields:
             return await self._engine.generate(prompt, replace(params, **fields), f"tinker-{next(self._requests)}")
 
+    async def try_out(self, weights: Weights) -> None:
+        """Load weights into a slot. Raises EngineError where the engine refuses them."""
+        async with self._slots.using(weights):
+            pass
+
     def check(self, prompt: Sequence[int], params: SamplingParams) -> None:
         """Raises ValueError for what the engine would not sample."""
         check_request(

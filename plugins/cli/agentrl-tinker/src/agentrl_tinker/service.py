@@ -65,6 +65,16 @@ class SamplingSession:
     """None for one that a model has made."""
 
 
+def adapter_files(trainer: Trainer, name: str, shape: Shape, with_optimizer: bool) -> dict[str, bytes]:
+    """The content of a folder with an adapter, as PEFT reads it, and with its optimizer's moments."""
+    weights, moments = trainer.state(name, with_optimizer)
+    files = {
+        WEIGHTS_FILE: save_tensors(weights),
+        CONFIG_FILE: json.dumps(trainer.adapters.config(shape), indent=2).encode(),
+    }
+    return files | ({MOMENTS: save_tensors(moments)} if with_optimizer else {})
+
+
 class Service:
     """One base model for many clients.
 
@@ -310,7 +320,7 @@ class Service:
         checkpoint = self._described(model, "weights", body.path, body.ttl_seconds, body.user_metadata)
 
         async def work() -> Result:
-            files = await self._compute(self._files, model, True)
+            files = await self._compute(adapter_files, self.trainer, model.model_id, model.shape, True)
             saved = await asyncio.to_thread(self.store.save, model.owner, checkpoint, files, body.overwrite)
             return {"path": saved.path, "type": "save_weights"}
 
@@ -323,14 +333,14 @@ class Service:
             checkpoint = self._described(model, "sampler_weights", body.path, body.ttl_seconds, body.user_metadata)
 
             async def save() -> Result:
-                files = await self._compute(self._files, model, False)
+                files = await self._compute(adapter_files, self.trainer, model.model_id, model.shape, False)
                 saved = await asyncio.to_thread(self.store.save, model.owner, checkpoint, files)
                 return {"path": saved.path, "type": "save_weights_for_sampler"}
 
             return save
 
         async def publish() -> Result:
-            files = await self._compute(self._files, model, False)
+            files = await self._compute(adapter_files, self.trainer, model.model_id, model.shape, False)
             folder = self.store.scratch / model.session_id / secrets.token_hex(12)
             await asyncio.to_thread(write_files, folder, files)
             weights = Weights(folder, model.shape)
@@ -374,14 +384,6 @@ class Service:
         check_name(name)
         expires = None if ttl is None else time.time() + ttl
         return Checkpoint(model.model_id, kind, name, self.name, model.shape.as_dict(), "", 0, 0.0, expires, metadata)
-
-    def _files(self, model: TrainedModel, with_optimizer: bool) -> dict[str, bytes]:
-        weights, moments = self.trainer.state(model.model_id, with_optimizer)
-        files = {
-            WEIGHTS_FILE: save_tensors(weights),
-            CONFIG_FILE: json.dumps(self.trainer.adapters.config(model.shape), indent=2).encode(),
-        }
-        return files | ({MOMENTS: save_tensors(moments)} if with_optimizer else {})
 
     # Samplers -----------------------------------------------------------------------------------------------------
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
@@ -11,14 +12,14 @@ from pathlib import Path
 from typing import Any, Literal
 
 from agentrl_core.api.engine import AdapterSlots, EngineContext
-from agentrl_core.api.errors import ConfigError
+from agentrl_core.api.errors import ConfigError, EngineError
 from agentrl_core.config.schema import ModelConfig
 from agentrl_core.workers.models import resolve_device
 from agentrl_tinker.adapters import Shape
 from agentrl_tinker.app import Api
-from agentrl_tinker.sampler import Sampler
-from agentrl_tinker.service import Service
-from agentrl_tinker.store import Store
+from agentrl_tinker.sampler import Sampler, Weights
+from agentrl_tinker.service import Service, adapter_files
+from agentrl_tinker.store import Store, write_files
 from agentrl_tinker.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -91,6 +92,8 @@ async def serving(options: Options) -> AsyncIterator[Api]:
         adapters=AdapterSlots(names, 1, options.max_rank, _last_parts(trainer, options.unembed)),
     )
     sampler = await Sampler.start(options.engine, dict(options.engine_options), context)
+    if options.unembed:
+        await _check_unembed(trainer, sampler, store, options.engine)
     service = Service(
         trainer,
         sampler,
@@ -111,6 +114,23 @@ async def serving(options: Options) -> AsyncIterator[Api]:
     finally:
         watch.cancel()
         await service.close()
+
+
+async def _check_unembed(trainer: Trainer, sampler: Sampler, store: Store, engine: str) -> None:
+    """Let the engine load an adapter of the output layer, before a client trains one that could never be sampled."""
+    name, shape = "output_layer", Shape(1, train_attn=False, train_mlp=False)
+    trainer.create(name, shape)
+    try:
+        folder = write_files(store.scratch / secrets.token_hex(12), adapter_files(trainer, name, shape, False))
+        await sampler.try_out(Weights(folder, shape))
+    except EngineError as error:
+        await sampler.close()
+        raise ConfigError(
+            f"--unembed: the engine {engine!r} serves no adapters of this model's output layer ({error}). Start with "
+            "--no-unembed; clients then create models with train_unembed=False"
+        ) from error
+    finally:
+        trainer.remove(name)
 
 
 async def _end_idle_sessions(service: Service, every: float) -> None:
