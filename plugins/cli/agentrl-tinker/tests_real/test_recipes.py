@@ -28,14 +28,14 @@ def run(server: Any, recipe: str, log: Path, **options: Any) -> list[dict[str, f
 def test_arithmetic_is_learned(server: Any, tmp_path: Path) -> None:
     """The model is random: what it can learn in a minute is to end its answer, for which the recipe pays a tenth.
 
-    Of answers with 5 tokens, the default, one in 200 ends: some runs saw too few to learn from. Of these, one in 40 does.
+    Of answers with 5 tokens, the default, one in 200 ends: some runs saw too few to learn from. Of these one in 40 does.
     """
     metrics = run(
         server, "math_rl", tmp_path / "log", env="arithmetic", loss_fn="importance_sampling", group_size=16,
-        groups_per_batch=8, learning_rate=0.015, lora_rank=8, max_tokens=16, max_steps=12, save_every=0, eval_every=0,
+        groups_per_batch=8, learning_rate=0.015, lora_rank=8, max_tokens=16, max_steps=16, save_every=0, eval_every=0,
     )  # fmt: skip
     rewards = [each["env/all/reward/total"] for each in metrics if "env/all/reward/total" in each]
-    assert len(rewards) == 12
+    assert len(rewards) == 16
     sys.stdout.write(f"reward by step: {[round(each, 3) for each in rewards]}\n")
     assert rewards[0] < -0.08
     assert rewards[-1] > -0.03
