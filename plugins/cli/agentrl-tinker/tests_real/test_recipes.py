@@ -28,7 +28,7 @@ def run(server: Any, recipe: str, log: Path, **options: Any) -> list[dict[str, f
 def test_arithmetic_is_learned(server: Any, tmp_path: Path) -> None:
     """The model is random: what it can learn in a minute is to end its answer, for which the recipe pays a tenth.
 
-    Of answers with 5 tokens, the default, one in 200 ends: some runs saw too few to learn from. Of these one in 40 does.
+    Of answers with 5 tokens, the default, one in 200 ends: some runs saw too few to learn from. Of these, 1 in 40.
     """
     metrics = run(
         server, "math_rl", tmp_path / "log", env="arithmetic", loss_fn="importance_sampling", group_size=16,

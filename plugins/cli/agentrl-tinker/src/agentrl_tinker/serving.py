@@ -2,13 +2,13 @@
 
 import asyncio
 import logging
-import secrets
 import signal
 import socket
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from agentrl_core.api.engine import AdapterSlots, EngineContext
@@ -93,7 +93,7 @@ async def serving(options: Options) -> AsyncIterator[Api]:
     )
     sampler = await Sampler.start(options.engine, dict(options.engine_options), context)
     if options.unembed:
-        await _check_unembed(trainer, sampler, store, options.engine)
+        await _check_unembed(trainer, sampler, options.engine)
     service = Service(
         trainer,
         sampler,
@@ -116,13 +116,14 @@ async def serving(options: Options) -> AsyncIterator[Api]:
         await service.close()
 
 
-async def _check_unembed(trainer: Trainer, sampler: Sampler, store: Store, engine: str) -> None:
+async def _check_unembed(trainer: Trainer, sampler: Sampler, engine: str) -> None:
     """Let the engine load an adapter of the output layer, before a client trains one that could never be sampled."""
     name, shape = "output_layer", Shape(1, train_attn=False, train_mlp=False)
     trainer.create(name, shape)
     try:
-        folder = write_files(store.scratch / secrets.token_hex(12), adapter_files(trainer, name, shape, False))
-        await sampler.try_out(Weights(folder, shape))
+        with TemporaryDirectory(prefix="agentrl-tinker-") as parent:
+            folder = write_files(Path(parent) / name, adapter_files(trainer, name, shape, False))
+            await sampler.try_out(Weights(folder, shape))
     except EngineError as error:
         await sampler.close()
         raise ConfigError(
