@@ -45,7 +45,7 @@ class Copy:
         return WeightUpdate(buckets=[self._past[0][1]], adapter=self.adapter)
 
     def save_checkpoint(self, folder: Path) -> None:
-        """Write its weights as PEFT reads them, and beside them those of later steps."""
+        """Write its weights as PEFT reads them, and those of later steps into the same folder."""
         folder.mkdir(parents=True)
         config = {**self.adapter.config, "base_model_name_or_path": self._base, "inference_mode": True}
         (folder / CONFIG_FILE).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
@@ -61,12 +61,13 @@ class Copy:
         """
         with boundary(CheckpointError, f"{folder}: the policy's earlier weights cannot be read:"):
             versions = json.loads((folder / VERSIONS_FILE).read_text(encoding="utf-8"))
-            found = [(version, map_safetensors(str(folder / _file(number)))) for number, version in enumerate(versions)]
-        self._past = deque(found, maxlen=self._past.maxlen)
+            # Copies: the run may delete this checkpoint while it still plays with these weights.
+            found = [merged([map_safetensors(str(folder / _file(number)))]) for number in range(len(versions))]
+        self._past = deque(zip(versions, found, strict=True), maxlen=self._past.maxlen)
 
 
 def _file(number: int) -> str:
-    """Of a copy's weights: those that it plays with first, then those of later steps."""
+    """Name of a file with a copy's weights: 0 is what it plays with now, the others come later."""
     return f"later-{number:04d}.safetensors" if number else WEIGHTS_FILE
 
 

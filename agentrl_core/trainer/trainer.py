@@ -187,7 +187,8 @@ class Trainer:
 
     def _ahead(self, results: Sequence[TrajectoryResult]) -> None:
         for policy in self.policies:
-            policy.columns.ahead(policy.own(results))
+            if policy.columns.may_compute_ahead:
+                policy.columns.ahead(policy.own(results))
 
     def _build_rollouts(self, runtime: Runtime) -> Rollouts:
         ahead = self._ahead if any(policy.columns.may_compute_ahead for policy in self.policies) else None
