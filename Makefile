@@ -22,9 +22,10 @@ SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 TESTING := plugins/testing/agentrl-testing
 TINKER := plugins/cli/agentrl-tinker
+MEGATRON := plugins/backends/agentrl-backend-megatron
 
 .PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu two-nodes release clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
-	tinker-env test-tinker test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-fleet test-engines-learn
+	megatron-env test-megatron test-megatron-learn tinker-env test-tinker vision-env test-vision test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-fleet test-engines-learn
 
 help:
 	@echo "make demo    install, make a tiny model and its data, train it, show the curve and sample trajectories"
@@ -44,6 +45,8 @@ help:
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
 	@echo "make test-engines-learn   train the calculator example with both, for ten minutes"
 	@echo "make test-tinker   the Tinker SDK and recipes of its cookbook against agentrl tinker serve, on the CPU"
+	@echo "make test-megatron   the training backend on Megatron-Core, on 1, 2 and 4 ranks, on the CPU"
+	@echo "make test-vision   families of vision-language models whose processors need torchvision or num2words"
 	@echo "make test-engines-fleet   two replicas of each, with faults, for many minutes"
 
 env: $(VENV)/.installed
@@ -133,11 +136,36 @@ engines-cpu-vllm: .engines/vllm/.installed
 	$(@D)/bin/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps -r $(VLLM)/cpu-requirements.txt
 	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps -e . -e $(VLLM) -e $(TESTING)
+	printf '%s\nimport vllm_cpu_stand_ins\n' '$(CURDIR)/$(VLLM)/tests_real/cpu_support' \
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/agentrl-cpu-support.pth"
 	touch $@
 
 # Most of the time an engine starts, which takes one core.
 test-engine-vllm: .engines/vllm/.installed
 	.engines/vllm/bin/python -m pytest -n $(TEST_PROCESSES) --dist loadfile $(VLLM)/tests_real
+
+# An environment in which Megatron-Core runs on a CPU, for tests, with every plugin of this tree: training processes get
+# the options of all. Megatron-Core is whole without its extras, which are for CUDA.
+megatron-env: .engines/megatron/.installed
+
+.engines/megatron/.installed: requirements-dev.txt $(MEGATRON)/cpu-requirements.txt $(MEGATRON)/pyproject.toml $(TESTING)/pyproject.toml pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables hypothesis pytest pytest-timeout
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e .[train,ray]
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-deps -r $(MEGATRON)/cpu-requirements.txt
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps $$(sed -n 's/^\(-e plugins[^[]*\).*/\1/p' requirements-dev.txt)
+	printf '%s\nimport megatron_cpu_stand_ins\n' '$(CURDIR)/$(MEGATRON)/tests_real/cpu_support' \
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/agentrl-cpu-support.pth"
+	touch $@
+
+test-megatron: .engines/megatron/.installed $(VENV)/.installed
+	.engines/megatron/bin/python -m pytest $(MEGATRON)/tests_real
+	$(BIN)/python -m pytest tests_real/test_megatron.py -k two_ranks
+
+# The calculator example is trained with it, from the trainer's environment.
+test-megatron-learn: .engines/megatron/.installed $(VENV)/.installed
+	$(BIN)/python -m pytest tests_real/test_megatron.py -k learns
 
 # An environment with the SDK of Tinker and its cookbook, which pull other versions than the trainer has.
 tinker-env: .engines/tinker/.installed
@@ -151,6 +179,23 @@ tinker-env: .engines/tinker/.installed
 
 test-tinker: .engines/tinker/.installed $(VENV)/.installed
 	AGENTRL_PYTHON=$(CURDIR)/$(BIN)/python .engines/tinker/bin/python -m pytest -c /dev/null --rootdir $(TINKER)/tests_real $(TINKER)/tests_real
+
+# An environment with what processors of images ask for beyond Pillow. torchvision is built for CUDA: hence the stand-in.
+vision-env: .engines/vision/.installed
+
+.engines/vision/.installed: pyproject.toml $(TESTING)/pyproject.toml constraints.txt
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --no-compile "$$(grep '^torch==' constraints.txt)"
+	$(@D)/bin/python -m pip install --quiet --no-compile -c constraints.txt hatchling editables hypothesis pytest pytest-timeout num2words pillow
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation -c constraints.txt -e .[train]
+	$(@D)/bin/python -m pip install --quiet --no-compile --no-build-isolation --no-deps $$(sed -n 's/^\(-e plugins[^[]*\).*/\1/p' requirements-dev.txt) "$$(grep '^torchvision==' $(SGLANG)/cpu-requirements.txt)"
+	printf '%s\nimport sglang_cpu_stand_ins\n' '$(CURDIR)/$(SGLANG)/tests_real/cpu_support' \
+		> "$$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/agentrl-cpu-support.pth"
+	touch $@
+
+# Families of vision-language models whose processors work in no other environment here.
+test-vision: .engines/vision/.installed
+	.engines/vision/bin/python -m pytest tests/workers/test_vision.py -k "gemma4 or smolvlm or llama4"
 
 # Slow: the calculator example is trained with each of them.
 test-engines-learn: engines-cpu $(VENV)/.installed

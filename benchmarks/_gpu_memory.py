@@ -114,7 +114,7 @@ def offload(bench: Bench) -> Iterator[Figure]:
         yield Figure("checkpoint", "writing", time.perf_counter() - start, "s")
         if memory.growth is not None:
             yield Figure("checkpoint", "memory of writing it", memory.growth, "GiB", _passing(actor))
-        saved, schedule = _state(actor), actor._optimizer.steps
+        saved, schedule = _state(actor), actor._backend.steps
         expected = _updated(actor, second)
     with bench.actor(*waiting) as actor:
         memory.settle()
@@ -127,7 +127,7 @@ def offload(bench: Bench) -> Iterator[Figure]:
         wrong = sum(not torch.equal(loaded[name], tensor) for name, tensor in saved.items())
         yield Figure("checkpoint", "tensors of weights and moments", len(saved), "", 1, at_least=True)
         yield Figure("checkpoint", "of them not as they were saved", wrong + (loaded.keys() != saved.keys()), "", 0)
-        yield Figure("checkpoint", "steps of the schedule that are lost", abs(actor._optimizer.steps - schedule), "", 0)
+        yield Figure("checkpoint", "steps of the schedule that are lost", abs(actor._backend.steps - schedule), "", 0)
         found = _updated(actor, second)
         yield Figure(
             "checkpoint", "next norm of the gradient, relative difference", _relative(found, expected), "", ROUNDING
@@ -152,5 +152,5 @@ def _relative(found: float, expected: float) -> float:
 
 def _state(actor: ActorWorker) -> dict[str, Tensor]:
     """Weights and moments, copied to the host."""
-    tensors = {**actor.module.state_dict(), **actor._optimizer.moments()}
+    tensors = {**actor.module.state_dict(), **actor._backend._optimizer.moments()}
     return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}

@@ -12,13 +12,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.workers.actor import ActorWorker
-from agentrl_core.workers.data_parallel import DataParallel
+from agentrl_core.workers.ranks import TrainingRanks
 from agentrl_plan.batches import batch_of, full_micro_batch, samples_of_a_prompt
 from agentrl_plan.workers import simulate
 
@@ -78,10 +77,10 @@ def predicted_peak(config: ResolvedConfig, ranks: int) -> int:
 
 
 class _Rank(ActorWorker):
-    def _join(self) -> DataParallel:
+    def _join(self) -> TrainingRanks:
         if not dist.is_initialized():
-            return DataParallel()
-        return DataParallel(dist.get_rank(), init_device_mesh("cpu", (dist.get_world_size(),)))
+            return TrainingRanks()
+        return TrainingRanks(dist.get_rank(), dist.get_world_size())
 
 
 def measured_peak(config: ResolvedConfig, ranks: int) -> int:
@@ -125,10 +124,11 @@ def _measured(config: ResolvedConfig, ranks: int) -> int:
     actor = _Rank(config, 1)
     actor.init_model()
     shapes = [full_micro_batch(config, config.actor.micro_batch_tokens)]
-    if actor._packing.is_possible and (shared := samples_of_a_prompt(config, config.actor.micro_batch_tokens)):
+    if actor._backend._packing.is_possible and (shared := samples_of_a_prompt(config, config.actor.micro_batch_tokens)):
         shapes.append(shared)
     batches = [batch_of(shape, ranks) for shape in shapes]
-    weights = {_local(each).untyped_storage() for each in (*actor._model.parameters(), *actor._model.buffers())}
+    model = actor.module
+    weights = {_local(each).untyped_storage() for each in (*model.parameters(), *model.buffers())}
     # The first step makes the moments.
     _, grown = _allocations(lambda: actor.update(batches[0]))
     resting = sum(each.nbytes() for each in weights) + grown

@@ -28,11 +28,13 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from agentrl_core.algorithms.token_log_probs import token_log_probs
+from agentrl_core.api.training_backend import DataShare
 from agentrl_core.engine_kit.ports import free_port
+from agentrl_core.fsdp2.backend import Fsdp2
+from agentrl_core.fsdp2.log_probs import MOST_LOGITS, chunks_logits, response_log_probs
+from agentrl_core.fsdp2.mesh import DP_AXIS, Mesh
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.actor import ActorWorker
-from agentrl_core.workers.data_parallel import DP_AXIS, DataParallel
-from agentrl_core.workers.log_probs import MOST_LOGITS, chunks_logits, response_log_probs
 from agentrl_core.workers.micro_batching import columns_of, micro_batches
 
 UNIT = 2.0**-24
@@ -99,7 +101,7 @@ def packing(bench: Bench) -> Iterator[Figure]:
     for case, overrides in variants.items():
         with bench.actor(*overrides) as actor:
             if "packed" in case:
-                yield Figure(case, "the model packs", float(actor._packing.is_possible), "", 1, at_least=True)
+                yield Figure(case, "the model packs", float(actor._backend._packing.is_possible), "", 1, at_least=True)
             if in_chunks := "in chunks" in case:
                 chunks = chunks_logits(actor.module, MOST_LOGITS + 1, bench.device)
                 yield Figure(case, "the model computes logits in chunks", float(chunks), "", 1, at_least=True)
@@ -129,7 +131,7 @@ def _log_probs_of(actor: ActorWorker, batch: DataProto) -> Tensor:
 def _gradient_of(actor: ActorWorker, batch: DataProto, in_chunks: bool = False) -> Tensor:
     """[parameters] of the log-probs, weighted with the advantages; on the host."""
     columns = columns_of(batch, ("advantages",), "update")
-    tokens, packs = actor.config.actor.micro_batch_tokens, actor._packing.is_possible
+    tokens, packs = actor.config.actor.micro_batch_tokens, actor._backend._packing.is_possible
     with actor._computing():
         for micro in micro_batches(columns, tokens, by_prefix=packs):
             micro = micro.to(actor._device)
@@ -201,9 +203,9 @@ def mesh_of_one(device: torch.device) -> Iterator[None]:
         torch.cuda.set_device(0)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, init_method=f"tcp://127.0.0.1:{free_port()}", rank=0, world_size=1)
-    mesh = init_device_mesh(device.type, (1,), mesh_dim_names=(DP_AXIS,))
+    mesh = Mesh(init_device_mesh(device.type, (1,), mesh_dim_names=(DP_AXIS,)), DataShare())
     try:
-        with patch.object(DataParallel, "join", lambda worker, device: DataParallel(0, mesh)):
+        with patch.object(Fsdp2, "_make_mesh", lambda backend: mesh):
             yield
     finally:
         dist.destroy_process_group()
@@ -217,7 +219,8 @@ def _trained(bench: Bench, batch: DataProto, *overrides: str) -> Trained:
         batch.union(actor.compute_log_prob(batch))
         norms = [actor.update(batch)["actor/grad_norm"]]
         # AdamW's first moment is a tenth of the first gradient.
-        moments = [_local(each) for name, each in actor._optimizer.moments().items() if name.endswith(".exp_avg")]
+        made = actor._backend._optimizer.moments()
+        moments = [_local(each) for name, each in made.items() if name.endswith(".exp_avg")]
         clipped = float(torch.cat([each.cpu().flatten() for each in moments]).norm()) / (0.1 * CLIP)
         on_host = sum(each.device.type == "cpu" for each in moments) / len(moments)
         norms.append(actor.update(batch)["actor/grad_norm"])

@@ -31,10 +31,11 @@ from _memory import PeakMemory
 from _report import Figure, report
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from agentrl_core.workers import log_probs, micro_batching, packing
-from agentrl_core.workers.log_probs import response_log_probs, response_logits
+from agentrl_core.fsdp2 import log_probs, packing
+from agentrl_core.fsdp2.log_probs import response_log_probs, response_logits
+from agentrl_core.fsdp2.packed_attention import Packing
+from agentrl_core.workers import micro_batching
 from agentrl_core.workers.micro_batching import Columns, MicroBatch, Prefixes, micro_batches, prefixes_of
-from agentrl_core.workers.packed_attention import Packing
 from agentrl_plan.operations import operations_of
 
 VOCABULARY, LARGE_VOCABULARY = 2048, 151_936

@@ -126,13 +126,22 @@ PROOFS = {
     "reverse_text-trl": Proof(
         "words reversed right", reward, None, "TRL's GRPOTrainer on the same", example="reverse_text", config=TRL
     ),
+    "shapes": Proof(
+        "sampled accuracy on unseen drawings", partial(validated, "validation/shapes/accuracy_sampled"), 0.85,
+        "a guess is right one time in four",
+    ),
+    "shapes-shuffled": Proof(
+        "sampled accuracy, each row with another row's drawing",
+        partial(validated, "validation/shapes/accuracy_sampled"), 0.35, "nothing can be learned but to guess",
+        lower=True, example="shapes", config="shuffled.yaml",
+    ),
 }  # fmt: skip
 
 
 NOTES = (
     "**What this shows.** Where the last column says yes, every seed that was run got from a weak start to the goal on "
     "one CPU core. All examples together cover tool calls, several turns, a critic, self-play, several policies, "
-    "credit for turns and one turn.",
+    "credit for turns, one turn and images.",
     "",
     "**What it does not show.** The models have less than a million parameters and one task each: nothing follows for "
     "large models, for GPUs, or for engines other than `hf`. Three seeds show that a result is no accident, not how "

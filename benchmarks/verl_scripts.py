@@ -23,7 +23,8 @@ from agentrl_core.api import AgentRLError
 def of_interest(reading: Reading, result: Conversion) -> bool:
     """Tools, several turns, a loop or images."""
     loop = result.values["rollout.agent.loops"] != ["single_turn"]
-    return loop or "images" in result.incomplete or any(key in reading.values for key in keys.TASK)
+    media = "data.image_key" in reading.values or "videos" in result.incomplete
+    return loop or media or any(key in reading.values for key in keys.TASK)
 
 
 def row(script: str, result: Conversion) -> str:
@@ -39,7 +40,7 @@ def row(script: str, result: Conversion) -> str:
     kind = "no counterpart" if lost else "to decide" if result.incomplete or ports or own_program else "converted"
     slots = [slot if isinstance(slot, str) else slot["name"] for slot in result.values.get("tools", [])]
     tools = ", ".join(f"`{name}`" for name in slots if not name.startswith("./"))
-    note = "images" if "images" in result.incomplete else "; ".join([*([tools] if tools else []), *open_points])
+    note = "videos" if "videos" in result.incomplete else "; ".join([*([tools] if tools else []), *open_points])
     return f"| `{script}` | {kind} | {note or '-'} |"
 
 

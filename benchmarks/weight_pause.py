@@ -26,9 +26,9 @@ from _report import Figure, report
 from agentrl_core.api import EngineContext, SamplingParams, WeightUpdate
 from agentrl_core.config import load_config
 from agentrl_core.controller import make_runtime
+from agentrl_core.fsdp2.weights import ModelWeights
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.serving.weight_transport import Weights
-from agentrl_core.workers.weights import ModelWeights
 
 VOCABULARY = 2048
 MAX_MODEL_LEN = 1024

@@ -23,7 +23,7 @@ from _report import Figure, report
 
 from agentrl_core.api import WeightUpdate
 from agentrl_core.engine_kit.adapters import adapter_shapes, linear_modules
-from agentrl_core.workers.weights import ModelWeights
+from agentrl_core.fsdp2.weights import ModelWeights
 
 TRANSPORT_GOAL = 2.5
 LAYERS = 24

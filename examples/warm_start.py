@@ -41,41 +41,10 @@ END_OF_TEXT, MESSAGE_START, MESSAGE_END = "<|endoftext|>", "<|im_start|>", "<|im
 CALL_START, CALL_END = "<tool_call>", "</tool_call>"
 
 # Append-only: rendering more messages only ever adds text to what was rendered before.
-CHAT_TEMPLATE = """\
-{%- if tools %}
-{{- '<|im_start|>system\\n' }}
-{%- if messages[0].role == 'system' %}{{- messages[0].content + '\\n\\n' }}{% endif %}
-{{- 'You can call these functions:\\n<tools>' }}
-{%- for tool in tools %}{{- '\\n' }}{{- tool | tojson }}{% endfor %}
-{{- '\\n</tools>\\nTo call one, write its name and arguments as JSON:\\n<tool_call>\\n' }}
-{{- '{"name": ..., "arguments": ...}\\n</tool_call><|im_end|>\\n' }}
-{%- elif messages[0].role == 'system' %}
-{{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- for message in messages %}
-{%- if message.role == 'tool' %}
-{%- if loop.first or loop.previtem.role != 'tool' %}{{- '<|im_start|>user' }}{% endif %}
-{{- '\\n<tool_response>\\n' + message.content + '\\n</tool_response>' }}
-{%- if loop.last or loop.nextitem.role != 'tool' %}{{- '<|im_end|>\\n' }}{% endif %}
-{%- elif message.role == 'assistant' %}
-{{- '<|im_start|>assistant\\n' + (message.content or '') }}
-{%- for tool_call in message.tool_calls or [] %}
-{%- set call = tool_call.function or tool_call %}
-{%- if message.content or not loop.first %}{{- '\\n' }}{% endif %}
-{{- '<tool_call>\\n{"name": ' + call.name | tojson + ', "arguments": ' }}
-{{- call.arguments if call.arguments is string else call.arguments | tojson }}
-{{- '}\\n</tool_call>' }}
-{%- endfor %}
-{{- '<|im_end|>\\n' }}
-{%- elif message.role == 'user' or not loop.first %}
-{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
-{%- endif %}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{% endif %}
-"""
+CHAT_TEMPLATE = Path(__file__).with_name("chat_template.jinja").read_text(encoding="utf-8")
 
 ASSISTANT_TURN = re.compile(r"(?<=<\|im_start\|>assistant\n)(.*?<\|im_end\|>)", re.DOTALL)
-ADDED_TOKENS = re.compile(r"<\|im_start\|>|<\|im_end\|>|</?tool_call>")
+ADDED_TOKENS = re.compile(r"<\|\w+\|>|</?tool_call>")
 TOOL_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 

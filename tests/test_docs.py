@@ -422,8 +422,10 @@ def test_no_sentence_is_longer_than_32_words() -> None:
 
 def test_the_readme_says_what_others_have_and_what_a_newcomer_types() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    assert "Training is synchronous" in text
-    rows = [line for line in text.splitlines() if line.startswith(("| [verl]", "| [prime-rl]"))]
-    assert len(rows) == 2 and all("asynchronous training" in row.split("|")[3] for row in rows)
+    assert "with `rollout.max_staleness` the next steps are sampled meanwhile" in text
+    rows = [line for line in text.splitlines() if line.startswith(("| [verl]", "| [TRL]", "| [prime-rl]"))]
+    assert len(rows) == 3
+    for had in ("asynchronous training", "LoRA", "PEFT", "vision-language models"):
+        assert not any(had in row.split("|")[3] for row in rows), "agentrl has it"
     commands = text.partition("The commands you need most:")[2].split("```")[1].strip().splitlines()
     assert len(commands) <= 8

@@ -18,7 +18,9 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engine_kit",),
     ("plugins", "config", "protocol"),
     ("controller", "data", "algorithms"),
-    ("hosting", "workers", "runs"),
+    ("hosting", "runs"),
+    ("workers",),
+    ("fsdp2",),
     ("serving",),
     ("rollout",),
     ("trainer",),
@@ -28,19 +30,23 @@ RANK = {part: rank for rank, parts in enumerate(LAYERS) for part in parts}
 LIGHT_PARTS = ("api", "engine_kit", "plugins", "config", "cli")
 HEAVY_MODULES = {"torch", "ray", "transformers", "tensordict", "datasets", "vllm", "sglang"}
 EXTENDS = {
+    "agentrl-backend-megatron": ("fsdp2",),
     "agentrl-compat-verl": ("protocol", "controller"),
     "agentrl-engines": ("cli", "config", "plugins", "serving", "trainer"),
-    "agentrl-plan": ("", "cli", "config", "controller", "protocol", "rollout", "serving", "trainer", "workers"),
-    "agentrl-tinker": ("algorithms", "cli", "config", "plugins", "runs", "workers"),
+    "agentrl-plan": (
+        "", "cli", "config", "controller", "protocol", "fsdp2", "rollout", "serving", "trainer",
+        "workers",
+    ),
+    "agentrl-tinker": ("algorithms", "cli", "config", "fsdp2", "plugins", "runs", "workers"),
     "agentrl-viewer": ("cli", "config", "runs"),
     "agentrl-testing": (
         "algorithms", "cli", "config", "controller", "data", "hosting", "plugins", "rollout", "runs", "serving",
         "trainer",
     ),
 }  # fmt: skip
-"""Parts of the core that a plugin knows: agentrl-compat-verl has verl's further operations of batches and worker
-groups, agentrl-plan runs the workers on tensors without data, agentrl-tinker trains a model that the workers load,
-agentrl-testing runs plugins as the core does."""
+"""Parts of the core that a plugin knows: agentrl-backend-megatron reads checkpoints of fsdp2, agentrl-compat-verl has
+verl's further operations of batches and worker groups, agentrl-plan runs the workers on tensors without data,
+agentrl-tinker trains a model that the workers load, agentrl-testing runs plugins as the core does."""
 TESTING = "agentrl_testing"
 TRIED = {"agentrl-testing": {"agentrl_algorithms", "agentrl_engine_hf"}}
 """Packages of plugins that the tests of another one use: the contract suites are tried on them."""

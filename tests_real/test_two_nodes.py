@@ -19,8 +19,10 @@ from typing import Any
 
 import pytest
 import yaml
+from PIL import Image
 
 from agentrl_testing.tiny_model import save_tiny_model
+from agentrl_testing.tiny_vision import save_tiny_vision_model
 from tests_real.two_nodes import HOME, ROOT, WORK, Node, Relay, missing, two_nodes
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(1200), pytest.mark.skipif(bool(missing()), reason=str(missing()))]
@@ -45,6 +47,30 @@ class Talk(AgentLoopBase):
 def score(trajectory):
     text = trajectory.model_text
     return sum(letter.islower() for letter in text) / max(len(text), 1)
+'''
+SEEING = '''
+import socket
+
+from PIL import Image
+from agentrl_core.api import AgentLoopBase
+
+class Show(AgentLoopBase):
+    """Two turns; between them the user shows a picture that no other node makes."""
+
+    async def run(self, sampling_params, *, session, raw_prompt, **row):
+        trajectory = session.trajectory(raw_prompt)
+        await trajectory.generate({**sampling_params, "max_tokens": 4})
+        red = 200 if socket.gethostname() == "worker" else 100
+        picture = Image.new("RGB", (56, 56), (red, row["prompt_index"], row["sample_index"]))
+        said = [await session.image(picture), {"type": "text", "text": "and now?"}]
+        assert trajectory.add_messages([{"role": "user", "content": said}])
+        turn = await trajectory.generate({**sampling_params, "max_tokens": 4})
+        return trajectory.finish(turn.termination)
+
+
+def seen(trajectory):
+    assert len(trajectory.images) == 2
+    return sum(map(len, trajectory.images.values())) % 7 + len(trajectory.model_text) % 5
 '''
 CONFIG: dict[str, Any] = {
     "model": {"path": "model"},
@@ -192,6 +218,39 @@ def test_a_run_resumes_on_both_nodes_and_weights_come_through_the_store_of_the_a
     assert [row["step"] for row in steps] == [1, 2, 3, 4]
     assert all(row["rollout/logprob_gap_max"] < 1e-4 for row in steps), steps
     assert not list(cluster.worker.path(f"{WORK}/runs/two/checkpoints").iterdir())
+
+
+def test_images_of_either_node_are_trained_scored_and_kept_by_the_driver(cluster: Cluster) -> None:
+    for node in (cluster.head, cluster.worker):
+        save_tiny_vision_model(node.path(f"{WORK}/seeing"), initializer_range=0.1)
+    rows = [
+        {"prompt": "<image>what?", "images": [f"picture{i}.png"], "reward_model": {"ground_truth": "1"}}
+        for i in range(4)
+    ]
+    for i in range(4):
+        # Where the run is started only.
+        Image.new("RGB", (56, 28), (i, 50, 50)).save(cluster.head.path(f"{WORK}/picture{i}.png"))
+    cluster.head.path(f"{WORK}/seeing.py").write_text(SEEING)
+    cluster.head.path(f"{WORK}/pictures.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    changes = {
+        "model.path": "seeing", "data.train_files": ["pictures.jsonl"], "trainer.name": "seeing",
+        "rollout.agent.loops": [{"name": "./seeing.py:Show"}], "rollout.max_response_length": 64,
+        "reward.functions": [{"name": "./seeing.py:seen"}], "algorithm.old_log_probs": "actor",
+    }  # fmt: skip
+    done = cluster.run(" ".join(f"'{key}={json.dumps(value)}'" for key, value in changes.items()))
+    assert done.returncode == 0, done.stdout
+    steps = cluster.metrics("seeing")
+    assert all(row["rollout/logprob_gap_max"] < 1e-4 and row["rollout/failed_fraction"] == 0 for row in steps), steps
+    run = cluster.head.path(f"{WORK}/runs/seeing")
+    files = {file.name for file in (run / "media").iterdir()}
+    lines = [json.loads(line) for file in (run / "rollouts").glob("step-*.jsonl") for line in file.open()]
+    names = [name for line in lines for node in line["nodes"] for name in node.get("images", ())]
+    assert len(lines) == 16 and len(names) == 32 and set(names) == files
+    reds = {Image.open(run / "media" / name).getpixel((0, 0))[0] for name in files}  # type: ignore[index]
+    assert {100, 200} <= reds, "agent loops of both nodes have made pictures"
+    # The other node has no files of the run; its processes read each image once.
+    assert not cluster.worker.path(f"{WORK}/runs/seeing/media").exists()
+    assert 0 < sum(row["images/other_hosts"] for row in steps) <= 4 * len(files)
 
 
 def test_a_node_without_the_model_is_named_with_the_path(cluster: Cluster) -> None:

@@ -48,7 +48,7 @@ class _TokenLogProbs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor]:
         log_probs_n = torch.empty(len(labels_n), dtype=torch.float32, device=logits_nV.device)
         normalisers_n, entropies_n = torch.empty_like(log_probs_n), torch.zeros_like(log_probs_n)
-        for block in _blocks(logits_nV):
+        for block in blocks(logits_nV):
             scaled_cV = logits_nV[block].float() / temperature
             largest_c1 = scaled_cV.amax(-1, keepdim=True)
             scaled_cV -= largest_c1
@@ -77,7 +77,7 @@ class _TokenLogProbs(torch.autograd.Function):
         if of_log_probs_n is None:
             of_log_probs_n = torch.zeros_like(normalisers_n)
         gradient_nV = torch.empty_like(logits_nV)
-        for block in _blocks(logits_nV):
+        for block in blocks(logits_nV):
             log_probs_cV = logits_nV[block].float() / ctx.temperature
             log_probs_cV -= normalisers_n[block].unsqueeze(-1)
             result_cV = log_probs_cV.exp()
@@ -92,7 +92,8 @@ class _TokenLogProbs(torch.autograd.Function):
         return gradient_nV, None, None, None
 
 
-def _blocks(logits_nV: Tensor) -> Iterator[slice]:
+def blocks(logits_nV: Tensor) -> Iterator[slice]:
+    """Tokens whose logits are worked out together."""
     elements = CPU_BLOCK * torch.get_num_threads() if logits_nV.device.type == "cpu" else GPU_BLOCK
     rows = max(elements // logits_nV.shape[-1], 1)
     for start in range(0, len(logits_nV), rows):

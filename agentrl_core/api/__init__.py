@@ -22,14 +22,15 @@ _NAMES_OF_MODULE = {
     "config": ("NoConfig", "OptionInfo", "option"),
     "dataset": ("DatasetContext", "PromptDataset"),
     "engine": (
-        "AdapterSlots", "EngineContext", "InferenceEngine", "MeasuredEngine", "PausableEngine", "PolicySpan",
-        "ProgressingEngine", "SamplingParams", "SessionEngine", "SleepingEngine", "TokenOutput",
+        "AdapterSlots", "EngineContext", "InferenceEngine", "MeasuredEngine", "MultiModal", "PausableEngine",
+        "PolicySpan", "ProgressingEngine", "SamplingParams", "SessionEngine", "SleepingEngine", "TokenOutput",
     ),
     "engine_client": ("EngineClient", "Engines"),
     "environment": ("Environment", "EnvironmentContext", "Episode"),
     "errors": (
         "AgentRLError", "BodyTooLargeError", "CheckpointError", "ConfigError", "DataError", "DeadlineError",
-        "EngineError", "EpisodeError", "HttpError", "InteractionError", "PluginBrokenError", "PluginConflictError",
+        "EngineError", "EpisodeError", "HttpError", "ImageError", "InteractionError", "PluginBrokenError",
+        "PluginConflictError",
         "PluginDriftError", "PluginError", "PluginIncompatibleError", "PluginNotFoundError",
         "PluginRequirementError", "ProtocolError",
         "RewardError", "RolloutError", "TemplateError", "ToolError", "ToolUnavailableError", "WorkerError",
@@ -47,6 +48,9 @@ _NAMES_OF_MODULE = {
     "tool": ("FunctionTool", "Tool", "ToolContext", "ToolResponse", "ToolResult", "function_schema", "schema_of"),
     "tool_parser": ("ParsedText", "ToolCall", "ToolParser", "ToolParserContext"),
     "tracker": ("Tracker", "TrackerContext", "trajectory_table"),
+    "training_backend": (
+        "AdapterPlan", "DataShare", "MicroBatch", "Outputs", "TrainingBackend", "TrainingContext", "Wanted",
+    ),
     "tree": ("Call", "Earned", "Node", "Request", "Tree", "TreePath"),
     "weights": ("Adapter", "ArrayBucket", "WeightUpdate", "map_safetensors"),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from enum import StrEnum
 from typing import Any, Literal
 
 from agentrl_core.api.engine import FinishReason
+from agentrl_core.api.errors import ImageError
 from agentrl_core.api.interaction import InteractionTurn
 from agentrl_core.api.tool import ToolResponse
 from agentrl_core.api.tool_parser import ToolCall, ToolParser
@@ -248,6 +249,11 @@ class TrajectorySession(ABC):
     agent: str = ""
     """Whose turn it is, as the environment or the interaction said last; empty where only one agent acts. A loop that
     decides it by itself sets this before it generates: with several policies, the one that plays the agent samples."""
+    fetch_images: bool = False
+    """Whether a loop may fetch images that its clients name by http(s) address, see ``model.images.urls``."""
+    max_images: int | None = None
+    """Images of a conversation at most, see ``model.images.max_count``; None: nothing is known of it. A loop that gets
+    images from clients counts them before it reads them."""
 
     @abstractmethod
     def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> Trajectory:
@@ -276,6 +282,26 @@ class TrajectorySession(ABC):
                 retries the trajectory.
             EngineError: the same, of an engine that the tool asked.
         """
+
+    async def image(self, value: Any) -> dict[str, Any]:
+        """The part of a message's content that shows an image, for :meth:`Trajectory.add_messages`.
+
+        Args:
+            value: bytes, a data URL, base64, a PIL image, an array [height, width, 3] of uint8, or the name of an
+                image of the run.
+
+        Raises:
+            ImageError: it cannot be read or shown.
+        """
+        raise ImageError("this session shows no images")
+
+    async def image_bytes(self, name: str) -> bytes:
+        """The file of an image, for an agent that is given the row's prompt.
+
+        Raises:
+            ImageError: there is none of this name.
+        """
+        raise ImageError("this session shows no images")
 
     @abstractmethod
     async def open_interaction(self) -> bool:
@@ -308,6 +334,14 @@ class ChatRenderer(ABC):
         """The message of a user, tool or environment as :meth:`encode` keeps it text: what looks like a control token
         in it becomes none. Messages of other roles come back as they are."""
         return message
+
+    def image_tokens(self, name: str) -> int:
+        """How many tokens an image takes.
+
+        Args:
+            name: in a message that the session has shown.
+        """
+        return 0
 
     @abstractmethod
     def truncate(self, text: str, max_tokens: int, side: TruncationSide) -> str:

@@ -107,6 +107,23 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class MultiModal:
+    """The images of a prompt, for an engine with the capability ``images``.
+
+    Args:
+        images: their names in the order in which they stand in the prompt. One may stand there twice; the same name is
+            the same image.
+        collapsed_ids: the prompt with one placeholder for each image, for an engine that expands it by itself. What it
+            makes of them must be ``prompt_ids``, or the request fails: the trainer computes ``prompt_ids``.
+        data: of each name the bytes of a PNG or JPEG file, in RGB.
+    """
+
+    images: tuple[str, ...]
+    collapsed_ids: Sequence[int]
+    data: Mapping[str, bytes] = field(default_factory=dict, repr=False)
+
+
+@dataclass(frozen=True)
 class PolicySpan:
     """Tokens ``start..end`` (end excluded) of an output were sampled by weights number ``version``."""
 
@@ -187,6 +204,9 @@ class EngineContext:
         memory_free: share that is free on each as the run starts, where ``memory_share`` is set.
         adapters: that the engine serves; only for engines with the capability ``adapters``. None: none. Their updates
             leave the model's own weights alone, so those must survive ``sleep``.
+        reserved_ids: tokens that stand for images and are never sampled: in a history they would be taken for images.
+            Log-probabilities are those of all tokens, these among them.
+        max_images: of a prompt, at most; 0: the model takes text alone.
     """
 
     model_path: str
@@ -207,6 +227,8 @@ class EngineContext:
     memory_share: float = 0.0
     memory_free: float = 1.0
     adapters: AdapterSlots | None = None
+    reserved_ids: tuple[int, ...] = ()
+    max_images: int = 0
 
 
 class InferenceEngine(ABC):
@@ -235,9 +257,13 @@ class InferenceEngine(ABC):
         prompt_ids: Sequence[int],
         sampling_params: SamplingParams,
         request_id: str,
-        multi_modal: dict[str, Any] | None = None,
+        multi_modal: MultiModal | None = None,
     ) -> TokenOutput:
-        """Continue ``prompt_ids``. Cancelling the coroutine ends the request."""
+        """Continue ``prompt_ids``. Cancelling the coroutine ends the request.
+
+        Args:
+            multi_modal: images whose tokens are among ``prompt_ids``; None: there are none.
+        """
 
     async def abort(self, request_id: str) -> TokenOutput | None:
         """End a request: its ``generate`` returns what it has (``finish_reason`` abort), and so does this call.

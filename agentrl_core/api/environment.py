@@ -47,18 +47,21 @@ class EnvironmentContext:
         name: the name under which the run knows it.
         seed: of the run.
         engines: clients of the configured engines, by name.
+        shows_images: the model can be shown images.
     """
 
     name: str
     seed: int = 0
     engines: Engines = field(default_factory=Engines)
+    shows_images: bool = False
 
 
 class Episode(ABC):  # noqa: B024 - messages is what a subclass must have
     """One task under way. Every method has a default: an episode without ``call`` and ``reply`` is a question.
 
     Attributes:
-        messages: the conversation that the policy answers first; at least one message, its content text.
+        messages: the conversation that the policy answers first; at least one message, its content text, or a list of
+            parts with images.
         tools: OpenAI function schemas of the tools that the episode offers.
         agent: who answers ``messages``, where several agents act; the loop ``multi_agent`` plays them.
     """

@@ -10,6 +10,7 @@
     │   ├── PluginRequirementError   a requirement of the plugin is missing
     │   └── PluginDriftError         a worker or checkpoint has another version
     ├── DataError                a data set, file or row
+    ├── ImageError               an image that cannot be read or shown
     ├── TemplateError            a tokenizer or chat template that cannot serve
     ├── EngineError              the inference engine or the connection to it
     ├── ToolError                a tool call that failed (the model sees an observation)
@@ -84,6 +85,10 @@ class PluginDriftError(PluginError):
 
 class DataError(AgentRLError):
     """A data set, file or row that cannot be used."""
+
+
+class ImageError(AgentRLError):
+    """An image that cannot be read, or that a model cannot be shown."""
 
 
 class TemplateError(AgentRLError):

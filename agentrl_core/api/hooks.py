@@ -22,7 +22,7 @@ methods, never coroutines.
             self.solved += trajectory.reward == 1.0
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +36,18 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @dataclass(frozen=True)
 class HookContext:
-    """What a hook gets when it is built: its configured name and the run's directory."""
+    """What a hook gets when it is built.
+
+    Args:
+        name: as it is configured.
+        run_dir: the run's directory.
+        stop: ends the run after the step that is being computed, with a checkpoint; called with the reason, which is
+            logged. The run can be resumed.
+    """
 
     name: str
     run_dir: Path
+    stop: Callable[[str], None] = lambda reason: None
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,9 @@ requests wraps the body with :func:`bounded_body`. The plugin's package requires
 
 import asyncio
 import functools
+import ipaddress
 import json as json_module
+import socket
 import ssl
 import zlib
 from collections.abc import AsyncIterable, AsyncIterator, Iterator, Mapping
@@ -17,6 +19,7 @@ from typing import Any
 
 from agentrl_core.api.errors import BodyTooLargeError, HttpError
 
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
 _PIECE = 256 * 1024
 """Bytes that are decompressed before the event loop runs again."""
 
@@ -31,6 +34,7 @@ async def fetch(
     headers: Mapping[str, str] | None = None,
     slots: asyncio.Semaphore | None = None,
     timeout_option: str = "timeout",
+    public_only: bool = False,
 ) -> bytes:
     """The body of a successful answer. Redirects are not followed: a body and its token belong to one server.
 
@@ -42,10 +46,11 @@ async def fetch(
         headers: of the request.
         slots: acquired during the request.
         timeout_option: what the caller's option for ``timeout`` is called.
+        public_only: for an address that others chose: hosts of this machine and of private networks are refused.
 
     Raises:
         BodyTooLargeError: the body exceeds ``limit``.
-        HttpError: no whole answer, another status than 2xx; ``status`` has it.
+        HttpError: no whole answer, another status than 2xx; ``status`` has it. A host that is refused.
     """
     # Only plugins that ask servers need it.
     import httpx
@@ -59,7 +64,14 @@ async def fetch(
             client = await stack.enter_async_context(httpx.AsyncClient(verify=_certificates(), timeout=None))
             # Nothing is gained by compression that a limit would not take away again.
             asked = {**(headers or {}), "accept-encoding": "identity"}
-            request = client.stream("POST" if posts else "GET", url, json=json, content=content, headers=asked)
+            place, extensions = httpx.URL(url), {}
+            if public_only:
+                # The checked address is the one that is connected to: a second look-up could give another one.
+                host = place.raw_host.decode()
+                extensions["sni_hostname"], asked["host"] = host, place.netloc.decode()
+                place = place.copy_with(host=await _public_address(host))
+            method = "POST" if posts else "GET"
+            request = client.stream(method, place, json=json, content=content, headers=asked, extensions=extensions)
             response = await stack.enter_async_context(request)
             encoding = response.headers.get("content-encoding", "")
             body = b"".join([piece async for piece in bounded_body(response.aiter_raw(), encoding, limit)])
@@ -77,6 +89,32 @@ async def fetch(
         said = elsewhere or f": {body[:200].decode(errors='replace')}"
         raise HttpError(f"{shown}: status {response.status_code}{said}".rstrip(": "), response.status_code)
     return body
+
+
+async def _public_address(host: str) -> str:
+    """An address of a host.
+
+    Raises:
+        HttpError: one of them belongs to this machine, a private network or nobody.
+    """
+    found = await asyncio.get_running_loop().getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    addresses = [str(each[4][0]) for each in found]
+    for address in addresses:
+        if not is_public(address):
+            raise HttpError(f"{host} has the address {address}, which is not one of the public internet")
+    return addresses[0]
+
+
+def is_public(address: str) -> bool:
+    """Whether an IP address is one of the public internet, also where an IPv6 address stands for one of IPv4."""
+    ip = ipaddress.ip_address(address)
+    if isinstance(ip, ipaddress.IPv6Address):
+        inner = (
+            ip.ipv4_mapped or ip.sixtofour or (ipaddress.IPv4Address(int(ip) & 0xFFFFFFFF) if ip in _NAT64 else None)
+        )
+        if inner is not None:
+            return is_public(str(inner))
+    return ip.is_global and not ip.is_multicast
 
 
 async def fetch_json(url: str, **options: Any) -> Any:

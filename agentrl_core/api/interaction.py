@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from agentrl_core.api.engine_client import Engines
+from agentrl_core.api.message_parts import content_of, image_part
 
 
 class InteractionTurn(NamedTuple):
@@ -29,6 +30,7 @@ class InteractionTurn(NamedTuple):
         reward: for the turn.
         metrics: finite numbers by name.
         agent: who reads ``text`` and has the next turn, where several agents act; None: the one that had this turn.
+        images: what the user shows after the text, as in ``ToolResponse``.
     """
 
     terminate: bool
@@ -36,6 +38,12 @@ class InteractionTurn(NamedTuple):
     reward: float | None = None
     metrics: dict[str, float] = {}
     agent: str | None = None
+    images: Sequence[Any] = ()
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """The content of the user's message: a text, or a list of parts where there are images."""
+        return content_of([self.text, *map(image_part, self.images)])
 
 
 @dataclass(frozen=True)

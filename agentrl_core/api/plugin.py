@@ -68,6 +68,7 @@ KINDS: dict[str, PluginKind] = {
             "weight_update": "takes new weights without a restart",
             "live_update": "takes new weights while requests run, which then continue with a new KV cache",
             "old_cache": "requests that run while weights change can keep their KV cache (WeightUpdate.running)",
+            "images": "serves prompts with images, for vision-language models (MultiModal, EngineContext.max_images)",
             "adapters": "serves versions of LoRA adapters side by side (EngineContext.adapters, WeightUpdate.adapter)",
             "broadcast": "takes weights that the actor sends from device to device (torch.distributed)",
             "ipc": "takes broadcast weights also on a GPU that it shares with the actor (CUDA IPC)",
@@ -83,6 +84,7 @@ KINDS: dict[str, PluginKind] = {
             "repetition_penalty": "SamplingParams.repetition_penalty: penalizes tokens of prompt and output",
             "logit_bias": "SamplingParams.logit_bias: adds to the logits of given tokens",
             "json_schema": "SamplingParams.json_schema: samples only JSON that fits a schema",
+            "remote_weights": "samples where a training backend with the same capability keeps its weights",
         }),
         PluginKind("tool", "agentrl.tools", 1, "tool"),
         PluginKind("renderer", "agentrl.renderers", 1, "renderer", {
@@ -118,6 +120,21 @@ KINDS: dict[str, PluginKind] = {
         PluginKind("dataset", "agentrl.datasets", 1, "prompt dataset"),
         PluginKind("sampler", "agentrl.samplers", 1, "prompt sampler"),
         PluginKind("batch_policy", "agentrl.batch_policies", 1, "batch policy"),
+        PluginKind("training_backend", "agentrl.training_backends", 1, "training backend", {
+            "all_weights": "trains all weights of a model; without it adapters alone (model.adapter)",
+            "adapters": "trains a LoRA adapter on a frozen model (model.adapter)",
+            "policies": "trains adapters of several policies on one model (policies)",
+            "critic": "trains a value function (TrainingContext.head)",
+            "entropies": "computes entropies, with a gradient if asked",
+            "temperature": "computes log-probs at other temperatures than 1",
+            "ranks": "trains one model on several ranks",
+            "images": "shows images to a model (TrainingContext.media)",
+            "freeze": "leaves parts of a model untrained (model.freeze)",
+            "quantize": "trains adapters on quantized weights (model.quantize)",
+            "offload": "keeps weights or moments in host memory between phases (offload_parameters, offload_optimizer)",
+            "shared_module": "gives engines in its process the model itself (TrainingBackend.module)",
+            "remote_weights": "keeps weights at a server: engines get their place alone, and need the same capability",
+        }),
         PluginKind("tracker", "agentrl.trackers", 1, "tracker"),
         PluginKind("hook", "agentrl.hooks", 1, "lifecycle hook"),
     )
@@ -131,7 +148,7 @@ PREDICTION_GROUP = "agentrl.predictions"
 """Entry-point group of what foresees the memory of a run: ``name = "package.module:function"``, called with the
 configuration. Its result has a ``line`` for a person and ``to_dict()`` for scripts."""
 
-RESERVED_GROUPS = (PREDICTION_GROUP, "agentrl.training_backends")
+RESERVED_GROUPS = (PREDICTION_GROUP,)
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ OF_TOKENS = (
 )  # fmt: skip
 _OF_CALL = ("name", "arguments", "response", "failed")
 _OF_LINE = ("step", "split", "sample", "data_source", "ground_truth", "tool_schemas")
-_OF_NODE = ("messages", "agent", "finish_reason", "settings", "stop")
+_OF_NODE = ("messages", "agent", "finish_reason", "settings", "stop", "images")
 
 
 def nodes_of(tree: Tree, credit: Mapping[Node, Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -39,6 +39,8 @@ def nodes_of(tree: Tree, credit: Mapping[Node, Mapping[str, Any]]) -> list[dict[
         parent = None if node.parent is None else numbers[node.parent]
         content: dict[str, Any] = {"parent": parent, "kind": node.kind, "ids": list(node.ids), "text": node.text}
         content |= {name: value for name in _OF_NODE if (value := getattr(node, name))}
+        if node.images:
+            content["collapsed"] = list(node.collapsed)
         if node.kind == "turn":
             log_probs = None if node.log_probs is None else list(node.log_probs)
             content |= {"log_probs": log_probs, "spans": [[s.version, s.start, s.end] for s in node.spans]}
@@ -94,7 +96,7 @@ def _tree(nodes: list[dict[str, Any]], early: Mapping[str, Any]) -> Tree:
             None if parent is None else tree.nodes[parent], each["kind"], each["ids"], each["text"],
             each.get("messages", ()), each.get("agent", ""), each.get("log_probs"), spans, each.get("finish_reason"),
             each.get("settings"), each.get("stop", ""), None if request is None else Request(**request),
-            *_earned(each),
+            *_earned(each), tuple(each.get("images", ())), each.get("collapsed", ()),
         ))  # fmt: skip
     return tree
 

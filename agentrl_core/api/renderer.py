@@ -38,11 +38,15 @@ class Rendered(NamedTuple):
     """Tokens that the policy did not sample, and their text as a person reads it.
 
     ``assumed``: they were not taken from the whole conversation, so :meth:`Renderer.check` is to look at them.
+    ``images``: names of the images whose tokens are among them, in order. ``collapsed``: the ids with one placeholder
+    for each of these; empty without images.
     """
 
     ids: list[int]
     text: str
     assumed: bool = False
+    images: Sequence[str] = ()
+    collapsed: Sequence[int] = ()
 
 
 @dataclass(frozen=True)

@@ -48,6 +48,8 @@ class RewardTrajectory:
         row: all other fields of the dataset row.
         agent: whose part of the trajectory this is, where several agents act.
         token_rows: prompt ids, response ids and response mask of each row of the trajectory, as in ``AgentLoopOutput``.
+        images: the files, PNG or JPEG, of the images in ``messages``, by name: that of the part
+            ``{"type": "image", "image": name}``.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -69,6 +71,7 @@ class RewardTrajectory:
     environment: "RewardResult | None" = None
     agent: str = ""
     token_rows: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]] = ()
+    images: Mapping[str, bytes] = field(default_factory=dict, repr=False)
 
 
 @dataclass(frozen=True)

@@ -26,13 +26,14 @@ import re
 import types
 import typing
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 from agentrl_core.api.engine_client import Engines
 from agentrl_core.api.errors import ToolError
 from agentrl_core.api.json_types import json_type
+from agentrl_core.api.message_parts import content_of, image_part, shown_parts
 
 Isolation = Literal["inline", "process"]
 
@@ -42,12 +43,31 @@ class ToolResponse:
     """What the model sees of a call.
 
     Args:
-        text: what it reads.
-        images: for vision models, in the form that their processor takes.
+        text: what it reads; left empty, the texts of ``parts``.
+        images: what it is shown after the text, if it is a vision-language model: ``pathlib.Path``, bytes, data URLs,
+            PIL images or arrays [height, width, 3] of uint8.
+        parts: texts and images in the order in which the model sees them, in place of ``text`` and ``images``. A data
+            URL is here a dict, ``{"type": "image", "image": …}``; other images may be one.
     """
 
     text: str
     images: Sequence[Any] = ()
+    parts: Sequence[Any] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("images", "parts"):
+            if not isinstance(value := getattr(self, name), list | tuple):
+                raise TypeError(f"ToolResponse.{name} is a {type(value).__name__}; allowed is a list")
+        # In its process: an image that leaves it as it is becomes a text.
+        parts = [part if isinstance(part, str | Mapping) else image_part(part) for part in self.parts]
+        object.__setattr__(self, "parts", parts)
+        if self.parts and not self.text:
+            object.__setattr__(self, "text", "\n".join(part for part in self.parts if isinstance(part, str)))
+
+    @property
+    def content(self) -> str | list[dict[str, Any]]:
+        """The content of the message that the model sees: a text, or a list of parts where there are images."""
+        return content_of(self.parts or [self.text, *map(image_part, self.images)])
 
 
 class ToolResult(NamedTuple):
@@ -74,11 +94,13 @@ class ToolContext:
         name: the name under which the run knows it.
         seed: of the run.
         engines: clients of the configured engines, by name; none in a child process.
+        shows_images: the model can be shown images; False: a response with one is an error that the model reads.
     """
 
     name: str
     seed: int = 0
     engines: Engines = field(default_factory=Engines)
+    shows_images: bool = False
 
 
 class Tool(ABC):
@@ -142,7 +164,8 @@ class FunctionTool(Tool):
     """A tool made of one typed function, sync or async.
 
     Arguments are converted to the parameters' types, also to dataclasses and pydantic models. The model sees what the
-    function returns as ``str``; dicts, lists, tuples, dataclasses and pydantic models as JSON.
+    function returns as ``str``; dicts, lists, tuples, dataclasses and pydantic models as JSON. It is shown a PIL image,
+    or a list of texts and PIL images, or of parts as messages have them.
     """
 
     isolation: ClassVar[Isolation] = "process"
@@ -164,10 +187,12 @@ class FunctionTool(Tool):
             return result
         if isinstance(result, ToolResponse):
             return ToolResult(result)
+        if (parts := shown_parts(result)) is not None:
+            return ToolResult(ToolResponse("", parts=parts))
         if isinstance(result, dict | list | tuple) or is_dataclass(result) or hasattr(result, "model_dump_json"):
             from pydantic_core import to_json
 
-            return ToolResult(ToolResponse(to_json(result, fallback=str).decode()))
+            return ToolResult(ToolResponse(to_json(result, fallback=_as_text).decode()))
         return ToolResult(ToolResponse(str(result)))
 
     def _converted(self, name: str, value: Any) -> Any:
@@ -179,6 +204,12 @@ class FunctionTool(Tool):
             details = ((each["loc"], each["msg"]) for each in error.errors())
             problems = [f"{'.'.join(map(str, (name, *place)))}: {message}" for place, message in details]
             raise ToolError("; ".join(problems)) from error
+
+
+def _as_text(value: Any) -> str:
+    if hasattr(value, "getexif") and hasattr(value, "convert"):
+        raise TypeError("an image within a dict or another list; return it alone, or in a list of texts and images")
+    return str(value)
 
 
 def schema_of(function: Callable[..., Any], name: str = "") -> dict[str, Any]:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_core.api.hooks import EndedTrajectory
+from agentrl_core.api.message_parts import text_of
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,6 @@ _COLUMNS = ("step", "trajectory", "data_source", "messages", "reward", "terminat
 
 
 def _text(message: Mapping[str, Any]) -> str:
-    content = message.get("content") or ""
-    parts = [content if isinstance(content, str) else json.dumps(content, ensure_ascii=False, default=str)]
+    parts = [text_of(message)]
     parts += [json.dumps(call, ensure_ascii=False, default=str) for call in message.get("tool_calls") or ()]
     return "\n".join(part for part in parts if part)

@@ -101,6 +101,8 @@ class Node:
         request: that sampled the turn.
         calls: that the turn made, in order.
         rewards: that the turn earned in other ways.
+        images: names of those whose tokens are among ``ids``, in order.
+        collapsed: ``ids`` with one placeholder for each image; empty without images.
     """
 
     parent: "Node | None"
@@ -117,6 +119,8 @@ class Node:
     request: Request | None = None
     calls: list[Call] = field(default_factory=list)
     rewards: list[Earned] = field(default_factory=list)
+    images: Sequence[str] = ()
+    collapsed: Sequence[int] = ()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # What a copied tool call earns belongs to the same turn.
@@ -128,7 +132,8 @@ class Node:
         return _restored, (
             self.parent, self.kind, _flat(self.ids), self.text, self.messages, self.agent, _flat(self.log_probs),
             [(each.version, each.start, each.end) for each in self.spans], self.finish_reason, self.settings, self.stop,
-            request, [_CALL(call) for call in self.calls], [tuple(each) for each in self.rewards],
+            request, [_CALL(call) for call in self.calls], [tuple(each) for each in self.rewards], self.images,
+            _flat(self.collapsed),
         )  # fmt: skip
 
     @property
@@ -206,11 +211,12 @@ def _unflat(values: Any) -> Any:
 def _restored(
     parent: Node | None, kind: NodeKind, ids: Any, text: str, messages: Any, agent: str, log_probs: Any, spans: Any,
     finish_reason: FinishReason | None, settings: Any, stop: str, request: Any, calls: Any, rewards: Any,
+    images: Any, collapsed: Any,
 ) -> Node:  # fmt: skip
     return Node(
         parent, kind, _unflat(ids), text, messages, agent, _unflat(log_probs), [PolicySpan(*each) for each in spans],
         finish_reason, settings, stop, None if request is None else Request(*request), [Call(*each) for each in calls],
-        [Earned(*each) for each in rewards],
+        [Earned(*each) for each in rewards], images, _unflat(collapsed),
     )  # fmt: skip
 
 
@@ -253,6 +259,7 @@ class Tree:
         for node in self.nodes:
             try:
                 node.ids = array("i", node.ids)
+                node.collapsed = array("i", node.collapsed) if node.collapsed else ()
                 if (values := node.log_probs) is not None:
                     short = array("f", values)
                     node.log_probs = short if short.tolist() == list(values) else array("d", values)
@@ -383,6 +390,11 @@ class TreePath(NamedTuple):
         return [(1 if node.kind == "turn" else 0, node.text) for node in self.nodes[self.shared :] if node.text]
 
     @property
+    def images(self) -> tuple[str, ...]:
+        """Names of the images whose tokens it has, in order."""
+        return images_of(self.nodes)
+
+    @property
     def sampled_tokens(self) -> int:
         """Tokens that this row trains."""
         count = 0
@@ -396,6 +408,19 @@ def ids_of(nodes: Sequence[Node]) -> list[int]:
     ids: list[int] = []
     for node in nodes:
         ids += node.ids
+    return ids
+
+
+def images_of(nodes: Sequence[Node]) -> tuple[str, ...]:
+    """Names of the images of some nodes, in order."""
+    return tuple([name for node in nodes for name in node.images])
+
+
+def collapsed_of(nodes: Sequence[Node]) -> list[int]:
+    """:func:`ids_of` with one placeholder for each image."""
+    ids: list[int] = []
+    for node in nodes:
+        ids += node.collapsed or node.ids
     return ids
 
 

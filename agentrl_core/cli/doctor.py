@@ -102,7 +102,7 @@ def _model(model: Path | None, config: Path | None) -> dict[str, Any]:
     from agentrl_core.data.chat_template import ChatTemplateRenderer, build_renderer
     from agentrl_core.data.renderer import HFChatRenderer
     from agentrl_core.data.template_check import RenderedText, check_template
-    from agentrl_core.workers.models import check_architecture
+    from agentrl_core.fsdp2.models import check_architecture
 
     name, reads_text = "chat_template", True
     if config is None:
@@ -138,7 +138,7 @@ def _model(model: Path | None, config: Path | None) -> dict[str, Any]:
 
 
 def _weights_problem(model: Path) -> str:
-    from agentrl_core.workers.model_files import check_weights
+    from agentrl_core.fsdp2.model_files import check_weights
 
     try:
         check_weights(model)

@@ -45,16 +45,16 @@ def run(
     import rich
     from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+    from agentrl_core.fsdp2.adapters import CONFIG_FILE
+    from agentrl_core.fsdp2.model_files import save_merged
     from agentrl_core.rollout.manager import AgentLoopManager
     from agentrl_core.runs.records import RolloutWriter
     from agentrl_core.trainer.checkpoint import actor_folders, checkpoint_path, read_state
     from agentrl_core.trainer.outcomes import make_records
     from agentrl_core.trainer.preparation import Preparation
-    from agentrl_core.trainer.roles import start_engines, start_named_engines, start_runtime
+    from agentrl_core.trainer.roles import start_engines, start_images, start_named_engines, start_runtime
     from agentrl_core.trainer.run import copy_tokenizer
     from agentrl_core.trainer.validation import validate
-    from agentrl_core.workers.adapters import CONFIG_FILE
-    from agentrl_core.workers.model_files import save_merged
 
     set_up_logging(stderr=as_json)
     logger.info("starting the model of %s", checkpoint or config)
@@ -97,7 +97,8 @@ def run(
     with Progress(*columns, console=rich.get_console(), transient=True) as progress, start_runtime(loaded) as runtime:
         task = progress.add_task("starting the engine", total=None)
         engines = start_engines(loaded, runtime, preparation)
-        manager = AgentLoopManager(loaded, runtime, engines, start_named_engines(loaded, runtime))
+        images = start_images(loaded, runtime, preparation, directory.path)
+        manager = AgentLoopManager(loaded, runtime, engines, start_named_engines(loaded, runtime), images)
         logger.info("answering %d prompts", len(rows[: loaded.trainer.validation.max_prompts]))
         manager.on_progress = lambda done, total: progress.update(
             task, description=f"{done} of {total} trajectories have ended"

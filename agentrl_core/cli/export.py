@@ -8,6 +8,7 @@ import typer
 
 from agentrl_core.api.errors import CheckpointError
 from agentrl_core.cli._shared import say
+from agentrl_core.engine_kit.media import has_processor
 
 
 def run(
@@ -28,9 +29,9 @@ def run(
     Raises:
         CheckpointError: no checkpoint, no such policy in it, or the output directory is not empty.
     """
+    from agentrl_core.api.training_backend import TRAINING_FOLDER
+    from agentrl_core.fsdp2.adapters import CONFIG_FILE, read_config
     from agentrl_core.trainer.checkpoint import actor_folders, checkpoint_path
-    from agentrl_core.workers.adapters import CONFIG_FILE, read_config
-    from agentrl_core.workers.checkpoints import STATE_FOLDER
 
     folders = actor_folders(checkpoint_path(checkpoint))
     if (policy or "") not in folders:
@@ -48,7 +49,7 @@ def run(
     if merge and not is_adapter:
         raise CheckpointError(f"--merge: {source} is no adapter but a whole model; export it without --merge")
     if merge:
-        from agentrl_core.workers.model_files import save_merged
+        from agentrl_core.fsdp2.model_files import save_merged
 
         named = Path(str(read_config(str(source)).get("base_model_name_or_path")))
         if not (base or named).is_dir():
@@ -57,7 +58,14 @@ def run(
                 "that the adapter was trained on with --base"
             )
         save_merged(str(source), str(output), str(base or named))
-    left_out = shutil.ignore_patterns(STATE_FOLDER, "later-*", "versions.json", *(["adapter_*"] if merge else []))
+    left_out = shutil.ignore_patterns(TRAINING_FOLDER, "later-*", "versions.json", *(["adapter_*"] if merge else []))
     shutil.copytree(source, output, ignore=left_out, dirs_exist_ok=True)
-    loads = "peft.AutoPeftModelForCausalLM" if is_adapter and not merge else "transformers.AutoModelForCausalLM"
-    say(f"{output}: load it with {loads}.from_pretrained({str(output)!r})")
+    shows = has_processor(output)
+    auto = f"transformers.AutoModelFor{'ImageTextToText' if shows else 'CausalLM'}.from_pretrained"
+    loads = f"{auto}({str(output)!r})"
+    if is_adapter and not merge:
+        # PEFT has no such class for models with images.
+        below = read_config(str(output)).get("base_model_name_or_path")
+        whole = f"peft.PeftModel.from_pretrained({auto}({str(below)!r}), {str(output)!r})"
+        loads = whole if shows else f"peft.AutoPeftModelForCausalLM.from_pretrained({str(output)!r})"
+    say(f"{output}: load it with {loads}")

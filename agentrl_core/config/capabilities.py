@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from agentrl_core.api.engine import RESHAPING, truncation_is_chained
@@ -112,7 +113,77 @@ def _asked_again(config: ResolvedConfig) -> str | None:
     return None
 
 
+def _remote(path: str) -> Feature:
+    """The plugin of this slot has weights that stay at a server, or takes only such."""
+
+    def feature(config: ResolvedConfig) -> str | None:
+        slot = attrgetter(path)(config)
+        return f"{path}.name={slot.name}" if slot.has("remote_weights") else None
+
+    return feature
+
+
+def _where(feature: str, used: Callable[[ResolvedConfig], object]) -> Feature:
+    """A feature of training, where a configuration uses it."""
+    return lambda config: feature if used(config) else None
+
+
+def _some_role(*keys: str) -> Feature:
+    """The first of these keys that the section of a training role sets."""
+
+    def feature(config: ResolvedConfig) -> str | None:
+        roles = {"actor": True, "critic": config.needs_critic, "reference": config.needs_reference}
+        roles["teacher"] = config.teacher.path is not None
+        used = [role for role, is_used in roles.items() if is_used]
+        names = (f"{role}.{key}=true" for role in used for key in keys if getattr(getattr(config, role), key, False))
+        return next(names, None)
+
+    return feature
+
+
+def _entropies(config: ResolvedConfig) -> str | None:
+    """Where something is computed from them; as a metric they are left out."""
+    for own in config.trained.values():
+        algorithm = own.algorithm
+        if algorithm.entropy_coef or algorithm.entropy_target is not None:
+            return "algorithm.entropy_coef" if algorithm.entropy_coef else "algorithm.entropy_target"
+        for key, slot in (("loss", algorithm.loss), ("advantage", algorithm.advantage)):
+            if slot.has("entropies"):
+                return f"algorithm.{key}={slot.registered_name}"
+    return None
+
+
+def _temperature(config: ResolvedConfig) -> str | None:
+    value = config.rollout.sampling.temperature
+    return None if value in (0, 1) else f"rollout.sampling.temperature={value}"
+
+
+_BACKEND = "trainer.backend"
+
 REQUIREMENTS: tuple[Requirement, ...] = (
+    Requirement(
+        _BACKEND,
+        "all_weights",
+        _where("model.adapter=null", lambda config: config.model.adapter is None and not config.policies),
+        training=True,
+    ),
+    Requirement(_BACKEND, "adapters", _where("model.adapter", lambda config: config.model.adapter), training=True),
+    Requirement(_BACKEND, "policies", _where("policies", lambda config: config.policies), training=True),
+    Requirement(_BACKEND, "critic", _where("a critic", lambda config: config.needs_critic), training=True),
+    Requirement(_BACKEND, "entropies", _entropies, training=True),
+    Requirement(_BACKEND, "temperature", _temperature, training=True),
+    Requirement(
+        _BACKEND,
+        "ranks",
+        _where(
+            "training in several processes (cluster.processes_per_node, cluster.nodes)",
+            lambda config: config.cluster.processes > 1,
+        ),
+        training=True,
+    ),
+    Requirement(_BACKEND, "freeze", _where("model.freeze", lambda config: config.model.freeze), training=True),
+    Requirement(_BACKEND, "quantize", _where("model.quantize", lambda config: config.model.quantize), training=True),
+    Requirement(_BACKEND, "offload", _some_role("offload_parameters", "offload_optimizer"), training=True),
     Requirement("rollout.engine", "weight_update", lambda config: "training", training=True),
     Requirement("rollout.engine", "deterministic", _set("deterministic", False)),
     Requirement("rollout.engine", "logprobs", _log_probs),
@@ -122,6 +193,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement("rollout.engine", "adapters", _finishes, training=True),
     Requirement("rollout.engine", "sleep", _set("engine.sleep", 0, None), training=True),
     Requirement("rollout.engine", "broadcast", _set("engine.weight_transfer", "auto", "host_memory"), training=True),
+    Requirement("rollout.engine", "remote_weights", _remote("trainer.backend"), training=True),
+    Requirement("trainer.backend", "remote_weights", _remote("rollout.engine"), training=True),
     *(Requirement("rollout.engine", name, _sampling(name, unused)) for name, unused in RESHAPING.items()),
     Requirement("rollout.engine", "chained_truncation", _chained_truncation),
     *_devices("rollout.engine", lambda config: config.rollout.engine),

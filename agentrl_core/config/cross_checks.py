@@ -62,6 +62,12 @@ def local_runtime(config: ResolvedConfig) -> Problems:
             )
     one_process = "the local runtime is one process"
     same_process = "in the local runtime engines are in the trainer's process"
+    if config.trainer.backend.python is not None:
+        yield (
+            "trainer.backend.python",
+            "training processes in their own environment need cluster.runtime=ray, found local; set "
+            "cluster.runtime=ray or trainer.backend.python=null",
+        )
     found: list[tuple[str, object, object, str]] = [
         *((f"cluster.{key}", getattr(config.cluster, key), 1, one_process) for key in ("nodes", "processes_per_node")),
         *(
@@ -80,13 +86,13 @@ def local_runtime(config: ResolvedConfig) -> Problems:
     for key, value, local, reason in found:
         if value != local:
             yield key, f"found {value}, but {reason}; set cluster.runtime=ray or {key}={local}"
-    if engine.dtype is not None and engine.has("shared_module"):
+    if engine.dtype is not None and config.shares_module:
         yield (
             "rollout.engine.dtype",
             f"found {engine.dtype}, but engine '{engine.name}' generates with the actor's own weights in the local "
             "runtime; set model.compute_dtype, or cluster.runtime=ray",
         )
-    if config.actor.offload_parameters and engine.has("shared_module"):
+    if config.actor.offload_parameters and config.shares_module:
         yield (
             "actor.offload_parameters",
             f"engine '{engine.name}' generates with the actor's own weights in the local runtime, and they must stay "

@@ -206,6 +206,15 @@ class TrackerSlot(Slot):
 
 
 @dataclass
+class BackendSlot(Slot):
+    kind: ClassVar[str] = "training_backend"
+    name: str = option("fsdp2", help="a registered name, 'package:name', or './file.py:object'")
+    python: str | None = option(
+        None, path=True, help="Python of the training processes' environment (cluster.runtime=ray only); null: this one"
+    )
+
+
+@dataclass
 class HookSlot(Slot):
     kind: ClassVar[str] = "hook"
 
@@ -230,6 +239,18 @@ class AdapterConfig:
 
 
 @dataclass
+class ImagesConfig:
+    max_count: int = option(16, ge=1, help="images of a conversation at most, those of its prompt included")
+    max_pixels: int | None = option(
+        None, ge=1, unit="pixels", help="larger images are scaled down to so many; null: as the model's processor does"
+    )
+    max_row_pixels: int | None = option(
+        None, ge=1, unit="pixels", help="of all images of a row together, after that; null: no limit"
+    )
+    urls: bool = option(False, help="fetch images that rows and clients of the chat endpoint name by http(s) address")
+
+
+@dataclass
 class ModelConfig:
     path: str = option(
         path=True,
@@ -246,6 +267,11 @@ class ModelConfig:
         help="store the linear layers in 4 bits (NF4, QLoRA, arXiv 2305.14314) or in 8 (LLM.int8(), arXiv 2208.07339), "
         "by bitsandbytes; only with model.adapter, in one training process",
     )
+    freeze: list[Literal["vision"]] = option(
+        default_factory=list,
+        help="parts that are not trained, for actor and critic; vision: all that makes features of images, the tower "
+        "and its projector",
+    )
     compute_dtype: Literal["float32", "bfloat16"] | None = option(
         None, help="data type of the forward and backward passes; null: bfloat16 on CUDA, else model.dtype"
     )
@@ -259,6 +285,9 @@ class ModelConfig:
     )
     chat_template: str | None = option(None, path=True, help="file with a Jinja chat template instead of the model's")
     chat_template_kwargs: dict[str, Any] = option(default_factory=dict, help="extra arguments of the chat template")
+    images: ImagesConfig = option(
+        default_factory=ImagesConfig, help="limits of the images that a vision-language model is shown"
+    )
 
 
 @dataclass
@@ -566,6 +595,7 @@ class TrainerConfig:
     steps: int | None = option(None, ge=1, help="number of training steps; null: computed from epochs")
     epochs: int = option(1, ge=1, help="passes over the training data; used if steps is null")
     seed: int = option(0, ge=0, help="random seed of the whole run")
+    backend: BackendSlot = option(default_factory=BackendSlot)
     resume: str = option("never", help="never, auto (newest checkpoint), intact (newest undamaged one), or a path")
     trackers: list[TrackerSlot] = option(
         default_factory=lambda: [TrackerSlot(name) for name in ("console", "jsonl", "tensorboard", "curve")],
@@ -733,6 +763,11 @@ class ResolvedConfig(Config):
     def serves_adapters(self) -> bool:
         """Whether engines get the policy's adapter; else its weights are merged into the model's."""
         return (self.model.adapter is not None or bool(self.policies)) and self.rollout.engine.has("adapters")
+
+    @property
+    def shares_module(self) -> bool:
+        """Whether an engine in the actor's process generates with the actor's own module."""
+        return self.rollout.engine.has("shared_module") and self.trainer.backend.has("shared_module")
 
     @property
     def needs_rollout_log_probs(self) -> str | None:

@@ -58,6 +58,15 @@ class EventLoop:
         return self._helper
 
 
+def run_alone(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Runs the coroutine on an event loop of its own, whether or not one runs in this thread."""
+    loop = EventLoop()
+    try:
+        return loop.run(coroutine)
+    finally:
+        loop.close()
+
+
 def interrupt() -> None:
     """Stop what this thread does, for a signal handler: cancel all tasks of its event loop, or raise KeyboardInterrupt.
 

@@ -124,9 +124,15 @@ class LocalRuntime(Runtime):
         return self._groups[-1]
 
     def colocated_worker_groups(
-        self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1, num_gpus: float = 0
-    ) -> dict[str, LocalWorkerGroup]:
+        self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1,
+        num_gpus: float = 0, python: str | None = None,
+    ) -> dict[str, LocalWorkerGroup]:  # fmt: skip
         """Groups whose ``workers`` are plain objects."""
+        if python is not None:
+            raise ConfigError(
+                f"{'+'.join(classes)} are to run under {python}, but the local runtime has one process: set "
+                "cluster.runtime=ray, or remove the interpreter"
+            )
         world_size = nodes * processes_per_node
         return {role: self.worker_group(cls, role, world_size, num_gpus) for role, cls in classes.items()}
 

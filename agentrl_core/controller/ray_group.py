@@ -138,7 +138,7 @@ class RayGroup(WorkerGroup):
 class RayWorkerGroup(RayGroup):
     """Starts one Ray actor per rank of a resource pool, with one worker of the class in it, or several colocated ones.
 
-    With ``owns_pool`` the pool is closed with the group.
+    With ``owns_pool`` the pool is closed with the group. ``python`` is the interpreter of another environment.
     """
 
     def __init__(
@@ -147,7 +147,9 @@ class RayWorkerGroup(RayGroup):
         ray_cls_with_init: ClassWithInitArgs,
         role: str = "",
         owns_pool: bool = False,
+        python: str | None = None,
     ) -> None:
+        self._python = python
         role = role or ray_cls_with_init.cls.__name__
         classes = {role: ray_cls_with_init}
         if isinstance(ray_cls_with_init, ColocatedClasses):
@@ -171,7 +173,8 @@ class RayWorkerGroup(RayGroup):
             raise
 
     def _start(self, pool: RayResourcePool, classes: Mapping[str, ClassWithInitArgs]) -> list[Any]:
-        return start_hosts(pool, classes)
+        options = {"runtime_env": {"py_executable": self._python}} if self._python else {}
+        return start_hosts(pool, classes, lambda rank: options)
 
     @property
     def num_cpus(self) -> float:

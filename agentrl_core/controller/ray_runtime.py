@@ -188,17 +188,20 @@ class RayRuntime(Runtime):
         return group
 
     def colocated_worker_groups(
-        self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1, num_gpus: float = 0
-    ) -> dict[str, RayGroup]:
+        self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1,
+        num_gpus: float = 0, python: str | None = None,
+    ) -> dict[str, RayGroup]:  # fmt: skip
         """One actor with one CPU for every rank, with a worker of every role in it.
 
         Raises WorkerError if the cluster is too small.
         """
         name = "+".join(classes)
         self._check_cpus(name, nodes * processes_per_node)
+        if python is not None:
+            self._check_python(name, python, ActorOptions(num_gpus=num_gpus))
         # Processes of one node must be on one node: they share its GPUs, and rank order follows the nodes.
         pool = RayResourcePool([processes_per_node] * nodes, num_gpus=num_gpus, name_prefix=name)
-        group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), role=name, owns_pool=True)
+        group = RayWorkerGroup(pool, create_colocated_worker_cls(classes), role=name, owns_pool=True, python=python)
         self._groups.append(group)
         return group.spawn(classes)
 

@@ -98,9 +98,14 @@ class Runtime(ABC):
 
     @abstractmethod
     def colocated_worker_groups(
-        self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1, num_gpus: float = 0
-    ) -> Mapping[str, WorkerGroup]:
-        """A group for each role, all of them in the same processes, each of which has ``num_gpus``."""
+        self, classes: Mapping[str, ClassWithInitArgs], nodes: int = 1, processes_per_node: int = 1,
+        num_gpus: float = 0, python: str | None = None,
+    ) -> Mapping[str, WorkerGroup]:  # fmt: skip
+        """A group for each role, all of them in the same processes, each of which has ``num_gpus``.
+
+        Args:
+            python: the interpreter of another environment; None: this one.
+        """
 
     def actor(
         self, cls: type, *args: Any, name: str, options: ActorOptions | None = None, **kwargs: Any

@@ -4,7 +4,7 @@ New messages are rendered alone where the template was proven to append only, ot
 which is compared with the text so far; only the new text is encoded.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, cast
 
 from agentrl_core.api import (
@@ -20,6 +20,7 @@ from agentrl_core.api import (
 from agentrl_core.config.schema import ModelConfig, RendererSlot
 from agentrl_core.data.bridge import turn_end
 from agentrl_core.data.renderer import HFChatRenderer
+from agentrl_core.engine_kit.media import MediaProcessor, images_in
 
 
 def build_renderer(slot: RendererSlot, model: ModelConfig, parser: ToolParser | None) -> Renderer:
@@ -33,6 +34,17 @@ def build_renderer(slot: RendererSlot, model: ModelConfig, parser: ToolParser | 
     base = ChatTemplateRenderer.of(chat, parser)
     context = RendererContext(chat, chat.tokenizer, parser, str(model.path), model.chat_template_kwargs, base)
     return cast(Renderer, slot.build(context))
+
+
+def media_of(renderer: Renderer) -> MediaProcessor | None:
+    """What the processor of a renderer's model says of images; None where the model takes text alone."""
+    return getattr(renderer.chat, "media", None)
+
+
+def reserved_of(renderer: Renderer) -> frozenset[int]:
+    """Ids that only images bring into a prompt."""
+    media = media_of(renderer)
+    return frozenset() if media is None else frozenset(media.reserved)
 
 
 class ChatTemplateRenderer(Renderer):
@@ -52,12 +64,22 @@ class ChatTemplateRenderer(Renderer):
     def render(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), *, generation_prompt: bool = False
     ) -> Rendered:
+        if images := images_in(messages):
+            text = self.chat.render(messages, tools, generation_prompt=generation_prompt)
+            return self._rendered(text, images)
         if generation_prompt:
             text, ids = self.chat.render_prompt(messages, tools)
         else:
             text = self.chat.render(messages, tools)
             ids = self.chat.encode(text)
         return Rendered(ids, self.chat.shown(text))
+
+    def _rendered(self, text: str, images: Sequence[str], assumed: bool = False) -> Rendered:
+        if not images:
+            return Rendered(self.chat.encode(text), self.chat.shown(text), assumed)
+        # The samples of a group share their prompt.
+        ids = self.chat.encode_prompt(self.chat.expanded(text, images))
+        return Rendered(ids, self.chat.shown(text), assumed, images, self.chat.encode_prompt(text))
 
     def parse(self, ids: Sequence[int], tools: Sequence[dict[str, Any]]) -> ParsedTurn:
         text = self.chat.decode(ids[:-1] if self._stop(ids) else ids)
@@ -86,7 +108,7 @@ class ChatTemplateRenderer(Renderer):
         framed = suffix is not None
         if suffix is None and (suffix := whole()) is None:
             return None
-        return Rendered(self.chat.encode(suffix), self.chat.shown(suffix), framed)
+        return self._rendered(suffix, images_in(added), framed)
 
     def check(self, so_far: Conversation) -> bool:
         """One whole rendering shows whether what followed each turn was right."""
@@ -99,9 +121,12 @@ class ChatTemplateRenderer(Renderer):
         return right
 
     def lengths(self, prompts: Iterable[tuple[Sequence[Message], Sequence[dict[str, Any]]]]) -> list[int]:
-        return self.chat.lengths(
-            self.chat.render(messages, tools, generation_prompt=True) for messages, tools in prompts
-        )
+        def texts() -> Iterator[str]:
+            for messages, tools in prompts:
+                text = self.chat.render(messages, tools, generation_prompt=True)
+                yield self.chat.expanded(text, images_in(messages))
+
+        return self.chat.lengths(texts())
 
     def _stop(self, ids: Sequence[int]) -> str:
         """The text of the stop token at the end; empty without one."""

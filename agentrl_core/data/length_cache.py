@@ -17,7 +17,16 @@ logger = logging.getLogger(__name__)
 
 _FEWEST = 1000
 """Fewer rows take less than a second without a cache."""
-_TOKENIZER_FILES = "tokenizer", "chat_template", "vocab", "merges", "special_tokens", "added_tokens"
+_TOKENIZER_FILES = (
+    "tokenizer",
+    "chat_template",
+    "vocab",
+    "merges",
+    "special_tokens",
+    "added_tokens",
+    "preprocessor",
+    "processor",
+)
 _PACKAGES = "agentrl-core", "transformers", "tokenizers", "jinja2"
 
 

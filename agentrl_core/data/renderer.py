@@ -5,17 +5,19 @@ import marshal
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
-from itertools import islice
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from transformers import AddedToken, AutoTokenizer, PreTrainedTokenizerBase
 
-from agentrl_core.api import ChatRenderer, ConfigError, Message, TemplateError, TruncationSide
+from agentrl_core.api import ChatRenderer, ConfigError, ImageError, Message, TemplateError, TruncationSide
 from agentrl_core.config.schema import ModelConfig
 from agentrl_core.data.bridge import Bridge
 from agentrl_core.data.template_size import check_template_size
+from agentrl_core.engine_kit.media import MediaProcessor, parts_of, size_of
 from agentrl_core.plugins.boundary import boundary
 
 _MOST_CHARACTERS_PER_TOKEN = 256
@@ -25,6 +27,7 @@ T = TypeVar("T")
 # Divides a control token in a text from outside; encoding leaves it out. It is no character.
 _MARK = "\ufdd0"
 _TRUSTED = ("system", "developer", "assistant")
+NO_PROCESSOR = "transformers finds no processor of images in its directory (preprocessor_config.json)"
 _TAILS = ("x", " x", "\n", "\nx")
 
 
@@ -74,10 +77,19 @@ class HFChatRenderer(ChatRenderer):
     Args:
         tokenizer: with a chat template.
         template_kwargs: passed to every rendering (``model.chat_template_kwargs``).
+        media: what the model's processor says of images; None: it takes text alone.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, template_kwargs: Mapping[str, Any] | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template_kwargs: Mapping[str, Any] | None = None,
+        media: MediaProcessor | None = None,
+    ) -> None:
         self.tokenizer = tokenizer
+        self.media = media
+        self.media_problem = ""
+        """Why the processor of a model with images could not be loaded."""
         self._template_kwargs = dict(template_kwargs or {})
         # The Rust tokenizer without its Python wrapper: 3x less time on the short texts that tools return.
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
@@ -89,7 +101,14 @@ class HFChatRenderer(ChatRenderer):
     @classmethod
     def from_config(cls, model: ModelConfig) -> "HFChatRenderer":
         """The renderer of ``model``."""
-        renderer = cls(load_tokenizer(model), model.chat_template_kwargs)
+        media, problem = None, ""
+        try:
+            media = MediaProcessor.load(model.path, model.trust_remote_code)
+        except ConfigError as error:
+            # It may be trained on text alone.
+            problem = error.problems[0]
+        renderer = cls(load_tokenizer(model), model.chat_template_kwargs, media)
+        renderer.media_problem = problem
         if not renderer.encode("a"):
             raise ConfigError(f"model.path: {model.path} has no tokenizer: copy tokenizer.json and its like there too")
         renderer.model_stops = _generation_stops(Path(model.path))
@@ -136,27 +155,82 @@ class HFChatRenderer(ChatRenderer):
         def failed() -> str:
             return f"the chat template cannot render messages with the roles {[each.get('role') for each in messages]}:"
 
+        shown = [self.from_outside(message) for message in messages]
+        if self.media is not None:
+            tools = self._without_placeholders(list(tools))
+            shown = [self._in_parts(message) for message in shown] if self._wants_parts else shown
         with boundary(TemplateError, failed, describe=str):
-            text = self.tokenizer.apply_chat_template(
-                [self.from_outside(message) for message in messages],
-                tools=list(tools) or None,
-                tokenize=False,
-                add_generation_prompt=generation_prompt,
-                **self._template_kwargs,
+            text = cast(str, self._applied(shown, tools, generation_prompt))
+        if self.media is not None or any(map(parts_of, messages)):
+            self._check_images(text, messages)
+        return text
+
+    def _applied(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]], generation_prompt: bool) -> Any:
+        return self.tokenizer.apply_chat_template(
+            list(messages),
+            tools=list(tools) or None,
+            tokenize=False,
+            add_generation_prompt=generation_prompt,
+            **self._template_kwargs,
+        )
+
+    @cached_property
+    def _wants_parts(self) -> bool:
+        """Whether the template writes texts only of parts, as some of vision-language models do."""
+        question: Message = {"role": "user", "content": "a question"}
+        for message, answer in ((question, False), (self._in_parts(question), True)):
+            with suppress(Exception):
+                if "a question" in self._applied([message], (), False):
+                    return answer
+        return False
+
+    @staticmethod
+    def _in_parts(message: Message) -> Message:
+        content = message.get("content")
+        return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else message
+
+    def _check_images(self, text: str, messages: Sequence[Message]) -> None:
+        images = [(message.get("role"), len(parts_of(message))) for message in messages]
+        count = sum(number for _, number in images)
+        if self.media is None:
+            raise TemplateError(
+                f"a message of the role {next(role for role, number in images if number)!r} has an image, and the "
+                f"model of model.path can be shown none: {self.media_problem or NO_PROCESSOR}"
             )
-        return cast(str, text)
+        if (found := text.count(self.media.placeholder)) != count:
+            roles = dict.fromkeys(str(role) for role, number in images if number)
+            raise TemplateError(
+                f"the chat template writes {found} of the {count} images of messages of the role {', '.join(roles)}; "
+                "set model.chat_template to a file with a template that writes them all, in order"
+            )
+
+    def expanded(self, text: str, images: Sequence[str]) -> str:
+        """A rendered text in which each placeholder is as long as the image takes.
+
+        Raises:
+            TemplateError: it has another number of placeholders, or the processor refuses an image.
+        """
+        if not images or self.media is None:
+            return text
+        try:
+            return self.media.expanded(text, images)
+        except ImageError as error:
+            raise TemplateError(str(error)) from error
+
+    def image_tokens(self, name: str) -> int:
+        return 0 if self.media is None else len(self.encode_prompt(self.media.expansion(size_of(name))))
 
     def from_outside(self, message: Message) -> Message:
-        if message.get("role") in _TRUSTED:
-            return message
-        return {**message, "content": self._from_outside(message["content"])} if "content" in message else message
+        if message.get("role") not in _TRUSTED and "content" in message:
+            message = {**message, "content": self._from_outside(message["content"])}
+        return message if self.media is None else cast(Message, self._without_placeholders(message))
 
     def _from_outside(self, value: Any) -> Any:
         """Templates also write out what is no text: parts of a content without ``text``, and the keys of a mapping."""
         if isinstance(value, str):
             return self._as_text(value)
         if isinstance(value, list):
-            return [self._from_outside(each) for each in value]
+            return self._apart([self._from_outside(each) for each in value])
         if isinstance(value, dict):
             return {self._from_outside(key): self._from_outside(each) for key, each in value.items()}
         return value
@@ -167,6 +241,30 @@ class HFChatRenderer(ChatRenderer):
             text = text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
             text = text.replace(_MARK, "\ufffd")
         return self._control_tokens.sub(lambda found: _MARK.join(found[0]), text)
+
+    def _apart(self, parts: list[Any]) -> list[Any]:
+        """Parts of which no two neighbours together have what looks like a control token."""
+        for number, (one, other) in enumerate(pairwise(parts)):
+            match one, other:
+                case {"text": str(text)}, {"text": str(following)} if self._control_tokens.search(text + following):
+                    parts[number] = {**one, "text": text + _MARK}
+        return parts
+
+    def _without_placeholders(self, value: Any) -> Any:
+        """The value with texts in which nothing stands for an image, whoever wrote them."""
+        if isinstance(value, str):
+            return self._placeholders.sub(lambda found: _MARK.join(found[0]), value)
+        if isinstance(value, list | tuple):
+            return [self._without_placeholders(each) for each in value]
+        if isinstance(value, dict):
+            return {self._without_placeholders(key): self._without_placeholders(each) for key, each in value.items()}
+        return value
+
+    @cached_property
+    def _placeholders(self) -> re.Pattern[str]:
+        assert self.media is not None, "only models with images have them"
+        contents = [self.media.placeholder, *(self.decode([token]) for token in self.media.reserved)]
+        return re.compile("|".join(map(re.escape, sorted(contents, key=len, reverse=True))))
 
     @cached_property
     def _control_tokens(self) -> re.Pattern[str]:

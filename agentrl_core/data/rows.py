@@ -8,6 +8,8 @@ from itertools import groupby
 from typing import Any, Self
 
 Row = dict[str, Any]
+SOURCES = "image_sources"
+"""Key of a row whose prompt has images: what they are made of, by name. It stays in the trainer's process."""
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from typing import Any
 
 import numpy as np
 
-from agentrl_core.api.engine import PolicySpan, SamplingParams, TokenOutput
+from agentrl_core.api.engine import MultiModal, PolicySpan, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
 
 MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
@@ -33,16 +33,18 @@ def check_request(
     request_id: str,
     prompt_ids: Sequence[int],
     params: SamplingParams,
-    multi_modal: dict[str, Any] | None = None,
+    multi_modal: MultiModal | None = None,
     *,
     vocab_size: int,
     max_model_len: int,
+    max_images: int = 0,
 ) -> None:
-    """Refuse what an engine of text could not digest, in the words of whoever configured it.
+    """Refuse what an engine could not digest, in the words of whoever configured it.
 
     Args:
         vocab_size: ids at or above it are refused.
         max_model_len: tokens of prompt and response together.
+        max_images: that a prompt may have; 0 for an engine, or a model, that takes text alone.
 
     Raises:
         ValueError: the request cannot be served.
@@ -60,8 +62,9 @@ def check_request(
         raise ValueError(f"{where} token id {token} is outside the vocabulary 0..{vocab_size - 1}")
     if problem := sampling_problem(params, vocab_size):
         raise ValueError(f"{where} {problem}")
-    if multi_modal:
-        raise ValueError(f"{where} this engine takes text only, found {', '.join(sorted(multi_modal))}")
+    if multi_modal is not None and len(multi_modal.images) > max_images:
+        allowed = f"at most {max_images} images" if max_images else "text alone"
+        raise ValueError(f"{where} the prompt has {len(multi_modal.images)} images; this engine takes {allowed}")
 
 
 def sampling_problem(params: SamplingParams, vocab_size: int | None = None) -> str:
@@ -204,6 +207,13 @@ def remaining(
         digest = hashlib.blake2b(f"{seed}/{done}".encode(), digest_size=8).digest()
         seed = int.from_bytes(digest, "big") >> 1
     return [*prompt_ids, *so_far.token_ids], replace(params, max_tokens=params.max_tokens - done, seed=seed)
+
+
+def remaining_media(multi_modal: MultiModal | None, so_far: TokenOutput | None) -> MultiModal | None:
+    """The images of the request that continues ``so_far``."""
+    if multi_modal is None or so_far is None:
+        return multi_modal
+    return replace(multi_modal, collapsed_ids=[*multi_modal.collapsed_ids, *so_far.token_ids])
 
 
 def joined(so_far: TokenOutput | None, output: TokenOutput) -> TokenOutput:

@@ -38,13 +38,20 @@ class HostedEnvironment:
         slot: a resolved slot of the configuration.
         seed: seed of the run.
         clients: of the named engines.
+        shows_images: the model can be shown images.
     """
 
-    def __init__(self, slot: EnvironmentSlot, seed: int, clients: Mapping[str, EngineClient] | None = None) -> None:
+    def __init__(
+        self,
+        slot: EnvironmentSlot,
+        seed: int,
+        clients: Mapping[str, EngineClient] | None = None,
+        shows_images: bool = False,
+    ) -> None:
         self.name = slot.registered_name
         self.title = f"environment {self.name!r}"
         self.timeout = slot.timeout
-        context = EnvironmentContext(self.name, seed, Engines(clients, user=self.title))
+        context = EnvironmentContext(self.name, seed, Engines(clients, user=self.title), shows_images)
         self.environment: Environment = slot.build(context)
         if not isinstance(self.environment, Environment):
             kind = type(self.environment).__name__
@@ -130,8 +137,8 @@ class HostedEpisode:
         for message in messages:
             if not (isinstance(message, Mapping) and isinstance(message.get("role"), str)):
                 raise ValueError(f"the message {message!r:.100} has no role; write {{'role': 'user', 'content': …}}")
-            if not isinstance(message.get("content"), str):
-                raise ValueError(f"the content of the message {message!r:.100} is no text")
+            if not isinstance(message.get("content"), str | list):
+                raise ValueError(f"the content of the message {message!r:.100} is no text and no list of parts")
         if not isinstance(self._episode.agent, str):
             raise ValueError(f"`agent` of the episode is {self._episode.agent!r}; set the name of who answers first")
         for tool in tools:

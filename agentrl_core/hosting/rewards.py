@@ -16,9 +16,11 @@ from agentrl_core.api import (
     RewardTrajectory,
 )
 from agentrl_core.config.schema import RewardConfig, RewardFunctionSlot
+from agentrl_core.engine_kit.media import parts_of
 from agentrl_core.hosting.process_host import ProcessHost, ProcessPool, engines_of_child
 from agentrl_core.hosting.tools import is_finite
 from agentrl_core.plugins.boundary import boundary, within
+from agentrl_core.runs.media import RunImages, ShownImages
 
 
 def build_reward_function(slot: RewardFunctionSlot, engines: Engines, check_only: bool = False) -> Any:
@@ -138,6 +140,7 @@ class RewardWorker:
         loops_reward: as in :class:`RewardManagerContext`.
         clients: of the named engines.
         environments: the run has environments, which score.
+        media: the images of the run; None: it shows none.
     """
 
     def __init__(
@@ -146,7 +149,9 @@ class RewardWorker:
         loops_reward: bool = False,
         clients: Mapping[str, EngineClient] | None = None,
         environments: bool = False,
+        media: RunImages | None = None,
     ) -> None:
+        self._media = media
         self._clients: Mapping[str, Any] = clients or {}
         self._functions = [HostedRewardFunction(slot, clients) for slot in config.functions]
         self._manager = build_manager(config, self._functions, loops_reward, environments)
@@ -159,7 +164,7 @@ class RewardWorker:
         Raises:
             RewardError: a function or the manager failed, or ``reward.timeout`` passed.
         """
-        result = await self._bounded(self._manager.score(trajectory))
+        result = await self._bounded(self._manager.score(self._shown(trajectory)))
         return check_score(f"reward manager {self._name!r}", result)
 
     async def score_group(
@@ -170,11 +175,16 @@ class RewardWorker:
         Raises:
             RewardError: as :meth:`score`, or the manager returned another number of results.
         """
-        revised = await self._bounded(self._manager.score_group(trajectories, results))
+        revised = await self._bounded(self._manager.score_group([*map(self._shown, trajectories)], results))
         if not isinstance(revised, Sequence) or len(revised) != len(trajectories):
             found = f"{len(revised)} results" if isinstance(revised, Sequence) else type(revised).__name__
             raise RewardError(f"reward manager {self._name!r} returned {found} for {len(trajectories)} trajectories")
         return [check_score(f"reward manager {self._name!r}", result) for result in revised]
+
+    def _shown(self, trajectory: RewardTrajectory) -> RewardTrajectory:
+        """The trajectory with its images."""
+        names = [] if self._media is None else [name for message in trajectory.messages for name in parts_of(message)]
+        return replace(trajectory, images=ShownImages(self._media.read, names)) if self._media and names else trajectory
 
     async def _bounded(self, call: Any) -> Any:
         late = (

@@ -50,12 +50,20 @@ class HostedTool:
         slot: a resolved slot of the configuration.
         seed: seed of the run.
         clients: of the named engines.
+        shows_images: the model can be shown images.
     """
 
-    def __init__(self, slot: ToolSlot, seed: int, clients: Mapping[str, EngineClient] | None = None) -> None:
+    def __init__(
+        self,
+        slot: ToolSlot,
+        seed: int,
+        clients: Mapping[str, EngineClient] | None = None,
+        *,
+        shows_images: bool = False,
+    ) -> None:
         self.timeout = slot.timeout
         title = f"tool {slot.registered_name!r}"
-        context = ToolContext(slot.registered_name, seed, Engines(clients, user=title))
+        context = ToolContext(slot.registered_name, seed, Engines(clients, user=title), shows_images)
         self.tool = build_tool(slot, context)
         self._inline = (slot.isolation or self.tool.isolation) == "inline"
         if not self._inline:
@@ -138,8 +146,6 @@ def check_result(name: str, result: Any) -> ToolResult:
         raise ToolError(f"tool {name!r} returned {type(result).__name__}, not a ToolResult")
     if not isinstance(result.response, ToolResponse) or not isinstance(result.response.text, str):
         raise ToolError(f"tool {name!r} returned a response without text: {type(result.response).__name__}")
-    if result.response.images:
-        raise ToolError(f"tool {name!r} returned images, which this version cannot show to the model")
     if result.reward is not None and not is_finite(result.reward):
         raise ToolError(f"tool {name!r} returned the reward {result.reward!r}, which is not a finite number")
     if not isinstance(result.metrics, Mapping):

@@ -7,9 +7,11 @@ import json
 import re
 import struct
 from collections.abc import Mapping
+from os import PathLike
 from typing import Any
 
 from agentrl_core.api import RewardResult, ToolResponse, ToolResult
+from agentrl_core.engine_kit.images import read_image
 
 ID_BYTES = 16
 HEADER = struct.Struct(f"!Q{ID_BYTES}s")
@@ -99,10 +101,19 @@ def _plain(value: Any, levels: int) -> Any:
         return {"type": kind, "fields": {str(key): _plain(item, levels - 1) for key, item in named.items()}}
     if isinstance(value, list | tuple):
         return [_plain(item, levels - 1) for item in value]
+    if _is_image(value):
+        return read_image(value).data_url
     if hasattr(value, "item"):
         # A scalar of numpy or torch.
         return _plain(value.item(), levels - 1)
     raise TypeError(f"a {type(value).__name__} cannot leave its process; allowed are numbers, texts, lists and dicts")
+
+
+def _is_image(value: Any) -> bool:
+    """Whether a value can only be meant as an image, readable or not. Arrays of one element are scalars."""
+    if isinstance(value, bytes | PathLike) or hasattr(value, "getexif"):
+        return True
+    return hasattr(value, "__array_interface__") and getattr(value, "ndim", 0) > 1 and value.size > 1
 
 
 def _value(plain: Any) -> Any:

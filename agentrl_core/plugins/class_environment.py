@@ -15,9 +15,10 @@
 
 Public typed methods other than ``reset`` and ``get_reward`` are tools; their docstrings describe them. ``reset`` gets
 the fields of the task that it names, or all with ``**kwargs``, and the episode's ``seed``; the text that it returns is
-appended to the last message of the task's prompt, or is the prompt. Where the attribute ``done`` is True after a call,
-the trajectory ends. Each trajectory has its own object. Methods may be coroutines; plain ones run in a thread, which
-may go on after a limit has passed. So no method of the object is called again then.
+appended to the last message of the task's prompt, or is the prompt. In place of a text, ``reset`` and tools may return
+a PIL image, a list of texts and PIL images, or a list of parts as messages have them. Where the attribute ``done`` is
+True after a call, the trajectory ends. Each trajectory has its own object. Methods may be coroutines; plain ones run in
+a thread, which may go on after a limit has passed. So no method of the object is called again then.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ from agentrl_core.api.config import option
 from agentrl_core.api.dataset import Split
 from agentrl_core.api.environment import Environment, EnvironmentContext, Episode
 from agentrl_core.api.errors import ConfigError, ToolError
+from agentrl_core.api.message_parts import content_of, shown_parts
 from agentrl_core.api.reward import RewardTrajectory
 from agentrl_core.api.tool import FunctionTool, ToolContext, ToolResult
 from agentrl_core.plugins.boundary import in_daemon_thread
@@ -90,9 +92,9 @@ class ClassEnvironment(Environment):
         if not any(each.kind is each.VAR_KEYWORD for each in self._takes.values()):
             fields = {name: value for name, value in fields.items() if name in self._takes}
         instance = await _run(self._cls, **self.config.arguments)
-        observation = _text(await _run(instance.reset, **fields))
+        observation = _content(await _run(instance.reset, **fields))
         if observation is not None and prompt:
-            prompt[-1]["content"] += observation
+            prompt[-1]["content"] = _joined(prompt[-1]["content"], observation)
         elif observation is not None:
             prompt = [{"role": "user", "content": observation}]
         elif not prompt:
@@ -136,10 +138,17 @@ async def _run(function: Callable[..., Any], **arguments: Any) -> Any:
     return await in_daemon_thread(lambda: function(**arguments))
 
 
-def _text(observation: Any) -> str | None:
-    """An observation as text; parts in the form of OpenAI messages are joined."""
-    if isinstance(observation, list) and all(isinstance(part, Mapping) and "text" in part for part in observation):
-        return "".join(part["text"] for part in observation)
+def _content(observation: Any) -> str | list[dict[str, Any]] | None:
+    """An observation as the content of a message."""
     if observation is None or isinstance(observation, str):
         return observation
-    raise ValueError(f"reset returned {observation!r:.100}; allowed are a text and None")
+    if (parts := shown_parts(observation)) is None:
+        raise ValueError(
+            f"reset returned {observation!r:.100}; allowed are a text, None, a PIL image, a list of texts and images"
+        )
+    return content_of(parts)
+
+
+def _joined(content: str | list[dict[str, Any]], more: str | list[dict[str, Any]]) -> str | list[dict[str, Any]]:
+    parts = [[each] if isinstance(each, str) else each for each in (content, more)]
+    return content_of([*parts[0], *parts[1]])

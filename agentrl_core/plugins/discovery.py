@@ -75,9 +75,14 @@ def plugin_rows(
     return [_blocked(each) if each not in rows else _found(each, rows[each]) for each in found]
 
 
+INTERPRETER_KEYS = {"engine": "rollout.engine.python", "training_backend": "trainer.backend.python"}
+"""By kind: the config key with the interpreter of a plugin's own environment."""
+
+
 def is_external(spec: PluginSpec) -> bool:
-    """Whether the plugin can run in another interpreter: an engine that does not share the actor's module."""
-    return spec.kind == "engine" and "shared_module" not in spec.capabilities
+    """Whether the plugin can run in another interpreter: an engine or training backend that does not share the actor's
+    module."""
+    return spec.kind in INTERPRETER_KEYS and "shared_module" not in spec.capabilities
 
 
 def _bare(registration: Registration, status: Status, error: str) -> PluginRow:
@@ -130,7 +135,7 @@ def _status(
         return "ok", ""
     needs = "needs " + ", ".join(map(str, missing))
     if is_external(spec):
-        return "external", f"{needs}: runs in an environment that has it, see rollout.engine.python"
+        return "external", f"{needs}: runs in an environment that has it, see {INTERPRETER_KEYS[spec.kind]}"
     return "missing-extra", f"{needs}: {pip_command(missing)}"
 
 

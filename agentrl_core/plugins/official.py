@@ -8,6 +8,8 @@ _BROUGHT = {
         "rollout_correction": "divergence_rejection geometric_rejection icepop percentile_rejection sequence_icepop "
         "sequence_mis sequence_tis token_mis token_tis",
     },
+    "agentrl-backend-megatron": {"training_backend": "megatron"},
+    "agentrl-backend-tinker": {"engine": "tinker", "hook": "tinker_limits", "training_backend": "tinker"},
     "agentrl-compat-verl": {"command": "from-verl"},
     "agentrl-dataset-prompts": {
         "dataset": "prompts",
@@ -16,7 +18,7 @@ _BROUGHT = {
     "agentrl-engine-hf": {"engine": "hf"},
     "agentrl-engine-sglang": {"engine": "sglang"},
     "agentrl-engine-vllm": {"engine": "vllm"},
-    "agentrl-engines": {"command": "engines"},
+    "agentrl-engines": {"command": "backends engines"},
     "agentrl-env-openenv": {"agent_loop": "training_trace", "command": "openenv-trace", "environment": "openenv"},
     "agentrl-env-reasoning-gym": {"environment": "reasoning_gym", "sampler": "levels"},
     "agentrl-env-textarena": {"environment": "textarena"},

@@ -28,7 +28,7 @@ from agentrl_core.api.plugin import KINDS, PluginRef, PluginSpec
 from agentrl_core.api.tool import FunctionTool
 from agentrl_core.plugins.boundary import boundary, hang_reported
 from agentrl_core.plugins.class_environment import ClassEnvironment, is_environment_class
-from agentrl_core.plugins.discovery import conflict_text, is_external
+from agentrl_core.plugins.discovery import INTERPRETER_KEYS, conflict_text, is_external
 from agentrl_core.plugins.file_plugin import (
     FILE_DIST,
     file_ref,
@@ -106,7 +106,8 @@ class ResolvedPlugin:
     def _check_requirements(self) -> None:
         missing = unmet(self.spec.requires)
         if missing:
-            elsewhere = ", or set rollout.engine.python to an environment that has it" if is_external(self.spec) else ""
+            key = INTERPRETER_KEYS[self.spec.kind] if is_external(self.spec) else ""
+            elsewhere = f", or set {key} to an environment that has it" if key else ""
             raise PluginRequirementError(
                 f"{self._title} of package {self._package} needs {', '.join(map(str, missing))} in {sys.executable}: "
                 f"{pip_command(missing)}{elsewhere}"

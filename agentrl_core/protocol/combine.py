@@ -79,7 +79,10 @@ def check_union(kind: str, left: Mapping[str, Any], right: Mapping[str, Any]) ->
 
 
 def _size(value: Any) -> str:
-    return f"{value.dtype} {list(value.shape)}" if hasattr(value, "shape") and hasattr(value, "dtype") else "nested"
+    # Asking a strided nested tensor for its shape raises an error.
+    if getattr(value, "is_nested", False) or not hasattr(value, "shape") or not hasattr(value, "dtype"):
+        return "nested"
+    return f"{value.dtype} {list(value.shape)}"
 
 
 def _short(value: Any) -> str:

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import torch
 
-from agentrl_core.api import AgentLoopOutput, RewardResult
+from agentrl_core.api import RewardResult
 from agentrl_core.api.agent_loop import Status
 from agentrl_core.api.tree import Node, TreePath, packed_ids
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import Few, Filled, Order, RaggedColumn, Rows, Runs, Source, Values
+from agentrl_core.rollout.loop_output import TreeRow
 from agentrl_core.rollout.results import TrajectoryResult
 
 Array = np.ndarray[Any, Any]
@@ -33,8 +34,9 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
     ``turn_ids`` and ``policy_versions`` ``[B, R]`` (-1 under mask 0; version 0 where a loop names none), and
     ``rollout_log_probs [B, R]`` and ``baselines [B]`` where every row has them. Ids, positions, turns and versions are
     int32, ``attention_mask`` is int8. Objects: ``uid`` (the prompt's group), ``trajectory_id``, ``data_source``,
-    ``num_turns``, ``termination``, ``log_prob_settings``, ``reward_components`` (numbers by name), and a column for
-    each extra field of the rows, None in the rows without it.
+    ``num_turns``, ``termination``, ``log_prob_settings``, ``reward_components`` (numbers by name), a column for each
+    extra field of the rows, None in the rows without it, and if any row has images ``images``: the names of each row's
+    in the order of its tokens.
     """
     trained = [result for result in results if result.status is Status.TRAINED]
     pairs = [(result, row) for result in trained for row in result.outputs if row.trained]
@@ -171,18 +173,26 @@ def outcome_scores(mask: Array, rows: Rows, scores_B: Array) -> tuple[list[int],
     return [place for _, place in sampled], scores_B[[row for row, _ in sampled]].astype(np.float32)
 
 
-def _objects(pairs: Sequence[tuple[TrajectoryResult, AgentLoopOutput]]) -> dict[str, np.ndarray[Any, Any]]:
+def _objects(pairs: Sequence[tuple[TrajectoryResult, TreeRow]]) -> dict[str, np.ndarray[Any, Any]]:
     def column(values: Sequence[Any]) -> np.ndarray[Any, Any]:
         return np.fromiter(iter(values), dtype=object, count=len(values))
 
     extra = [output.extra_fields for _, output in pairs]
     names = dict.fromkeys(name for fields in extra for name in fields)
-    return {name: column([fields.get(name) for fields in extra]) for name in names} | {
-        "reward_components": column([dict(result.reward.components) if result.reward else {} for result, _ in pairs]),
-        "uid": column([result.row["uid"] for result, _ in pairs]),
-        "trajectory_id": column([result.trajectory_id for result, _ in pairs]),
-        "data_source": column([result.row.get("data_source", "") for result, _ in pairs]),
-        "num_turns": column([output.num_turns for _, output in pairs]),
-        "termination": column([result.termination.value for result, _ in pairs]),
-        "log_prob_settings": column([output.log_prob_settings for _, output in pairs]),
-    }
+    images = [output.tokens.images for _, output in pairs]
+    shown = {"images": column(images)} if any(images) else {}
+    return (
+        {name: column([fields.get(name) for fields in extra]) for name in names}
+        | shown
+        | {
+            "reward_components": column(
+                [dict(result.reward.components) if result.reward else {} for result, _ in pairs]
+            ),
+            "uid": column([result.row["uid"] for result, _ in pairs]),
+            "trajectory_id": column([result.trajectory_id for result, _ in pairs]),
+            "data_source": column([result.row.get("data_source", "") for result, _ in pairs]),
+            "num_turns": column([output.num_turns for _, output in pairs]),
+            "termination": column([result.termination.value for result, _ in pairs]),
+            "log_prob_settings": column([output.log_prob_settings for _, output in pairs]),
+        }
+    )

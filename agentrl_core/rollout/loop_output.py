@@ -26,7 +26,7 @@ from agentrl_core.hosting.tools import is_finite
 COLUMNS = frozenset({
     "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rm_scores", "outcomes",
     "scores", "turn_ids", "turn_rewards", "policy_versions", "rollout_log_probs", "uid", "trajectory_id", "data_source",
-    "num_turns", "termination", "reward_components", "baselines", "log_prob_settings",
+    "num_turns", "termination", "reward_components", "baselines", "log_prob_settings", "images",
 })  # fmt: skip
 """What ``to_data_proto`` names itself; the extra fields of a row have other names."""
 
@@ -99,10 +99,18 @@ for _name in _OF_TOKENS:
 
 
 def adopt(
-    loop: str, tree: Tree, returned: Any, vocab_size: int | None = None, max_model_len: int | None = None
+    loop: str,
+    tree: Tree,
+    returned: Any,
+    vocab_size: int | None = None,
+    max_model_len: int | None = None,
+    reserved: frozenset[int] = frozenset(),
 ) -> list[TreeRow]:
     """The rows of a tree that a loop returned, without those that train nothing. A row that the loop filled by hand
     becomes a separate path.
+
+    Args:
+        reserved: ids that stand for images.
 
     Raises:
         PluginError: the loop returned something else, or lists whose lengths differ.
@@ -133,7 +141,13 @@ def adopt(
         else:
             check_lists(where, output, max_model_len)
             check_tokens(where, output, vocab_size)
-            paths.append(None if isinstance(output, TreeRow) else _path_of(tree, output, leaves))
+            path = None if isinstance(output, TreeRow) else _path_of(tree, output, leaves)
+            if path is None and reserved.intersection([*output.prompt_ids, *output.response_ids]):
+                raise ProtocolError(
+                    f"{where}: it has tokens that stand for images, which a row that a loop fills by hand cannot have. "
+                    "Return the rows of Trajectory.finish()"
+                )
+            paths.append(path)
         if wrong := {name: value for name, value in output.metrics.items() if not is_finite(value)}:
             raise PluginError(f"{where} has the metrics {wrong}; allowed are finite numbers")
         if taken := sorted(COLUMNS.intersection(output.extra_fields)):

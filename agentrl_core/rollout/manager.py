@@ -4,8 +4,8 @@ import asyncio
 import itertools
 import logging
 import textwrap
-from collections import defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from itertools import dropwhile
 from typing import Any, TypeVar
@@ -29,6 +29,7 @@ from agentrl_core.plugins.boundary import deadline, in_daemon_thread, traced
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.rollout.summaries import handed, whole
 from agentrl_core.rollout.worker import AgentLoopWorker
+from agentrl_core.runs.media import RowUploads
 from agentrl_core.serving.clients import RoutedClient
 from agentrl_core.serving.replicas import EngineReplicas, close_actors
 
@@ -51,6 +52,7 @@ class AgentLoopManager:
         runtime: where they run.
         engines: that answer the trajectories' requests; the caller starts them.
         named: engines with frozen models, by name, for rewards, interactions and tools; closed with the workers.
+        images: brings the images of rows to where all processes find them; None: the run shows none.
     """
 
     def __init__(
@@ -59,7 +61,9 @@ class AgentLoopManager:
         runtime: Runtime,
         engines: EngineReplicas,
         named: Mapping[str, EngineReplicas] | None = None,
+        images: RowUploads | None = None,
     ) -> None:
+        self._images = images
         self._named = named or {}
         timeout, seed = config.rollout.turn_timeout, str(config.trainer.seed) if config.rollout.deterministic else None
         clients = {
@@ -78,14 +82,14 @@ class AgentLoopManager:
         for index in range(config.reward.num_workers):
             rewarder = runtime.actor(
                 RewardWorker, config.reward, config.loops_reward, clients, bool(config.environments),
-                name=f"reward-{index}", options=options,
+                None if images is None else images.media, name=f"reward-{index}", options=options,
             )  # fmt: skip
             self._rewarders.append(rewarder)
         for index in range(config.agent_workers):
             worker = runtime.actor(
                 AgentLoopWorker, config, self._engines.servers, self._rewarders, name=f"agent-loop-{index}",
                 index=index, max_model_len=engines.context.max_model_len, vocab_size=engines.context.vocab_size,
-                clients=clients, options=options,
+                clients=clients, media=None if images is None else images.media, options=options,
             )  # fmt: skip
             self._workers.append(worker)
         self._engines.introduce(self._workers)
@@ -164,6 +168,8 @@ class AgentLoopManager:
     async def sample(self, prompts: PromptBatch) -> list[TrajectoryResult]:
         """:meth:`generate_sequences` for coroutines that are :meth:`watched`; failures are not counted. Calls may
         overlap."""
+        if self._images is not None:
+            prompts = await self._images.kept(prompts)
         config, workers = self._config, len(self._workers)
         # Samples of a prompt share what their worker knows of it, unless that would leave other workers without work.
         rows = max(len(prompts), config.data.batch_size * config.rollout.n)
@@ -311,6 +317,27 @@ class AgentLoopManager:
             for name, engines in self._named.items()
             for key, value in engines.metrics().items()
         }
+
+    def image_metrics(self) -> dict[str, float]:
+        """How images travelled since the last call: ``images/shown`` in requests, ``images/sent`` to engine servers for
+        them, ``images/new`` files of the run, ``images/other_hosts`` reads by other hosts; the last three also in
+        bytes."""
+        if self._images is None:
+            return {}
+        media, workers = self._images.media, self._workers
+
+        async def of(call: Awaitable[Mapping[str, float]]) -> Mapping[str, float]:
+            try:
+                return await call
+            except WorkerError:
+                # A process that died has counted for itself.
+                return {}
+
+        calls = [media.metrics(), *(worker.call("route", "", "image_metrics") for worker in workers)]
+        counts: Counter[str] = Counter()
+        for each in self._runtime.run(together(map(of, calls))):
+            counts.update(each)
+        return {f"images/{name}": value for name, value in counts.items()}
 
     def close(self) -> None:
         """Close all workers and the named engines."""

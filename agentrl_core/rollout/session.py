@@ -19,6 +19,7 @@ from agentrl_core.api import (
     InteractionError,
     InteractionTurn,
     Message,
+    MultiModal,
     Renderer,
     RewardError,
     RewardTrajectory,
@@ -33,15 +34,19 @@ from agentrl_core.api import (
     ToolUnavailableError,
     TrajectorySession,
 )
+from agentrl_core.api.message_parts import image_part, text_of
 from agentrl_core.api.tree import Call, Earned, Request, Source, Span
-from agentrl_core.config.schema import InteractionSlot
+from agentrl_core.config.schema import ImagesConfig, InteractionSlot
+from agentrl_core.engine_kit.media import parts_of
 from agentrl_core.hosting.environments import HostedEnvironment, HostedEpisode
 from agentrl_core.hosting.tools import HostedTool, check_result, is_finite, select_tools
 from agentrl_core.plugins.boundary import boundary, within
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.pacing import Pacer
 from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.rollout.session_images import SessionImages
 from agentrl_core.rollout.trajectory import TrajectoryBuilder, TrajectoryLimits
+from agentrl_core.runs.media import RunImages
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +54,13 @@ logger = logging.getLogger(__name__)
 class Servers(Protocol):
     """The part of the router that a session calls."""
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput: ...
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        multi_modal: MultiModal | None = None,
+    ) -> TokenOutput: ...
 
     async def open_session(self, session_id: str) -> None: ...
 
@@ -95,6 +106,9 @@ class SessionEnvironment:
     """What requests of an agent ask the engine for, see ``SamplingParams.adapter``."""
     keeps_version: bool = False
     """A trajectory ends with the version of the adapter with which it began."""
+    media: RunImages | None = None
+    """The images of the run; None: the model takes text alone."""
+    images: ImagesConfig = field(default_factory=ImagesConfig)
     pacer: Pacer = field(default_factory=Pacer)
     reported: set[tuple[str, type[BaseException]]] = field(default_factory=set)
     """Tools with the kinds of failures that the log shows already."""
@@ -164,6 +178,9 @@ class RolloutSession(TrajectorySession):
         # Of each adapter, where the trajectory keeps that with which it began.
         self._versions: dict[str, int] = {}
         self._builder: TrajectoryBuilder | None = None
+        self._images = SessionImages(environment.media, environment.images, self.report)
+        self.fetch_images = environment.images.urls and environment.media is not None
+        self.max_images = environment.images.max_count if environment.media is not None else None
 
     @property
     def agent(self) -> str:
@@ -209,7 +226,7 @@ class RolloutSession(TrajectorySession):
             await self._env.servers.open_session(request_id)
 
     async def _sample(
-        self, prompt_ids: list[int], params: SamplingParams, request_id: str
+        self, prompt_ids: list[int], params: SamplingParams, request_id: str, multi_modal: MultiModal | None = None
     ) -> tuple[TokenOutput, Request]:
         self._sampling.add(request_id)
         adapter = self._env.adapters(self.agent)
@@ -220,7 +237,8 @@ class RolloutSession(TrajectorySession):
             if self._env.deterministic:
                 await self._close_idle_branches()
             with self.timed("generate", "generating", of_node=True) as timed:
-                output = await self._env.servers.generate(request_id, prompt_ids, params)
+                media = () if multi_modal is None else (multi_modal,)
+                output = await self._env.servers.generate(request_id, prompt_ids, params, *media)
         finally:
             self._sampling.discard(request_id)
         if self._env.keeps_version and adapter and output.spans:
@@ -252,10 +270,19 @@ class RolloutSession(TrajectorySession):
             )
         with self.timed("environment", f"opening {environment.title}"):
             self._episode = await environment.open(copied(self.row), self._key.task_seed)
-        self.row["raw_prompt"] = self._episode.messages
+        with boundary(EpisodeError, f"the first messages of {self._episode.title}:", describe=str):
+            self.row["raw_prompt"] = await self._images.named(self._episode.messages)
         self.agent = self._episode.agent
         self._interaction = HostedInteraction(self._episode.partner, self._episode.timeout, "environment")
         self._interaction_asked = True
+
+    # Images -----------------------------------------------------------------------------------------------------
+
+    async def image(self, value: Any) -> dict[str, Any]:
+        return await self._images.part(value)
+
+    async def image_bytes(self, name: str) -> bytes:
+        return await self._images.data(name)
 
     # Tools ------------------------------------------------------------------------------------------------------
 
@@ -293,11 +320,13 @@ class RolloutSession(TrajectorySession):
                 try:
                     with boundary(ToolError, keep=(EngineError,)):
                         result = await self._execute(call, done)
-                    text, ended = result.response.text, result.done
+                        content, ended = await self._images.content(result.response.content), result.done
+                    text = text_of({"content": content})
                 except ToolUnavailableError:
                     raise
                 except ToolError as error:
-                    text, done.failed = f"Error: {error}", True
+                    content = text = f"Error: {error}"
+                    done.failed = True
                     if not isinstance(error, CallError):
                         self._report_failure(call.name, error.__cause__ or error)
         except BaseException:
@@ -309,7 +338,7 @@ class RolloutSession(TrajectorySession):
         done.response, done.start, done.seconds = text[:2000], timed.start, timed.seconds
         self.report.count("tool_calls")
         self.report.count("tool_failures", float(done.failed))
-        message: Message = {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": text}
+        message: Message = {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": content}
         return ToolOutcome(message, ToolResponse(text), done.failed, ended)
 
     async def _execute(self, call: ToolCall, done: Call) -> ToolResult:
@@ -375,6 +404,13 @@ class RolloutSession(TrajectorySession):
         turn: InteractionTurn = await self._interact(self._interaction, answer, "waiting for")
         if not isinstance(turn, InteractionTurn) or not isinstance(turn.text, str):
             raise InteractionError(f"generate_response returned {turn!r:.200}, not an InteractionTurn with a text")
+        if not isinstance(turn.images, list | tuple):
+            raise InteractionError(f"generate_response returned the images {turn.images!r:.100}, not a list")
+        if turn.images:
+            shows = f"{self._interaction.title} showed an image:"
+            with boundary(InteractionError, shows, keep=(EngineError,), describe=str):
+                shown = await self._images.content([*map(image_part, turn.images)])
+            turn = turn._replace(images=parts_of({"content": shown}))
         if turn.agent is not None and not isinstance(turn.agent, str):
             raise InteractionError(f"generate_response named the agent {turn.agent!r}, not a text")
         numbers = {f"metric {key}": value for key, value in turn.metrics.items()}

@@ -51,7 +51,7 @@ def _without_texts(tree: Tree) -> tuple[Tree, dict[Node, Node]]:
         parent = None if node.parent is None else nodes[node.parent]
         nodes[node] = Node(
             parent, node.kind, node.ids, "", (), node.agent, node.log_probs, node.spans, node.finish_reason,
-            node.settings, "", node.request, calls, node.rewards,
+            node.settings, "", node.request, calls, node.rewards, node.images,
         )  # fmt: skip
     summary = copy(tree)
     summary.nodes, summary.early = [nodes[node] for node in tree.nodes], nodes[tree.early]

@@ -16,10 +16,13 @@ from agentrl_core.api import (
     AgentLoopOutput,
     Conversation,
     EngineError,
+    ImageError,
     Message,
+    MultiModal,
     PluginError,
     PolicySpan,
     ProtocolError,
+    Rendered,
     Renderer,
     SamplingParams,
     TemplateError,
@@ -30,13 +33,16 @@ from agentrl_core.api import (
     Turn,
 )
 from agentrl_core.api.engine import RESHAPING
-from agentrl_core.api.tree import Node, Request, Tree, TreePath, ids_of
+from agentrl_core.api.message_parts import text_of
+from agentrl_core.api.tree import Node, NodeKind, Request, Tree, TreePath, collapsed_of, ids_of, images_of
 from agentrl_core.config.schema import TemplateBreak
+from agentrl_core.engine_kit.media import images_in
 from agentrl_core.hosting.wire import MAX_DEPTH, is_too_deep
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.loop_output import TreeRow
 
-Sample = Callable[[list[int], SamplingParams, str], Awaitable[tuple[TokenOutput, Request]]]
+Sample = Callable[..., Awaitable[tuple[TokenOutput, Request]]]
+"""Called with the prompt's ids, the sampling parameters, the request's id, and the prompt's images if it has some."""
 _ENGINE_SAMPLING = ("temperature", "top_p", "top_k", *RESHAPING, "json_schema")
 _SAMPLING = (*_ENGINE_SAMPLING, "max_tokens", "stop", "seed")
 
@@ -47,11 +53,16 @@ class TemplateBreakError(TemplateError):
 
 @dataclass(frozen=True)
 class TrajectoryLimits:
-    """Budgets in tokens, and what to do when the template rewrites history."""
+    """Budgets in tokens, and what to do when the template rewrites history.
+
+    ``max_images`` is that of a conversation, and ``reserved`` are ids that only images bring into it.
+    """
 
     max_response_length: int
     max_model_len: int
     template_break: TemplateBreak = "fork"
+    max_images: int = 0
+    reserved: frozenset[int] = frozenset()
 
 
 class TrajectoryBuilder(Trajectory):
@@ -91,8 +102,8 @@ class TrajectoryBuilder(Trajectory):
         self._calls: int = 0 if sibling is None else sibling._calls
         # Each branch has its own engine sessions and seeds.
         self._branch = 0 if sibling is None else self._next_branch()
-        prompt = renderer.render(self.messages, tools, generation_prompt=True)
-        self._path = [Node(None, "prompt", prompt.ids, prompt.text, tuple(self.messages))]
+        prompt = self._shown(renderer.render(self.messages, tools, generation_prompt=True), self.messages)
+        self._path = [_node(None, "prompt", prompt, self.messages)]
         """The nodes whose tokens the model sees."""
         self.tree.nodes += self._path
         self._start: Node | None = None
@@ -144,10 +155,12 @@ class TrajectoryBuilder(Trajectory):
             **{name: sampling_params[name] for name in _ENGINE_SAMPLING if name in sampling_params},
         )
         agent, end = self.tree.agent, self._path[-1]
-        output, request = await self._sample(ids_of(self._path), params, self.request_id)
+        images = images_of(self._path)
+        media = (MultiModal(images, collapsed_of(self._path)),) if images else ()
+        output, request = await self._sample(ids_of(self._path), params, self.request_id, *media)
         if self._finished is not None or self._path[-1] is not end:
             raise self._closed("generate")
-        check_output(output, max_tokens)
+        check_output(output, max_tokens, self._limits.reserved)
         if stops := sampling_params.get("stop"):
             output = cut_after(output, stops, self._renderer.chat.decode)
         self._turns += 1
@@ -202,12 +215,35 @@ class TrajectoryBuilder(Trajectory):
         suffix = self._renderer.bridge(self._conversation, messages, generation_prompt=generation_prompt)
         if suffix is None:
             return self._rewrite(messages, generation_prompt)
+        self._shown(suffix, messages, images_of(self._path))
         if len(suffix.ids) > self.remaining:
             return False
-        self._grow(Node(self._path[-1], "context", suffix.ids, suffix.text, tuple(messages)))
+        self._grow(_node(self._path[-1], "context", suffix, messages))
         self._asked = generation_prompt
         self._assumed |= suffix.assumed
         return True
+
+    def _shown(self, rendered: Rendered, messages: Sequence[Message], before: Sequence[str] = ()) -> Rendered:
+        """What was rendered, if it shows all images of the messages, and the conversation may have so many.
+
+        Args:
+            before: images of the tokens so far.
+
+        Raises:
+            TemplateError: it shows others.
+            ImageError: there are too many.
+        """
+        if (images := images_in(messages)) != tuple(rendered.images):
+            raise TemplateError(
+                f"the renderer {type(self._renderer).__name__} shows {len(rendered.images)} of {len(images)} images; "
+                "set rollout.renderer.name=chat_template"
+            )
+        if images and len(before) + len(images) > self._limits.max_images:
+            raise ImageError(
+                f"the conversation has {len(before) + len(images)} images, more than model.images.max_count="
+                f"{self._limits.max_images}"
+            )
+        return rendered
 
     @property
     def _conversation(self) -> Conversation:
@@ -221,11 +257,12 @@ class TrajectoryBuilder(Trajectory):
                 f"{messages[0].get('role')!r} follows; `agentrl doctor --model PATH` shows where. Set "
                 "rollout.template_break to fork or mask, or model.chat_template to an append-only template"
             )
-        prompt = self._renderer.render([*self.messages, *messages], self._tools, generation_prompt=generation_prompt)
+        whole = [*self.messages, *messages]
+        prompt = self._shown(self._renderer.render(whole, self._tools, generation_prompt=generation_prompt), whole)
         if len(prompt.ids) >= self._limits.max_model_len or self._limits.max_response_length <= self._used:
             return False
         self.tree.template_breaks += 1
-        self._path = [Node(self._path[-1], "prompt", prompt.ids, prompt.text, tuple(messages))]
+        self._path = [_node(self._path[-1], "prompt", prompt, messages)]
         self.tree.nodes += self._path
         self._num_tokens = len(prompt.ids)
         self._asked = generation_prompt
@@ -288,8 +325,14 @@ class TrajectoryBuilder(Trajectory):
         return TreeRow(TreePath(self.tree, path, shared))
 
 
+def _node(parent: Node | None, kind: NodeKind, rendered: Rendered, messages: Sequence[Message]) -> Node:
+    return Node(
+        parent, kind, rendered.ids, rendered.text, tuple(messages), images=rendered.images, collapsed=rendered.collapsed
+    )
+
+
 def _shown(messages: Sequence[Message]) -> str:
-    return "".join(f"\n{message.get('content') or ''}\n" for message in messages)
+    return "".join(f"\n{text_of(message)}\n" for message in messages)
 
 
 def cut_after(output: TokenOutput, stops: Sequence[str], decode: Callable[[list[int]], str]) -> TokenOutput:
@@ -308,8 +351,11 @@ def cut_after(output: TokenOutput, stops: Sequence[str], decode: Callable[[list[
     return TokenOutput(output.token_ids[:count], log_probs, "stop", spans)
 
 
-def check_output(output: TokenOutput, max_tokens: int) -> None:
+def check_output(output: TokenOutput, max_tokens: int, reserved: frozenset[int] = frozenset()) -> None:
     """Refuse an engine's output whose parts do not fit together.
+
+    Args:
+        reserved: ids that an engine never samples.
 
     Raises:
         EngineError: naming the lengths.
@@ -317,6 +363,8 @@ def check_output(output: TokenOutput, max_tokens: int) -> None:
     count = len(output.token_ids)
     if count > max_tokens:
         raise EngineError(f"the engine returned {count} tokens where {max_tokens} were allowed")
+    if reserved and (found := reserved.intersection(output.token_ids)):
+        raise EngineError(f"the engine sampled the token {min(found)}, which stands for an image")
     if output.log_probs is not None:
         if len(output.log_probs) != count:
             raise EngineError(f"the engine returned {len(output.log_probs)} log-probs for {count} tokens")

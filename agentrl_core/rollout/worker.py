@@ -26,7 +26,7 @@ from agentrl_core.api.agent_loop import Status
 from agentrl_core.api.tree import Node
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.runtime import ActorHandle
-from agentrl_core.data.chat_template import build_renderer
+from agentrl_core.data.chat_template import build_renderer, reserved_of
 from agentrl_core.data.row_sampling import with_row_sampling
 from agentrl_core.data.rows import PromptBatch
 from agentrl_core.hosting.environments import HostedEnvironment
@@ -41,6 +41,7 @@ from agentrl_core.rollout.session import HostedInteraction, RolloutSession, Sess
 from agentrl_core.rollout.summaries import summaries
 from agentrl_core.rollout.trajectory import TemplateBreakError, TrajectoryLimits
 from agentrl_core.rollout.watchdog import Watchdog
+from agentrl_core.runs.media import RunImages
 from agentrl_core.serving.clients import RoutedClient
 from agentrl_core.serving.router import AsyncLLMServerManager
 
@@ -66,6 +67,7 @@ class AgentLoopWorker:
         max_model_len: tokens of prompt and response together.
         vocab_size: of the model's embedding.
         clients: of the named engines.
+        media: the images of the run; None: it shows none.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class AgentLoopWorker:
         max_model_len: int,
         vocab_size: int,
         clients: Mapping[str, RoutedClient],
+        media: RunImages | None = None,
     ) -> None:
         self._clients = clients
         self._vocab_size = vocab_size
@@ -96,19 +99,27 @@ class AgentLoopWorker:
             max_model_len=max_model_len,
             vocab_size=vocab_size,
             capabilities=rollout.engine.plugin.spec.capabilities,
+            max_images=config.model.images.max_count if media is not None else 0,
+            media=media,
             restarts=rollout.engine.restarts > 0,
             retry=rollout.engine.retry,
             seed=f"{config.trainer.seed}/{index}",
         )
         seed = config.trainer.seed
-        tools = [HostedTool(slot, seed, clients) for slot in config.tools]
+        tools = [HostedTool(slot, seed, clients, shows_images=media is not None) for slot in config.tools]
         clients_bring_tools = any(slot.has("chat_endpoint") for slot in rollout.agent.loops)
         needs_parser = config.tools or config.environments or clients_bring_tools
         parser = rollout.tool_parser.build(ToolParserContext()) if needs_parser else None
         renderer = build_renderer(rollout.renderer, config.model, parser)
         self._environment = SessionEnvironment(
             renderer=renderer,
-            limits=TrajectoryLimits(rollout.max_response_length, max_model_len, rollout.template_break),
+            limits=TrajectoryLimits(
+                rollout.max_response_length,
+                max_model_len,
+                rollout.template_break,
+                max_images=config.model.images.max_count,
+                reserved=reserved_of(renderer),
+            ),
             servers=self._engines,
             tools={tool.name: tool for tool in tools},
             interactions={
@@ -117,10 +128,15 @@ class AgentLoopWorker:
                 )
                 for slot in config.interactions
             },
-            environments={slot.registered_name: HostedEnvironment(slot, seed, clients) for slot in config.environments},
+            environments={
+                slot.registered_name: HostedEnvironment(slot, seed, clients, media is not None)
+                for slot in config.environments
+            },
             deterministic=rollout.deterministic,
             adapters=cache(lambda agent: config.adapter_of(self._policy_of(agent))),
             keeps_version=rollout.on_new_weights == "finish",
+            media=media,
+            images=config.model.images,
         )
         context = AgentLoopContext(
             renderer=renderer.chat,
@@ -271,7 +287,7 @@ class AgentLoopWorker:
         returned = await self._loops[name].run(sampling, session=session, **session.row)
         limits = self._environment.limits
         sampled = {node: node.agent for node in result.tree.turns()} if self._config.policies else {}
-        rows = adopt(name, result.tree, returned, self._vocab_size, limits.max_model_len)
+        rows = adopt(name, result.tree, returned, self._vocab_size, limits.max_model_len, limits.reserved)
         result.outputs, result.termination, result.error = rows, rows[-1].termination, rows[-1].error
         if result.termination.status is not Status.TRAINED:
             result.error = result.error or f"the agent loop {name!r} ended with {result.termination.value}"

@@ -235,7 +235,7 @@ def reward_trajectory_of(record: RolloutRecord) -> RewardTrajectory | None:
     """What rewards saw of a record's trajectory; None if it was never scored, or another of its rows has it."""
     if record.reward_input is None:
         return None
-    names = {item.name for item in fields(RewardTrajectory)}.difference(_REWARD_INPUT, {"token_rows"})
+    names = {item.name for item in fields(RewardTrajectory)}.difference(_REWARD_INPUT, {"token_rows", "images"})
     seen = {name: getattr(record, name) for name in names} | record.reward_input
     if strange := record.reward_input.keys() - {*_REWARD_INPUT, *_COLLECTED}:
         raise DataError(f"a rollout record whose reward_input has {', '.join(sorted(strange))}{_REMEDY}")

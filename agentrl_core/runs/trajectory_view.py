@@ -10,6 +10,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from agentrl_core.engine_kit.media import is_name, parts_of, size_of
 from agentrl_core.runs.records import RolloutRecord
 from agentrl_core.runs.run_dir import is_number
 
@@ -76,12 +77,24 @@ def _facts(record: RolloutRecord) -> Table:
         if call["failed"]:
             text.append("  failed", style="bold red")
         table.add_row("" if number else "tool calls", text)
+    for number, name in enumerate(name for message in record.messages for name in parts_of(message) if is_name(name)):
+        table.add_row("" if number else "images", Text(label(name)))
     table.add_row("reward", _reward(record))
     table.add_row("ended", _ending(record))
     table.add_row("tokens", _tokens(record))
     if record.timings:
         table.add_row("time", Text("  ".join(f"{name} {_seconds(value)}" for name, value in record.timings.items())))
     return table
+
+
+def label(name: str) -> str:
+    """How an image is named to a reader.
+
+    Args:
+        name: of the image.
+    """
+    width, height = size_of(name)
+    return f"<image {name[:4]}… {width}x{height}>"
 
 
 def _reward(record: RolloutRecord) -> Text:

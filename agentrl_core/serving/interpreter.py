@@ -1,4 +1,5 @@
-"""Whether the interpreter of an engine's own environment can serve, asked before anything starts."""
+"""Whether the interpreter of an engine's or training backend's own environment will do, asked before anything
+starts."""
 
 import importlib.metadata
 import json
@@ -61,7 +62,7 @@ def check_interpreter(
     key: str = KEY,
     shares_nccl: bool = False,
 ) -> None:
-    """Refuse an interpreter that cannot run the engine's server.
+    """Refuse an interpreter that cannot run a plugin: the server of an engine, or training processes.
 
     It needs this Python's minor version, exactly this version of ``packages``, of agentrl-core and of the plugin's
     distribution, and what the plugin requires. Another release of torch is a warning.
@@ -99,7 +100,7 @@ def _problems(python: str, answer: Answer, wanted: Sequence[str], key: str) -> I
         yield f"{key}: {python} {state}, the driver has {_installed(name)}; install the same there: {fix}"
     for requirement, found in answer.missing:
         yield (
-            f"{key}: the engine needs {requirement} in {python}, found {found or 'nothing'}; "
+            f"{key}: the plugin needs {requirement} in {python}, found {found or 'nothing'}; "
             f"{shlex.quote(python)} -m pip install '{requirement}'"
         )
 

@@ -61,7 +61,7 @@ def check_sleep(config: ResolvedConfig, on_gpus: bool) -> None:
 
 
 def _uses_actors_module(config: ResolvedConfig) -> bool:
-    return config.cluster.runtime == "local" and config.rollout.engine.has("shared_module")
+    return config.cluster.runtime == "local" and config.shares_module
 
 
 def engine_memory_share(devices: Sequence[DeviceMemory], replicas: int = 1) -> float:

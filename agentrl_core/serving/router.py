@@ -6,13 +6,14 @@ import random
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from agentrl_core.api import DeadlineError, EngineError, SamplingParams, TokenOutput, WorkerError
+from agentrl_core.api import DeadlineError, EngineError, MultiModal, SamplingParams, TokenOutput, WorkerError
 from agentrl_core.config.schema import Retry
 from agentrl_core.controller.runtime import ActorHandle
-from agentrl_core.engine_kit.requests import can_continue, check_request, joined, remaining
+from agentrl_core.engine_kit.media import MediaSource, MissingImagesError
+from agentrl_core.engine_kit.requests import can_continue, check_request, joined, remaining, remaining_media
 from agentrl_core.plugins.boundary import within
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,10 @@ class Replica:
     """Its owner lets it end: it takes no new requests."""
     in_flight: int = 0
     assigned: int = 0
+    shown: set[str] = field(default_factory=set)
+    """Images that :attr:`shown_to` was sent."""
+    shown_to: ActorHandle | None = None
+    sends_images: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     @property
     def serves(self) -> bool:
@@ -57,6 +62,8 @@ class AsyncLLMServerManager:
         capabilities: of the engine. One with ``sessions`` is told when trajectories begin and end.
         restarts: dead replicas come back.
         retry: ``continue`` a request that was cut off after its sampled tokens, or ``restart`` it from its prompt.
+        max_images: of a prompt, at most.
+        media: the images of the run; None where the model takes text alone.
         max_sticky: remembered request ids; the oldest are forgotten.
         seed: of the choice among replicas with equal load, so that workers begin with different ones; None: the
             system's.
@@ -70,6 +77,8 @@ class AsyncLLMServerManager:
         max_model_len: int,
         vocab_size: int,
         capabilities: Collection[str],
+        max_images: int = 0,
+        media: MediaSource | None = None,
         restarts: bool = False,
         retry: Retry = "continue",
         max_sticky: int = 65536,
@@ -81,6 +90,9 @@ class AsyncLLMServerManager:
         self._turn_timeout = turn_timeout
         self._max_model_len = max_model_len
         self._vocab_size = vocab_size
+        self._max_images = max_images
+        self._media = media
+        self._shown = {"shown": 0.0, "sent": 0.0, "sent_bytes": 0.0}
         self._capabilities = capabilities
         self._sessions = "sessions" in capabilities
         self._hopeless: str | None = None if restarts else "no engine replica is alive"
@@ -190,17 +202,26 @@ class AsyncLLMServerManager:
 
     # Requests ---------------------------------------------------------------------------------------------------
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput:
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        multi_modal: MultiModal | None = None,
+    ) -> TokenOutput:
         """One request, within its deadline, whatever replicas it takes.
+
+        Args:
+            multi_modal: images of the prompt, without their data.
 
         Raises:
             EngineError: the request is impossible, or no replica could serve it.
             DeadlineError: ``rollout.turn_timeout`` passed, and not because the replica was frozen.
         """
-        self._check(request_id, prompt_ids, params)
+        self._check(request_id, prompt_ids, params, multi_modal)
         for is_repeated in (False, True):
             asked: list[tuple[int, ActorHandle]] = []
-            answer = self._generate(request_id, prompt_ids, params, asked)
+            answer = self._generate(request_id, prompt_ids, params, multi_modal, asked)
             try:
                 output: TokenOutput = await self._bounded(f"request {request_id}", answer)
                 return output
@@ -218,13 +239,15 @@ class AsyncLLMServerManager:
         request_id: str,
         prompt_ids: Sequence[int],
         params: SamplingParams,
+        multi_modal: MultiModal | None,
         asked: list[tuple[int, ActorHandle]],
     ) -> TokenOutput:
         """As :meth:`generate`; adds the replicas that were asked to ``asked``."""
         so_far: TokenOutput | None = None
         failures = 0
         while True:
-            output = await self._attempt(request_id, *remaining(prompt_ids, params, so_far), asked)
+            rest, media = remaining(prompt_ids, params, so_far), remaining_media(multi_modal, so_far)
+            output = await self._attempt(request_id, *rest, media, asked)
             if output is not None:
                 whole = joined(so_far, output)
                 if output.finish_reason != "abort" or failures >= MAX_LOSSES:
@@ -245,6 +268,7 @@ class AsyncLLMServerManager:
         request_id: str,
         prompt_ids: Sequence[int],
         params: SamplingParams,
+        multi_modal: MultiModal | None,
         asked: list[tuple[int, ActorHandle]],
     ) -> TokenOutput | None:
         """The answer of one replica; None if it died."""
@@ -257,7 +281,10 @@ class AsyncLLMServerManager:
         try:
             if self._sessions and index != home:
                 await server.call("open_session", request_id)
-            output: TokenOutput = await server.call("generate", prompt_ids, params, request_id)
+            if multi_modal is None:
+                output: TokenOutput = await server.call("generate", prompt_ids, params, request_id)
+            else:
+                output = await self._show(replica, server, (prompt_ids, params, request_id), multi_modal)
             output.replica = index
             return output
         except WorkerError as error:
@@ -266,10 +293,51 @@ class AsyncLLMServerManager:
         finally:
             replica.in_flight -= 1
 
-    def _check(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> None:
-        limit = self._max_model_len
+    async def _show(
+        self, replica: Replica, server: ActorHandle, request: tuple[Any, ...], multi_modal: MultiModal
+    ) -> TokenOutput:
+        """The answer to a request with images, each of which is sent to a server once."""
+        self._shown["shown"] += len(multi_modal.images)
+        for is_last in (False, True):
+            await self._send_images(replica, server, multi_modal.images)
+            try:
+                output: TokenOutput = await server.call("generate", *request, multi_modal)
+                return output
+            except MissingImagesError as error:
+                # It has a new process, or has let go of some that it had.
+                replica.shown.difference_update(error.args)
+                if is_last:
+                    raise
+        raise AssertionError("the loop returns or raises")
+
+    async def _send_images(self, replica: Replica, server: ActorHandle, images: Sequence[str]) -> None:
+        assert self._media is not None, "a run whose model takes images has them"
+        # Samples of a prompt show the same images at the same time.
+        async with replica.sends_images:
+            if replica.shown_to != server:
+                replica.shown, replica.shown_to = set(), server
+            if names := [name for name in dict.fromkeys(images) if name not in replica.shown]:
+                data = await self._media.get(names)
+                await server.call("keep_images", data)
+                self._shown["sent"] += len(data)
+                self._shown["sent_bytes"] += sum(map(len, data.values()))
+                replica.shown.update(names)
+
+    def image_metrics(self) -> dict[str, float]:
+        """Images of requests, and images and bytes that were sent to servers for them, since the last call."""
+        counts = self._shown
+        self._shown = dict.fromkeys(counts, 0.0)
+        return counts
+
+    def _check(
+        self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams, multi_modal: MultiModal | None
+    ) -> None:
+        limit, images = self._max_model_len, self._max_images
         try:
-            check_request(request_id, prompt_ids, params, vocab_size=self._vocab_size, max_model_len=limit)
+            check_request(
+                request_id, prompt_ids, params, multi_modal, vocab_size=self._vocab_size, max_model_len=limit,
+                max_images=images,
+            )  # fmt: skip
         except ValueError as error:
             raise EngineError(str(error)) from error
         if len(prompt_ids) + params.max_tokens > limit:

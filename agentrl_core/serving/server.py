@@ -9,7 +9,7 @@ import os
 import socket
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from agentrl_core.api import (
     EngineError,
     InferenceEngine,
     MeasuredEngine,
+    MultiModal,
     ProgressingEngine,
     SamplingParams,
     TokenOutput,
@@ -27,11 +28,14 @@ from agentrl_core.api import (
 )
 from agentrl_core.api.weights import Running
 from agentrl_core.config.schema import OnNewWeights, ServedSlot
+from agentrl_core.engine_kit.media import MediaCache, MissingImagesError
 from agentrl_core.engine_kit.ports import free_port, host_address
-from agentrl_core.engine_kit.requests import can_continue, joined, remaining
+from agentrl_core.engine_kit.requests import can_continue, joined, remaining, remaining_media
 from agentrl_core.hosting.processes import family_memory
 from agentrl_core.plugins.boundary import boundary, deadline, with_traceback
 
+KEPT_IMAGES = 512 << 20
+"""Bytes of the images that a server keeps for later turns."""
 LOG_LINES = 30
 LOG_TAIL_BYTES = 64 << 10
 
@@ -66,6 +70,7 @@ class EngineServer:
         context: EngineContext,
         devices: Sequence[str] | None = None,
     ) -> None:
+        self._images = MediaCache[bytes](KEPT_IMAGES, len)
         self._name = f"engine {slot.ref.name!r}, replica {context.replica}"
         if context.nodes > 1:
             self._name += f", host {context.node_rank} of {context.nodes}"
@@ -130,16 +135,27 @@ class EngineServer:
         """Bytes of host memory of this process and those that it started, shared pages in parts; None off Linux."""
         return family_memory(os.getpid())
 
-    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str) -> TokenOutput:
+    async def generate(
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        request_id: str,
+        multi_modal: MultiModal | None = None,
+    ) -> TokenOutput:
         """See :meth:`InferenceEngine.generate`; queues while ``max_in_flight`` requests are under way.
+
+        Args:
+            multi_modal: without data: images are those of :meth:`keep_images`.
 
         Raises:
             EngineError: the request failed.
+            MissingImagesError: it needs images that this server does not have, or not any more.
             WorkerError: it failed, and the engine is not healthy either: this replica is of no use any more.
         """
+        multi_modal = self._with_data(multi_modal)
         async with self._requests as queued:
             try:
-                output = await self._generate(prompt_ids, params, request_id)
+                output = await self._generate(prompt_ids, params, request_id, multi_modal)
             except EngineError as error:
                 await self._examine(error)
                 raise
@@ -147,14 +163,31 @@ class EngineServer:
             output.queued += queued
             return output
 
-    async def _generate(self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str) -> TokenOutput:
+    def keep_images(self, data: Mapping[str, bytes]) -> None:
+        """Keep the files of images, by name, for the requests that follow."""
+        for name, file in data.items():
+            self._images.put(name, file)
+
+    def _with_data(self, multi_modal: MultiModal | None) -> MultiModal | None:
+        if multi_modal is None:
+            return None
+        found = {name: self._images.get(name) for name in multi_modal.images}
+        if missing := [name for name, data in found.items() if data is None]:
+            raise MissingImagesError(*missing)
+        return replace(multi_modal, data={name: data for name, data in found.items() if data is not None})
+
+    async def _generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, request_id: str, multi_modal: MultiModal | None
+    ) -> TokenOutput:
         """Again, or from where it was, where new weights have ended it."""
         so_far: TokenOutput | None = None
         while True:
             while not self._enters.is_set():
                 await self._enters.wait()
             restarts = self._restarts
-            output: TokenOutput = await self._ask("generate", *remaining(prompt_ids, params, so_far), request_id)
+            media = () if multi_modal is None else (remaining_media(multi_modal, so_far),)
+            rest = remaining(prompt_ids, params, so_far)
+            output: TokenOutput = await self._ask("generate", *rest, request_id, *media)
             whole = joined(so_far, output)
             if output.finish_reason != "abort" or restarts == self._restarts:
                 return whole

@@ -35,11 +35,11 @@ from agentrl_core.config.nodes import dotted, read_file
 from agentrl_core.config.slots import all_slots
 from agentrl_core.config.writing import leaves, plain, written
 from agentrl_core.controller.runtime import ActorDiedError
+from agentrl_core.fsdp2.model_files import check_saved
 from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock
 from agentrl_core.runs.atomic import flushed_checksum
 from agentrl_core.runs.run_dir import CHECKPOINT, entries
 from agentrl_core.trainer.health import Streak
-from agentrl_core.workers.model_files import check_saved
 
 STATE_FILE = "trainer.json"
 CHECKSUM_FILE = "checksums.json"

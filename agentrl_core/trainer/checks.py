@@ -29,23 +29,26 @@ from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.config.capabilities import installed_with, missing_capabilities
 from agentrl_core.config.cross_checks import served
 from agentrl_core.config.schema import ModelConfig, NamedEngineSlot, ToolSlot
+from agentrl_core.config.slots import all_slots
 from agentrl_core.data.call_format import call_format, installed_parsers, renderer_of
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.template_check import RenderedText, TemplateReport, check_template, require_tool_role
+from agentrl_core.fsdp2.adapters import peft_config
+from agentrl_core.fsdp2.model_files import check_weights
+from agentrl_core.fsdp2.models import check_architecture
 from agentrl_core.hosting.rewards import HostedRewardFunction, build_manager
 from agentrl_core.hosting.tools import HostedTool
 from agentrl_core.plugins.boundary import boundary, hang_reported
+from agentrl_core.plugins.file_plugin import FILE_DIST
 from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.rollout.session import interaction_context
 from agentrl_core.serving.clients import absent_clients
-from agentrl_core.serving.interpreter import check_interpreter
+from agentrl_core.serving.interpreter import CORE, check_interpreter
 from agentrl_core.serving.placement import check_sleep
 from agentrl_core.serving.weight_transport import may_share_nccl
 from agentrl_core.trainer.plan import max_model_len
 from agentrl_core.trainer.sample_statistics import group_sizes
-from agentrl_core.workers.adapters import peft_config
-from agentrl_core.workers.model_files import check_weights
-from agentrl_core.workers.models import check_architecture, resolve_device
+from agentrl_core.workers.devices import resolve_device
 
 logger = logging.getLogger(__name__)
 ADAPTER_LR = 1e-5
@@ -111,6 +114,19 @@ def check_training(config: ResolvedConfig) -> None:
         )
 
 
+def _check_backend(config: ResolvedConfig) -> None:
+    """What the training processes need is installed where they run."""
+    backend = config.trainer.backend
+    if backend.python is None:
+        backend.plugin.load()
+        return
+    # The configuration goes there as a whole, with the options of every plugin.
+    packages = {slot.ref.dist for slot in all_slots(config) if slot.resolved is not None} - {FILE_DIST, CORE}
+    check_interpreter(
+        backend.python, backend.ref, backend.plugin.spec, ("ray", *sorted(packages)), "trainer.backend.python"
+    )  # fmt: skip
+
+
 def check_files(config: ResolvedConfig, *, training: bool) -> Any:
     """Interpreters of engines, and the files of every model; returns the text config of the policy's."""
     model, text_config = config.model, None
@@ -120,10 +136,15 @@ def check_files(config: ResolvedConfig, *, training: bool) -> Any:
                 shares = training and slot is config.rollout.engine and may_share_nccl(config)
                 with of(""):
                     check_interpreter(slot.python, slot.ref, slot.plugin.spec, key=f"{key}.python", shares_nccl=shares)
+        if training:
+            with of("trainer.backend"):
+                _check_backend(config)
         for path in dict.fromkeys((model.path, config.critic.path, config.reference.path, config.teacher.path)):
             if path is not None:
                 with of(f"weights in {path}"):
-                    check_weights(Path(path))
+                    # Those of a model that is trained and sampled at a server are there.
+                    if not config.rollout.engine.has("remote_weights"):
+                        check_weights(Path(path))
                 with of(f"config.json in {path}"):
                     built = check_architecture(path, model)
                     text_config = built.config.get_text_config() if path == model.path else text_config

@@ -10,9 +10,9 @@ from agentrl_core.api import CheckpointError, WeightUpdate
 from agentrl_core.api.weights import ArrayBucket, map_safetensors
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.engine_kit.memory_files import merged, write_safetensors
+from agentrl_core.fsdp2.adapters import CONFIG_FILE, WEIGHTS_FILE, stored_adapter
 from agentrl_core.plugins.boundary import boundary
 from agentrl_core.serving.weight_transport import BUCKET_BYTES
-from agentrl_core.workers.adapters import CONFIG_FILE, WEIGHTS_FILE, stored_adapter
 from agentrl_core.workers.protocols import Actor
 
 VERSIONS_FILE = "versions.json"

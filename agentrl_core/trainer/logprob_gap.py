@@ -27,9 +27,9 @@ from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.loop_output import TreeRow
 from agentrl_core.rollout.results import TrajectoryResult
 from agentrl_core.serving.replicas import EngineReplicas
-from agentrl_core.workers.log_probs import temperature_of
-from agentrl_core.workers.models import compute_dtype
+from agentrl_core.workers.devices import compute_dtype
 from agentrl_core.workers.protocols import Actor
+from agentrl_core.workers.update import temperature_of
 
 logger = logging.getLogger(__name__)
 GAP = "rollout/logprob_gap"

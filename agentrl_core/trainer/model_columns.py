@@ -27,8 +27,8 @@ from agentrl_core.trainer.metrics import PhaseTimer
 from agentrl_core.trainer.preparation import Preparation
 from agentrl_core.trainer.roles import Roles
 from agentrl_core.trainer.teacher_context import add_teacher_prompts, as_the_teacher_reads
-from agentrl_core.workers.log_probs import temperature_of
 from agentrl_core.workers.micro_batching import narrowed, plain_rows, response_rows
+from agentrl_core.workers.update import temperature_of
 
 logger = logging.getLogger(__name__)
 GAP_ROWS = 4

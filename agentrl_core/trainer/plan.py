@@ -6,7 +6,7 @@ from agentrl_core.api.plugin import PREDICTION_GROUP
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.plugins.registration import registered_in
 from agentrl_core.plugins.spec import imported
-from agentrl_core.workers.models import resolve_device
+from agentrl_core.workers.devices import resolve_device
 
 NOT_PREDICTED = "not predicted; pip install agentrl-plan tells whether the run fits its GPUs"
 

@@ -25,24 +25,27 @@ from agentrl_core.api.dataset import Split
 from agentrl_core.config.capabilities import installed_with
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller.event_loop import EventLoop
+from agentrl_core.data.chat_template import media_of
 from agentrl_core.data.length_cache import cached_lengths
 from agentrl_core.data.overlong import fit_prompt, fit_prompts
+from agentrl_core.data.renderer import NO_PROCESSOR
 from agentrl_core.data.row_sampling import check_row_sampling
-from agentrl_core.data.rows import Row, fingerprint
+from agentrl_core.data.rows import SOURCES, Row, fingerprint
 from agentrl_core.data.streaming import StreamedRows
 from agentrl_core.data.template_check import RenderedText, require_tool_role
+from agentrl_core.engine_kit.images import shown_by
 from agentrl_core.hosting.environments import HostedEnvironment
 from agentrl_core.hosting.tools import HostedTool, select_tools
 from agentrl_core.plugins.boundary import boundary, hang_reported
 from agentrl_core.serving.clients import absent_clients
 from agentrl_core.trainer.checkpoint import plugin_refs
+from agentrl_core.trainer.row_images import OTHER_MEDIA, RowImages, obstacle
 
 logger = logging.getLogger(__name__)
 
 _AT_START = 1000
 """Streamed rows that are checked and measured before a run, and about as many that its fingerprint is made of."""
-_RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index"}
-_MEDIA = ("image", "images", "video", "videos", "audio", "audios")
+_RESERVED = {"sampling_params", "session", "uid", "prompt_index", "sample_index", SOURCES}
 _TOOL_KWARGS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
@@ -116,7 +119,9 @@ class PromptLoader:
         self._used_interactions: set[str] = set()
         self._longest = 0
         self._all_read = True
-        self._environments = [HostedEnvironment(slot, seed, clients) for slot in config.environments]
+        self._images = row_images(config, renderer)
+        shows = not self._images.obstacle
+        self._environments = [HostedEnvironment(slot, seed, clients, shows) for slot in config.environments]
 
     def load(self) -> PromptData:
         """Load both splits, filtered or cut to ``data.max_prompt_length``.
@@ -153,7 +158,10 @@ class PromptLoader:
 
     def _prepared(self, split: Split, without: Sequence[str], index: int, row: Row) -> Row:
         """The checked row, with its environment where it has one; ``without`` are those without tasks of their own."""
-        self._check_row(row, f"data: {split} row {index}", split)
+        where = f"data: {split} row {index}"
+        self._check_row(row, where, split)
+        if row["raw_prompt"]:
+            row = self._images.named(row, where)
         names = [each.name for each in self._environments]
         if "environment" not in row and len(without) > 1:
             raise DataError(
@@ -213,14 +221,15 @@ class PromptLoader:
             if episode.schemas:
                 require_tool_role(RenderedText(self._renderer))
             schemas = list(episode.schemas.values()) + self._row_schemas(row)
-            prompt = self._renderer.render(episode.messages, schemas, generation_prompt=True)
+            messages = self._images.of_episode(episode.messages, f"the first messages of {title}")
+            prompt = self._renderer.render(messages, schemas, generation_prompt=True)
             self._longest = max(self._longest, len(prompt.ids))
             if self._longest > config.data.max_prompt_length:
                 raise ConfigError(
                     f"data.max_prompt_length is {config.data.max_prompt_length}, but the first task of {title} has a "
                     f"prompt of {self._longest} tokens (tool schemas included); raise it"
                 )
-            return episode.messages
+            return messages
         finally:
             await episode.close()
 
@@ -305,9 +314,10 @@ class PromptLoader:
         if not isinstance(row.get("raw_prompt"), list):
             raise DataError(f"{where}: the dataset gave no raw_prompt, a list of messages")
         _check_messages(row["raw_prompt"], where)
-        if media := _media(row):
+        if media := _other_media(row):
             raise DataError(
-                f"{where}: {media}, but prompts can hold only text so far. Remove the row, or describe it in words"
+                f"{where}: {media}, but prompts can hold only text and images so far. Remove the row, or describe it "
+                "in words"
             )
         if reserved := sorted(_RESERVED & row.keys()):
             raise DataError(f"{where}: the columns {', '.join(reserved)} are reserved; rename them in the data")
@@ -403,11 +413,28 @@ def _check_messages(messages: Sequence[Any], where: str) -> None:
             raise DataError(f"{name} has the content {content!r:.100}; allowed is a string or a list of parts")
 
 
-def _media(row: Row) -> str:
-    """Describe the first part of a row that is not text; empty if there is none."""
-    columns = [f"{name} is not empty" for name in _MEDIA if row.get(name)]
+def row_images(config: ResolvedConfig, renderer: Renderer) -> RowImages:
+    """What reads the images of a run's rows."""
+    problem = "" if media_of(renderer) is not None else getattr(renderer.chat, "media_problem", "") or NO_PROCESSOR
+    engine = config.rollout.engine
+    able = installed_with("engine", "images", config.plugins.block)
+    reason = obstacle(problem, engine.registered_name, able, engine.has("images"))
+    if not reason and not config.trainer.backend.has("images"):
+        reason = (
+            f"the training backend {config.trainer.backend.registered_name!r} shows none to a model (capability "
+            "'images'); choose another trainer.backend, or remove the images"
+        )
+    files = [*config.data.train_files, *config.data.validation_files]
+    folders = dict.fromkeys(Path(file).parent for file in files if "://" not in file)
+    return RowImages(config.model.images, reason, [*folders, Path()])
+
+
+def _other_media(row: Row) -> str:
+    """Describe the first part of a row that is neither text nor image; empty if there is none."""
+    columns = [f"{name} is not empty" for name in OTHER_MEDIA if row.get(name)]
     contents = [message["content"] for message in row["raw_prompt"] if isinstance(message.get("content"), list)]
-    kinds = [str(part.get("type")) for content in contents for part in content if "text" not in part]
+    parts = [part for content in contents for part in content]
+    kinds = [str(part.get("type")) for part in parts if "text" not in part and shown_by(part) is None]
     return next(iter([*columns, *(f"a message has a part of type {kind}" for kind in kinds)]), "")
 
 

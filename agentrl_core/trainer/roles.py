@@ -4,6 +4,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, cast
 from uuid import uuid4
 
@@ -14,8 +15,11 @@ from agentrl_core.api import Adapter, ConfigError, EngineContext, WeightUpdate
 from agentrl_core.config.schema import POLICY, ResolvedConfig, ServedSlot
 from agentrl_core.controller import ClassWithInitArgs, Runtime, make_runtime
 from agentrl_core.controller.worker_group import WorkerGroup
+from agentrl_core.engine_kit.media import MediaSource
+from agentrl_core.fsdp2.adapters import adapter_slots
 from agentrl_core.plugins.boundary import wait_reported
 from agentrl_core.rollout.manager import AgentLoopManager
+from agentrl_core.runs.media import RowUploads, start_media
 from agentrl_core.serving.placement import (
     MOST_MEMORY,
     GpuAssignments,
@@ -31,10 +35,10 @@ from agentrl_core.serving.weight_transport import ActorWeights, Weights, choose_
 from agentrl_core.trainer.copies import Copy, Frozen, untrained
 from agentrl_core.trainer.plan import max_model_len
 from agentrl_core.trainer.preparation import Preparation
+from agentrl_core.trainer.prompt_data import row_images
 from agentrl_core.workers.actor import ActorWorker
-from agentrl_core.workers.adapters import adapter_slots
 from agentrl_core.workers.critic import CriticWorker
-from agentrl_core.workers.models import engine_dtype, resolve_device
+from agentrl_core.workers.devices import engine_dtype, resolve_device
 from agentrl_core.workers.protocols import Actor, Critic, DeviceMemory, Reference
 from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
 
@@ -134,7 +138,7 @@ def start_runtime(config: ResolvedConfig) -> Runtime:
 
 
 def start_workers(
-    config: ResolvedConfig, runtime: Runtime, steps: int, *, actor_only: bool = False
+    config: ResolvedConfig, runtime: Runtime, steps: int, *, actor_only: bool = False, media: MediaSource | None = None
 ) -> Mapping[str, Any]:
     """Start the training processes with the actor, and the critic, reference and teacher that the run needs; load
     their models.
@@ -142,24 +146,26 @@ def start_workers(
     Args:
         steps: of the whole run.
         actor_only: without the others.
+        media: the images of the run.
     """
     classes, shared = {}, uuid4().hex if config.policies else ""
     for name, own in config.trained.items():
         optimizer_steps = steps * own.actor.epochs * own.actor.mini_batches
-        classes[actor_role(config, name)] = ClassWithInitArgs(ActorWorker, config, optimizer_steps, name, shared)
+        classes[actor_role(config, name)] = ClassWithInitArgs(ActorWorker, config, optimizer_steps, name, shared, media)
     if config.needs_critic and not actor_only:
         optimizer_steps = steps * config.critic.epochs * config.critic.mini_batches
-        classes["critic"] = ClassWithInitArgs(CriticWorker, config, optimizer_steps)
+        classes["critic"] = ClassWithInitArgs(CriticWorker, config, optimizer_steps, media)
     own_ones = config.trained.values()
     if any(own.needs_reference and not own.reference_is_adapted for own in own_ones) and not actor_only:
-        classes["reference"] = ClassWithInitArgs(ReferenceWorker, config)
+        classes["reference"] = ClassWithInitArgs(ReferenceWorker, config, media)
     if config.teacher.path is not None and not all(own.teacher_is_adapted for own in own_ones) and not actor_only:
-        classes["teacher"] = ClassWithInitArgs(TeacherWorker, config)
+        classes["teacher"] = ClassWithInitArgs(TeacherWorker, config, media)
     cluster = config.cluster
     with wait_reported("the training processes to start"):
         groups: Mapping[str, Any] = runtime.colocated_worker_groups(
-            classes, cluster.nodes, cluster.processes_per_node, num_gpus=float(uses_gpus(config, runtime))
-        )
+            classes, cluster.nodes, cluster.processes_per_node, num_gpus=float(uses_gpus(config, runtime)),
+            python=config.trainer.backend.python,
+        )  # fmt: skip
     for role, group in groups.items():
         with wait_reported(f"the training processes: the {role} to load its model"):
             group.init_model()
@@ -190,7 +196,8 @@ def build_roles(
     """
     on_gpus = uses_gpus(config, runtime)
     check_sleep(config, on_gpus)
-    groups = start_workers(config, runtime, preparation.steps)
+    images = start_images(config, runtime, preparation)
+    groups = start_workers(config, runtime, preparation.steps, media=None if images is None else images.media)
     actors = {name: cast(Actor, groups[actor_role(config, name)]) for name in config.trained}
     critic = cast("Critic | None", groups.get("critic"))
     others = untrained(config, actors)
@@ -208,10 +215,25 @@ def build_roles(
         reference=groups.get("reference"),
         teacher=groups.get("teacher"),
         engines=engines,
-        rollout=AgentLoopManager(config, runtime, engines, start_named_engines(config, runtime)),
+        rollout=AgentLoopManager(config, runtime, engines, start_named_engines(config, runtime), images),
         weights=ActorWeights(transport, [*actors.values()], config, on_gpus, adapters),
         groups=groups,
     )
+
+
+def start_images(
+    config: ResolvedConfig, runtime: Runtime, preparation: Preparation, folder: Path | None = None
+) -> RowUploads | None:
+    """Start what keeps the images of a run; None where it can show none.
+
+    Args:
+        folder: for them, on this host; None: that of the run.
+    """
+    shows = config.rollout.engine.has("images") and config.trainer.backend.has("images")
+    if preparation.chat.media is None or not shows:
+        return None
+    media = start_media(runtime, folder or Path(config.trainer.output_dir) / config.trainer.name)
+    return RowUploads(media, row_images(config, preparation.renderer).read_again)
 
 
 def start_engines(
@@ -235,8 +257,10 @@ def start_engines(
         max_model_len=max_model_len(config),
         deterministic=config.rollout.deterministic,
         vocab_size=preparation.vocab_size,
+        reserved_ids=() if preparation.chat.media is None else preparation.chat.media.reserved,
+        max_images=0 if preparation.chat.media is None else config.model.images.max_count,
         adapters=adapter_slots(adapters, config.rollout.max_staleness + 1) if adapters else None,
-        shared_module=workers[0].module if workers and slot.has("shared_module") else None,
+        shared_module=workers[0].module if workers and config.shares_module else None,
         **(_gpu_memory(config, training or {}) if on_gpus else {}),
     )
     engines = EngineReplicas(runtime, config, context, assign_engines(config, on_gpus, actor))

@@ -3,7 +3,7 @@
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -22,8 +22,10 @@ from agentrl_core.api import (
     TrackerContext,
 )
 from agentrl_core.api.dataset import Split
+from agentrl_core.api.training_backend import TRAINING_FOLDER
 from agentrl_core.config import ResolvedConfig, to_dict, to_yaml
 from agentrl_core.controller.runtime import Runtime
+from agentrl_core.fsdp2.model_files import check_saved
 from agentrl_core.plugins.hooks import HookCaller
 from agentrl_core.plugins.lock import write_lock
 from agentrl_core.protocol import DataProto
@@ -48,8 +50,6 @@ from agentrl_core.trainer.health import Health
 from agentrl_core.trainer.outcomes import Credit, ended_trajectory, make_records
 from agentrl_core.trainer.record_writer import RecordWriter
 from agentrl_core.trainer.trackers import Trackers
-from agentrl_core.workers.checkpoints import STATE_FOLDER, check_training_state
-from agentrl_core.workers.model_files import check_saved
 from agentrl_core.workers.protocols import Actor, Critic
 
 logger = logging.getLogger(__name__)
@@ -71,10 +71,17 @@ class Run:
         steps: of the whole run.
         data_fingerprint: of the training prompts in their order.
         sampler, algorithms: whose states checkpoints keep.
+        stop: ends the run after this step, for hooks.
     """
 
     def __init__(
-        self, config: ResolvedConfig, steps: int, data_fingerprint: str, sampler: PromptSampler, algorithms: Algorithms
+        self,
+        config: ResolvedConfig,
+        steps: int,
+        data_fingerprint: str,
+        sampler: PromptSampler,
+        algorithms: Algorithms,
+        stop: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self._directory = RunDir(Path(config.trainer.output_dir).resolve() / config.trainer.name)
         self.path = self._directory.path
@@ -82,6 +89,7 @@ class Run:
         self._steps = steps
         self._sampler = sampler
         self._algorithms = algorithms
+        self._stop = stop
         self.health = Health(config, self.path, algorithms.loss_reads_advantages)
         self._store = CheckpointStore(self._directory.checkpoints_dir, config.trainer.checkpoint.keep)
         self._checkpoint: Path | None = None
@@ -188,7 +196,7 @@ class Run:
         config = self._config
         context = TrackerContext(config.trainer.name, self.path, self._steps, to_dict(config), self.first_step)
         self.trackers = Trackers((slot.name, partial(slot.build, context)) for slot in config.trainer.trackers)
-        contexts = [(hook, HookContext(hook.registered_name, self.path)) for hook in config.hooks]
+        contexts = [(hook, HookContext(hook.registered_name, self.path, self._stop)) for hook in config.hooks]
         self.hooks = HookCaller([(context.name, hook.build(context)) for hook, context in contexts])
 
     def load(self, workers: Mapping[str, Actor | Critic], copies: Mapping[str, Copy]) -> None:
@@ -210,7 +218,7 @@ class Run:
                 if not (checkpoint / role).is_dir():
                     raise CheckpointError(f"{checkpoint} has no {role}, which this run needs")
             scratch = self._directory.checkpoints_dir / f".{checkpoint.name}.link"
-            states = tuple(f"{role}/{STATE_FOLDER}" for role in workers)
+            states = tuple(f"{role}/{TRAINING_FOLDER}" for role in workers)
             with self._disks.lent(checkpoint, scratch, states) as everywhere:
                 for role, worker in workers.items():
                     worker.load_checkpoint(str(everywhere / role))
@@ -327,10 +335,11 @@ class Run:
                         return None
                     checksums |= {f"{role}/{name}": checksum for name, checksum in files.items()}
             self._written = None
+            reported = list(checksums)
             # What came from other nodes is flushed here, and has its checksum from here.
             for name in self._disks.collect(directory):
                 checksums.pop(name, None)
-            _check_written(directory, self._workers)
+            _check_written(directory, reported)
             for folder in actor_folders(directory).values():
                 copy_tokenizer(Path(self._config.model.path), folder)
             shutil.copy(self._directory.config_file, directory / "config.yaml")
@@ -386,15 +395,17 @@ class Run:
         self.hooks.on_step_end(step=step, metrics=metrics)
 
 
-def _check_written(checkpoint: Path, folders: Iterable[str]) -> None:
+def _check_written(checkpoint: Path, names: Iterable[str]) -> None:
     """Raise CheckpointError where this process does not see what the ranks wrote: checksums would seal the gap."""
+    incomplete = "what the training processes wrote is not complete here"
+    for name in names:
+        if not (checkpoint / name).is_file():
+            raise CheckpointError(f"{checkpoint / name}, which a rank wrote, is missing: {incomplete}")
     try:
         for folder in actor_folders(checkpoint).values():
             check_saved(folder)
-        for name in folders:
-            check_training_state(str(checkpoint / name))
-    except (ConfigError, CheckpointError) as error:
-        raise CheckpointError(f"{error}: what the training processes wrote is not complete here") from error
+    except ConfigError as error:
+        raise CheckpointError(f"{error}: {incomplete}") from error
 
 
 def copy_tokenizer(model: Path, directory: Path) -> None:

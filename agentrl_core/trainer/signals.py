@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class StopRequest:
-    """Records a signal that asks the run to stop after this step."""
+    """Records that a signal, or a hook, asks the run to stop after this step."""
 
     def __init__(self) -> None:
         self.requested = False
@@ -25,6 +25,12 @@ class StopRequest:
         self.may_finish_step = False
         """False while there is no step to finish: then a signal stops the run immediately."""
         self._notice: threading.Thread | None = None
+
+    def request(self, reason: str) -> None:
+        """Ask for the same without a signal."""
+        if not self.requested:
+            self.requested = True
+            logger.warning("the run stops after this step and saves a checkpoint: %s", reason)
 
     @contextmanager
     def listening(self) -> Iterator[None]:

@@ -56,7 +56,8 @@ def as_the_teacher_reads(batch: DataProto, pad_token_id: int) -> DataProto:
         "attention_mask": RaggedColumn(Filled(np.int8), rows),
         "position_ids": RaggedColumn(Order(), rows),
     }
-    objects = {name: batch.non_tensor_batch[name] for name in ("uid", "trajectory_id")}
+    kept = {"uid", "trajectory_id", "images"} & batch.non_tensor_batch.keys()
+    objects = {name: batch.non_tensor_batch[name] for name in kept}
     return DataProto.from_dict(tensors=tensors, non_tensors=objects, meta_info=dict(batch.meta_info))
 
 

@@ -17,6 +17,7 @@ from agentrl_core.algorithms.value import explained_variance
 from agentrl_core.api import AgentRLError, ConfigError, TokenOutput
 from agentrl_core.config import ResolvedConfig, to_dict
 from agentrl_core.controller.runtime import Runtime
+from agentrl_core.engine_kit.media import without_images
 from agentrl_core.hosting.shared_memory import remove_orphans, shared_memory_recorded
 from agentrl_core.protocol import DataProto
 from agentrl_core.rollout.identity import TrajectoryKey
@@ -79,9 +80,9 @@ class Trainer:
         self.renderer = self.preparation.renderer
         self.algorithms = Algorithms(config)
         data = self.preparation.data
-        self.run = Run(config, self.steps, data.fingerprint(), data.sampler, self.algorithms)
-        self.timer = PhaseTimer(lambda phase: self.run.trackers.progress(phase))
         self.stop = StopRequest()
+        self.run = Run(config, self.steps, data.fingerprint(), data.sampler, self.algorithms, self.stop.request)
+        self.timer = PhaseTimer(lambda phase: self.run.trackers.progress(phase))
         self.step = 0
         self._roles: Roles | None = None
         self._skipped = SkippedUpdates("critic", config.critic.max_skipped_updates)
@@ -93,7 +94,7 @@ class Trainer:
         self._is_compared = False
 
     def fit(self) -> Path:
-        """Run to the last step, or to the first SIGINT, SIGTERM or SIGHUP; returns the run directory.
+        """Run to the last step, or until SIGINT, SIGTERM, SIGHUP or a hook stops the run; returns the run directory.
 
         Resuming a run that is complete changes nothing.
 
@@ -222,7 +223,9 @@ class Trainer:
     def _compare_with_engines(self, when: str = "before the first step") -> None:
         """Compare each engine's log-probs with those of the actor."""
         if self.config.rollout.engine.has("logprobs"):
-            prompt = self.renderer.render(self.preparation.data.first_prompt, generation_prompt=True).ids
+            prompt = self.renderer.render(
+                without_images(self.preparation.data.first_prompt), generation_prompt=True
+            ).ids
             for policy in self.policies:
                 if self.roles.engines.sleep_level and policy is not self.policies[0]:
                     self.sync_weights(self.step)
@@ -355,7 +358,7 @@ class Trainer:
             self._compare_with_engines("after the first update")
             # Drop what the engines counted: it belongs to no step.
             self.roles.engines.metrics()
-        metrics |= self.roles.rollout.named_metrics()
+        metrics |= self.roles.rollout.named_metrics() | self.roles.rollout.image_metrics()
         metrics |= source_metrics(results, self.config.trainer.validation.correct_above)
         metrics["epoch"] = step * self.config.data.batch_size / len(self.preparation.data.train)
         metrics |= signal_metrics(*batches.values())

@@ -3,59 +3,52 @@
 Shapes: b rows and r response tokens of a micro-batch.
 """
 
-import functools
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.kl import kl_estimate
-from agentrl_core.algorithms.token_log_probs import Entropies
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
 from agentrl_core.api.errors import WorkerError
+from agentrl_core.api.training_backend import (
+    AdapterPlan,
+    Columns,
+    MicroBatch,
+    Outputs,
+    TrainingContext,
+    Wanted,
+)
 from agentrl_core.api.weights import Adapter, ArrayBucket, Broadcast, WeightUpdate
 from agentrl_core.config.schema import ResolvedConfig
 from agentrl_core.controller import Dispatch, register
+from agentrl_core.engine_kit.media import MediaSource
 from agentrl_core.engine_kit.ports import free_port, host_address
 from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.adapters import adapter_tensors, add_adapter, peft_config, reference_policy, use_adapter
-from agentrl_core.workers.data_parallel import COLLECTIVE
 from agentrl_core.workers.far_files import FarFiles
-from agentrl_core.workers.flops import utilisation
-from agentrl_core.workers.log_probs import response_log_probs, temperature_of
-from agentrl_core.workers.micro_batching import (
-    Columns,
-    MicroBatch,
-    columns_of,
-    map_micro_batches,
-    share_of_rows,
-    take,
-)
+from agentrl_core.workers.micro_batching import share_of_rows, take
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
-from agentrl_core.workers.models import compute_dtype, engine_dtype
-from agentrl_core.workers.offload import Offload
+from agentrl_core.workers.outgoing import OutgoingWeights
+from agentrl_core.workers.ranks import COLLECTIVE
 from agentrl_core.workers.shares import SHARED, Sharing, has_advantage, share_of
-from agentrl_core.workers.update import MicroLoss, Share, seed_of
-from agentrl_core.workers.weights import ModelWeights
+from agentrl_core.workers.update import MicroLoss, Share, seed_of, temperature_of
 
 CORRECTION = "correction_weights"
 """[B, R] column of the batch with what ``algorithm.correction`` multiplies the losses by."""
-_SHARED: dict[str, tuple[Any, dict[str, dict[str, Any]]]] = {}
-"""Models of this process that several policies adapt, each with what describes the adapters."""
 FREE_COLUMNS = ("policy_versions", "turn_ids")
 GROUPS, PREPARED = "group number", "prepared "
 """Names of columns that the actor adds to a batch."""
 
 
 class ActorWorker(FarFiles, TrainingWorker):
-    """Implements :class:`agentrl_core.workers.protocols.Actor` on ``AutoModelForCausalLM``.
+    """Implements :class:`agentrl_core.workers.protocols.Actor`.
 
         loss = policy loss + kl_coef * KL(policy || reference) - entropy_coef * entropy
 
@@ -67,54 +60,55 @@ class ActorWorker(FarFiles, TrainingWorker):
         policy: whose worker it is; None: of the first one of ``config.policies``, or of the only one.
         shared: a name that no other run has, under which the policies of a process find the model whose adapters they
             are; empty: the model is this worker's own.
+        media: see :class:`agentrl_core.workers.model_worker.ModelWorker`.
     """
 
     role = "actor"
 
     def __init__(
-        self, config: ResolvedConfig, total_optimizer_steps: int, policy: str | None = None, shared: str = ""
+        self,
+        config: ResolvedConfig,
+        total_optimizer_steps: int,
+        policy: str | None = None,
+        shared: str = "",
+        media: MediaSource | None = None,
     ) -> None:
         self._policies = config.trained
         name = next(iter(self._policies)) if policy is None else policy
-        super().__init__(self._policies[name], total_optimizer_steps)
-        self._adapter_name = name
-        self._adapters: dict[str, dict[str, Any]] = {}
-        self._shared = f"{shared}/{self.rank}" if shared else ""
+        super().__init__(self._policies[name], total_optimizer_steps, media)
+        self._policy, self._shared = name, shared
         self._weight_group: WeightGroup | None = None
 
     @property
     def module(self) -> Any:
         """The model itself, for an engine in this process that generates with it. In eval mode between updates."""
-        return self._model
+        return self._backend.module
 
-    def _place(self, path: str, key: str) -> Any:
-        if self._shared not in _SHARED:
-            placed = super()._place(path, key)
-            if not self._shared:
-                return placed
-            _SHARED[self._shared] = placed, self._adapters
-        model, self._adapters = _SHARED[self._shared]
-        self._adapter = self._adapters[self._adapter_name]
-        return model
+    def _training_context(self, path: str, key: str) -> TrainingContext:
+        return replace(
+            super()._training_context(path, key),
+            policy=self._policy,
+            shared=self._shared,
+            sends_adapter=self._sends_adapter,
+        )
 
-    def _adapted(self, language_model: Any) -> Any:
-        """With the adapters of all policies, if they are adapters."""
+    @property
+    def _sends_adapter(self) -> bool:
+        """Engines serve the adapter; else they get the model with the adapter merged into it."""
+        return self.config.model.adapter is not None and self.config.serves_adapters
+
+    def _adapter_plans(self) -> Mapping[str, AdapterPlan]:
+        """The adapters of all policies."""
         settings = {name: own.model.adapter for name, own in self._policies.items() if own.model.adapter is not None}
-        # All of them first: they name layers of the model without adapters.
-        self._adapters = {name: peft_config(language_model, each) for name, each in settings.items()}
+        plans = {}
         for number, (name, each) in enumerate(settings.items()):
-            own, seed = self._policies[name], self.config.trainer.seed + number
+            own = self._policies[name]
             keeps = each.path is not None and own.needs_reference and own.reference_is_adapted
-            add_adapter(language_model, self._adapters[name], each.path, seed, policy=name, keep_initial=keeps)
-        self._adapter = self._adapters.get(self._adapter_name)
-        return language_model
+            plans[name] = AdapterPlan(each, each.path, self.config.trainer.seed + number, keeps)
+        return plans
 
-    def _use(self) -> None:
-        if self._shared:
-            use_adapter(self._model, self._adapter_name)
-
-    def _ready(self) -> Offload:
-        self._use()
+    def _ready(self) -> None:
+        super()._ready()
         self._policy_loss = _build_policy_loss(self.config)
         algorithm = self.config.algorithm
         self._kl_coef = 0.0 if algorithm.kl_placement == "reward" else algorithm.kl_coef
@@ -125,37 +119,20 @@ class ActorWorker(FarFiles, TrainingWorker):
                 and not algorithm.entropy_coef
                 and vanishes_without_advantage(self._policy_loss)
             )
-        dtype = getattr(torch, engine_dtype(self.config, self._device))
-        if self.adapter() is not None:
-            tensors = functools.partial(adapter_tensors, self._model, self._adapter_name)
-            self._weights = ModelWeights(nn.Module(), dtype, tensors)
-        else:
-            self._weights = ModelWeights(self._model, dtype)
-        return super()._ready()
+        self._weights = OutgoingWeights(self._backend)
 
     @register(dispatch_mode=BALANCED)
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        temperature = temperature_of(batch, "compute_log_prob")
         with_entropy = bool(batch.meta_info.get("calculate_entropy", False))
-        return self._map(
-            batch,
-            "compute_log_prob",
-            ("old_log_probs", "entropys") if with_entropy else ("old_log_probs",),
-            lambda micro: self._log_probs(micro, temperature, "value" if with_entropy else "none"),
-        )
+        wanted = Wanted(temperature_of(batch, "compute_log_prob"), "value" if with_entropy else "none")
+        results = {"old_log_probs": "log_probs"} | ({"entropys": "entropies"} if with_entropy else {})
+        return self._map(batch, "compute_log_prob", wanted, results)
 
     @register(dispatch_mode=BALANCED)
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        temperature = temperature_of(batch, "compute_ref_log_prob")
-
-        def log_probs(micro: MicroBatch) -> tuple[Tensor, ...]:
-            with reference_policy(self._model, self._adapter_name):
-                return self._log_probs(micro, temperature)
-
-        return self._map(batch, "compute_ref_log_prob", ("ref_log_prob",), log_probs)
-
-    def _log_probs(self, micro: MicroBatch, temperature: float, entropies: Entropies = "none") -> tuple[Tensor, ...]:
-        return response_log_probs(self._model, micro, temperature, entropies, self._in_chunks)
+        wanted = Wanted(temperature_of(batch, "compute_ref_log_prob"))
+        with self._backend.reference():
+            return self._map(batch, "compute_ref_log_prob", wanted, {"ref_log_prob": "log_probs"})
 
     @property
     def _prepares(self) -> bool:
@@ -163,9 +140,8 @@ class ActorWorker(FarFiles, TrainingWorker):
         return type(self._policy_loss).prepare is not PolicyLoss.prepare
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def sharing(self) -> Sharing | None:
-        sharing = super().sharing()
-        return None if self._prepares or sharing is None else sharing._replace(leaves_out=self._needs_advantage)
+    def sharing(self) -> Sharing:
+        return super().sharing()._replace(leaves_out=self._needs_advantage, all_rows=self._prepares)
 
     @register(dispatch_mode=SHARED)
     def update(self, batch: DataProto) -> dict[str, float]:
@@ -178,9 +154,12 @@ class ActorWorker(FarFiles, TrainingWorker):
             columns[GROUPS] = share.groups_B[share.rows].unsqueeze(-1)
 
         entropy_coef = float(batch.meta_info.get("entropy_coef", self.config.algorithm.entropy_coef))
+        needs_entropies = bool(entropy_coef) or self.config.algorithm.loss.has("entropies")
+        can = self.config.trainer.backend.has("entropies")
+        wanted = Wanted(temperature, "gradient" if needs_entropies else "value" if can else "none")
 
-        def loss(micro: MicroBatch, divisor: float) -> MicroLoss:
-            return self._loss(micro, divisor, temperature, entropy_coef)
+        def loss(micro: MicroBatch, outputs: Outputs, divisor: float) -> MicroLoss:
+            return self._loss(micro, outputs, divisor, entropy_coef)
 
         def prepare(part: Columns, rows: Tensor) -> tuple[Columns, Mapping[str, float]]:
             return self._prepare(part, rows, temperature)
@@ -188,28 +167,30 @@ class ActorWorker(FarFiles, TrainingWorker):
         prepares = prepare if self._prepares else None
         with self._computing():
             if batch.meta_info.get("measure_only", False):
-                return {**self._update.measure(columns, share, loss, prepares), "actor/trained_rows_share": 0.0}
+                measured = self._update.measure(columns, share, wanted, loss, prepares)
+                return {**measured, **self._counted(), "actor/trained_rows_share": 0.0}
             start = time.perf_counter()
-            metrics = self._update.run(columns, share, seed_of(batch), loss, prepares)
-            metrics |= self._utilisation(share, time.perf_counter() - start)
+            metrics = self._update.run(columns, share, seed_of(batch), wanted, loss, prepares)
+            metrics |= self._utilisation(share, time.perf_counter() - start) | self._counted()
         trained = max(int((share.sampled_B > 0).sum()), 1)
         return metrics | {"actor/trained_rows_share": float(share.moving_B.sum()) / trained}
 
     def _utilisation(self, share: Share, seconds: float) -> dict[str, float]:
         """``perf/mfu/actor`` on a GPU whose peak is known."""
-        if self._device.type != "cuda" or compute_dtype(self.config.model, self._device) != "bfloat16":
-            return {}
         tokens_B = share.lengths_B * (share.sampled_B > 0) * self.config.actor.epochs
         trained = int(tokens_B[share.moving_B].sum())
-        name, devices = torch.cuda.get_device_name(self._device), self._parallel.size
-        found = utilisation(self._model, name, devices, trained, int(tokens_B.sum()) - trained, seconds)
+        found = self._backend.utilisation(trained, int(tokens_B.sum()) - trained, seconds)
         return {} if found is None else {"perf/mfu/actor": found}
+
+    def _counted(self) -> dict[str, float]:
+        """Counters of the backend."""
+        return {f"actor/{name}": value for name, value in self._backend.metrics().items()}
 
     def _columns(self, batch: DataProto) -> Columns:
         """What the update reads: the columns that the loss and its KL term need, and those that cost nothing."""
         present = set(batch.batch.keys()) if batch.batch is not None else set()
         free = [name for name in FREE_COLUMNS if name in present]
-        return columns_of(batch, (*update_columns(self.config), *free), "update")
+        return self._columns_of(batch, (*update_columns(self.config), *free), "update")
 
     def _prepare(self, part: Columns, rows: Tensor, temperature: float) -> tuple[Columns, Mapping[str, float]]:
         """What the loss finds out about a whole mini-batch: its columns under :data:`PREPARED` names."""
@@ -228,29 +209,18 @@ class ActorWorker(FarFiles, TrainingWorker):
 
     def _mini_batch_log_probs(self, part: Columns, temperature: float) -> Tensor:
         """[M, R] of the present policy without gradient; each rank computes its share of the rows."""
-        by_prefix = self._packing.is_possible
-        share = share_of_rows(part, self._parallel, by_prefix)
+        share = share_of_rows(part, self._ranks, self._backend.packs_prefixes)
         with torch.no_grad():
-            computed = map_micro_batches(
-                take(part, share),
-                self.config.actor.micro_batch_tokens,
-                self._device,
-                lambda micro: self._log_probs(micro, temperature),
-                ("log_probs",),
-                "actor.micro_batch_tokens",
-                self._parallel,
-                by_prefix,
-            )
+            computed = self._computed(take(part, share), Wanted(temperature), {"log_probs": "log_probs"})
         log_probs_MR = torch.zeros(part["response_mask"].shape)
         log_probs_MR[share] = computed["log_probs"]
-        return self._parallel.summed_rows(log_probs_MR)
+        return self._ranks.summed_rows(log_probs_MR)
 
-    def _loss(self, micro: MicroBatch, divisor: float, temperature: float, entropy_coef: float) -> MicroLoss:
+    def _loss(self, micro: MicroBatch, outputs: Outputs, divisor: float, entropy_coef: float) -> MicroLoss:
         algorithm, mask_br = self.config.algorithm, micro["response_mask"]
+        log_probs_br, entropies_br = outputs.log_probs, outputs.entropies
+        assert log_probs_br is not None, "a policy has log-probs"
         needs_entropies = algorithm.loss.has("entropies")
-        log_probs_br, entropies_br = self._log_probs(
-            micro, temperature, "gradient" if entropy_coef or needs_entropies else "value"
-        )
         seen = _loss_input(micro.columns, micro.rows, log_probs_br, entropies_br if needs_entropies else None)
         with hang_reported(f"policy loss {algorithm.loss.name!r}"):
             policy = self._policy_loss(seen)
@@ -262,24 +232,25 @@ class ActorWorker(FarFiles, TrainingWorker):
         if algorithm.correction is not None:
             losses_br = torch.where(mask_br, losses_br, 0.0) * micro[CORRECTION]
         loss = pg_loss = total(losses_br)
-        token_values = {**policy.metrics, "entropy": entropies_br}
+        token_values = dict(policy.metrics)
+        if entropies_br is not None:
+            token_values["entropy"] = entropies_br
         if self._kl_coef:
             token_values["kl"] = kl_estimate(log_probs_br, micro["ref_log_prob"], algorithm.kl_estimator)
             loss = loss + self._kl_coef * total(token_values["kl"])
-        if entropy_coef:
+        if entropy_coef and entropies_br is not None:
             loss = loss - entropy_coef * total(entropies_br)
         return MicroLoss(loss, {"pg_loss": pg_loss}, token_values)
 
     def _sending(self) -> AbstractContextManager[None]:
-        """The model is where its weights can be sent from: an adapter that is not sharded can stay on the host."""
-        stays = self.adapter() is not None and not self._weights.is_sharded
-        return nullcontext() if stays else self._offload.on_device()
+        self._backend.use()
+        return self._backend.sending()
 
     @register(dispatch_mode=COLLECTIVE)
     def weight_buckets(self, bucket_bytes: int) -> list[ArrayBucket]:
         with self._sending():
-            buckets = list(self._weights.array_buckets(bucket_bytes))
-        return buckets if self._parallel.is_first else []
+            buckets = list(self._weights.buckets(bucket_bytes))
+        return buckets if self._ranks.is_first else []
 
     def weight_update(self, bucket_bytes: int) -> WeightUpdate:
         """:meth:`weight_buckets` as engines take them."""
@@ -287,23 +258,20 @@ class ActorWorker(FarFiles, TrainingWorker):
 
     @register(dispatch_mode=COLLECTIVE)
     def adapter(self) -> Adapter | None:
-        return (
-            Adapter(self._adapter_name, self._adapter)
-            if self._adapter is not None and self.config.serves_adapters
-            else None
-        )
+        described = self._backend.adapter_config if self._sends_adapter else None
+        return None if described is None else Adapter(self._policy, dict(described))
 
     @register(dispatch_mode=COLLECTIVE)
     def weight_files(self) -> tuple[str, ...]:
         with self._sending():
-            return self._weights.write_file()
+            return self._weights.files()
 
     @register(dispatch_mode=COLLECTIVE)
     def open_broadcast(self, host: str, backend: str, receivers: int, bucket_bytes: int) -> Broadcast:
         self._leave_weight_group()
         host = host or host_address()
         senders = self.world_size if backend == "ipc" else 1
-        address, layout = f"{host}:{free_port(host=host)}", self._weights.layout(bucket_bytes)
+        address, layout = f"{host}:{free_port(host=host)}", self._backend.weight_layout(bucket_bytes)
         return Broadcast(address, backend, senders + receivers, senders, tuple(layout))
 
     @register(dispatch_mode=COLLECTIVE)
@@ -312,7 +280,7 @@ class ActorWorker(FarFiles, TrainingWorker):
         if self._weight_group is None and self.rank < broadcast.first_rank:
             device = "cpu" if on_host else self._device
             self._weight_group = WeightGroup(broadcast.address, self.rank, broadcast.size, broadcast.backend, device)
-        with self._offload.on_device():
+        with self._sending():
             self._weights.send(bucket_bytes, self._weight_group, on_host)
 
     def _leave_weight_group(self) -> None:
@@ -322,9 +290,8 @@ class ActorWorker(FarFiles, TrainingWorker):
 
     def close(self) -> None:
         """Forget the model and leave the other ranks; the weight file goes with it."""
-        if self._model is not None:
+        if hasattr(self, "_weights"):
             self._weights.close()
-            _SHARED.pop(self._shared, None)
         self._leave_weight_group()
         super().close()
 

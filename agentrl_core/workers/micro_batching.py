@@ -4,9 +4,8 @@ Shapes: B rows of a batch, b of a micro-batch; P prompt tokens, R response token
 """
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,13 +13,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl_core.api.errors import ProtocolError, WorkerError
+from agentrl_core.api.errors import ProtocolError
+from agentrl_core.api.training_backend import IMAGES, SEQUENCE_COLUMNS, Columns, MicroBatch
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import Order, RaggedColumn, Rows, converted, on_values, ragged, together, values_in
 from agentrl_core.protocol.rows import counts
-from agentrl_core.workers.data_parallel import DataParallel
+from agentrl_core.workers.image_columns import at_features, image_numbers
+from agentrl_core.workers.ranks import TrainingRanks
 
-SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 RESPONSE_COLUMNS = ("responses", "response_mask")
 _MASKS = ("attention_mask", "response_mask")
 
@@ -29,46 +29,7 @@ WORTHWHILE = 0.9
 MOST_SHARING = 4
 """Tokens of all packed rows for each token that is computed: attention copies the keys and values of every row."""
 
-Columns = dict[str, Tensor]
-ALONE = DataParallel()
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Rows of a batch, cropped to their own longest prompt and response.
-
-    Args:
-        rows: [b] int64, their places in the batch.
-        columns: ``SEQUENCE_COLUMNS`` [b, p+r] and response columns [b, r]; ``response_mask`` is bool.
-        is_plain: every row begins with its first token, at position 0, and has no gap. Causal attention then needs no
-            mask, for what stands behind a row's end is seen by nobody; without a mask it is faster.
-    """
-
-    rows: Tensor
-    columns: Columns
-    is_plain: bool = False
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self.columns[name]
-
-    @property
-    def tokens(self) -> int:
-        """Padded tokens of its forward pass."""
-        return self.columns["input_ids"].numel()
-
-    def to(self, device: torch.device) -> "MicroBatch":
-        """On the device of a forward pass, integers as models take them."""
-        columns = {name: column.to(device) for name, column in self.columns.items()}
-        return replace(self, columns={name: _widened(name, column) for name, column in columns.items()})
-
-    @property
-    def model_inputs(self) -> Columns:
-        """What the model's forward takes."""
-        return {name: self.columns[name] for name in SEQUENCE_COLUMNS if name == "input_ids" or not self.is_plain}
-
-    def __str__(self) -> str:
-        rows = ", ".join(str(row) for row in self.rows[:8].tolist()) + (", …" if len(self.rows) > 8 else "")
-        return f"micro-batch of {len(self.rows)} rows and {self.tokens} padded tokens (rows {rows} of the batch)"
+ALONE = TrainingRanks()
 
 
 def columns_of(batch: DataProto, names: tuple[str, ...], method: str) -> Columns:
@@ -110,7 +71,7 @@ def narrowed(batch: DataProto, names: tuple[str, ...]) -> DataProto:
     every rank. Numbers of tokens, positions, turns and versions are below 2^31."""
     present = batch.batch.keys()
     wanted = [*SEQUENCE_COLUMNS, *RESPONSE_COLUMNS, *(name for name in names if name in present)]
-    objects = [name for name in ("uid",) if name in batch.non_tensor_batch]
+    objects = [name for name in ("uid", IMAGES) if name in batch.non_tensor_batch]
     small = batch.select([name for name in wanted if name in present], objects)
     for name in small.batch.keys():
         column = small.batch[name]
@@ -119,10 +80,6 @@ def narrowed(batch: DataProto, names: tuple[str, ...]) -> DataProto:
         elif column.dtype == torch.int64:
             small.batch[name] = converted(column, torch.int32)
     return small
-
-
-def _widened(name: str, column: Tensor) -> Tensor:
-    return column.long() if column.dtype == torch.int32 or name == "attention_mask" else column
 
 
 def take(columns: Columns, rows: Tensor) -> Columns:
@@ -150,6 +107,7 @@ def scattered(values_n: Tensor, places_br: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Prefixes:
     """Rows in an order in which those that begin with the same tokens, ids and positions, stand next to each other.
+    Tokens of images are the same where the images are.
 
     A token that a row shares with any row before it, it shares with the row just before it.
 
@@ -192,17 +150,32 @@ def _tokens_of(columns: Columns) -> tuple[list[bytes], Any] | None:
         if not (rows.first_B < width_P).all():
             return None
         # Where positions follow from lengths, ids are all that a token is.
-        flat = values_in(columns["input_ids"], rows).astype(np.int32, copy=False)
+        flat = values_in(columns["input_ids"], rows).astype(np.int32, copy=IMAGES in columns)
         ends = zip(rows.starts_B.tolist(), rows.ends_B.tolist(), strict=True)
-        return [flat[start:end].tobytes() for start, end in ends], np.int32
+        ids_B = [flat[start:end] for start, end in ends]
+        _mark_images(ids_B, columns)
+        return [ids_l.tobytes() for ids_l in ids_B], np.int32
     ids_BL, attention_BL, positions_BL = (columns[name].cpu().numpy() for name in SEQUENCE_COLUMNS)
     if positions_BL.ndim != 2 or not attention_BL[:, :width_P].any(-1).all():
         return None
+    are_tokens_BL = attention_BL.astype(bool)
+    ids_B = [ids_L[is_token_L] for ids_L, is_token_L in zip(ids_BL, are_tokens_BL, strict=True)]
+    _mark_images(ids_B, columns)
     tokens = [
-        np.stack([ids_L[is_token_L], positions_L[is_token_L]], -1).astype(np.int32).tobytes()
-        for ids_L, is_token_L, positions_L in zip(ids_BL, attention_BL.astype(bool), positions_BL, strict=True)
+        np.stack([ids_l, positions_L[is_token_L]], -1).astype(np.int32).tobytes()
+        for ids_l, is_token_L, positions_L in zip(ids_B, are_tokens_BL, positions_BL, strict=True)
     ]
     return tokens, np.int64
+
+
+def _mark_images(ids_B: "list[np.ndarray[Any, Any]]", columns: Columns) -> None:
+    """Give the tokens that images' features replace, in each row's ids, one number below 0 for each image."""
+    if IMAGES not in columns:
+        return
+    images_BM4 = columns[IMAGES]
+    for ids_l, images_M4, numbers_M in zip(ids_B, images_BM4.numpy(), image_numbers(images_BM4), strict=True):
+        places, images = at_features(ids_l, images_M4)
+        ids_l[places] = -1 - numbers_M[images]
 
 
 def plain_rows(columns: Columns) -> Rows | None:
@@ -297,8 +270,12 @@ def empty_micro_batch(columns: Columns) -> MicroBatch:
     """One row of two tokens, none of them sampled: a rank without rows takes part in a pass and adds nothing."""
     widths = {name: 2 if name in SEQUENCE_COLUMNS else 1 for name in columns}
     made = {
-        name: torch.zeros(1, *column.shape[1:-1], widths[name], dtype=column.dtype) for name, column in columns.items()
+        name: torch.zeros(1, *column.shape[1:-1], widths[name], dtype=column.dtype)
+        for name, column in columns.items()
+        if name != IMAGES
     }
+    if IMAGES in columns:
+        made[IMAGES] = torch.full((1, *columns[IMAGES].shape[1:]), -1)
     made["attention_mask"][:] = 1
     made["position_ids"][..., 1] = 1
     return MicroBatch(torch.zeros(0, dtype=torch.long), made)
@@ -338,14 +315,14 @@ def _shares(prefixes: Prefixes, tokens: int) -> list[int]:
     return shares
 
 
-def share_of_rows(columns: Columns, parallel: DataParallel, by_prefix: bool = False) -> Tensor:
+def share_of_rows(columns: Columns, ranks: TrainingRanks, by_prefix: bool = False) -> Tensor:
     """The rows ([n] int64) that this rank works on: see :func:`rank_of_rows`."""
-    return (rank_of_rows(columns, parallel.size, by_prefix) == parallel.rank).nonzero().squeeze(-1)
+    return (rank_of_rows(columns, ranks.share.count, by_prefix) == ranks.share.index).nonzero().squeeze(-1)
 
 
-def in_step(micros: list[MicroBatch], columns: Columns, parallel: DataParallel) -> list[MicroBatch]:
+def in_step(micros: list[MicroBatch], columns: Columns, ranks: TrainingRanks) -> list[MicroBatch]:
     """As many micro-batches as the rank with the most has, empty ones at the end: every pass is a collective."""
-    missing = parallel.largest(len(micros)) - len(micros)
+    missing = ranks.largest(len(micros)) - len(micros)
     return [*micros, *(empty_micro_batch(columns) for _ in range(missing))]
 
 
@@ -361,6 +338,9 @@ def _cropped(columns: Columns, pack: list[int], width_P: int, prompts: list[int]
     rows = torch.tensor(pack, dtype=torch.long)
     cropped: Columns = {}
     for name, column in take(columns, rows).items():
+        if name == IMAGES:
+            cropped[name] = column
+            continue
         start, end = (width_P - p, width_P + r) if name in SEQUENCE_COLUMNS else (0, r)
         kept = ragged(column)
         cropped[name] = column[..., start:end] if kept is None else kept.part(start, end - start).padded()
@@ -379,26 +359,24 @@ def map_micro_batches(
     columns: Columns,
     max_tokens: int,
     device: torch.device,
-    function: Callable[[MicroBatch], tuple[Tensor, ...]],
+    function: Callable[[Sequence[MicroBatch]], Iterable[tuple[Tensor, ...]]],
     names: tuple[str, ...],
-    setting: str,
-    parallel: DataParallel = ALONE,
+    ranks: TrainingRanks = ALONE,
     by_prefix: bool = False,
 ) -> Columns:
-    """Results [b, r] of ``function`` for every micro-batch as columns ``names`` [B, R] on the CPU, in batch order.
+    """Results [b, r] of ``function`` for the micro-batches as columns ``names`` [B, R] on the CPU, in batch order.
 
-    They are float32, and 0 under mask 0. ``setting`` is the config key of ``max_tokens``, ``by_prefix`` as in
-    :func:`micro_batches`. Raises WorkerError where memory runs out. Over several ranks each has its own batch,
-    and all of them must call this.
+    They are float32, and 0 under mask 0, and where a rank has no results. ``by_prefix`` as in :func:`micro_batches`.
+    Over several ranks each has its own batch, and all of them must call this.
     """
     mask_BR = columns["response_mask"].cpu()
     mask = ragged(mask_BR)
     shape = mask_BR.shape if mask is None else (mask.rows.size,)
     results = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
-    for micro in in_step(micro_batches(columns, max_tokens, by_prefix), columns, parallel):
-        with memory_errors(micro, setting):
-            outputs = function(micro.to(device))
-        for name, output_br in zip(names, outputs, strict=True):
+    cut = in_step(micro_batches(columns, max_tokens, by_prefix), columns, ranks)
+    micros = [micro.to(device) for micro in cut]
+    for micro, outputs in zip(cut, function(micros), strict=True):
+        for name, output_br in zip(names, outputs, strict=bool(outputs)):
             if mask is not None:
                 _write(results[name], mask.rows, micro.rows, output_br.float().cpu())
             elif len(micro.rows):
@@ -414,16 +392,3 @@ def _write(values_N: Tensor, rows: Rows, index_b: Tensor, output_br: Tensor) -> 
     # The empty micro-batch of a rank without rows has a row that is none of these.
     for start, end, output_r in zip(starts_b, ends_b, output_br, strict=False):
         values_N[start:end] = output_r[: end - start]
-
-
-@contextmanager
-def memory_errors(micro: MicroBatch, setting: str) -> Iterator[None]:
-    """Raises WorkerError that names the micro-batch where the device's memory runs out."""
-    try:
-        yield
-    except RuntimeError as error:
-        if not isinstance(error, torch.OutOfMemoryError) and "can't allocate memory" not in str(error):
-            raise
-        raise WorkerError(
-            f"out of memory in a {micro}: lower {setting}, or set model.gradient_checkpointing=true ({error})"
-        ) from error

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from agentrl_core.api.training_backend import SEQUENCE_COLUMNS
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import Filled, Order, RaggedColumn, Rows, Values, like
-from agentrl_core.workers.micro_batching import RESPONSE_COLUMNS, SEQUENCE_COLUMNS, plain_rows
+from agentrl_core.workers.micro_batching import RESPONSE_COLUMNS, plain_rows
 
 BLOCK = 256
 """Rows that are looked at together."""

@@ -3,18 +3,20 @@
 Shapes: B rows of the batch, n of a rank; E epochs.
 """
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from agentrl_core.api.training_backend import SEQUENCE_COLUMNS, Columns, DataShare
 from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, plan_one_to_all
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import on_values
 from agentrl_core.protocol.rows import counts
+from agentrl_core.workers.image_columns import images_to_share
 from agentrl_core.workers.micro_batching import (
-    SEQUENCE_COLUMNS,
-    Columns,
     check_columns,
     columns_of,
     counts_of,
@@ -29,25 +31,61 @@ SHARE = "share of the update"
 
 
 class Sharing(NamedTuple):
-    """How a worker's update goes through a batch.
+    """How a worker's calls are spread over its group.
 
     Args:
-        epochs, mini_batches: of an update.
+        part: what this rank computes.
         by_prefix: as of :func:`agentrl_core.workers.micro_batching.rank_of_rows`.
+        epochs, mini_batches: of an update.
         leaves_out: rows without an advantage have no backward pass.
+        all_rows: every rank must have all rows of an update.
     """
 
-    epochs: int
-    mini_batches: int
-    by_prefix: bool
+    part: DataShare = DataShare()
+    by_prefix: bool = False
+    epochs: int = 1
+    mini_batches: int = 1
     leaves_out: bool = False
+    all_rows: bool = False
 
 
-def shared_out(group: Ranks, batch: DataProto, sharing: Sharing) -> list[DataProto]:
-    """What each rank of a group gets of a batch."""
-    size = group.world_size
+@dataclass(frozen=True)
+class Parts:
+    """Which part of each batch the ranks of a group compute.
+
+    Args:
+        index: of each rank.
+        counts: ranks whose results count, by part.
+        sharing: of the first rank.
+    """
+
+    index: list[int]
+    counts: list[int]
+    sharing: Sharing
+
+    @property
+    def count(self) -> int:
+        """How many there are."""
+        return len(self.counts)
+
+
+def parts_of(group: Any) -> Parts:
+    """Asks the ranks."""
+    told: list[Sharing] = group.sharing()
+    index = [each.part.index for each in told]
+    by_part = {each.part.index: rank for rank, each in enumerate(told) if each.part.counts}
+    return Parts(index, [by_part[part] for part in range(told[0].part.count)], told[0])
+
+
+def spread(parts: Parts, calls: list[Call | None], collect: Callable[[list[Any]], Any]) -> Plan:
+    """Calls of the parts on all ranks; the results are those of the parts."""
+    return Plan([calls[part] for part in parts.index], parts.counts, collect)
+
+
+def shared_out(size: int, batch: DataProto, sharing: Sharing) -> list[DataProto]:
+    """The parts of a batch, so many."""
     batch = unpadded(batch)
-    columns = columns_of(batch, (), "update")
+    columns, images = columns_of(batch, (), "update"), images_to_share(batch)
     sampled_B, lengths_B = (counts(columns[name]) for name in ("response_mask", "attention_mask"))
     moving_B = sampled_B > 0
     if sharing.leaves_out:
@@ -60,7 +98,7 @@ def shared_out(group: Ranks, batch: DataProto, sharing: Sharing) -> list[DataPro
         every = mini_batches(sampled_B.nonzero().squeeze(-1), sharing.epochs, sharing.mini_batches, seed_of(batch))
         passes = ((epoch, rows[moving_B[rows] == moves]) for epoch, rows in every for moves in (False, True))
     for epoch, rows in passes:
-        looked_at = take({name: columns[name] for name in (*SEQUENCE_COLUMNS, "responses")}, rows)
+        looked_at = take({name: columns[name] for name in (*SEQUENCE_COLUMNS, "responses")} | images, rows)
         ranks_EB[epoch, rows] = rank_of_rows(looked_at, size, sharing.by_prefix)
     groups_B = group_numbers(batch)
     shares = [(ranks_EB == rank).any(0).nonzero().squeeze(-1) for rank in range(size)]
@@ -96,12 +134,13 @@ def share_of(batch: DataProto, columns: Columns) -> Share:
 
 def _plan(group: Ranks, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Plan:
     batch = args[0] if len(args) == 1 and isinstance(args[0], DataProto) and not kwargs else None
-    asked: Any = group
-    sharing = None if group.world_size == 1 or batch is None else asked.sharing()[0]
-    if batch is None or sharing is None:
+    if group.world_size == 1 or batch is None:
         return plan_one_to_all(group, args, kwargs)
-    calls: list[Call | None] = [((part,), {}) for part in shared_out(group, batch, sharing)]
-    return Plan(calls, list(range(group.world_size)), list)
+    parts = parts_of(group)
+    if parts.sharing.all_rows:
+        return plan_one_to_all(group, args, kwargs)
+    calls: list[Call | None] = [((part,), {}) for part in shared_out(parts.count, batch, parts.sharing)]
+    return Plan([calls[part] for part in parts.index], list(range(group.world_size)), list)
 
 
 SHARED = DispatchMode("SHARED", _plan)

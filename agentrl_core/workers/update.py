@@ -15,26 +15,23 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from agentrl_core.algorithms.aggregation import denominator
 from agentrl_core.api.errors import ProtocolError, WorkerError
+from agentrl_core.api.training_backend import Columns, MicroBatch, Outputs, TrainingBackend, Wanted
 from agentrl_core.config.schema import Aggregation, UpdateConfig
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.data_parallel import DataParallel
 from agentrl_core.workers.micro_batching import (
     ALONE,
-    Columns,
-    MicroBatch,
     empty_micro_batch,
     in_step,
-    memory_errors,
     micro_batches,
     share_of_rows,
     take,
 )
-from agentrl_core.workers.models import training_mode
-from agentrl_core.workers.optimizer import ScheduledAdamW, StepReport
+from agentrl_core.workers.ranks import TrainingRanks
+from agentrl_core.workers.schedule import learning_rate
 
 
 @dataclass(frozen=True)
@@ -77,47 +74,48 @@ class Share:
         return take(columns, torch.searchsorted(self.rows, rows).clamp(max=max(len(self.rows) - 1, 0)))
 
 
-LossFunction = Callable[[MicroBatch, float], MicroLoss]
-"""Loss of a micro-batch, given the denominator of the mini-batch that it belongs to."""
+LossFunction = Callable[[MicroBatch, Outputs, float], MicroLoss]
+"""Loss of a micro-batch, given what the model says of it, and the denominator of the mini-batch that it belongs to."""
 
 Prepare = Callable[[Columns, Tensor], tuple[Columns, Mapping[str, float]]]
 """More columns [M, R] of a mini-batch, and metrics, given its columns and the numbers [M] of its rows."""
 
 
 class Update:
-    """Runs the optimizer steps of batches for one module.
+    """Runs the optimizer steps of batches for one model.
 
-    ``name`` is the config section of ``config`` and the prefix of the metrics; ``by_prefix`` as in
-    :func:`agentrl_core.workers.micro_batching.micro_batches`.
+    Args:
+        name: the config section of ``config``, and the prefix of the metrics.
+        total_steps: optimizer steps of the whole run, for the learning rate.
     """
 
     def __init__(
         self,
         name: str,
-        module: nn.Module,
-        optimizer: ScheduledAdamW,
+        backend: TrainingBackend,
         config: UpdateConfig,
+        total_steps: int,
         aggregation: Aggregation,
         max_response_length: int,
         device: torch.device,
-        parallel: DataParallel = ALONE,
-        by_prefix: bool = False,
+        ranks: TrainingRanks = ALONE,
     ) -> None:
         self._name = name
-        self._module = module
-        self._optimizer = optimizer
+        self._backend = backend
         self._config = config
+        self._total_steps = total_steps
         self._aggregation = aggregation
         self._max_response_length = max_response_length
         self._device = device
-        self._parallel = parallel
-        self._by_prefix = by_prefix
+        self._ranks = ranks
+        self._by_prefix = backend.packs_prefixes
 
     def run(
         self,
         columns: Columns,
         share: Share,
         seed: int,
+        wanted: Wanted,
         loss_function: LossFunction,
         prepare: Prepare | None = None,
     ) -> dict[str, float]:
@@ -139,38 +137,50 @@ class Update:
         Over several ranks all of them must call this with their shares of the same batch, and all return the same
         metrics but for their own memory.
 
-        Raises WorkerError where a loss is not finite (on every rank, if it is so on one) or memory runs out, naming the
-        micro-batch.
+        Raises WorkerError where a loss is not finite, on every rank, if it is so on one, naming the micro-batch.
         """
         trained_M, moving_B = share.sampled_B.nonzero().squeeze(-1), share.moving_B
         if not moving_B[trained_M].any():
-            return self.measure(columns, share, loss_function, prepare)
+            return self.measure(columns, share, wanted, loss_function, prepare)
         totals, settings = _Totals(), self._config
-        with training_mode(self._module, seed + self._parallel.rank):
+        with self._backend.updating(seed):
             for epoch, rows in mini_batches(trained_M, settings.epochs, settings.mini_batches, seed):
                 divisor = denominator(share.sampled_B[rows].unsqueeze(-1), self._aggregation, self._max_response_length)
-                self._optimizer.zero_grad()
+                self._backend.zero_grad()
                 more = self._prepared(columns, share, rows, prepare, totals)
                 # In this order: a backward pass gives back the gathered parameters, which the step changes.
                 for backward in (False, True):
                     chosen = (moving_B[rows] == backward).nonzero().squeeze(-1)
                     part = rows[chosen], take(more, chosen), epoch
-                    self._pass(columns, share, part, divisor, loss_function, totals, backward=backward)
-                totals.add_step(self._optimizer.step())
-        metrics = {**totals.token_means(self._parallel), **totals.prepared_means(), **totals.of_steps(self._parallel)}
+                    self._pass(columns, share, part, divisor, wanted, loss_function, totals, backward=backward)
+                totals.add_step(*self._step())
+        metrics = {**totals.token_means(self._ranks), **totals.prepared_means(), **totals.of_steps(self._ranks)}
         if self._device.type == "cuda":
             metrics["peak_memory_gib"] = torch.cuda.max_memory_allocated(self._device) / 2**30
         return self._named(metrics)
 
+    def _step(self) -> tuple[float, float]:
+        """One optimizer step; the norm of its gradients, and its learning rate. One that is not finite changes nothing,
+        but counts in the schedule, whose length was fixed beforehand."""
+        lr = learning_rate(self._config.optimizer, self._backend.steps, self._total_steps)
+        grad_norm = self._backend.optimizer_step(lr, self._config.grad_clip)
+        self._backend.steps += 1
+        return grad_norm, lr
+
     def measure(
-        self, columns: Columns, share: Share, loss_function: LossFunction, prepare: Prepare | None = None
+        self,
+        columns: Columns,
+        share: Share,
+        wanted: Wanted,
+        loss_function: LossFunction,
+        prepare: Prepare | None = None,
     ) -> dict[str, float]:
         """The token values of ``loss_function`` over a batch, under ``name/``, without a step."""
         totals = _Totals()
         rows = torch.arange(len(share.sampled_B))
         part = rows, self._prepared(columns, share, rows, prepare, totals), 0
-        self._pass(columns, share, part, 1.0, loss_function, totals, backward=False)
-        return self._named(totals.token_means(self._parallel) | totals.prepared_means())
+        self._pass(columns, share, part, 1.0, wanted, loss_function, totals, backward=False)
+        return self._named(totals.token_means(self._ranks) | totals.prepared_means())
 
     def _prepared(
         self, columns: Columns, share: Share, rows: Tensor, prepare: Prepare | None, totals: "_Totals"
@@ -190,6 +200,7 @@ class Update:
         share: Share,
         part_of_epoch: tuple[Tensor, Columns, int],
         divisor: float,
+        wanted: Wanted,
         loss_function: LossFunction,
         totals: "_Totals",
         backward: bool,
@@ -200,40 +211,47 @@ class Update:
             part_of_epoch: numbers of the rows, their prepared columns, and the epoch.
         """
         rows, more, epoch = part_of_epoch
-        if self._parallel.size > 1:
+        if self._ranks.share.count > 1:
             if share.ranks_EB is not None:
-                mine = (share.ranks_EB[epoch, rows] == self._parallel.rank).nonzero().squeeze(-1)
+                mine = (share.ranks_EB[epoch, rows] == self._ranks.share.index).nonzero().squeeze(-1)
             else:
-                mine = share_of_rows(share.take(columns, rows), self._parallel, self._by_prefix)
+                mine = share_of_rows(share.take(columns, rows), self._ranks, self._by_prefix)
             rows, more = rows[mine], take(more, mine)
         part = share.take(columns, rows) | more
-        micros = in_step(micro_batches(part, self._config.micro_batch_tokens, self._by_prefix), part, self._parallel)
+        micros = in_step(micro_batches(part, self._config.micro_batch_tokens, self._by_prefix), part, self._ranks)
         if backward and not micros:
             # Gradients of 0: a step without gradients would leave the moments as they are.
             micros = [empty_micro_batch(part)]
-        for micro in micros:
-            micro = replace(micro, rows=rows[micro.rows])
-            with memory_errors(micro, f"{self._name}.micro_batch_tokens"), torch.set_grad_enabled(backward):
-                result = loss_function(micro.to(self._device), divisor)
-                self._check_finite(result, micro)
-                if backward:
-                    result.loss.backward()  # type: ignore[no-untyped-call]
-            totals.add_micro_batch(result, micro["response_mask"])
+        micros = [replace(micro, rows=rows[micro.rows]).to(self._device) for micro in micros]
+        problems: list[str] = []
 
-    def _check_finite(self, result: MicroLoss, micro: MicroBatch) -> None:
-        found = None
-        if not math.isfinite(result.loss.item()):
-            values = {"loss": result.loss, **result.parts}
-            shown = ", ".join(f"{key} {value.item()}" for key, value in values.items())
-            found = f"the {self._name}'s loss is not finite ({shown}) in a {micro}"
-        # Before the backward pass, in which the other ranks would wait for this one.
-        problem = self._parallel.first_problem(found)
+        def loss(number: int, outputs: Outputs) -> Tensor:
+            result = loss_function(micros[number], outputs, divisor)
+            problems.extend(self._not_finite(result, micros[number]))
+            totals.add_micro_batch(result, micros[number]["response_mask"])
+            return result.loss
+
+        if backward:
+            self._backend.forward_backward(micros, wanted, loss)
+        else:
+            with torch.no_grad():
+                for number, outputs in enumerate(self._backend.forward(micros, wanted)):
+                    if self._ranks.share.counts:
+                        loss(number, outputs)
+        # Of all ranks at once: one that stopped alone would leave the others waiting.
+        problem = self._ranks.first_problem(problems[0] if problems else None)
         if problem is not None:
-            self._optimizer.zero_grad()
+            self._backend.zero_grad()
             raise WorkerError(
                 f"{problem}: look for NaN or infinite rewards, advantages or log-probabilities in these rows, or lower "
                 f"{self._name}.optimizer.lr"
             )
+
+    def _not_finite(self, result: MicroLoss, micro: MicroBatch) -> Iterator[str]:
+        if not math.isfinite(result.loss.item()):
+            values = {"loss": result.loss, **result.parts}
+            shown = ", ".join(f"{key} {value.item()}" for key, value in values.items())
+            yield f"the {self._name}'s loss is not finite ({shown}) in a {micro}"
 
 
 def seed_of(batch: DataProto) -> int:
@@ -241,6 +259,13 @@ def seed_of(batch: DataProto) -> int:
     if "seed" not in batch.meta_info:
         raise ProtocolError("update needs meta_info['seed'], which decides the order of the rows; the batch has none")
     return int(batch.meta_info["seed"])
+
+
+def temperature_of(batch: DataProto, method: str) -> float:
+    """``meta_info["temperature"]`` of the rollout; greedy decoding (0) reports log-probabilities at temperature 1."""
+    if "temperature" not in batch.meta_info:
+        raise ProtocolError(f"{method} needs meta_info['temperature'], that of the rollout; the batch has none")
+    return float(batch.meta_info["temperature"]) or 1.0
 
 
 def mini_batches(rows_M: Tensor, epochs: int, count: int, seed: int) -> Iterator[tuple[int, Tensor]]:
@@ -260,7 +285,7 @@ class _Totals:
         self._token_sums: dict[str, float] = defaultdict(float)
         self._tokens = 0
         self._prepared: dict[str, list[float]] = defaultdict(list)
-        self._steps: list[StepReport] = []
+        self._steps: list[tuple[float, float]] = []
 
     def add_micro_batch(self, result: MicroLoss, mask_br: Tensor) -> None:
         for key, part in {"loss": result.loss, **result.parts}.items():
@@ -277,19 +302,19 @@ class _Totals:
         """The same on every rank, for each has seen whole mini-batches."""
         return {key: sum(values) / len(values) for key, values in self._prepared.items()}
 
-    def add_step(self, report: StepReport) -> None:
-        self._steps.append(report)
+    def add_step(self, grad_norm: float, lr: float) -> None:
+        self._steps.append((grad_norm, lr))
 
-    def token_means(self, parallel: DataParallel) -> dict[str, float]:
-        sums = parallel.summed(self._token_sums)
-        tokens = parallel.summed({"tokens": self._tokens})["tokens"]
+    def token_means(self, ranks: TrainingRanks) -> dict[str, float]:
+        sums = ranks.summed(self._token_sums)
+        tokens = ranks.summed({"tokens": self._tokens})["tokens"]
         return {key: total / max(tokens, 1) for key, total in sums.items()}
 
-    def of_steps(self, parallel: DataParallel) -> dict[str, float]:
-        made = [step.grad_norm for step in self._steps if not step.skipped]
+    def of_steps(self, ranks: TrainingRanks) -> dict[str, float]:
+        made = [grad_norm for grad_norm, _ in self._steps if math.isfinite(grad_norm)]
         return {
-            **{key: total / len(self._steps) for key, total in parallel.summed(self._parts).items()},
+            **{key: total / len(self._steps) for key, total in ranks.summed(self._parts).items()},
             **({"grad_norm": sum(made) / len(made)} if made else {}),
-            "lr": self._steps[-1].lr,
+            "lr": self._steps[-1][1],
             "skipped_steps": float(len(self._steps) - len(made)),
         }

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_core.api import AgentRLError, BodyTooLargeError, HttpError, bounded_body, fetch, fetch_json
+from agentrl_core.api import AgentRLError, BodyTooLargeError, HttpError, bounded_body, fetch, fetch_json, http
 
 MIB = 2**20
 Write = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]
@@ -253,3 +253,52 @@ def test_any_body_is_whole_or_refused(body: bytes, encoding: str, limit: int, cu
         assert asyncio.run(main()) == body and len(body) <= limit and len(packed) <= limit
     except AgentRLError as error:
         assert isinstance(error, BodyTooLargeError) and max(len(body), len(packed)) > limit
+
+
+@pytest.mark.parametrize(
+    ("address", "public"),
+    [
+        ("93.184.215.14", True), ("2606:2800:21f:cb07:6820:80da:af6b:8b2c", True), ("64:ff9b::5db8:d70e", True),
+        ("127.0.0.1", False), ("10.1.2.3", False), ("172.16.0.1", False), ("192.168.1.1", False), ("100.64.0.1", False),
+        ("169.254.169.254", False), ("0.0.0.0", False), ("224.0.0.1", False), ("::1", False), ("::", False),
+        ("fe80::1%eth0", False), ("fd00::1", False), ("::ffff:127.0.0.1", False), ("2002:7f00:1::", False),
+        ("64:ff9b::7f00:1", False),
+    ],
+)  # fmt: skip
+def test_addresses_of_the_public_internet(address: str, public: bool) -> None:
+    assert http.is_public(address) is public
+
+
+def test_an_address_that_others_chose_is_not_asked_on_this_machine() -> None:
+    for host in ("127.0.0.1", "localhost", "[::1]", "0.0.0.0", "127.1", "2130706433"):
+        with pytest.raises(HttpError, match="is not one of the public internet"):
+            asyncio.run(fetch(f"http://{host}:1/x", timeout=60.0, limit=MIB, public_only=True))
+    with pytest.raises(HttpError):
+        asyncio.run(fetch("http:///x", timeout=60.0, limit=MIB, public_only=True))
+
+
+def test_the_checked_address_is_the_one_that_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server still learns the name that was asked for."""
+    looked_up: list[str] = []
+
+    async def address(host: str) -> str:
+        looked_up.append(host)
+        return "127.0.0.1"
+
+    heads: list[bytes] = []
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        await answer(b"whole")(reader, writer)
+        writer.close()
+
+    monkeypatch.setattr(http, "_public_address", address)
+
+    async def main() -> bytes:
+        server = await asyncio.start_server(handle, "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            return await fetch(f"http://name.invalid:{port}/x?y=1", timeout=60.0, limit=MIB, public_only=True)
+
+    assert asyncio.run(main()) == b"whole" and looked_up == ["name.invalid"]
+    assert b"GET /x?y=1 " in heads[0] and b"host: name.invalid:" in heads[0].lower()

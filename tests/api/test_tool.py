@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import pytest
+from PIL import Image
 from pydantic import BaseModel, Field
 
 from agentrl_core.api import FunctionTool, ToolContext, ToolError, schema_of
+from agentrl_core.api.message_parts import image_part
 
 
 @dataclass
@@ -145,3 +147,43 @@ def test_the_model_sees_a_dict_as_json() -> None:
     result = asyncio.run(FunctionTool(search, ToolContext("search")).execute("1", {"query": "a"}))
     assert json.loads(result.response.text) == {"hits": ["a", 5], "größe": 1}
     assert "größe" in result.response.text
+
+
+RED = Image.new("RGB", (4, 3), "red")
+
+
+@pytest.mark.parametrize(
+    ("returned", "content"),
+    [
+        (RED, [image_part(RED)]),
+        ([RED], [image_part(RED)]),
+        (("a", RED, "b"), [{"type": "text", "text": "a"}, image_part(RED), {"type": "text", "text": "b"}]),
+        ([image_part(RED), {"type": "text", "text": "b"}], [image_part(RED), {"type": "text", "text": "b"}]),
+        ([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"),
+        # Data, and no image.
+        (["a", "b"], '["a","b"]'),
+        ([], "[]"),
+        ([{"type": "image", "title": "a cat"}], '[{"type":"image","title":"a cat"}]'),
+        ([{"type": "text", "text": "a"}, 3], '[{"type":"text","text":"a"},3]'),
+    ],
+    ids=range(9),
+)
+def test_a_function_shows_the_images_that_it_returns(returned: Any, content: Any) -> None:
+    def look() -> Any:
+        """Looks."""
+        return returned
+
+    result = asyncio.run(FunctionTool(look, ToolContext("look")).execute("i", {}))
+    assert result.response.content == content
+
+
+@pytest.mark.parametrize(
+    "within", [lambda image: {"picture": image}, lambda image: [image, None], lambda image: [[image]]]
+)
+def test_an_image_within_another_value_is_not_written_out(within: Any) -> None:
+    def look() -> Any:
+        """Looks."""
+        return within(Image.new("RGB", (8, 8)))
+
+    with pytest.raises(Exception, match="an image within a dict or another list; return it alone"):
+        asyncio.run(FunctionTool(look, ToolContext("look")).execute("i", {}))

@@ -21,6 +21,7 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = {
     "batch_path.py": ["--rows", "32", "--ranks", "2", "--against", str(BENCHMARKS.parent)],
     "engines.py": ["--requests", "4", "--repetitions", "1"],
+    "images.py": ["--samples", "2", "--turns", "2", "--images", "1"],
     "packing.py": ["--samples", "1", "--repetitions", "1"],
     "prompts.py": ["--rows", "20", "--repetitions", "1", "--vocabulary", "600"],
     "prompts.py, streamed": ["--rows", "20", "--repetitions", "1", "--vocabulary", "600", "--streaming"],

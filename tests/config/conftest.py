@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import PluginNotFoundError, PluginRef, PluginSpec, option
+from agentrl_core.api import KINDS, PluginNotFoundError, PluginRef, PluginSpec, option
 from agentrl_core.api.config import NoConfig
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config import Config
@@ -99,6 +99,8 @@ SPECS = [
     _spec("tracker", "tensorboard"),
     _spec("tracker", "curve"),
     _spec("hook", "printer"),
+    _spec("training_backend", "fsdp2", NoConfig, *KINDS["training_backend"].capabilities),
+    _spec("training_backend", "small", NoConfig, "all_weights"),
 ]
 
 

@@ -198,7 +198,7 @@ def test_message(problems, valid, lines, message):
         (
             "trainer.stepz=1",
             "trainer.stepz (override 'trainer.stepz=1'): unknown key; did you mean 'steps'? allowed: name, output_dir, "
-            "steps, epochs, seed, resume, trackers, validation, checkpoint, profile, warn_after",
+            "steps, epochs, seed, backend, resume, trackers, validation, checkpoint, profile, warn_after",
         ),
         ("trainer.steps", "override 'trainer.steps': expected key.path=value"),
         ("trainer..steps=1", "override 'trainer..steps=1': expected key.path=value"),

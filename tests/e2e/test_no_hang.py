@@ -14,13 +14,13 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import AgentRLError
+from agentrl_core.fsdp2 import backend
 from agentrl_core.plugins import boundary
 from agentrl_core.rollout import worker
 from agentrl_core.runs.records import read_rollouts
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.serving import replicas
 from agentrl_core.trainer import trackers
-from agentrl_core.workers import model_worker
 
 PARTS = """
 import asyncio, time
@@ -471,8 +471,8 @@ def test_a_model_that_is_never_loaded_is_named(sleeping: Any, tiny_run: Any, mon
             time.sleep(0.01)
         return load(*args)
 
-    load = model_worker.load_causal_lm
-    monkeypatch.setattr(model_worker, "load_causal_lm", sleepy_load)
+    load = backend.load_causal_lm
+    monkeypatch.setattr(backend, "load_causal_lm", sleepy_load)
     run, named = sleeping("", {}, "the actor, loading .*tiny-model.*, has not returned .*sleepy_load")
     state = run.read_state()
     assert named.exists() and state is not None and state.status == "completed"

@@ -25,6 +25,9 @@ from agentrl_core.api import CorrectionOutput, Environment, Episode, Interaction
 from agentrl_core.api import RewardManager, RolloutCorrection, Tracker, hookimpl
 from agentrl_testing.scripted_config import ScriptedConfig
 from agentrl_testing.scripted_engine import ScriptedEngine
+from agentrl_core.fsdp2.backend import Fsdp2
+from agentrl_core.fsdp2.config import Fsdp2Config
+from agentrl_core.fsdp2.plugin import FSDP2
 from agentrl_core.rollout.deadline import Deadline
 from agentrl_dataset_prompts.config import PromptsConfig
 from agentrl_dataset_prompts.prompts import PromptsFromFiles
@@ -109,6 +112,11 @@ class Prompts(PromptsFromFiles):
     config_class = PromptsConfig
 
 
+class Backend(Fsdp2):
+    config_class = Fsdp2Config
+    capabilities = FSDP2.capabilities
+
+
 class Memory(Tracker):
     def log(self, metrics, step):
         with (self.context.run_dir / "mine.jsonl").open("a") as file:
@@ -139,6 +147,7 @@ EVERY_SLOT: dict[str, Any] = {
     "data.dataset": "./mine.py:Prompts",
     "data.sampler": "./mine.py:Sampler",
     "rollout.batch_policy": "./mine.py:Policy",
+    "trainer.backend": "./mine.py:Backend",
     "trainer.trackers": ["./mine.py:Memory"],
     "hooks": ["./mine.py:Bell"],
     "rollout.max_response_length": 400,

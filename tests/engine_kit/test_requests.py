@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from agentrl_core.api import EngineError, PolicySpan, SamplingParams
+from agentrl_core.api import EngineError, MultiModal, PolicySpan, SamplingParams
 from agentrl_core.engine_kit.requests import check_request, covering_spans, read_model_config
 
 
@@ -52,12 +52,15 @@ def test_what_cannot_be_served_is_refused(prompt: list[int], params: SamplingPar
 
 def test_what_can_be_served_passes() -> None:
     limits = {"vocab_size": 200, "max_model_len": 10}
-    check_request("r", [0, 199], SamplingParams(100, temperature=0.0, top_p=1.0, top_k=5), {}, **limits)
+    check_request("r", [0, 199], SamplingParams(100, temperature=0.0, top_p=1.0, top_k=5), None, **limits)
     check_request("r", [0] * 9, SamplingParams(1, temperature=2.0, seed=-(2**70)), **limits)
     numbers = {"temperature": np.float32(0.5), "top_k": np.int64(3), "stop_token_ids": tuple(np.arange(3))}
     check_request("r", np.array([0, 199]), SamplingParams(np.int64(4), **numbers), **limits)
-    with pytest.raises(ValueError, match="this engine takes text only, found image, video"):
-        check_request("r", [0], SamplingParams(1), {"video": b"", "image": b""}, **limits)
+    shown = MultiModal(("a", "b"), [0])
+    check_request("r", [0], SamplingParams(1), shown, **limits, max_images=2)
+    for most, allowed in ((0, "text alone"), (1, "at most 1 images")):
+        with pytest.raises(ValueError, match=f"the prompt has 2 images; this engine takes {allowed}"):
+            check_request("r", [0], SamplingParams(1), shown, **limits, max_images=most)
 
 
 def test_spans_cover_the_output_or_are_an_error() -> None:

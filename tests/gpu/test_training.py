@@ -95,7 +95,7 @@ def test_what_waits_on_the_host_changes_no_result(tiny_run: Callable[..., Path])
 
 
 def _weights(worker: Any) -> torch.Tensor:
-    return torch.cat([parameter.detach().cpu().flatten() for parameter in worker._model.parameters()])
+    return torch.cat([parameter.detach().cpu().flatten() for parameter in worker._backend._model.parameters()])
 
 
 def _batch() -> DataProto:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from agentrl_core.api import EnvironmentContext, RewardTrajectory, ToolError
+from agentrl_core.engine_kit.images import read_image
 from agentrl_core.plugins.class_environment import ClassConfig
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.runs.records import read_rollouts
@@ -101,9 +102,35 @@ class Untyped(Silent):
         """Acts."""
 
 
-class Picture(Silent):
+class Number(Silent):
     def reset(self):
-        return [{"type": "image", "image": 3}]
+        return 3
+
+
+class Pictures:
+    """As TRL's users write it, and with bare images."""
+
+    def __init__(self, bare: bool = False):
+        self.bare = bare
+
+    def _shown(self, color, text):
+        from PIL import Image
+
+        image = Image.new("RGB", (8, 6), color)
+        if self.bare:
+            return [image, text]
+        return [{"type": "image", "image": image}, {"type": "text", "text": text}]
+
+    def reset(self, **kwargs):
+        return self._shown("red", "the board")
+
+    def move(self) -> list[dict]:
+        """Moves."""
+        return self._shown("blue", "moved")
+
+    def picture(self) -> object:
+        """Only the picture."""
+        return self._shown("green", "")[0] if self.bare else self._shown("green", "")[:1]
 '''
 
 
@@ -211,7 +238,7 @@ def test_an_object_is_not_entered_again_after_a_call_passed_its_limit(make: Any)
 
 
 @pytest.mark.parametrize(
-    ("name", "message"), [("Silent", "returned None, and the task has no prompt"), ("Picture", "allowed are a text")]
+    ("name", "message"), [("Silent", "returned None, and the task has no prompt"), ("Number", "allowed are a text")]
 )
 def test_observations_that_are_no_prompt_are_refused(make: Any, name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -241,3 +268,29 @@ def test_a_run_trains_on_a_class(fit: Any, tiny_run: Any, own_tasks: bool, runti
     first = "Count to 2." if own_tasks else "say"
     assert all(record.messages[0]["content"].startswith(first) for record in records)
     assert all(record.messages[-1]["content"] == "it is 2" for record in records)
+
+
+def shown(content: Any) -> list[str]:
+    """Texts, and for each image the size that its name says."""
+    return [part["text"] if part["type"] == "text" else read_image(part["image"]).name[33:] for part in content]
+
+
+@pytest.mark.parametrize("bare", [False, True])
+def test_observations_show_images(make: Any, bare: bool) -> None:
+    environment = make("Pictures", arguments={"bare": bare})
+    image = {"type": "image", "image": "0" * 32 + "-1x1.png"}
+    for content, before in (("Play:", ["Play:"]), ([image, {"type": "text", "text": "Play:"}], None), (None, [])):
+        task = {} if content is None else {"raw_prompt": [{"role": "user", "content": content}]}
+        episode, results, _ = run(environment, task, ("move", {}), ("picture", {}))
+        (message,) = episode.messages
+        if before is None:
+            assert message["content"][:2] == content
+            message["content"] = message["content"][2:]
+        assert shown(message["content"]) == [*(before or []), "8x6.png", "the board"]
+        assert [shown(result.response.content) for result in results] == [["8x6.png", "moved"], ["8x6.png"]]
+
+
+def test_text_follows_a_prompt_of_parts(make: Any) -> None:
+    row = {"raw_prompt": [{"role": "user", "content": [{"type": "text", "text": "Please:"}]}], "question": "why?"}
+    episode, _, _ = run(make("Named"), row)
+    assert [part["text"] for part in episode.messages[0]["content"]] == ["Please:", " why? 7"]

@@ -167,6 +167,16 @@ def test_union_takes_new_columns_and_names_those_that_differ() -> None:
     assert set(data.batch.keys()) == {"x", "y"}
 
 
+def test_union_names_nested_columns_that_differ() -> None:
+    """Strided ones have no shape: asking for it is an error of torch's."""
+    one, other = (
+        DataProto.from_dict({"x": torch.nested.nested_tensor([torch.full((1, 2), value), torch.ones(2, 2)])})
+        for value in (0.0, 1.0)
+    )
+    with pytest.raises(ProtocolError, match=r"'x' \(nested and nested\)"):
+        one.union(other)
+
+
 def test_concat_names_columns_that_do_not_fit() -> None:
     with pytest.raises(ProtocolError, match=r"'x' has shape \[1, 2\] in part 0 and \[1, 3\] in part 1"):
         DataProto.concat([DataProto.from_dict({"x": torch.zeros(1, width)}) for width in (2, 3)])

@@ -3,6 +3,7 @@
 import pickle
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -200,3 +201,74 @@ def test_no_operation_shares_a_container_with_its_input(data: DataProto) -> None
                 value.clear()
         output.meta_info.clear()
     assert_same(data, before)
+
+
+@st.composite
+def rows_with_images(draw: st.DrawFn) -> list[tuple[torch.Tensor, dict[str, torch.Tensor]]]:
+    """Of each row its positions [3, tokens], and what a processor made of its images."""
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    made = []
+    for length in draw(st.lists(st.integers(1, 6), min_size=1, max_size=6)):
+        patches = draw(st.integers(0, 3))
+        inputs = {"pixel_values": torch.randn(patches, 4, generator=generator), "grid": torch.tensor([[1, 1, patches]])}
+        made.append((torch.randint(0, 99, (3, length), generator=generator), inputs if patches else {}))
+    return made
+
+
+def with_images(rows: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> DataProto:
+    positions = torch.nested.nested_tensor([positions for positions, _ in rows])
+    return DataProto.from_dict({"position_ids": positions}, {"multi_modal_inputs": [inputs for _, inputs in rows]})
+
+
+def assert_images(data: DataProto, rows: list[tuple[torch.Tensor, dict[str, torch.Tensor]]]) -> None:
+    assert len(data) == len(rows)
+    found = zip(data.batch["position_ids"].unbind(), data.non_tensor_batch["multi_modal_inputs"], strict=True)
+    for (positions, inputs), (own_positions, own_inputs) in zip(found, rows, strict=True):
+        assert torch.equal(positions, own_positions)
+        assert inputs.keys() == own_inputs.keys()
+        assert all(torch.equal(inputs[name], own_inputs[name]) for name in inputs)
+
+
+@quick
+@given(rows_with_images(), st.data())
+def test_positions_of_three_axes_and_inputs_of_images_stay_with_their_rows(rows: list, draw: st.DataObject) -> None:
+    data, size = with_images(rows), len(rows)
+    assert_images(data, rows)
+    chosen = draw.draw(st.lists(st.integers(0, size - 1), min_size=1, max_size=8))
+    assert_images(data.select_idxs(chosen), [rows[number] for number in chosen])
+    order = draw.draw(st.permutations(range(size)))
+    assert_images(data.slice().reorder(order), [rows[number] for number in order])
+    times = draw.draw(st.integers(1, 3))
+    assert_images(data.repeat(times), [row for row in rows for _ in range(times)])
+    assert_images(data.repeat(times, interleave=False), rows * times)
+    parts = draw.draw(st.integers(1, size))
+    chunks = data.chunk(parts)
+    assert_images(DataProto.concat(chunks), rows)
+    assert_images(DataProto.concat(chunks[::-1]), [row for part in reversed(_cut(rows, chunks)) for row in part])
+    assert_images(DataProto.concat(data.split(parts)), rows)
+    assert_images(data.slice().union(data), rows)
+    columns = data.select(["position_ids"], []).union(data.select([], ["multi_modal_inputs"]))
+    assert_images(columns, rows)
+    assert_images(pickle.loads(pickle.dumps(data)), rows)
+    buffers: list[pickle.PickleBuffer] = []
+    payload = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
+    assert_images(pickle.loads(payload, buffers=[bytes(buffer) for buffer in buffers]), rows)
+    assert_images(DataProto.from_tensordict(data.to_tensordict()), rows)
+    assert_images(data.writable(), rows)
+
+
+def _cut(rows: list, parts: list[DataProto]) -> list[list]:
+    ends = np.cumsum([0, *map(len, parts)])
+    return [rows[start:end] for start, end in zip(ends, ends[1:], strict=False)]
+
+
+@quick
+@given(rows_with_images(), st.data())
+def test_a_union_notices_other_images(rows: list, draw: st.DataObject) -> None:
+    row = draw.draw(st.integers(0, len(rows) - 1))
+    other = [(positions, dict(inputs)) for positions, inputs in rows]
+    other[row][1]["pixel_values"] = torch.full((1, 4), 7.0)
+    data = with_images(rows)
+    with pytest.raises(ProtocolError, match="multi_modal_inputs"):
+        data.union(with_images(other))
+    assert_images(data, rows)

@@ -131,13 +131,13 @@ def test_what_cannot_be_answered_is_refused_with_a_reason(run_agent) -> None:
     )
     got = [(item["status"], item["code"]) for item in seen]
     assert got == [
-        (404, "model_not_found"), (400, None), (400, None), (400, None), (400, None), (400, None), (413, None),
-        (401, "invalid_api_key"), (400, None), (401, None),
+        (404, "model_not_found"), (400, None), (400, None), (400, None), (400, None), (400, "invalid_image"),
+        (413, None), (401, "invalid_api_key"), (400, None), (401, None),
     ]  # fmt: skip
     messages = [item["message"] for item in seen]
     assert "there is no model 'gpt-9'; there is 'policy'" in messages[0]
     assert "messages" in messages[1] and "n:" in messages[2] and "frequency_penalty" in messages[3]
-    assert "beam_width" in messages[4] and "only text content" in messages[5]
+    assert "beam_width" in messages[4] and "takes text alone" in messages[5]
     assert "max_body_bytes=2000" in messages[6]
 
 

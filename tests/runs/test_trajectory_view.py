@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from agentrl_core.api.message_parts import image_part
 from agentrl_core.runs.records import RolloutRecord, to_json
 from agentrl_core.runs.trajectory_view import show_trajectory
 
@@ -97,3 +98,10 @@ def test_brackets_in_a_tools_name_and_arguments_are_shown() -> None:
     call = {"name": "search", "arguments": {"q": "[ray]"}, "response": "[/b]", "failed": False}
     text = shown(tool_schemas=[schema], tool_calls=[call], timings={"tools[ray]": 1.0})
     assert "search([bold]query)" in text and "search(q=[ray]) → [/b]" in text and "tools[ray] 1.00 s" in text
+
+
+def test_images_are_named() -> None:
+    name, other = "3f2a" + "0" * 28 + "-640x480.png", "1" * 32 + "-8x6.jpeg"
+    content = [{"type": "image", "image": name}, {"type": "text", "text": "?"}, {"type": "image", "image": "odd"}]
+    text = shown(messages=[{"role": "user", "content": content}, {"role": "tool", "content": [image_part(other)]}])
+    assert "<image 3f2a… 640x480>" in text and "<image 1111… 8x6>" in text and "odd" not in text

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from agentrl_core.api import ConfigError, PluginRef, PluginSpec
+from agentrl_core.api import AgentRLError, ConfigError, PluginRef, PluginSpec
 from agentrl_core.serving import interpreter
 from agentrl_core.serving.interpreter import check_interpreter
 
@@ -57,7 +57,7 @@ def test_a_path_that_does_not_exist(tmp_path: Path) -> None:
         ({"ray": None}, f"has no ray, the driver has {RAY}"),
         ({"agentrl_core": None}, f"has no agentrl-core, .* -m pip install 'agentrl-core=={CORE}'"),
         ({"agentrl_engine_hf": "0.0"}, f"has agentrl-engine-hf 0.0, .* install 'agentrl-engine-hf=={HF}'"),
-        ({"missing": [["vllm>=1", "0.9"]]}, "the engine needs vllm>=1 in .*, found 0.9"),
+        ({"missing": [["vllm>=1", "0.9"]]}, "the plugin needs vllm>=1 in .*, found 0.9"),
     ],
 )
 def test_another_version_there(answering: Any, answer: dict[str, Any], message: str) -> None:
@@ -127,3 +127,23 @@ def test_a_run_refuses_it_before_anything_starts(tiny_run: Any, tmp_path: Path) 
     changes = {"cluster.runtime": "ray", "rollout.engine.python": str(tmp_path / "none" / "bin" / "python")}
     with pytest.raises(ConfigError, match="rollout.engine.python: no such file"):
         Preparation.of(load_config(tiny_run(changes)))
+
+
+def test_a_run_refuses_that_of_its_training_processes(tiny_run: Any, tmp_path: Path) -> None:
+    from agentrl_core.config import load_config
+    from agentrl_core.trainer.preparation import Preparation
+
+    python = str(tmp_path / "none" / "bin" / "python")
+    with pytest.raises(ConfigError, match="trainer.backend.python: no such file"):
+        Preparation.of(load_config(tiny_run({"cluster.runtime": "ray", "trainer.backend.python": python})))
+    with pytest.raises(ConfigError, match="trainer.backend.python .*: training processes .* need cluster.runtime=ray"):
+        load_config(tiny_run({"trainer.backend.python": python}))
+
+
+def test_a_run_without_megatron_says_where_it_may_be(tiny_run: Any) -> None:
+    from agentrl_core.config import load_config
+    from agentrl_core.trainer.preparation import Preparation
+
+    message = "needs megatron-core.* or set trainer.backend.python to an environment that has it"
+    with pytest.raises(AgentRLError, match=message):
+        Preparation.of(load_config(tiny_run({"trainer.backend.name": "megatron"})))

@@ -16,6 +16,7 @@ import pytest
 
 from agentrl_core.api import CheckpointError, ConfigError, PluginDriftError, RolloutError
 from agentrl_core.config import load_config
+from agentrl_core.fsdp2.checkpoints import save_training_state
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer import Trainer
 from agentrl_core.trainer.checkpoint import (
@@ -26,9 +27,9 @@ from agentrl_core.trainer.checkpoint import (
     read_state,
     resumed_state,
 )
+from agentrl_core.trainer.disks import Disks
 from agentrl_core.trainer.run import Run
 from agentrl_core.workers.actor import ActorWorker
-from agentrl_core.workers.checkpoints import save_training_state
 
 Fit = Callable[..., RunDir]
 EVERY_STEP = {"trainer.checkpoint": {"interval": 1}, "rollout.engine": {"name": "scripted"}}
@@ -284,7 +285,7 @@ def test_critic_is_missing_in_the_checkpoint(fit: Fit) -> None:
 
 
 @pytest.mark.parametrize(("lost", "message"), [
-    ("actor/model.safetensors", "found no \\*.safetensors"),
+    ("actor/model.safetensors", "model.safetensors, which a rank wrote, is missing"),
     ("actor/training/__0_0.distcp", "__0_0.distcp, which a rank wrote, is missing"),
 ])  # fmt: skip
 def test_files_that_stay_on_another_node_are_missed_before_they_are_sealed(
@@ -292,11 +293,11 @@ def test_files_that_stay_on_another_node_are_missed_before_they_are_sealed(
 ) -> None:
     """What a rank writes to its own disk never arrives in the directory of the process that keeps the checkpoint."""
 
-    def save(path: str, *state: Any) -> None:
-        save_training_state(path, *state)
-        (Path(path).parent / lost).unlink()
+    def collect(disks: Disks, folder: Path) -> set[str]:
+        (folder / lost).unlink()
+        return set()
 
-    monkeypatch.setattr("agentrl_core.workers.model_worker.save_training_state", save)
+    monkeypatch.setattr(Disks, "collect", collect)
     with pytest.raises(CheckpointError, match=f"{message}.*: what the training processes wrote is not complete here"):
         fit(EVERY_STEP)
     assert list((tmp_path / "runs" / "tiny" / "checkpoints").iterdir()) == []
@@ -310,7 +311,7 @@ def test_full_disk_ends_the_run_and_leaves_the_last_checkpoint(
             raise OSError(28, "No space left on device")
         save_training_state(str(path), *state)
 
-    monkeypatch.setattr("agentrl_core.workers.model_worker.save_training_state", save)
+    monkeypatch.setattr("agentrl_core.fsdp2.backend.save_training_state", save)
     with pytest.raises(CheckpointError, match="step-000003 cannot be written: .*No space left"):
         fit({**EVERY_STEP, "trainer.steps": 3})
     checkpoints = tmp_path / "runs" / "tiny" / "checkpoints"
@@ -337,7 +338,7 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_the_end_waits_for_it
         save_training_state(path, *state)
 
     monkeypatch.setattr(ActorWorker, "update", functools.wraps(update)(noted))
-    monkeypatch.setattr("agentrl_core.workers.model_worker.save_training_state", save)
+    monkeypatch.setattr("agentrl_core.fsdp2.backend.save_training_state", save)
     changes = {
         "trainer.steps": 2, "trainer.checkpoint.interval": 1, "actor.optimizer.lr": 0.01, "rollout.deterministic": True,
     }  # fmt: skip
@@ -356,7 +357,7 @@ def test_a_write_that_fails_in_the_background_ends_the_run_at_the_next_step(
     def save(path: str, *state: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("agentrl_core.workers.model_worker.save_training_state", save)
+    monkeypatch.setattr("agentrl_core.fsdp2.backend.save_training_state", save)
     # The second step must find the failure, however quick it is.
     monkeypatch.setattr(Run, "publish_checkpoint", waiting(Run.publish_checkpoint))
     with pytest.raises(CheckpointError, match="step-000001 cannot be written: .*No space left"):
@@ -396,9 +397,9 @@ KILLED = """
 import os, signal, sys
 from agentrl_core.config import load_config
 from agentrl_core.trainer import Trainer
-from agentrl_core.workers import model_worker
+from agentrl_core.fsdp2 import backend
 
-save = model_worker.save_training_state
+save = backend.save_training_state
 
 def killed(path, *state):
     if "step-000002" in path:
@@ -406,7 +407,7 @@ def killed(path, *state):
         os.kill(os.getpid(), signal.SIGKILL)
     save(path, *state)
 
-model_worker.save_training_state = killed
+backend.save_training_state = killed
 Trainer(load_config(sys.argv[1], ["trainer.steps=3", "trainer.checkpoint.interval=1"])).fit()
 """
 

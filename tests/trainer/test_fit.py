@@ -318,6 +318,22 @@ def test_failing_hook_ends_the_run_and_names_itself(fit: Fit, tmp_path: Path) ->
         fit({**SCRIPTED, "hooks": ["./sick.py:Sick"]})
 
 
+def test_a_hook_can_end_the_run_with_a_checkpoint(fit: Fit, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "enough.py").write_text(
+        "from agentrl_core.api import hookimpl\n"
+        "class Enough:\n"
+        "    def __init__(self, config, context): self.stop = context.stop\n"
+        "    @hookimpl\n"
+        "    def on_step_end(self, step, metrics):\n"
+        "        if step == 2: self.stop('two steps are enough')\n"
+    )
+    run = fit({**SCRIPTED, "trainer.steps": 5, "hooks": ["./enough.py:Enough"]})
+    state = run.read_state()
+    assert state is not None and (state.status, state.step) == ("stopped", 2)
+    assert (run.checkpoints_dir / "latest").resolve().name == "step-000002"
+    assert "the run stops after this step and saves a checkpoint: two steps are enough" in caplog.text
+
+
 def test_failed_run_leaves_no_thread_behind(fit: Fit) -> None:
     before = set(threading.enumerate())
     with pytest.raises(PluginBrokenError, match="No space left"):

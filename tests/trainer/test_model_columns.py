@@ -80,7 +80,7 @@ def make(tiny_run: Any, tiny_model: Any) -> Iterator[Callable[..., tuple[ModelCo
         config = load_config(tiny_run({"algorithm.old_log_probs": "actor", **changes}))
         groups = start_workers(config, runtime, 4)
         if "critic" in groups:
-            torch.nn.init.normal_(groups["critic"].workers[0]._model.value_head.weight)
+            torch.nn.init.normal_(groups["critic"].workers[0]._backend._model.value_head.weight)
         counted = {role: Counted(each, ROLES[role]) for role, each in groups.items()}
         engines = SimpleNamespace(context=EngineContext(str(tiny_model), max_model_len=64, vocab_size=256))
         roles: Any = SimpleNamespace(**{name: counted.get(name) for name in ROLES}, engines=engines)

@@ -39,15 +39,24 @@ def test_every_prompt_is_rendered_once_before_a_run(
     assert data.longest_prompt == max(len(renderer.encode(text)) for text in rendered)
 
 
+OF_TEXT = "row 0: it has images, but the model of model.path can be shown none: transformers finds no processor"
+
+
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"images": ["a.png"], "prompt": "<image>What is this?"}, "row 0: images is not empty, but prompts can hold"),
+        (
+            {"images": ["a.png"], "prompt": "<image>What is this?"},
+            OF_TEXT,
+        ),
         (
             {"prompt": [{"role": "user", "content": [{"type": "image", "image": "a.png"}]}]},
-            "row 0: a message has a part of type image",
+            OF_TEXT,
         ),
-        ({"image": {"path": "a.png"}, "prompt": "What is this?"}, "row 0: image is not empty"),
+        (
+            {"image": {"path": "a.png"}, "prompt": "What is this?"},
+            OF_TEXT,
+        ),
     ],
 )
 def test_rows_with_images_do_not_train_as_text(

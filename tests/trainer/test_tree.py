@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from agentrl_core.config import load_config
+from agentrl_core.fsdp2 import packed_attention
 from agentrl_core.trainer import Trainer
-from agentrl_core.workers import packed_attention
 from tests.reference.plain_step import row_of
 
 CALL = '<tool_call>\n{"name": "weigh", "arguments": {"x": 0}}\n</tool_call>'

@@ -10,6 +10,7 @@ from agentrl_core.config.schema import (
     AgentConfig,
     AgentLoopSlot,
     AlgorithmConfig,
+    BackendSlot,
     ClusterConfig,
     CriticConfig,
     DataConfig,
@@ -18,6 +19,7 @@ from agentrl_core.config.schema import (
     PolicyLossSlot,
     ResolvedConfig,
     RolloutConfig,
+    TrainerConfig,
 )
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.protocol import DataProto
@@ -51,6 +53,9 @@ def make_config(model_path: str) -> Callable[..., ResolvedConfig]:
         slot = PolicyLossSlot()
         plugin = resolve("policy_loss", slot.name)
         slot.resolved, slot.config = plugin, plugin.spec.config()
+        backend = BackendSlot()
+        backend.resolved = resolve("training_backend", backend.name)
+        backend.config = backend.resolved.spec.config()
         optimizer = OptimizerConfig(lr=1e-3)
         return ResolvedConfig(
             model=ModelConfig(**{"path": model_path, **model}),
@@ -60,6 +65,7 @@ def make_config(model_path: str) -> Callable[..., ResolvedConfig]:
             actor=ActorConfig(**{"optimizer": optimizer, **(actor or {})}),
             critic=CriticConfig(**{"optimizer": optimizer, **(critic or {})}),
             cluster=ClusterConfig(device="cpu"),
+            trainer=TrainerConfig(backend=backend),
         )
 
     return make

@@ -374,7 +374,7 @@ def test_a_full_disk_in_torchs_checkpoint_code_is_a_checkpoint_error(make_actor,
     def full(*args, **kwargs):
         raise CheckpointException("write", {0: (OSError(28, "No space left on device"), None)})
 
-    monkeypatch.setattr("agentrl_core.workers.checkpoints.save", full)
+    monkeypatch.setattr("agentrl_core.fsdp2.checkpoints.save", full)
     with pytest.raises(CheckpointError, match="training: .*No space left on device"):
         make_actor().save_checkpoint(str(tmp_path / "actor"))
 

@@ -21,12 +21,12 @@ from transformers import (
 
 from agentrl_core.api import CheckpointError, ConfigError
 from agentrl_core.config.schema import AdapterConfig, ResolvedConfig
+from agentrl_core.fsdp2.adapters import adapter_tensors, add_adapter, peft_config
+from agentrl_core.fsdp2.model_files import save_merged
+from agentrl_core.fsdp2.models import empty_causal_lm, load_causal_lm
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.workers.actor import ActorWorker
-from agentrl_core.workers.adapters import adapter_tensors, add_adapter, peft_config
 from agentrl_core.workers.critic import CriticWorker
-from agentrl_core.workers.model_files import save_merged
-from agentrl_core.workers.models import empty_causal_lm, load_causal_lm
 
 CLOSE = {"atol": 1e-5, "rtol": 1e-5}
 
@@ -215,7 +215,8 @@ def test_a_critic_trains_its_head_and_its_own_adapter(
         critic.update(batch)
     values = critic.compute_values(batch).batch["values"]
     assert values.abs().max() > 0
-    moved = {name: parameter for name, parameter in critic._model.named_parameters() if parameter.requires_grad}
+    named = critic._backend._model.named_parameters()
+    moved = {name: parameter for name, parameter in named if parameter.requires_grad}
     assert any("value_head" in name for name in moved) and any(".lora_B" in name for name in moved)
     assert any(parameter.any() for name, parameter in moved.items() if ".lora_B" in name)
     critic.save_checkpoint(str(tmp_path))
@@ -337,7 +338,7 @@ def test_a_critic_gets_a_new_adapter_with_the_settings_of_a_stored_one(
 ) -> None:
     _stored(model_path, tmp_path, target_modules=["q_proj"], init_lora_weights=False)
     critic = make_worker(CriticWorker, adapter={"path": str(tmp_path)})
-    adapter = {name: tensor for name, tensor in critic._model.state_dict().items() if ".lora_" in name}
+    adapter = {name: tensor for name, tensor in critic._backend._model.state_dict().items() if ".lora_" in name}
     assert len(adapter) == 4 and all(2 in tensor.shape and ".q_proj." in name for name, tensor in adapter.items())
     assert not any(tensor.any() for name, tensor in adapter.items() if ".lora_B" in name)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -24,14 +24,13 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from agentrl_core.workers import log_probs
+from agentrl_core.fsdp2 import log_probs
+from agentrl_core.fsdp2.log_probs import chunks_logits, response_log_probs, response_logits
+from agentrl_core.fsdp2.models import enable_gradient_checkpointing, training_mode
+from agentrl_core.fsdp2.packed_attention import Packing, is_packing
+from agentrl_core.fsdp2.sharding import compute_in, precision, shard
 from agentrl_core.workers.actor import ActorWorker
-from agentrl_core.workers.data_parallel import DP_AXIS, DataParallel
-from agentrl_core.workers.log_probs import chunks_logits, response_log_probs, response_logits
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, micro_batches
-from agentrl_core.workers.models import enable_gradient_checkpointing, training_mode
-from agentrl_core.workers.packed_attention import Packing, is_packing
-from agentrl_core.workers.sharding import compute_in, precision, shard
 
 VOCAB, TEMPERATURE = 40, 0.7
 CPU = torch.device("cpu")
@@ -183,16 +182,16 @@ def test_float32_weights_that_compute_in_bfloat16(
 
 
 @pytest.fixture
-def one_rank(tmp_path: Path) -> Iterator[DataParallel]:
+def one_rank(tmp_path: Path) -> Iterator[DeviceMesh]:
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    yield DataParallel(0, init_device_mesh("cpu", (1,), mesh_dim_names=(DP_AXIS,)))
+    yield init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("compute_dtype", [None, "bfloat16"])
 @pytest.mark.parametrize("name", ["a tied head", "a head of its own"])
 def test_fsdp_gathers_once_and_sums_what_chunks_add(
-    one_rank: DataParallel, micro: MicroBatch, monkeypatch: pytest.MonkeyPatch, name: str, compute_dtype: Any
+    one_rank: DeviceMesh, micro: MicroBatch, monkeypatch: pytest.MonkeyPatch, name: str, compute_dtype: Any
 ) -> None:
     model = make_model(FAMILIES[name], dtype=torch.float32)
     expected = exact(model)
@@ -319,7 +318,7 @@ def test_an_actor_computes_large_micro_batches_in_chunks(
         monkeypatch.setattr(log_probs, "MOST_LOGITS", most)
         actor = ActorWorker(make_config(algorithm={"entropy_coef": 0.1}), 10)
         actor.init_model()
-        assert actor._in_chunks is (most == 5 * VOCAB)
+        assert actor._backend._in_chunks is (most == 5 * VOCAB)
         batch = make_batch(ROWS)
         batch.meta_info["calculate_entropy"] = True
         batch.union(actor.compute_log_prob(batch))

@@ -71,7 +71,7 @@ def make_actor(make_config: Callable[..., Any], tmp_path: Path) -> Callable[[str
 @pytest.mark.parametrize("family", sorted(PACKED | PADDED))
 def test_log_probs_are_those_of_each_row_alone(make_actor: Any, make_batch: Any, tmp_path: Path, family: str) -> None:
     actor = make_actor(family)
-    assert actor._packing.is_possible is (family in PACKED)
+    assert actor._backend._packing.is_possible is (family in PACKED)
     ours = actor.compute_log_prob(make_batch(ROWS)).batch["old_log_probs"]
     plain = AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="eager").eval()
     for number, (prompt, response, mask) in enumerate(ROWS):

@@ -10,10 +10,10 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from agentrl_core.config.schema import Config
+from agentrl_core.fsdp2 import flops
+from agentrl_core.fsdp2.flops import peak_flops, utilisation
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers import flops
 from agentrl_core.workers.actor import ActorWorker
-from agentrl_core.workers.flops import peak_flops, utilisation
 
 SIZES = {
     "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -84,7 +84,7 @@ def test_the_actors_utilisation_is_the_work_that_torch_counts(
     def on_an_h100(share: Any, took: float) -> dict[str, float]:
         seconds.append(took)
         with monkeypatch.context() as patch:
-            patch.setattr(actor, "_device", torch.device("cuda"))
+            patch.setattr(actor._backend, "_device", torch.device("cuda"))
             patch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H100 80GB HBM3")
             return measured(share, took)
 

@@ -6,9 +6,10 @@ from transformers import AutoModelForCausalLM
 
 from agentrl_core.algorithms import token_log_probs
 from agentrl_core.api import ProtocolError, WorkerError
+from agentrl_core.fsdp2.log_probs import response_log_probs
 from agentrl_core.protocol import DataProto
-from agentrl_core.workers.log_probs import response_log_probs, temperature_of
 from agentrl_core.workers.micro_batching import columns_of, map_micro_batches, micro_batches
+from agentrl_core.workers.update import temperature_of
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,8 @@ def test_equal_a_plain_forward_on_unpadded_sequences(model, rows, make_batch, te
             columns,
             max_tokens,
             torch.device("cpu"),
-            lambda micro: response_log_probs(model, micro, temperature, "value"),
+            lambda micros: [response_log_probs(model, micro, temperature, "value") for micro in micros],
             ("log_probs", "entropys"),
-            "x",
         )
     for row, (prompt, response, mask) in enumerate(rows):
         sampled = torch.tensor(mask).bool()

@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM, FalconConfig, Gemma2Config, Llama
 
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config.schema import ModelConfig
+from agentrl_core.fsdp2.models import empty_causal_lm
 from agentrl_core.workers.actor import ActorWorker
-from agentrl_core.workers.models import empty_causal_lm
 
 VOCAB = 40
 SHAPE: dict[str, Any] = {

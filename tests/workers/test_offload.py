@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from agentrl_core.workers.offload import Offload
+from agentrl_core.fsdp2.offload import Offload
 
 AWAY = torch.device("meta")
 

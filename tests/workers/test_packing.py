@@ -20,12 +20,12 @@ from transformers import (
     Qwen3NextConfig,
 )
 
-from agentrl_core.workers import packed_attention
-from agentrl_core.workers.log_probs import response_log_probs, response_logits
+from agentrl_core.fsdp2 import packed_attention
+from agentrl_core.fsdp2.log_probs import response_log_probs, response_logits
+from agentrl_core.fsdp2.models import enable_gradient_checkpointing, training_mode
+from agentrl_core.fsdp2.packed_attention import PACKED, VARLEN, Packing, is_packing, varlen_attention
+from agentrl_core.fsdp2.packing import VarlenLayout, pack
 from agentrl_core.workers.micro_batching import MicroBatch, columns_of, micro_batches
-from agentrl_core.workers.models import enable_gradient_checkpointing, training_mode
-from agentrl_core.workers.packed_attention import PACKED, VARLEN, Packing, is_packing, varlen_attention
-from agentrl_core.workers.packing import VarlenLayout, pack
 
 VOCAB = 40
 SHAPE: dict[str, Any] = {

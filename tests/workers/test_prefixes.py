@@ -13,8 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, Qwen3Config, Starcoder2Config
 
-from agentrl_core.workers import packed_attention, packing
-from agentrl_core.workers.log_probs import response_log_probs, response_logits
+from agentrl_core.fsdp2 import packed_attention, packing
+from agentrl_core.fsdp2.log_probs import response_log_probs, response_logits
+from agentrl_core.fsdp2.models import enable_gradient_checkpointing, training_mode
+from agentrl_core.fsdp2.packed_attention import VARLEN, Packing
+from agentrl_core.fsdp2.packing import pack
 from agentrl_core.workers.micro_batching import (
     MOST_SHARING,
     MicroBatch,
@@ -23,9 +26,6 @@ from agentrl_core.workers.micro_batching import (
     prefixes_of,
     rank_of_rows,
 )
-from agentrl_core.workers.models import enable_gradient_checkpointing, training_mode
-from agentrl_core.workers.packed_attention import VARLEN, Packing
-from agentrl_core.workers.packing import pack
 from tests.workers.test_packing import PACKABLE, SHAPE, VOCAB, plain_varlen_attn
 
 CPU = torch.device("cpu")

@@ -16,8 +16,8 @@ from agentrl_core.api.errors import WorkerError
 from agentrl_core.config.schema import AdapterConfig
 from agentrl_core.controller import ClassWithInitArgs, LocalRuntime
 from agentrl_core.controller.runtime import Runtime
+from agentrl_core.fsdp2.log_probs import MOST_LOGITS as LOGITS
 from agentrl_core.plugins.official import OFFICIAL
-from agentrl_core.workers.log_probs import MOST_LOGITS as LOGITS
 
 pytestmark = pytest.mark.ray
 
@@ -34,12 +34,11 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
     from torch.distributed.tensor import DTensor
 
     from agentrl_core.controller import Dispatch, register
+    from agentrl_core.fsdp2.model_files import save_model
     from agentrl_core.workers.actor import ActorWorker
     from agentrl_core.workers.critic import CriticWorker
-    from agentrl_core.workers.data_parallel import COLLECTIVE
-    from agentrl_core.workers.model_files import save_model
+    from agentrl_core.workers.ranks import COLLECTIVE
     from agentrl_core.workers.reference import ReferenceWorker
-    from agentrl_core.workers.weights import ModelWeights
 
     class Actor(ActorWorker):
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -49,18 +48,15 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def train_adapter(self, adapter: Any, served: bool = False) -> None:
             """From the start, with this ``model.adapter``, which engines serve or get merged."""
-            from agentrl_core.api import Adapter
-
             self.config.model.adapter = adapter
-            self._adapter = None
-            self.adapter = lambda: Adapter("policy", self._adapter) if served else None
+            type(self)._sends_adapter = property(lambda self: served)
             self.init_model()
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def set_coefficients(self, kl_coef: float, entropy_coef: float, eps: float) -> None:
             self.config.algorithm.kl_coef, self.config.algorithm.entropy_coef = kl_coef, entropy_coef
-            self._ready()
-            for group in self._optimizer._adamw.param_groups:
+            self.init_model()
+            for group in self._backend._optimizer._adamw.param_groups:
                 group["eps"] = eps
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
@@ -71,12 +67,12 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
             plugin = resolve("policy_loss", name)
             self.config.algorithm.loss = PolicyLossSlot(name, plugin.spec.config(**options), resolved=plugin)
             self.config.actor.micro_batch_tokens, self.config.actor.epochs = micro_batch_tokens, epochs
-            self._ready()
+            self.init_model()
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def compute_at_once(self, logits: int) -> None:
             """So many logits at a time, with the model as at the start."""
-            from agentrl_core.workers import log_probs
+            from agentrl_core.fsdp2 import log_probs
 
             log_probs.MOST_LOGITS = logits
             self.init_model()
@@ -108,8 +104,7 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
 
         @register(dispatch_mode=Dispatch.ONE_TO_ALL)
         def bucket_sizes(self, bucket_bytes: int) -> list[tuple[tuple[str, ...], int]]:
-            weights = ModelWeights(self.module)
-            layout, gathered = weights.layout(bucket_bytes), weights.array_buckets(bucket_bytes)
+            layout, gathered = self._backend.weight_layout(bucket_bytes), self._weights.buckets(bucket_bytes)
             return [(each.names, bucket.nbytes) for each, bucket in zip(layout, gathered, strict=True)]
 
         @register(dispatch_mode=COLLECTIVE)
@@ -121,7 +116,7 @@ def roles(config: Any) -> dict[str, ClassWithInitArgs]:
 
             gather, DTensor.full_tensor = DTensor.full_tensor, fail  # type: ignore[method-assign]
             try:
-                return self._weights.write_file()[0] if self.rank == 0 else str(self._weights.write_file())
+                return self._weights.files()[0] if self.rank == 0 else str(self._weights.files())
             finally:
                 DTensor.full_tensor = gather  # type: ignore[method-assign]
 

@@ -1,6 +1,8 @@
 """A model's weights on their way out."""
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -8,7 +10,9 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl_core.api import ArrayBucket, EngineError
-from agentrl_core.workers.weights import ModelWeights
+from agentrl_core.api.training_backend import TrainingContext
+from agentrl_core.fsdp2.weights import ModelWeights
+from agentrl_core.workers.outgoing import OutgoingWeights
 
 
 class Tied(torch.nn.Module):
@@ -63,6 +67,14 @@ def restored(buckets: list[ArrayBucket]) -> dict[str, torch.Tensor]:
     }
 
 
+def sent(weights: ModelWeights, bucket_bytes: int) -> list[ArrayBucket]:
+    """As engines get them."""
+    backend: Any = SimpleNamespace(
+        weights=weights.buckets, context=TrainingContext("actor", "tokens", True, "", "", 0, 0)
+    )
+    return list(OutgoingWeights(backend).buckets(bucket_bytes))
+
+
 @pytest.mark.parametrize("bucket_bytes", [0, 4000, 2**20])
 def test_a_mixture_of_experts_leaves_as_its_checkpoint_has_it(
     experts: Qwen3MoeForCausalLM, tmp_path: Path, bucket_bytes: int
@@ -76,7 +88,7 @@ def test_a_mixture_of_experts_leaves_as_its_checkpoint_has_it(
         experts.save_pretrained(tmp_path)
         expected = load_file(tmp_path / "model.safetensors")
         assert "model.layers.1.mlp.experts.3.gate_proj.weight" in expected
-        buckets = list(weights.array_buckets(bucket_bytes))
+        buckets = sent(weights, bucket_bytes)
         layout = weights.layout(bucket_bytes)
         for found in (restored(buckets), load_file(weights.write_file()[0])):
             assert found.keys() == expected.keys()
@@ -95,18 +107,18 @@ def test_weights_leave_in_the_data_type_of_the_engines(experts: Qwen3MoeForCausa
     type(experts)._keep_in_fp32_modules_strict, before = ["input_layernorm"], type(experts)._keep_in_fp32_modules_strict
     try:
         experts._keep_in_fp32_modules_strict = {"input_layernorm"}
-        stored = restored(list(ModelWeights(experts).array_buckets(2**20)))
+        stored = restored(sent(ModelWeights(experts), 2**20))
         weights = ModelWeights(experts, dtype)
     finally:
         type(experts)._keep_in_fp32_modules_strict = before
     expected = {name: tensor if "input_layernorm" in name else tensor.to(dtype) for name, tensor in stored.items()}
     assert {tensor.dtype for tensor in expected.values()} == {torch.float32, dtype}
-    for found in (restored(list(weights.array_buckets(2000))), load_file(weights.write_file()[0])):
+    for found in (restored(sent(weights, 2000)), load_file(weights.write_file()[0])):
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) and found[name].dtype == tensor.dtype
                    for name, tensor in expected.items())  # fmt: skip
     sizes = [bucket.nbytes for bucket in weights.layout(2**20)]
-    assert sizes == [bucket.nbytes for bucket in weights.array_buckets(2**20)]
+    assert sizes == [bucket.nbytes for bucket in sent(weights, 2**20)]
     weights.close()
 
 

@@ -461,7 +461,7 @@ def test_anthropics_client_gets_its_own_errors() -> None:
     async def body(client: AsyncOpenAI, _: Conversation) -> Any:
         found: list[Any] = []
         agent = claude(client)
-        for changes in ({"model": "other"}, {"messages": [{"role": "user", "content": [{"type": "image"}]}]}):
+        for changes in ({"model": "other"}, {"messages": [{"role": "user", "content": [{"type": "document"}]}]}):
             request: Any = {"model": MODEL_NAME, "max_tokens": 5, "messages": [USER], **changes}
             try:
                 await agent.messages.create(**request)
@@ -475,7 +475,7 @@ def test_anthropics_client_gets_its_own_errors() -> None:
     (model, image), _ = serve(body)
     assert model[:2] == ("NotFoundError", "not_found_error") and "there is 'policy'" in model[2]
     assert image[:2] == ("BadRequestError", "invalid_request_error")
-    assert "messages[0]: blocks of type 'image' are not supported" in image[2]
+    assert "messages[0]: blocks of type 'document' are not supported" in image[2]
 
 
 @pytest.mark.parametrize("path", ["chat/completions", "responses", "messages"])

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.main import app
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.serving import replica_changes
+from agentrl_testing.tiny_vision import save_tiny_vision_model
 from tests.conftest import tiny_model, tiny_run
 
 __all__ = ["tiny_model", "tiny_run"]
@@ -59,6 +61,15 @@ def test_bench_measures_the_engine_of_the_file(tiny_run: Any) -> None:
     assert figures["memory_bytes"] > 100 << 20
 
 
+def test_bench_takes_the_texts_of_rows_with_images(tiny_run: Any, tmp_path: Path) -> None:
+    rows = [{**row, "prompt": "<image>what?", "images": ["red.png"]} for row in tiny_run.rows(4)]
+    Image.new("RGB", (28, 28), "red").save(tiny_run.folder / "red.png")
+    model = save_tiny_vision_model(tmp_path / "vision")
+    result = agentrl("engines", "bench", tiny_run({"model.path": model}, rows), "--requests", 2, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["hf"]["gap_max"] < 1e-3
+
+
 def test_bench_goes_on_after_an_engine_that_fails(tiny_run: Any) -> None:
     path = tiny_run()
     result = agentrl("engines", "bench", path, "--engine", "sglang=/no/python", "--engine", "hf", "--requests", 1)
@@ -87,3 +98,19 @@ def test_replicas_of_a_run_are_changed_and_its_answer_is_printed(
 def test_a_directory_without_a_run_has_no_replicas(tmp_path: Path) -> None:
     result = agentrl("engines", "drain", tmp_path, 0)
     assert result.exit_code == 1 and "holds no run. Give the directory of a run" in result.output
+
+
+def test_setup_of_a_training_backend_installs_every_plugin() -> None:
+    result = agentrl("backends", "setup", "megatron", "--dry-run", "--path", "/env", "--find-links", "d")
+    assert result.exit_code == 0, result.output
+    make, install, plugins = result.output.splitlines()
+    assert make.endswith("/env")
+    assert "[train]" in install and "environment.txt --find-links=d " in install
+    assert install.endswith("'megatron-core>=0.16,<0.17'")
+    assert "--no-deps --find-links=d " in plugins and "agentrl-algorithms" in plugins and "agentrl-core" not in plugins
+
+
+def test_setup_of_a_training_backend_that_needs_no_environment() -> None:
+    result = agentrl("backends", "setup", "fsdp2")
+    assert result.exit_code == 2
+    assert "training backend 'fsdp2' runs in the trainer's own environment" in result.output

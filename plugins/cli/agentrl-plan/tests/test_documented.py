@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from agentrl_core.workers.log_probs import MOST_LOGITS
+from agentrl_core.fsdp2.log_probs import MOST_LOGITS
 from agentrl_plan.devices import DEVICES, GIB
 from agentrl_plan.prediction import predict
 from benchmarks._plan_documented import MODELS, PAGE, ROWS, Documented, config_in, line_of, prediction_of

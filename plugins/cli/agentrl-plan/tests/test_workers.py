@@ -9,13 +9,23 @@ import torch.distributed as dist
 
 from agentrl_core.api.errors import SimulationError
 from agentrl_core.config import ResolvedConfig
-from agentrl_core.workers import actor, log_probs
+from agentrl_core.fsdp2 import backend, log_probs
 from agentrl_plan.batches import MICRO_BATCHES
 from agentrl_plan.ledger import GATHERED, GRADIENTS, MOMENTS, WEIGHTS
 from agentrl_plan.workers import simulate
 
 MakeConfig = Callable[..., ResolvedConfig]
 FEW_TOKENS = ("data.max_prompt_length=8", "rollout.max_response_length=16", "actor.micro_batch_tokens=64")
+
+
+def test_a_mesh_that_no_simulation_has_is_said(make_config: MakeConfig) -> None:
+    with pytest.raises(SimulationError, match=r"trainer\.backend\.config: tensor_parallel=2 cannot be simulated"):
+        simulate(make_config("trainer.backend.config.tensor_parallel=2"), ranks=4)
+
+
+def test_other_backends_are_refused_by_name(make_config: MakeConfig) -> None:
+    with pytest.raises(SimulationError, match=r"trainer\.backend\.name: tinker cannot be simulated; only fsdp2 can"):
+        simulate(make_config("trainer.backend.name=tinker"))
 
 
 def test_weights_gradients_and_moments_are_those_of_the_parameters(make_config: MakeConfig) -> None:
@@ -97,7 +107,7 @@ def test_a_tensor_of_the_host_among_those_of_the_gpu_is_an_error(
         result = log_probs.response_log_probs(*args, **kwargs)
         return (result[0] + torch.ones(result[0].shape), *result[1:])
 
-    monkeypatch.setattr(actor, "response_log_probs", planted)
+    monkeypatch.setattr(backend, "response_log_probs", planted)
     with pytest.raises(SimulationError, match="same device"):
         simulate(make_config(), ranks=ranks)
 
@@ -116,7 +126,7 @@ def test_a_value_that_only_data_has_is_an_error_that_names_the_operation(
         result = log_probs.response_log_probs(*args, **kwargs)
         return (read(result[0]), *result[1:])
 
-    monkeypatch.setattr(actor, "response_log_probs", planted)
+    monkeypatch.setattr(backend, "response_log_probs", planted)
     with pytest.raises(SimulationError, match=message):
         simulate(make_config())
 

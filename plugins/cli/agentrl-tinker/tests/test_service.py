@@ -432,8 +432,8 @@ REFUSED: list[tuple[str, dict[str, Any], str]] = [
         ("asample", {"prompt": {"chunks": []}}, "the prompt is empty"),
         ("asample", {"prompt": {"chunks": [{"type": "encoded_text", "tokens": [9999]}]}}, "outside the vocabulary"),
         ("asample", {"prompt_logprobs_last_n": 2}, "needs prompt_logprobs"),
+        ("save_weights_external", {"path": "x", "age_encryption_recipients": ["age1x"]}, "does not encrypt the files"),
         ("copy_weights", {}, "a checkpoint stays where it was saved"),
-        ("save_weights_external", {}, "save_weights_for_sampler saves adapters"),
         ("create_custom_loss", {}, "custom losses run in the client"),
         ("training_runs/x/checkpoints/weights/y/publish", {}, "no public checkpoints"),
         ("something", {}, "this server has no POST /api/v1/something"),
@@ -455,7 +455,9 @@ def test_what_the_server_does_not_do_is_refused_in_a_sentence(serve: Serve) -> N
             },
         }  # fmt: skip
         for path, body, message in REFUSED:
-            ordered = path in ("optim_step", "save_weights", "save_weights_for_sampler", "load_weights")
+            ordered = path in (
+                "optim_step", "save_weights", "save_weights_for_sampler", "save_weights_external", "load_weights",
+            )  # fmt: skip
             numbers = {"model_id": model.model_id, "seq_id": model.next()} if ordered else {}
             with pytest.raises(Refusal, match=message):
                 await server.one.post(path, {**valid.get(path, numbers), **body})
@@ -466,7 +468,6 @@ def test_what_the_server_does_not_do_is_refused_in_a_sentence(serve: Serve) -> N
 
 
 ELSEWHERE = [
-    ("GET", "training_runs/r/checkpoints/weights/a/external_weights_urls", "in PEFT's form below"),
     ("PUT", "training_runs/r/checkpoints/weights/a/ttl", "is set when it is saved"),
     ("POST", "training_runs/r/checkpoints/weights/a/publish", "no public checkpoints"),
     ("GET", "sessions", "does not list sessions"),

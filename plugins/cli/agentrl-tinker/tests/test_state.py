@@ -248,3 +248,31 @@ def test_another_server_goes_on_where_a_killed_one_saved_its_state(model: str, t
         process.kill()
         process.wait()
     serve(lambda server: after(server, *found))
+
+
+def test_the_files_of_an_external_checkpoint_can_be_downloaded_for_a_while(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As PEFT reads them, without a key, by those who know the address."""
+
+    async def scenario(server: Any) -> None:
+        model = await Model.create(server.one, server.model, await server.one.session())
+        await learn(model)
+        found = await model._ordered("save_weights_external", path="files")
+        run, _, name = found["path"].removeprefix("tinker://").split("/")
+        address = f"training_runs/{run}/checkpoints/external_weights/{name}/external_weights_urls"
+        with pytest.raises(Refusal, match="no checkpoint"):
+            await server.two.get(address)
+        urls = (await server.one.get(address))["urls"]
+        assert sorted(urls) == ["adapter_config.json", "adapter_model.safetensors"]
+        contents = {file: (await server.http.get(url)).content for file, url in urls.items()}
+        assert json.loads(contents["adapter_config.json"])["r"] == 8
+        assert len(contents["adapter_model.safetensors"]) < found["size_bytes"]
+        url = urls["adapter_config.json"]
+        for wrong in (url.replace("adapter_config", "optimizer"), url.replace("downloads/", "downloads/x")):
+            assert (await server.http.get(wrong)).status_code == 404
+        now = time.time()
+        monkeypatch.setattr(time, "time", lambda: now + 3601)
+        assert (await server.http.get(url)).status_code == 404
+
+    serve(scenario)

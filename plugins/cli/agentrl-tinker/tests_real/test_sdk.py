@@ -5,6 +5,7 @@ In the environment of ``make tinker-env``; the server runs in the environment of
 
 import asyncio
 import math
+import urllib.request
 from typing import Any
 
 import numpy as np
@@ -179,6 +180,11 @@ def test_state_is_saved_and_loaded(service: Any, training: Any, server: Any) -> 
     rest = tinker.RestClient(base_url=server.url, api_key="tml-one")
     info = rest.get_weights_info_by_tinker_path(path).result(timeout=60)
     assert (info.base_model, info.lora_rank, info.train_mlp) == (server.model, 8, True)
+    external = training.save_weights_external("files").result(timeout=60).path
+    urls = rest.get_external_weights_urls(external).result(timeout=60).urls
+    assert sorted(urls) == ["adapter_config.json", "adapter_model.safetensors"]
+    assert b'"r": 8' in urllib.request.urlopen(urls["adapter_config.json"], timeout=60).read()
+    rest.delete_checkpoint_from_tinker_path(external).result(timeout=60)
     run = rest.get_training_run(training.model_id).result(timeout=60)
     assert run.last_checkpoint.tinker_path == path and run.lora_rank == 8
     (checkpoint,) = rest.list_checkpoints(training.model_id).result(timeout=60).checkpoints
@@ -208,8 +214,8 @@ def test_what_is_refused_raises_with_the_sentence_and_the_client_goes_on(
         training.forward_backward([wide], "cross_entropy").result(timeout=60)
     with pytest.raises(tinker.BadRequestError, match="optimizer adamw alone"):
         training.optim_step(types.DimuonParams(learning_rate=0.1)).result(timeout=60)
-    with pytest.raises(tinker.BadRequestError, match="saves adapters in PEFT's format"):
-        training.save_weights_external("x").result(timeout=60)
+    with pytest.raises(tinker.BadRequestError, match="does not encrypt"):
+        training.save_weights_external("x", age_encryption_recipients=["age1x"]).result(timeout=60)
     with pytest.raises(tinker.BadRequestError, match="this server has"):
         service.create_lora_training_client(base_model="another").result(timeout=60)
     recorded = service.create_sampling_client(base_model=server.model, record_stability_info=True).result(timeout=60)

@@ -212,21 +212,29 @@ def test_turns_of_the_user_bound_those_of_the_policy(checkout: Path) -> None:
     assert result.tree["rollout"]["agent"]["loops"][0]["config"]["max_assistant_turns"] == 2
 
 
-@pytest.mark.parametrize(
-    "sign",
-    [
+def test_images_are_converted(checkout: Path) -> None:
+    result = converted(
+        checkout,
         "data.image_key=pictures",
         "actor_rollout_ref.model.path=Qwen/Qwen2.5-VL-7B",
         "data.return_multi_modal_inputs=True",
-    ],
-)
-def test_images_have_no_counterpart(checkout: Path, sign: str) -> None:
-    assert "no counterpart: agentrl trains on text" in converted(checkout, sign).incomplete["images"]
+        "actor_rollout_ref.actor.freeze_vision_tower=True",
+        "actor_rollout_ref.rollout.limit_images=4",
+    )
+    assert not result.incomplete and not result.missing
+    assert result.tree["data"]["dataset"]["config"]["image_key"] == "pictures"
+    assert result.tree["model"]["freeze"] == ["vision"] and result.tree["model"]["images"] == {"max_count": 4}
+    plain = converted(checkout, "data.image_key=images", "actor_rollout_ref.rollout.limit_images=null")
+    assert not {"freeze", "images"} & plain.tree["model"].keys()
+    assert "image_key" not in plain.tree["data"].get("dataset", {}).get("config", {})
 
 
-def test_models_of_text_are_no_models_of_images(checkout: Path) -> None:
-    for model in ("Qwen/Qwen3-8B", "org/evl2-8B", "deepseek-ai/DeepSeek-V3", "vllm-models/m", "zai-org/GLM-4.5-Air"):
-        assert "images" not in converted(checkout, f"actor_rollout_ref.model.path={model}").incomplete
+@pytest.mark.parametrize("key", ["data.video_key", "data.audio_key"])
+def test_videos_and_audio_have_no_counterpart(checkout: Path, key: str) -> None:
+    result = converted(checkout, f"{key}=clips")
+    assert "no counterpart: agentrl has images, and no videos or audio" in result.incomplete["videos"]
+    assert key in result.incomplete["videos"] and key in result.missing
+    assert "videos" not in converted(checkout, f"{key}=null").incomplete
 
 
 @pytest.mark.parametrize("argument", ["--config-name=other", "--config-name=$WHICH", "-cn other"])
@@ -316,14 +324,14 @@ def test_the_table_of_scripts(checkout: Path) -> None:
     """`benchmarks/verl_scripts.py`, which makes the table of the docs from a checkout of verl."""
     script(checkout, tool_config("check"), name="a.sh")
     script(checkout, tool_config("search"), name="b.sh")
-    script(checkout, "data.image_key=images", name="c.sh")
+    script(checkout, "data.video_key=videos", name="c.sh")
     (checkout / "examples/plain.sh").write_text("python3 -m verl.trainer.main_ppo data.seed=1\n")
     command = [sys.executable, str(ROOT / "benchmarks/verl_scripts.py"), str(checkout), "examples"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout.splitlines()[2:] == [
         "| `examples/turns/a.sh` | to decide | port `Check` |",
         "| `examples/turns/b.sh` | converted | `remote_search` |",
-        "| `examples/turns/c.sh` | no counterpart | images |",
+        "| `examples/turns/c.sh` | no counterpart | videos |",
     ]
 
 

@@ -1,3 +1,4 @@
+import io
 import json
 import re
 from pathlib import Path
@@ -6,8 +7,10 @@ from typing import Any
 import datasets
 import fsspec
 import pytest
+from PIL import Image
 
 from agentrl_core.api import DataError, DatasetContext
+from agentrl_core.engine_kit.images import read_image
 from agentrl_dataset_prompts.config import PromptsConfig
 from agentrl_dataset_prompts.prompts import PromptsFromFiles
 from agentrl_testing.loops import WordRenderer
@@ -197,3 +200,78 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             load(file)
+
+
+def png(color: str) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (28, 56), color).save(file, "PNG")
+    return file.getvalue()
+
+
+def colors(values: Any, folder: Path) -> list[str]:
+    """Of images, as a run reads them."""
+    known = {read_image(png(color)).name: color for color in ("red", "blue")}
+    return [known[read_image(value, folders=[folder]).name] for value in values]
+
+
+VERL: list[dict[str, Any]] = [
+    {
+        "data_source": "geo",
+        "prompt": [{"role": "user", "content": "<image><image>Which is larger?"}],
+        "reward_model": {"ground_truth": "1", "style": "rule"},
+        "images": [png("red"), png("blue")],
+    }
+]
+
+
+@pytest.mark.parametrize("form", ["bytes", "datasets", "one", "verl's key"])
+def test_images_of_parquet_are_not_decoded_when_rows_are_read(
+    tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (row,) = VERL
+    key = "pictures" if form == "verl's key" else "image" if form == "one" else "images"
+    images: Any = [{"bytes": each, "path": None} for each in row["images"]]
+    feature: Any = datasets.List(datasets.Image())
+    if form == "one":
+        row, images, feature = {**row, "prompt": [{"role": "user", "content": "What?"}]}, images[0], datasets.Image()
+    table = datasets.Dataset.from_list([{**{k: v for k, v in row.items() if k != "images"}, key: images}])
+    if form != "bytes":
+        table = table.cast_column(key, feature)
+    table.to_parquet(str(tmp_path / "rows.parquet"))
+    dataset = load(tmp_path / "rows.parquet", image_key="pictures" if form == "verl's key" else "images")
+    with monkeypatch.context() as undecoded:
+        undecoded.setattr(datasets.Image, "decode_example", None)
+        read = dataset[0]
+    if form == "one":
+        assert colors([read["image"]], tmp_path) == ["red"]
+    else:
+        assert colors(read["images"], tmp_path) == ["red", "blue"]
+
+
+def test_images_within_messages_are_not_decoded_either(tmp_path: Path) -> None:
+    part = {"type": datasets.Value("string"), "text": datasets.Value("string"), "image": datasets.Image()}
+    content = [{"type": "text", "text": "What?"}, {"type": "image", "image": {"bytes": png("blue"), "path": None}}]
+    features = datasets.Features(
+        {"prompt": datasets.List({"role": datasets.Value("string"), "content": datasets.List(part)})}
+    )
+    rows = [{"prompt": [{"role": "user", "content": content}]}]
+    datasets.Dataset.from_list(rows, features=features).to_parquet(str(tmp_path / "rows.parquet"))
+    dataset = load(tmp_path / "rows.parquet", require_ground_truth=False)
+    text, image = dataset[0]["raw_prompt"][0]["content"]
+    assert text == {"type": "text", "text": "What?"} and colors([image["image"]], tmp_path) == ["blue"]
+
+
+def test_json_lines_name_images_by_paths_next_to_them(tmp_path: Path) -> None:
+    (tmp_path / "charts").mkdir()
+    (tmp_path / "charts" / "1.png").write_bytes(png("red"))
+    row = {"prompt": "See <image> here", "images": ["charts/1.png"], "reward_model": {"ground_truth": "1"}}
+    dataset = load(write(tmp_path / "rows.jsonl", [row]))
+    assert dataset[0]["images"] == ["charts/1.png"]
+    assert colors(dataset[0]["images"], tmp_path) == ["red"]
+
+
+def test_few_rows_with_images_are_read_ahead(tmp_path: Path) -> None:
+    """A row may have megabytes of them."""
+    rows = [{**VERL[0], "images": [{"bytes": b"x"}]} for _ in range(40)]
+    dataset = load(write(tmp_path / "rows.parquet", rows))
+    assert dataset[0]["images"] == [{"bytes": b"x"}] and len(dataset._ahead) == 16

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from agentrl_core.api.engine import EngineContext, PolicySpan, SamplingParams
+from agentrl_core.api.engine import EngineContext, MultiModal, PolicySpan, SamplingParams
 from agentrl_core.api.errors import EngineError
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.engine import HFEngine
@@ -270,8 +270,8 @@ def test_a_bad_request_is_refused_and_harms_nobody(model, serve, prompt, params,
 def test_images_are_refused(model, serve) -> None:
     async def main():
         async with serve(model) as engine:
-            with pytest.raises(ValueError, match="text only, found images"):
-                await engine.generate([1], SamplingParams(1), "r", {"images": [b""]})
+            with pytest.raises(ValueError, match="the prompt has 1 images; this engine takes text alone"):
+                await engine.generate([1], SamplingParams(1), "r", MultiModal(("name",), [1]))
 
     asyncio.run(main())
 

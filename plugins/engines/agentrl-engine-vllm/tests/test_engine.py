@@ -7,7 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl_core.api import ArrayBucket, PolicySpan, SamplingParams, TokenOutput, WeightUpdate, map_safetensors
+from agentrl_core.api import (
+    ArrayBucket,
+    MultiModal,
+    PolicySpan,
+    SamplingParams,
+    TokenOutput,
+    WeightUpdate,
+    map_safetensors,
+)
 from agentrl_core.api.errors import EngineError
 
 # Of the engines that conftest.py makes.
@@ -72,8 +80,8 @@ def test_bad_requests_never_reach_vllm(serve, run) -> None:
             for prompt, params, message in cases:
                 with pytest.raises(ValueError, match=message):
                     await engine.generate(prompt, params, "r")
-            with pytest.raises(ValueError, match="text only, found image"):
-                await engine.generate([1], SamplingParams(1), "r", {"image": b""})
+            with pytest.raises(ValueError, match="the prompt has 1 images; this engine takes text alone"):
+                await engine.generate([1], SamplingParams(1), "r", MultiModal(("name",), [1]))
             assert not last().params
             return await engine.generate([1] * 90, SamplingParams(50), "r")
 

@@ -21,7 +21,7 @@ def test_vllm_gets_what_the_context_and_the_options_say(serve, run, stand_in) ->
 
     async def main() -> None:
         async with serve(mem_fraction=0.5, engine_args={"block_size": 16}, env={"ODD": "1"}):
-            assert AsyncLLM.last.calls == [("agentrl_score_whole_distribution",)]
+            assert AsyncLLM.last.calls == [("agentrl_score_whole_distribution", [])]
             assert AsyncLLM.last.version == "0"
             assert os.environ["ODD"] == "1"
             assert os.environ["VLLM_USE_V2_MODEL_RUNNER"] == "0"
@@ -108,7 +108,7 @@ def test_bad_models_are_named(make_engine, run, tmp_path) -> None:
 def test_a_start_that_fails_leaves_nothing(make_engine, run, stand_in) -> None:
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    async def refuse(self: AsyncLLM, name: str) -> None:
+    async def refuse(self: AsyncLLM, name: str, args: tuple[list[int], ...]) -> None:
         raise RuntimeError("samples elsewhere")
 
     AsyncLLM.collective_rpc = refuse

@@ -1,14 +1,19 @@
 """With classes that have OpenEnv's interface: the package itself does not fit into the tested set of versions."""
 
+import base64
+import io
 import random
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 from pydantic import BaseModel, Field
 
 from agentrl_core.api import ConfigError, EnvironmentContext
+from agentrl_core.engine_kit.images import read_image
 from agentrl_env_openenv.config import OpenEnvConfig
-from agentrl_env_openenv.environment import OpenEnv
+from agentrl_env_openenv.environment import OpenEnv, _mcp_parts
 from agentrl_env_openenv.plugin import ENVIRONMENT
 from agentrl_testing.contracts import EnvironmentCase, EnvironmentContract
 from agentrl_testing.contracts.case import run
@@ -59,19 +64,51 @@ class AsyncNumbers(Numbers):
         return super().step(action)
 
 
+class Click(BaseModel):
+    x: int
+
+
+class Screen(BaseModel):
+    model_config = {"arbitrary_types_allowed": True}
+    done: bool = False
+    reward: float | None = None
+    metadata: dict[str, Any] = Field(default_factory=dict)
+    text: str
+    screenshot: Any = None
+
+
+class Screens:
+    """Each observation shows its image in another form."""
+
+    def reset(self, seed: int | None = None, **kwargs: Any) -> Screen:
+        return Screen(text="Click.", screenshot=[[[255, 0, 0]] * 4] * 3)
+
+    def step(self, action: Click, **kwargs: Any) -> Screen:
+        file = io.BytesIO()
+        RED.save(file, "PNG")
+        encoded = base64.b64encode(file.getvalue()).decode()
+        forms = [RED, np.asarray(RED), encoded, [f"data:image/png;base64,{encoded}", encoded], None, [[0.5]]]
+        return Screen(text="ok", screenshot=forms[action.x], done=action.x == 4)
+
+
+RED = Image.new("RGB", (4, 3), "red")
+
+
 @pytest.fixture(autouse=True)
 def worlds(monkeypatch: pytest.MonkeyPatch) -> None:
     import sys
     from types import ModuleType
 
     module = ModuleType(HERE)
-    module.__dict__.update(Numbers=Numbers, AsyncNumbers=AsyncNumbers, Guess=Guess, Hint=Hint)
+    module.__dict__.update(
+        Screens=Screens, Click=Click, Numbers=Numbers, AsyncNumbers=AsyncNumbers, Guess=Guess, Hint=Hint
+    )
     monkeypatch.setitem(sys.modules, HERE, module)
 
 
 def made(**options: Any) -> OpenEnv:
     config = OpenEnvConfig(**{"environment": f"{HERE}:Numbers", **options})
-    return OpenEnv(config, EnvironmentContext("openenv"))
+    return OpenEnv(config, EnvironmentContext("openenv", shows_images=True))
 
 
 def secret(seed: int) -> str:
@@ -143,3 +180,50 @@ def test_classes_that_do_not_fit_are_refused(options: dict[str, Any], message: s
 def test_an_unknown_field_of_the_observation_says_which_there_are() -> None:
     with pytest.raises(ValueError, match="no field board; .* choose from text"):
         run(made(observation=["board"]).open({"extra_info": {}}, 1))
+
+
+def shown(content: Any) -> list[str]:
+    """Texts, and for each image its size."""
+    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    return [part["text"] if part["type"] == "text" else read_image(part["image"]).name[33:] for part in parts]
+
+
+def test_observations_show_images() -> None:
+    async def main() -> None:
+        environment = made(environment=f"{HERE}:Screens", images=["screenshot"], prompt="Play.")
+        episode = await environment.open({"extra_info": {}}, 1)
+        assert shown(episode.messages[0]["content"]) == ["Play.\n\nClick.", "4x3.png"]
+        for number, images in enumerate([1, 1, 1, 2]):
+            result = await episode.call("act", {"x": number})
+            assert shown(result.response.content) == ["ok", *["4x3.png"] * images] and result.response.text == "ok"
+        with pytest.raises(ValueError, match="pixels of the shape"):
+            await episode.call("act", {"x": 5})
+        result = await episode.call("act", {"x": 4})
+        assert (result.response.content, result.done) == ("ok", True)
+
+    run(main())
+
+
+def test_a_turn_in_text_is_answered_with_images() -> None:
+    async def main() -> None:
+        environment = made(environment=f"{HERE}:Screens", images=["screenshot"], text_field="x")
+        episode = await environment.open({"extra_info": {}}, 1)
+        turn = await episode.reply([{"role": "assistant", "content": "3"}])
+        assert shown(turn.content) == ["ok", "4x3.png", "4x3.png"]
+
+    run(main())
+
+
+def test_an_unknown_field_of_images_says_which_there_are() -> None:
+    with pytest.raises(ValueError, match="no field frame; in the option images, choose from text"):
+        run(made(images=["frame"]).open({"extra_info": {}}, 1))
+
+
+def test_images_of_an_mcp_tool_stand_in_their_places() -> None:
+    blocks = [
+        {"type": "text", "text": "a"},
+        {"type": "text", "text": "b"},
+        {"type": "image", "data": "AAAA", "mimeType": "image/png"},
+        {"type": "text", "text": "c"},
+    ]
+    assert _mcp_parts({"result": {"content": blocks}}) == ["a\nb", {"type": "image", "image": "AAAA"}, "c"]

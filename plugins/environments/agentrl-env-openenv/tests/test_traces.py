@@ -233,3 +233,10 @@ def test_the_package_itself_reads_and_writes_these_files(convert: Callable[..., 
     written, dumped = convert("write", [TWO_TURNS]), tmp_path / "dumped.jsonl"
     subprocess.run([str(REAL), "-c", CHECK, written, dumped], check=True, timeout=300)
     assert lines(convert("read", lines(dumped))) == lines(convert("read", lines(written)))
+
+
+@pytest.mark.parametrize("record", [TWO_TURNS, TREE], ids=["rows", "tree"])
+def test_trajectories_with_images_are_no_traces(record: Any, convert: Callable[..., Path]) -> None:
+    image = {"type": "image", "image": "0" * 32 + "-4x3.png"}
+    text = json.dumps(record).replace(json.dumps(ASKED["content"]), json.dumps([image]))
+    convert("write", [json.loads(text)], "shows images, which a TrainingTrace cannot hold", code=1)

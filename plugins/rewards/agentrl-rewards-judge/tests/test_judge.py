@@ -73,6 +73,17 @@ def test_nonsense_is_asked_again_and_not_greedily() -> None:
     assert {each["max_tokens"] for each in engine.asked} == {9}
 
 
+def test_a_judge_reads_that_there_is_an_image() -> None:
+    content = [{"type": "text", "text": "what is"}, {"type": "image", "image": "0" * 32 + "-4x3.png"}]
+    engine = Says("1")
+    function = Judge(
+        JudgeConfig(engine="judge", template="{question}|{conversation}"),
+        RewardFunctionContext("judge", Engines({"judge": engine})),
+    )
+    asyncio.run(function(RewardTrajectory([{"role": "user", "content": content}], "", "", "")))
+    assert engine.asked[0]["messages"][-1]["content"] == "what is<image>|user: what is<image>"
+
+
 def test_the_template_is_filled_once_and_other_braces_stay() -> None:
     engine = Says("1")
     judge(engine, template='{question}|{answer}|{ground_truth}|{"score": 1}|{conversation}')

@@ -61,6 +61,13 @@ def test_a_batch_scores_what_each_conversation_scores_alone(
     assert [each.score for each in scored(function, CONVERSATIONS)] == pytest.approx(expected, abs=1e-5)
 
 
+def test_a_model_of_text_reads_that_there_is_an_image(reward_model: Path) -> None:
+    shown = [{"type": "text", "text": "see "}, {"type": "image", "image": "0" * 32 + "-4x3.png"}]
+    answer = {"role": "assistant", "content": "four"}
+    found = scored(make(reward_model), [[{"role": "user", "content": each}, answer] for each in (shown, "see <image>")])
+    assert found[0].score == found[1].score
+
+
 def test_nobody_waits_longer_than_those_that_came_before(reward_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a long conversation waits, short ones keep coming: it is the second to be computed, not the last."""
     function, order, gone_on = make(reward_model, batch_size=1), [], []

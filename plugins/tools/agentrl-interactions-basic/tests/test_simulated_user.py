@@ -5,7 +5,7 @@ import pytest
 
 from agentrl_core.api import ConfigError, Engines, InteractionContext, InteractionTurn
 from agentrl_interactions_basic.config import SimulatedUserConfig
-from agentrl_interactions_basic.simulated_user import SimulatedUser
+from agentrl_interactions_basic.simulated_user import SimulatedUser, _from_the_other_side
 
 CONVERSATION = [
     {"role": "system", "content": "You work for an airline."},
@@ -57,6 +57,15 @@ def test_the_model_reads_its_instructions_and_the_conversation_from_the_other_si
             "max_tokens": 9,
         }
     ]
+
+
+def test_the_user_reads_that_there_is_an_image() -> None:
+    image = {"type": "image", "image": "0" * 32 + "-4x3.png"}
+    told = [
+        {"role": "assistant", "content": "Look."},
+        {"role": "user", "content": [{"type": "text", "text": "At"}, image]},
+    ]
+    assert [each["content"] for each in _from_the_other_side(told)] == ["Look.", "At<image>"]
 
 
 def test_the_user_ends_the_conversation() -> None:

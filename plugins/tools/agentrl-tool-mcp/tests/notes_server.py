@@ -1,10 +1,14 @@
 """An MCP server for the tests: over stdio, or with a port over HTTP."""
 
+import base64
+import io
 import os
 import sys
 
 from mcp.server.mcpserver import MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
+from mcp_types import AudioContent, ImageContent, TextContent
+from PIL import Image
 
 server = MCPServer("notes")
 kept: list[str] = []
@@ -45,6 +49,21 @@ def process() -> str:
 def long(size: int) -> str:
     """A long text."""
     return "x" * size
+
+
+@server.tool()
+def picture(broken: bool = False) -> list[TextContent | ImageContent | AudioContent]:
+    """Shows a note with its picture."""
+    file = io.BytesIO()
+    Image.new("RGB", (4, 3), "red").save(file, "PNG")
+    data = base64.b64encode(b"nonsense" if broken else file.getvalue()).decode()
+    return [
+        TextContent(type="text", text="the note:"),
+        TextContent(type="text", text="milk"),
+        ImageContent(type="image", data=data, mime_type="image/png"),
+        AudioContent(type="audio", data=data, mime_type="audio/wav"),
+        TextContent(type="text", text="that is all"),
+    ]
 
 
 @server.tool(name="notes.change")

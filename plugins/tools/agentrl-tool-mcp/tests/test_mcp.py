@@ -6,11 +6,13 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from mcp.client.stdio import StdioServerParameters
 
 from agentrl_core.api import ConfigError, ToolContext
+from agentrl_core.engine_kit.images import read_image
 from agentrl_tool_mcp import tool as tool_module
 from agentrl_tool_mcp.config import McpConfig, ServerConfig
 from agentrl_tool_mcp.stdio import Lines, bounded_stdio
@@ -21,7 +23,7 @@ ADD = ("add", {"text": "milk"})
 
 def test_tools_are_offered_with_their_schemas(notes) -> None:
     schemas = {each["function"]["name"]: each["function"] for each in McpTool(config(notes), CONTEXT).schemas}
-    assert list(schemas) == ["add", "variable", "fail", "die", "process", "long", "notes_change"]
+    assert list(schemas) == ["add", "variable", "fail", "die", "process", "long", "picture", "notes_change"]
     assert schemas["add"]["description"] == "Adds a note."
     assert schemas["add"]["parameters"]["required"] == ["text"]
     assert schemas["add"]["parameters"]["properties"]["times"]["type"] == "integer"
@@ -32,6 +34,25 @@ CONTEXT = ToolContext("mcp")
 
 def config(notes: ServerConfig, **options) -> McpConfig:
     return McpConfig({"notes": notes}, **options)
+
+
+def test_an_image_stands_where_the_server_put_it(notes) -> None:
+    async def content(shows_images: bool) -> str | list[dict[str, Any]]:
+        tool = McpTool(config(notes), ToolContext("mcp", shows_images=shows_images))
+        try:
+            result = await tool.execute("a", {}, function="picture")
+            assert result.response.text.startswith("the note:\nmilk\n")
+            return result.response.content
+        finally:
+            await tool.release("a")
+            await tool.close()
+
+    before, image, after = asyncio.run(content(True))
+    assert before == {"type": "text", "text": "the note:\nmilk"}
+    assert read_image(image["image"]).name.endswith("-4x3.png")
+    assert after == {"type": "text", "text": "[audio is not shown]\nthat is all"}
+    text = "the note:\nmilk\n[image is not shown]\n[audio is not shown]\nthat is all"
+    assert asyncio.run(content(False)) == text, "a model that takes text alone reads the texts"
 
 
 def test_each_trajectory_has_its_own_session(talk, notes) -> None:

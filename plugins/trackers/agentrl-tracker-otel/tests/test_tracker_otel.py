@@ -15,6 +15,7 @@ from agentrl_testing.contracts import TrackerCase, TrackerContract
 from agentrl_testing.contracts.tracker import TRAJECTORY
 from agentrl_tracker_otel.config import OtelConfig
 from agentrl_tracker_otel.plugin import TRACKER
+from agentrl_tracker_otel.tracker import _parts
 
 
 def spans_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -129,3 +130,9 @@ def test_about_the_sampled_share_is_traced(tmp_path: Path) -> None:
     tracker.log({}, 1)
     tracker.finish("completed")
     assert 180 < sum(span["name"] == "invoke_agent" for span in spans_of(tmp_path)) < 320
+
+
+def test_an_image_of_a_message_is_a_mark_in_its_text() -> None:
+    image = {"type": "image", "image": "0" * 32 + "-4x3.png"}
+    message = {"role": "user", "content": [{"type": "text", "text": "what?"}, image]}
+    assert _parts(message) == {"role": "user", "parts": [{"type": "text", "content": "what?<image>"}]}

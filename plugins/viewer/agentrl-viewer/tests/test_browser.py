@@ -12,7 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
+from agentrl_core.engine_kit.images import read_image
 from agentrl_viewer.page import exported
 from agentrl_viewer.run import Run
 from agentrl_viewer.server import Viewer
@@ -161,6 +163,52 @@ def test_branches_stand_side_by_side_with_what_they_earned(page: Any, tmp_path: 
         expect(page.locator(".tree .branch")).to_have_count(3)
         page.locator(".tree .branch").first.dispatch_event("click")
         expect(page.locator(".node.turn.here")).to_have_count(3)
+
+
+def test_images_stand_where_they_stood_in_the_conversation(page: Any, tmp_path: Path) -> None:
+    sample = SampleRun(tmp_path / "seen", prompts=1, samples=1).write(1, 1)
+    (record,) = sample.record(1, 0, 0)
+    (sample.path / "media").mkdir()
+
+    def part(color: str, size: tuple[int, int]) -> dict[str, str]:
+        image = read_image(Image.new("RGB", size, color))
+        (sample.path / "media" / image.name).write_bytes(image.data)
+        return {"type": "image", "image": image.name}
+
+    call = {"type": "function", "id": "c1", "function": {"name": "crop", "arguments": {"x": 3}}}
+    chart, crop = part("steelblue", (900, 420)), part("orange", (120, 90))
+    record["messages"] = [
+        {
+            "role": "user",
+            "content": [{"type": "text", "text": "Here is a chart:"}, chart, {"type": "text", "text": "Go."}],
+        },
+        {"role": "assistant", "content": "I look closer.", "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "the part:"}, crop], "tool_call_id": "c1"},
+        {"role": "assistant", "content": "It is orange."},
+    ]
+    record["tool_calls"] = [{"name": "crop", "arguments": {"x": 3}, "response": "the part:<image>", "failed": False}]
+    sample.write_records(1, [record])
+    run = Run(sample.path, "seen")
+    run.index.refresh()
+
+    def check() -> None:
+        body = page.locator(".message.user .body")
+        expect(body.locator("img")).to_have_count(1)
+        # Loaded, not only named.
+        expect(body.locator("img")).to_have_js_property("naturalWidth", 900)
+        assert body.evaluate("(each) => [...each.childNodes].map(node => node.nodeName)") == ["#text", "IMG", "#text"]
+        expect(page.locator(".call[open] pre img")).to_have_js_property("naturalWidth", 120)
+        hashed = crop["image"][:4]
+        expect(page.locator(".call .answer")).to_have_text(f"→ the part:<image {hashed}… 120x90>")
+
+    where = "#/trajectory?run=seen&split=train&step=1&line=0"
+    with Viewer([run]) as viewer:
+        page.goto(viewer.url + where)
+        check()
+    content, _, _ = exported([run], 5)
+    (tmp_path / "out.html").write_bytes(content)
+    page.goto(f"file://{tmp_path / 'out.html'}{where}")
+    check()
 
 
 def test_side_by_side(page: Any, viewer: Viewer) -> None:

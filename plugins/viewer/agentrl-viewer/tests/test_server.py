@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 import pytest
 from typer.testing import CliRunner
 
+from agentrl_viewer import page
 from agentrl_viewer.cli import app
 from agentrl_viewer.page import exported
 from agentrl_viewer.run import Run
@@ -127,3 +128,48 @@ def test_an_export_has_each_trajectory_once_with_all_its_rows(tmp_path: Path) ->
     (data,) = json.loads(content.partition(b'id="data">')[2].partition(b"</script>")[0])["runs"]
     (trajectory,) = data["trajectories"]
     assert kept == len(data["list"]) == len(trajectory["rows"]) == 30 and data["places"] == [0] * 30
+
+
+NAME = f"{'0' * 32}-4x3.png"
+
+
+@pytest.fixture
+def with_image(tmp_path: Path):
+    sample = SampleRun(tmp_path / "shop", prompts=1, samples=1).write(1, 1)
+    (sample.path / "media").mkdir()
+    (sample.path / "media" / NAME).write_bytes(b"the image")
+    (sample.path / "media" / "notes.png").write_bytes(b"no image of the run")
+    (record,) = sample.record(1, 0, 0)
+    shown = {"type": "image", "image": NAME}
+    record["messages"] = [{"role": "user", "content": [{"type": "text", "text": "what?"}, shown, shown]}]
+    sample.write_records(1, [record])
+    run = Run(sample.path, "shop")
+    run.index.refresh()
+    with Viewer([run]) as viewer:
+        yield viewer
+
+
+def test_images_of_a_run_by_name_and_nothing_else(with_image: Viewer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def get(path: str) -> tuple[int, bytes]:
+        return ask(with_image, f"/{with_image.token}/media/{path}")
+
+    assert get(f"{NAME}?run=shop") == (200, b"the image")
+    for path in (
+        "notes.png?run=shop", f"{'1' * 32}-4x3.png?run=shop", f"{NAME}?run=other", NAME, f"../media/{NAME}?run=shop",
+        f"%2e%2e%2fmedia%2f{NAME}?run=shop", f"{NAME}%00?run=shop", f"{NAME}%0a?run=shop", "../config.yaml?run=shop",
+        "?run=shop",
+    ):  # fmt: skip
+        assert get(path)[0] == 404, path
+    assert ask(with_image, f"/wrong/media/{NAME}?run=shop")[0] == 403
+    listed = json.loads(ask(with_image, f"/{with_image.token}/api/list?run=shop")[1])
+    assert listed["rows"][0]["question"] == "what?<image><image>"
+    (run,) = with_image.runs.values()
+
+    def images() -> dict[str, str]:
+        content, _, _ = exported([run], 1)
+        (data,) = json.loads(content.partition(b'id="data">')[2].partition(b"</script>")[0])["runs"]
+        return data["images"]
+
+    assert images() == {NAME: "data:image/png;base64,dGhlIGltYWdl"}
+    monkeypatch.setattr(page, "IMAGE_BYTES", 3)
+    assert images() == {}, "a file that a mail can carry"

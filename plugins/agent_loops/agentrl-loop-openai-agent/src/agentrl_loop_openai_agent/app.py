@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 from pydantic import BaseModel, ValidationError
 
-from agentrl_core.api import AgentRLError, ConfigError, DeadlineError, TemplateError
+from agentrl_core.api import AgentRLError, ConfigError, DeadlineError, ImageError, TemplateError
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
 from agentrl_loop_openai_agent.conversation import BranchLimitError, Completion, ContextLengthError, Conversation, Reply
 from agentrl_loop_openai_agent.messages import MessagesRequest, message_body, message_error, message_events
@@ -167,8 +167,12 @@ class ChatApp:
             retried = int(request.headers.get("x-stainless-retry-count", "0")) > 0
         except ValueError:
             retried = False
+        try:
+            messages = await conversation.images.named(wanted.messages)
+        except ImageError as error:
+            raise RequestError(400, str(error), code="invalid_image") from error
         prepare = partial(
-            conversation.prepare, wanted.messages, wanted.schemas, wanted.limit, retried, wanted.stops, wanted.n or 1,
+            conversation.prepare, messages, wanted.schemas, wanted.limit, retried, wanted.stops, wanted.n or 1,
             schema,
         )  # fmt: skip
         try:
@@ -178,6 +182,8 @@ class ChatApp:
             raise RequestError(400, str(error), code="context_length_exceeded") from error
         except BranchLimitError as error:
             raise RequestError(400, str(error), code="too_many_branches") from error
+        except ImageError as error:
+            raise RequestError(400, str(error), code="invalid_image") from error
         except TemplateError as error:
             conversation.failure = error
             raise RequestError(400, str(error)) from error

@@ -14,7 +14,7 @@ class OpenAIAgentConfig:
     )
     kwargs: dict[str, Any] = option(default_factory=dict, help="further arguments of the function")
     host: str = option("127.0.0.1", help="address that the endpoint listens on; agents elsewhere need another one")
-    max_body_bytes: int = option(2 * 2**20, ge=1, unit="bytes", help="longest request")
+    max_body_bytes: int = option(32 * 2**20, ge=1, unit="bytes", help="longest request, with its images")
     max_connections: int = option(4096, ge=1, help="connections at a time, per worker; more are closed")
     unenforced: Literal["refuse", "accept"] = option(
         "refuse",

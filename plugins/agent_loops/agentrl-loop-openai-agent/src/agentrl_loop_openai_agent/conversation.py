@@ -21,6 +21,8 @@ from agentrl_core.api import (
     TrajectorySession,
     Turn,
 )
+from agentrl_core.api.message_parts import content_of
+from agentrl_loop_openai_agent.images import ShownImages
 
 Schemas = Sequence[dict[str, Any]]
 
@@ -95,6 +97,7 @@ class Conversation:
         self.exhausted = False
         self.failure: Exception | None = None
         self.aborted: EngineError | None = None
+        self.images = ShownImages(session)
         self._session = session
         self._sampling_params = dict(sampling_params)
         self._max_branches = max_branches
@@ -120,11 +123,13 @@ class Conversation:
         ``retried``: the client sends the request again because it got no answer; if the answer is recorded, it is
         given once more instead of sampling another one. ``stops``: texts that end the turn. ``count``: choices; each
         after the first one forks the first one's branch before its answer. ``json_schema``: what the answer fits.
+        Images of ``messages`` have names.
 
         Raises:
             ContextLengthError: the new messages do not fit; nothing was appended, and ``exhausted`` is set.
             BranchLimitError: there are ``max_branches`` branches.
             TemplateError: the chat template refuses the messages.
+            ImageError: there are more images than the run allows; nothing was appended.
         """
         wanted = [normalised(message) for message in messages]
         answered = self._answered(wanted, tools)[:count] if retried else []
@@ -300,19 +305,25 @@ def normalised(message: Mapping[str, Any]) -> Message:
     known = {key: value for key, value in message.items() if value is not None and value != [] and value != {}}
     if known.get("role") == "developer":
         known["role"] = "system"
-    known["content"] = text_of(message.get("content"))
+    known["content"] = _normalised_content(message.get("content"))
     if "tool_calls" in known:
         known["tool_calls"] = [_normalised_call(call) for call in known["tool_calls"]]
     return known
 
 
-def text_of(content: Any) -> Any:
-    """Content parts that are all text as one string, None as the empty one; anything else as it is."""
-    if content is None:
-        return ""
-    if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
-        return "".join(str(part.get("text", "")) for part in content)
-    return content
+def _normalised_content(content: Any) -> Any:
+    """Texts in a row as one, and nothing but a text where there is no image."""
+    if not isinstance(content, list):
+        return "" if content is None else content
+    parts: list[str | dict[str, Any]] = []
+    for part in content:
+        if part.get("type") != "text":
+            parts.append(part)
+        elif parts and isinstance(parts[-1], str):
+            parts[-1] += part["text"]
+        else:
+            parts.append(part["text"])
+    return content_of(parts)
 
 
 def _normalised_call(call: Mapping[str, Any]) -> dict[str, Any]:

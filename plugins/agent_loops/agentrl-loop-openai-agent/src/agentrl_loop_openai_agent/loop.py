@@ -16,6 +16,7 @@ from agentrl_core.api import (
     TrajectorySession,
 )
 from agentrl_loop_openai_agent.config import OpenAIAgentConfig
+from agentrl_loop_openai_agent.images import as_sent
 from agentrl_loop_openai_agent.server import MODEL_NAME, EndpointServer
 
 Agent = Callable[..., Awaitable[Any]]
@@ -24,9 +25,9 @@ Agent = Callable[..., Awaitable[Any]]
 class OpenAIAgentLoop(AgentLoopBase):
     """Awaits ``agent(base_url=…, api_key=…, model=…, messages=…, row=…, **kwargs)`` for each trajectory.
 
-    ``messages`` is the row's prompt, ``row`` its other fields. What the agent returns is the trajectory's reward if it
-    is a number; None leaves the reward to the reward manager. An exception of the agent fails the trajectory, unless
-    the budget was spent: that ends it with ``length``.
+    ``messages`` is the row's prompt, with images as data URLs, ``row`` its other fields. What the agent returns is the
+    trajectory's reward if it is a number; None leaves the reward to the reward manager. An exception of the agent fails
+    the trajectory, unless the budget was spent: that ends it with ``length``.
     """
 
     config: OpenAIAgentConfig
@@ -46,7 +47,7 @@ class OpenAIAgentLoop(AgentLoopBase):
                     base_url=self.server.base_url,
                     api_key=key,
                     model=MODEL_NAME,
-                    messages=raw_prompt,
+                    messages=await as_sent(raw_prompt, session),
                     row=row,
                     **self.config.kwargs,
                 )

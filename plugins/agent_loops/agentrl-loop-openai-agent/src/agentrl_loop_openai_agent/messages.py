@@ -1,7 +1,7 @@
 """Anthropic's messages protocol, translated to and from chat completions."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -81,12 +81,17 @@ def _blocks(where: str, content: Any) -> list[dict[str, Any]]:
 
 
 def _text(where: str, content: Any) -> str:
-    """Text of a system prompt or of a tool's result."""
+    """Text of a system prompt or of an assistant."""
+    return "".join(block["text"] for block in _shown(where, content, ("text",)))
+
+
+def _shown(where: str, content: Any, kinds: Sequence[str] = ("text", "image")) -> list[dict[str, Any]]:
+    """Blocks of a user or of a tool's result."""
     blocks = _blocks(where, content or "")
     for block in blocks:
-        if block.get("type") != "text" or not isinstance(block.get("text"), str):
+        if block.get("type") not in kinds or (block["type"] == "text" and not isinstance(block.get("text"), str)):
             raise ValueError(f"{where}: blocks of type {block.get('type')!r} are not supported")
-    return "".join(block["text"] for block in blocks)
+    return blocks
 
 
 def _assistant(where: str, content: Any) -> Message:
@@ -110,11 +115,11 @@ def _user(where: str, content: Any) -> list[Message]:
     blocks = _blocks(where, content)
     results = [block for block in blocks if block.get("type") == "tool_result"]
     messages: list[Message] = [
-        {"role": "tool", "tool_call_id": each.get("tool_use_id"), "content": _text(where, each.get("content"))}
+        {"role": "tool", "tool_call_id": each.get("tool_use_id"), "content": _shown(where, each.get("content"))}
         for each in results
     ]
     if texts := [block for block in blocks if block not in results]:
-        messages.append({"role": "user", "content": _text(where, texts)})
+        messages.append({"role": "user", "content": _shown(where, texts)})
     return messages
 
 

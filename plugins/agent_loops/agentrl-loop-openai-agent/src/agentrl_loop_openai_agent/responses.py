@@ -64,7 +64,7 @@ class ResponsesRequest(BaseModel):
         for index, item in enumerate(items):
             kind = item.get("type") or "message"
             if kind == "message":
-                messages.append({"role": item.get("role"), "content": _text(item.get("content"))})
+                messages.append({"role": item.get("role"), "content": _content(item.get("content"))})
             elif kind == "function_call":
                 if not messages or messages[-1]["role"] != "assistant":
                     messages.append({"role": "assistant", "content": ""})
@@ -72,7 +72,7 @@ class ResponsesRequest(BaseModel):
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
                 messages[-1].setdefault("tool_calls", []).append(call)
             elif kind == "function_call_output":
-                content = _text(item.get("output"))
+                content = _content(item.get("output"))
                 messages.append({"role": "tool", "tool_call_id": item.get("call_id"), "content": content})
             elif kind != "reasoning":
                 raise ValueError(f"input[{index}]: items of type {kind!r} are not supported")
@@ -160,11 +160,13 @@ def _call_events(item: dict[str, Any], place: dict[str, Any]) -> Iterator[dict[s
     yield {"type": "response.function_call_arguments.done", **place, **whole}
 
 
-def _text(content: Any) -> Any:
-    """Parts that are all text as one string; anything else as it is, for the check of chat messages."""
-    if isinstance(content, list) and all(
-        isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS and isinstance(part.get("text"), str)
+def _content(content: Any) -> Any:
+    """Parts of the chat protocol; what is no text is left for the check of chat messages."""
+    if not isinstance(content, list):
+        return content
+    return [
+        {"type": "text", "text": part.get("text")}
+        if isinstance(part, Mapping) and part.get("type") in _TEXT_PARTS
+        else part
         for part in content
-    ):
-        return "".join(part["text"] for part in content)
-    return content
+    ]

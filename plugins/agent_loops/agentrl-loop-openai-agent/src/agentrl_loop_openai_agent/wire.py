@@ -9,6 +9,7 @@ from jsonschema import Draft202012Validator, SchemaError
 from jsonschema.validators import validator_for
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from agentrl_core.engine_kit.images import shown_by
 from agentrl_loop_openai_agent.conversation import Completion
 
 Decode = Callable[[list[int]], str]
@@ -145,10 +146,14 @@ def _check_message(where: str, message: dict[str, Any]) -> None:
         raise ValueError(f"{where} has no role")
     content = message.get("content")
     parts = content if isinstance(content, list) else []
-    if not isinstance(content, str | list | None) or not all(
-        isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in parts
-    ):
-        raise ValueError(f"{where}: only text content is supported")
+    if not isinstance(content, str | list | None):
+        raise ValueError(f"{where}.content: expected a text or a list of parts")
+    for number, part in enumerate(parts):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if shown_by(part) is not None and message["role"] not in ("user", "tool"):
+            raise ValueError(f"{where}: only messages of the user and of tools can show images")
+        if shown_by(part) is None and (kind != "text" or not isinstance(part.get("text"), str)):
+            raise ValueError(f"{where}.content[{number}]: only texts and images are supported, found {kind!r:.100}")
     calls = message.get("tool_calls") or []
     for call in calls if isinstance(calls, list) else [None]:
         function = call.get("function") if isinstance(call, dict) else None

@@ -90,10 +90,14 @@ class CompactingEpisode(Episode):
         return conversation[start:]
 
     def _num_tokens(self, message: Message) -> int:
-        """Tokens of the text of a message, without what the chat template writes around it."""
+        """Tokens of the content of a message, without what the chat template writes around it."""
         content = message["content"]
-        texts = [content] if isinstance(content, str) else [part.get("text", "") for part in content]
-        return sum(len(self.renderer.encode(text)) for text in texts)
+        parts = [{"text": content}] if isinstance(content, str) else content
+        return sum(
+            self.renderer.image_tokens(part["image"]) if part.get("type") == "image"
+            else len(self.renderer.encode(part.get("text", "")))
+            for part in parts
+        )  # fmt: skip
 
 
 class CompactingToolAgentLoop(ToolAgentLoop):

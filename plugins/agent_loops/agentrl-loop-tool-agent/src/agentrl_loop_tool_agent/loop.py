@@ -180,11 +180,11 @@ class Episode:
         if self._last_turn or self.user_turns == self.config.max_user_turns:
             return self.terminated(Termination.MAX_TURNS)
         self.user_turns += 1
-        return self.answered(answer.text)
+        return self.answered({"role": "user", "content": answer.content})
 
-    def answered(self, text: str) -> State | None:
+    def answered(self, said: Message) -> State | None:
         """Show the policy what the interaction said."""
-        return self.extend([{"role": "user", "content": text}])
+        return self.extend([said])
 
     @property
     def _last_turn(self) -> bool:

@@ -30,9 +30,8 @@ class MultiAgentEpisode(Episode):
         self._agents.setdefault(self.session.agent, []).append(trajectory)
         return trajectory
 
-    def answered(self, text: str) -> State | None:
+    def answered(self, said: Message) -> State | None:
         """Show the answer to the agent whose turn is next."""
-        said: Message = {"role": "user", "content": text}
         if self.session.agent in self._agents:
             self.trajectory = self._agents[self.session.agent][-1]
             return self.extend([said])

@@ -10,6 +10,7 @@ from typing import Any
 from agentrl_core.api import AgentRLError, SamplingParams, TokenOutput, together
 from agentrl_core.config import load_config
 from agentrl_core.config.schema import ResolvedConfig
+from agentrl_core.engine_kit.media import without_images
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.trainer.logprob_gap import GAP, gap_of_answers
 from agentrl_core.trainer.preparation import Preparation
@@ -85,7 +86,7 @@ def _engine_overrides(engine: str) -> list[str]:
 
 
 def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> EngineFigures:
-    """Sample answers of at most ``rollout.max_response_length`` tokens to the first training prompts.
+    """Sample answers of at most ``rollout.max_response_length`` tokens to the first training prompts, without images.
 
     Args:
         config: from ``load_config``; engine and actor use the model in ``model.path``.
@@ -98,7 +99,8 @@ def measure_engine(config: ResolvedConfig, requests: int, concurrency: int) -> E
     """
     preparation = Preparation.of(config)
     renderer, data, sampling = preparation.renderer, preparation.data, config.rollout.sampling
-    messages = [row["raw_prompt"] for row in data.train if row["raw_prompt"]] or [data.first_prompt]
+    found = [row["raw_prompt"] for row in data.train if row["raw_prompt"]] or [data.first_prompt]
+    messages = [without_images(each) for each in found]
     prompts = [
         renderer.render(messages[number % len(messages)], generation_prompt=True).ids for number in range(requests)
     ]

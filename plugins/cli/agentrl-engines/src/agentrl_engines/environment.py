@@ -1,4 +1,5 @@
-"""Builds the separate environment in which an engine's servers run: ``rollout.engine.python``."""
+"""Builds the separate environments of engines (``rollout.engine.python``) and of training backends
+(``trainer.backend.python``)."""
 
 import importlib.metadata
 import json
@@ -13,13 +14,15 @@ from urllib.parse import unquote, urlparse
 
 from agentrl_core.api import EngineError
 from agentrl_core.api.errors import PluginError, PluginRequirementError
-from agentrl_core.plugins.discovery import is_external
+from agentrl_core.api.plugin import KINDS
+from agentrl_core.plugins.discovery import INTERPRETER_KEYS, is_external
 from agentrl_core.plugins.file_plugin import FILE_DIST
+from agentrl_core.plugins.registration import registrations
 from agentrl_core.plugins.resolution import ResolvedPlugin
 from agentrl_core.serving.interpreter import CORE, check_interpreter
 
 PINS = "environment.txt"
-"""File of an engine's import package with the versions that it was tested with, as constraints of pip."""
+"""File of a plugin's import package with the versions that it was tested with, as constraints of pip."""
 
 Command = list[str]
 
@@ -34,9 +37,9 @@ def setup_environment(
     """Make the environment, and see that it can serve; an existing one is brought up to date.
 
     Args:
-        plugin: the engine.
+        plugin: the engine or training backend.
         folder: of the environment.
-        extra: more requirements, such as another build of the engine.
+        extra: more requirements, such as another build of an engine.
         report: called with each command before it runs.
         links: folders or pages with wheels, besides the package index.
 
@@ -44,8 +47,8 @@ def setup_environment(
         The path of its interpreter.
 
     Raises:
-        PluginError: the engine needs no environment of its own.
-        ConfigError: what was built cannot serve.
+        PluginError: the plugin needs no environment of its own.
+        ConfigError: what was built will not do.
         EngineError: a command failed.
     """
     python = folder / "bin" / "python"
@@ -59,7 +62,7 @@ def setup_environment(
                 "and run this command again; installed packages stay. If the index lacks a package, --find-links names "
                 "a folder of wheels"
             )
-    check_interpreter(str(python), plugin.ref, plugin.spec)
+    check_interpreter(str(python), plugin.ref, plugin.spec, key=INTERPRETER_KEYS[plugin.ref.kind])
     return python
 
 
@@ -69,31 +72,48 @@ def setup_commands(
     """What makes the environment: with uv where there is one, else with venv and pip.
 
     Raises:
-        PluginError: the engine needs no environment of its own.
+        PluginError: the plugin needs no environment of its own.
     """
     spec, ref = plugin.spec, plugin.ref
     if not is_external(spec) or not spec.requires or ref.dist == FILE_DIST:
-        raise PluginError(f"inference engine {ref.name!r} runs in the trainer's own environment: it needs no other one")
+        raise PluginError(
+            f"{KINDS[ref.kind].title} {ref.name!r} runs in the trainer's own environment: it needs no other one"
+        )
     python = folder / "bin" / "python"
-    wanted = [*_own(CORE), *_own(ref.dist), f"ray=={_version('ray')}", *spec.requires, *extra]
+    trains = ref.kind == "training_backend"
+    wanted = [*_own(CORE, "[train]" if trains else ""), *_own(ref.dist), f"ray=={_version('ray')}", *spec.requires]
+    wanted += extra
     pins = files(spec.factory.partition(".")[0]) / PINS
     options = ["--constraint", str(pins)] if pins.is_file() else []
     options += [f"--find-links={link}" for link in links]
     uv = shutil.which("uv")
     if uv is not None:
         make = [uv, "venv", "--allow-existing", "--python", sys.executable, str(folder)]
-        return [make, [uv, "pip", "install", "--python", str(python), *options, *wanted]]
-    make = [sys.executable, "-m", "venv", str(folder)]
-    return [make, [str(python), "-m", "pip", "install", *options, *wanted]]
+        install = [uv, "pip", "install", "--python", str(python)]
+    else:
+        make = [sys.executable, "-m", "venv", str(folder)]
+        install = [str(python), "-m", "pip", "install"]
+    commands = [make, [*install, *options, *wanted]]
+    if trains and (others := sorted(_plugins() - {CORE, ref.dist})):
+        # Training processes get the whole configuration, with the options of every plugin: they need the packages of
+        # these, but not what the plugins themselves require.
+        links_only = [option for option in options if option.startswith("--find-links=")]
+        commands.append([*install, "--no-deps", *links_only, *(part for dist in others for part in _own(dist))])
+    return commands
 
 
-def _own(dist: str) -> list[str]:
-    """The same version as here, from the same place."""
+def _plugins() -> set[str]:
+    """Installed distributions with plugins."""
+    return {each.dist for each in registrations() if each.dist != FILE_DIST}
+
+
+def _own(dist: str, extras: str = "") -> list[str]:
+    """The same version as here, from the same place, with these extras."""
     origin = json.loads(importlib.metadata.distribution(dist).read_text("direct_url.json") or "{}")
     url = urlparse(origin.get("url", ""))
     if url.scheme != "file":
-        return [f"{dist}=={_version(dist)}"]
-    path = unquote(url.path)
+        return [f"{dist}{extras}=={_version(dist)}"]
+    path = unquote(url.path) + extras
     return ["--editable", path] if origin.get("dir_info", {}).get("editable") else [path]
 
 
@@ -102,5 +122,5 @@ def _version(dist: str) -> str:
         return importlib.metadata.version(dist)
     except importlib.metadata.PackageNotFoundError as error:
         raise PluginRequirementError(
-            f"engines with an environment of their own need {dist} here too: pip install 'agentrl-core[{dist}]'"
+            f"plugins with an environment of their own need {dist} here too: pip install 'agentrl-core[{dist}]'"
         ) from error

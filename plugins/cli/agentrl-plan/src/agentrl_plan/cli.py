@@ -45,9 +45,9 @@ def run(
 
     Only the model's config.json is needed, no weights.
     """
+    from agentrl_core.fsdp2.models import check_architecture, check_lengths
     from agentrl_core.trainer.checks import check_context
     from agentrl_core.trainer.plan import max_model_len
-    from agentrl_core.workers.models import check_architecture, check_lengths
     from agentrl_plan.changes import changes, largest_model, spare
     from agentrl_plan.devices import device_of
     from agentrl_plan.prediction import Prediction, predict

@@ -13,12 +13,13 @@ from torch import nn
 from agentrl_core.api.errors import SimulationError
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.controller.worker_group import Place
+from agentrl_core.fsdp2.adapters import add_adapter, peft_config
+from agentrl_core.fsdp2.flops import multiplied_parameters, routed_experts
+from agentrl_core.fsdp2.log_probs import MOST_LOGITS
+from agentrl_core.fsdp2.models import check_architecture, empty_causal_lm
 from agentrl_core.serving.placement import assign_shared_gpus
-from agentrl_core.workers.adapters import add_adapter, peft_config
-from agentrl_core.workers.flops import multiplied_parameters, routed_experts
-from agentrl_core.workers.log_probs import MOST_LOGITS
+from agentrl_core.workers.devices import resolve_device
 from agentrl_core.workers.micro_batching import columns_of, micro_batches
-from agentrl_core.workers.models import check_architecture, empty_causal_lm, resolve_device
 from agentrl_plan.batches import MICRO_BATCHES, Shape, batch_of, full_micro_batch
 from agentrl_plan.devices import GIB, NETWORK, Device, device_called
 from agentrl_plan.engines import EngineShare, engine_share

@@ -12,21 +12,24 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from agentrl_core.api.errors import SimulationError
+from agentrl_core.api.training_backend import TrainingContext
 from agentrl_core.config import ResolvedConfig
+from agentrl_core.config.schema import BackendSlot
+from agentrl_core.fsdp2.backend import Fsdp2
+from agentrl_core.fsdp2.config import Fsdp2Config
+from agentrl_core.fsdp2.models import empty_causal_lm
+from agentrl_core.fsdp2.plugin import FSDP2
+from agentrl_core.fsdp2.sharding import arrange, decoder_layers
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.actor import ActorWorker
 from agentrl_core.workers.critic import CriticWorker
-from agentrl_core.workers.data_parallel import DP_AXIS, DataParallel
-from agentrl_core.workers.model_worker import ModelWorker, TrainingWorker
-from agentrl_core.workers.models import empty_causal_lm
-from agentrl_core.workers.optimizer import StepReport
+from agentrl_core.workers.model_worker import ModelWorker
+from agentrl_core.workers.ranks import TrainingRanks
 from agentrl_core.workers.reference import ReferenceWorker, TeacherWorker
-from agentrl_core.workers.sharding import arrange, decoder_layers
 from agentrl_plan.batches import MICRO_BATCHES, Shape, batch_of, full_micro_batch, samples_of_a_prompt
 from agentrl_plan.cuda import imitated_cuda
 from agentrl_plan.depth import AllLayersNeeded, Layers
@@ -39,26 +42,41 @@ _ALLOCATION = 512
 """Bytes to which CUDA's allocator rounds up."""
 
 
-class _Simulated(ModelWorker):
-    """A worker whose model has no data, as one of several ranks."""
+class _Backend(Fsdp2):
+    """A model without data, as one of several ranks."""
 
-    layers: Layers
+    def __init__(self, config: Any, context: TrainingContext, ledger: Ledger, every_layer: bool) -> None:
+        super().__init__(config, context)
+        self._ledger, self._every_layer = ledger, every_layer
+        self.layers: Layers
 
-    def on(self, device: torch.device, ranks: int, ledger: Ledger, every_layer: bool) -> Any:
-        self._device, self._ranks, self._ledger, self._every_layer = device, ranks, ledger, every_layer
-        return self
-
-    def _join(self) -> DataParallel:
-        if self._ranks == 1:
-            return DataParallel()
-        return DataParallel(0, init_device_mesh(self._device.type, (self._ranks,), mesh_dim_names=(DP_AXIS,)))
-
-    def _place(self, path: str, key: str) -> Any:
-        self._model = model = self._empty(path)
+    def _place(self) -> Any:
+        self._model = model = self._empty()
         self.layers = Layers(self._language_model, decoder_layers(model), self._ledger, self._every_layer)
         _without_data(model, self._device)
-        arrange(model, self._parallel, self.config.model.compute_dtype, self._device)
+        arrange(model, self._mesh, self.context.model.compute_dtype, self._device)
         return model.eval()
+
+
+class _Simulated(ModelWorker):
+    """A worker with such a model."""
+
+    _backend: _Backend
+
+    def on(self, device: torch.device, ranks: int, ledger: Ledger, every_layer: bool) -> Any:
+        self._device, self._size, self._ledger, self._every_layer = device, ranks, ledger, every_layer
+        return self
+
+    def _join(self) -> TrainingRanks:
+        return TrainingRanks(0, self._size)
+
+    def _build(self, context: TrainingContext) -> _Backend:
+        return _Backend(self.config.trainer.backend.config, context, self._ledger, self._every_layer)
+
+    @property
+    def layers(self) -> Layers:
+        """Of its model."""
+        return self._backend.layers
 
 
 class _Actor(_Simulated, ActorWorker):
@@ -119,6 +137,7 @@ def simulate(
         SimulationError: the model's code needs values, or an operation has no implementation without data.
     """
     ranks = config.cluster.processes if ranks is None else ranks
+    _check_backend(config.trainer.backend)
     config = copy(config)
     config.cluster = copy(config.cluster)
     # What the workers ask this machine for; they are told which device they have.
@@ -138,6 +157,16 @@ def simulate(
     except (NotImplementedError, RuntimeError, TypeError, AttributeError) as error:
         raise SimulationError(f"{type(error).__name__}: {' '.join(str(error).split())[:300]}") from error
     return simulate(config, device, ranks, every_layer=True)
+
+
+def _check_backend(slot: BackendSlot) -> None:
+    if slot.plugin.spec.factory != FSDP2.factory:
+        raise SimulationError(f"trainer.backend.name: {slot.name} cannot be simulated; only {FSDP2.name} can")
+    # torch's DeviceMesh cannot be cut without data, neither by FSDP2 nor for groups of ranks.
+    options = slot.config
+    if options != Fsdp2Config():
+        split = ", ".join(f"{name}={value}" for name, value in vars(options).items() if value != 1)
+        raise SimulationError(f"trainer.backend.config: {split} cannot be simulated; only FSDP2 over all processes can")
 
 
 class _Step:
@@ -161,7 +190,7 @@ class _Step:
         roles = (self._actor, self._critic, self._reference, self._teacher)
         models = list(dict.fromkeys(each for each in roles if each is not None))
         # Values are not compared here: whether a model can train is found out before a run, and in it.
-        with patch("agentrl_core.workers.model_worker.check_padding"):
+        with patch("agentrl_core.fsdp2.backend.check_padding"):
             for worker in models:
                 worker.init_model()
                 self._name(worker)
@@ -171,16 +200,16 @@ class _Step:
         config, actor = self._config, self._actor
         shape = full_micro_batch(config, config.actor.micro_batch_tokens)
         shapes = [shape]
-        if actor._packing.is_possible and (shared := samples_of_a_prompt(config, config.actor.micro_batch_tokens)):
+        if actor._backend.packs_prefixes and (shared := samples_of_a_prompt(config, config.actor.micro_batch_tokens)):
             shapes.append(shared)
         phases: dict[str, Phase] = {}
         for name, worker, run in self._runs():
             phases[name] = self._phase(worker.layers, run, shapes)
         with self._ledger.during() as phases["send weights"]:
             # Not a loop, whose variable would keep the last bucket.
-            deque(actor._weights.buckets(BUCKET_BYTES, on_host=False), maxlen=0)
+            deque(actor._backend.weights(BUCKET_BYTES, on_host=False), maxlen=0)
         gc.collect()
-        parameters = list(actor._model.parameters())
+        parameters = list(actor._backend.module.parameters())
         return Simulated(
             phases, self._ledger.total,
             sum(each.numel() for each in parameters), sum(each.numel() * each.element_size() for each in parameters),
@@ -221,43 +250,44 @@ class _Step:
             raise AllLayersNeeded
         return result
 
-    def _name(self, worker: ModelWorker) -> None:
-        self._name_weights(worker)
-        if worker._settings.offload_parameters:
+    def _name(self, worker: _Simulated) -> None:
+        backend = worker._backend
+        self._name_weights(backend)
+        if backend.context.settings.offload_parameters:
             # Each phase brings new storages.
-            worker._model.register_forward_pre_hook(lambda *_: self._name_weights(worker))
-        if isinstance(worker, TrainingWorker):
+            backend.module.register_forward_pre_hook(lambda *_: self._name_weights(backend))
+        if backend.context.trains:
             # As the first step makes them: the second one and all others find them.
-            with worker._offload.on_device():
-                self._name_moments(worker)
-            self._fill_steps(worker)
-            trained: list[Any] = worker._optimizer.parameters
+            with backend.on_device():
+                self._name_moments(backend)
+            self._fill_steps(backend)
+            trained: list[Any] = backend._optimizer.parameters
             for parameter in trained:
                 parameter.register_post_accumulate_grad_hook(self._name_gradient)
 
-    def _name_weights(self, worker: ModelWorker) -> None:
-        for tensor in (*worker._model.parameters(), *worker._model.buffers()):
-            if tensor.device == worker._device:
+    def _name_weights(self, backend: _Backend) -> None:
+        for tensor in (*backend.module.parameters(), *backend.module.buffers()):
+            if tensor.device == backend._device:
                 self._ledger.name(_local(tensor).untyped_storage(), WEIGHTS)
 
-    def _name_moments(self, worker: TrainingWorker) -> None:
-        for name, tensor in worker._optimizer.moments().items():
-            if not name.endswith(".step") and tensor.device == worker._device:
+    def _name_moments(self, backend: _Backend) -> None:
+        for name, tensor in backend._optimizer.moments().items():
+            if not name.endswith(".step") and tensor.device == backend._device:
                 self._ledger.name(_local(tensor).untyped_storage(), MOMENTS)
 
-    def _fill_steps(self, worker: Any) -> None:
+    def _fill_steps(self, backend: Any) -> None:
         """A step has the gradients of all layers, also of those that do not compute."""
-        step = worker._optimizer.step
+        step = backend._optimizer.step
 
-        def whole_step() -> StepReport:
+        def whole_step(lr: float, max_norm: float) -> float:
             self._ledger.at(STEP)
-            for parameter in filter(lambda each: each.requires_grad, worker.layers.idle):
+            for parameter in filter(lambda each: each.requires_grad, backend.layers.idle):
                 parameter.grad = torch.empty_like(parameter)
                 self._name_gradient(parameter)
-            report: StepReport = step()
-            return report
+            norm: float = step(lr, max_norm)
+            return norm
 
-        worker._optimizer.step = whole_step
+        backend._optimizer.step = whole_step
 
     def _name_gradient(self, parameter: Tensor) -> None:
         if parameter.grad is not None:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl_core.workers.adapters import adapter_tensors, insert_adapter, remove_adapter, use_adapter
+from agentrl_core.fsdp2.adapters import adapter_tensors, insert_adapter, remove_adapter, use_adapter
 from agentrl_tinker.refusals import Refusal
 
 ALPHA = 32

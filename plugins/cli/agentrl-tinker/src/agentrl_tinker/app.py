@@ -6,7 +6,7 @@ from datetime import UTC, datetime
 from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import JSONResponse
+from fastapi.responses import FileResponse, JSONResponse
 from pydantic import ValidationError
 
 from agentrl_tinker import requests
@@ -26,10 +26,8 @@ REFUSED = {
     "training_runs/{run}/checkpoints/{checkpoint:path}/publish": "it has no public checkpoints",
     "training_runs/{run}/checkpoints/{checkpoint:path}/ttl": "the time of a checkpoint is set when it is saved",
     "copy_weights": "a checkpoint stays where it was saved",
-    "save_weights_external": "save_weights_for_sampler saves adapters in PEFT's format, below the server's --state",
     "create_custom_loss": "custom losses run in the client, by forward_backward_custom",
     "auth/token": "it takes API keys as they are",
-    "training_runs/{run}/checkpoints/{name:path}/external_weights_urls": "adapters are in PEFT's form below --state",
     "sessions": "it does not list sessions",
     "sessions/search": "it does not list sessions",
     "sessions/{session_id}": "it does not describe sessions",
@@ -64,12 +62,15 @@ class Api:
             "create_model": self._create_model, "get_info": self._get_info, "weights_info": self._weights_info,
             "forward_backward": self._forward_backward, "optim_step": self._optim_step,
             "save_weights": self._save_weights, "save_weights_for_sampler": self._save_for_sampler,
-            "load_weights": self._load_weights, "create_sampling_session": self._create_sampler,
+            "save_weights_external": self._save_external, "load_weights": self._load_weights,
+            "create_sampling_session": self._create_sampler,
             "asample": self._sample, "cancel_future": self._cancel, "retrieve_future": self._retrieve,
         }  # fmt: skip
         get: dict[str, Callable[..., Any]] = {
             "healthz": self._health, "get_server_capabilities": self._capabilities,
             "samplers/{sampler_id}": self._sampler, "training_runs": self._runs, "checkpoints": self._checkpoints,
+            "training_runs/{run}/checkpoints/external_weights/{name}/external_weights_urls": self._urls,
+            "downloads/{token}/{name}": self._download,
             "training_runs/{run}": self._run, "training_runs/{run}/checkpoints": self._checkpoints,
         }  # fmt: skip
         for path, handler in post.items():
@@ -191,6 +192,21 @@ class Api:
     async def _save_for_sampler(self, request: Request) -> Any:
         return await self._ordered(request, requests.SaveForSampler, self._service.save_for_sampler)
 
+    async def _save_external(self, request: Request) -> Any:
+        return await self._ordered(request, requests.SaveExternal, self._service.save_external)
+
+    async def _urls(self, request: Request, run: str, name: str) -> Any:
+        token, files, expires = self._service.lend(self._owner(request), f"tinker://{run}/external_weights/{name}")
+        base = str(request.base_url).rstrip("/")
+        return {
+            "urls": {file: f"{base}{PREFIX}/downloads/{token}/{file}" for file in files},
+            "expires": _time(expires),
+        }
+
+    async def _download(self, token: str, name: str) -> Any:
+        # Without a key: the address is the secret.
+        return FileResponse(self._service.lent(token, name))
+
     async def _load_weights(self, request: Request) -> Any:
         owner = self._owner(request)
         content = await self._body(request)
@@ -301,9 +317,10 @@ class Api:
 
 
 def _described(found: Checkpoint) -> dict[str, Any]:
+    kind = {"weights": "training", "sampler_weights": "sampler", "external_weights": "external"}[found.kind]
     return {
         "checkpoint_id": f"{found.kind}/{found.name}", "tinker_path": found.path, "size_bytes": found.bytes,
-        "checkpoint_type": "training" if found.kind == "weights" else "sampler", "time": _time(found.time),
+        "checkpoint_type": kind, "time": _time(found.time),
         "user_metadata": found.user_metadata, "expires_at": None if found.expires is None else _time(found.expires),
     }  # fmt: skip
 

@@ -106,6 +106,12 @@ class SaveForSampler(Ordered):
     user_metadata: dict[str, str] | None = None
 
 
+class SaveExternal(Ordered):
+    path: str
+    ttl_seconds: Ttl = None
+    age_encryption_recipients: None = None
+
+
 class LoadWeights(Body):
     model_id: str | None = None
     seq_id: int | None = Field(None, ge=1)
@@ -184,6 +190,7 @@ MISSING = {
     "optimizer_params": "this server has the optimizer adamw alone: pass AdamParams",
     "optimizer_config": "this server has the optimizer adamw alone",
     "lora_config": "this server trains LoRA adapters alone, so it needs lora_config",
+    "age_encryption_recipients": "this server does not encrypt the files of an adapter",
     "project_id": "this server has no projects",
     "access_scope": "a key sees what it has made itself",
     "weights_access_token": "a key loads the checkpoints that it has saved itself, and no others",

@@ -14,8 +14,8 @@ from agentrl_core.api.engine import AdapterSlots, EngineContext, InferenceEngine
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.weights import Adapter, WeightUpdate
 from agentrl_core.engine_kit.requests import check_request
+from agentrl_core.fsdp2.adapters import CONFIG_FILE, WEIGHTS_FILE
 from agentrl_core.plugins.resolution import resolve
-from agentrl_core.workers.adapters import CONFIG_FILE, WEIGHTS_FILE
 from agentrl_tinker.adapters import Shape
 
 

@@ -17,7 +17,7 @@ from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
 
 from agentrl_core.api.concurrency import together
-from agentrl_core.workers.adapters import CONFIG_FILE, WEIGHTS_FILE
+from agentrl_core.fsdp2.adapters import CONFIG_FILE, WEIGHTS_FILE
 from agentrl_tinker import requests, samples
 from agentrl_tinker.adapters import Shape
 from agentrl_tinker.losses import Loss
@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 MOMENTS = "optimizer.safetensors"
+LENT = 3600.0
+"""Seconds for which files can be downloaded from an address."""
 NO_MODEL = "there is no model {!r} of this API key; its session may have ended. Load a checkpoint to continue"
 
 
@@ -111,6 +113,7 @@ class Service:
         self._models: dict[str, TrainedModel] = {}
         self._samplers: dict[str, SamplingSession] = {}
         self._sampling: dict[str, asyncio.Task[None]] = {}
+        self._lent: dict[str, tuple[Path, float]] = {}
         self._thread = ThreadPoolExecutor(1, "agentrl-tinker-trainer")
 
     # Sessions -----------------------------------------------------------------------------------------------------
@@ -353,6 +356,38 @@ class Service:
             return {"sampling_session_id": sampler_id, "type": "save_weights_for_sampler"}
 
         return publish
+
+    def save_external(self, model: TrainedModel, body: requests.SaveExternal) -> Work:
+        """An adapter whose files can be downloaded."""
+        checkpoint = self._described(model, "external_weights", body.path, body.ttl_seconds, None)
+
+        async def work() -> Result:
+            files = await self._compute(adapter_files, self.trainer, model.model_id, model.shape, False)
+            saved = await asyncio.to_thread(self.store.save, model.owner, checkpoint, files)
+            return {"path": saved.path, "size_bytes": saved.bytes, "type": "save_weights_external"}
+
+        return work
+
+    def lend(self, owner: str, path: str) -> tuple[str, list[str], float]:
+        """A secret with which the files of an external checkpoint can be downloaded for a while, their names, and the
+        end of that while in seconds since 1970."""
+        _, folder = self.store.find(owner, path)
+        now = time.time()
+        self._lent = {token: lent for token, lent in self._lent.items() if lent[1] > now}
+        token, expires = secrets.token_urlsafe(32), now + LENT
+        self._lent[token] = folder, expires
+        return token, sorted(file.name for file in folder.iterdir()), expires
+
+    def lent(self, token: str, name: str) -> Path:
+        """A file of what is lent.
+
+        Raises:
+            Refusal: the secret is none, or not any more, or there is no such file.
+        """
+        folder, expires = self._lent.get(token, (Path(), 0.0))
+        if expires < time.time() or name not in (WEIGHTS_FILE, CONFIG_FILE) or not (folder / name).is_file():
+            raise Refusal("there is no such download (any more)", 404)
+        return folder / name
 
     def load(self, model: TrainedModel, body: requests.LoadWeights) -> Work:
         if body.session_id or body.model_seq_id is not None or body.base_model or body.optimizer_config:

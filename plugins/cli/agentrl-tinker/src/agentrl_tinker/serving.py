@@ -14,7 +14,7 @@ from typing import Any, Literal
 from agentrl_core.api.engine import AdapterSlots, EngineContext
 from agentrl_core.api.errors import ConfigError, EngineError
 from agentrl_core.config.schema import ModelConfig
-from agentrl_core.workers.models import resolve_device
+from agentrl_core.workers.devices import resolve_device
 from agentrl_tinker.adapters import Shape
 from agentrl_tinker.app import Api
 from agentrl_tinker.sampler import Sampler, Weights

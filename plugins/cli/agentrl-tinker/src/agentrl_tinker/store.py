@@ -26,9 +26,9 @@ from agentrl_tinker.refusals import Refusal
 
 logger = logging.getLogger(__name__)
 
-Kind = Literal["weights", "sampler_weights"]
+Kind = Literal["weights", "sampler_weights", "external_weights"]
 SCHEME = "tinker://"
-_KINDS = ("weights", "sampler_weights")
+_KINDS = ("weights", "sampler_weights", "external_weights")
 _OWNER = "[0-9a-f]" * 24
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:=+-]{0,199}")
 
@@ -130,7 +130,7 @@ class Store:
         parts = path.removeprefix(SCHEME).split("/")
         if not path.startswith(SCHEME) or len(parts) != 3 or parts[1] not in _KINDS:
             raise Refusal(
-                f"path: {path!r} is not of the form tinker://RUN/weights/NAME or tinker://RUN/sampler_weights/NAME"
+                f"path: {path!r} is not of the form tinker://RUN/KIND/NAME with a KIND of {', '.join(_KINDS)}"
             )
         run, kind, name = parts
         check_name(run)

@@ -17,8 +17,8 @@ from torch import Tensor
 
 from agentrl_core.algorithms.token_log_probs import token_log_probs
 from agentrl_core.config.schema import ModelConfig
-from agentrl_core.workers.adapters import WEIGHTS_FILE
-from agentrl_core.workers.models import enable_gradient_checkpointing, load_causal_lm, training_mode, vocabulary_of
+from agentrl_core.fsdp2.adapters import WEIGHTS_FILE
+from agentrl_core.fsdp2.models import enable_gradient_checkpointing, load_causal_lm, training_mode, vocabulary_of
 from agentrl_tinker.adapters import Adapters, Shape
 from agentrl_tinker.losses import Loss
 from agentrl_tinker.refusals import Refusal

@@ -45,7 +45,7 @@ def convert(reading: Reading) -> Conversion:
     _validation(result)
     _run(result)
     _rewards(result)
-    _images(result)
+    _other_media(result)
     _rest(result, critic)
     for key, text in reading.notes.items():
         key = _renamed(key)
@@ -82,19 +82,15 @@ def _agent_loop(result: Conversion, unset: set[str]) -> None:
     )
 
 
-def _images(result: Conversion) -> None:
-    """agentrl trains on text: a task with images or videos has no counterpart."""
-    named = [key for key in result.given if _reason(keys.VISION, key) or keys.VISION_OPTION.search(key)]
-    model = str(result.get("actor_rollout_ref.model.path", ""))
-    signs = [key for key in named if result.get(key) not in (None, False)]
-    signs += [f"the model {model}"] if keys.VISION_MODEL.search(model) else []
-    for key in named:
-        if not result.is_known(key):
-            result.missing[key] = "agentrl has no images or videos"
-    if signs:
-        result.incomplete["images"] = (
-            f"no counterpart: agentrl trains on text, and this task has images or videos ({', '.join(signs[:3])}). "
-            "The configuration trains on the text alone"
+def _other_media(result: Conversion) -> None:
+    """A task with videos or audio has no counterpart."""
+    signs = [key for key in keys.OTHER_MEDIA if key in result.given]
+    for key in signs:
+        result.missing[key] = "agentrl has images, and no videos or audio"
+    if found := [key for key in signs if result.get(key) is not None]:
+        result.incomplete["videos"] = (
+            f"no counterpart: agentrl has images, and no videos or audio ({', '.join(found)}). The configuration "
+            "trains on texts and images; rows with a video are refused"
         )
 
 

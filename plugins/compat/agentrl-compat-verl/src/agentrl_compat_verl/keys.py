@@ -1,6 +1,5 @@
 """verl's configuration keys and agentrl's, as tables. Names and defaults of verl are those of August 2026."""
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,11 +75,14 @@ KEYS = (
     Key(f"{_MODEL}.use_remove_padding", True, "model.packing", True),
     Key(f"{_MODEL}.override_config.attn_implementation", UNSET, "model.attn_implementation", "sdpa"),
     Key(f"{_ACTOR}.fsdp_config.model_dtype", "fp32", "model.dtype", "float32", one_of(_DTYPES)),
+    Key(f"{_ACTOR}.freeze_vision_tower", False, "model.freeze", [], one_of({True: ["vision"], False: []})),
+    Key(f"{_ROLLOUT}.limit_images", UNSET, "model.images.max_count", 16, lambda most: 16 if most is None else most),
     Key("data.train_files", UNSET, "data.train_files", None, as_list),
     Key("data.val_files", UNSET, "data.validation_files", [], as_list),
     Key("data.train_batch_size", 1024, "data.batch_size", 32),
     Key("data.max_prompt_length", 512, "data.max_prompt_length", 512),
     Key("data.prompt_key", "prompt", "data.dataset.config.prompt_key", "prompt"),
+    Key("data.image_key", "images", "data.dataset.config.image_key", "images"),
     Key("data.shuffle", True, "data.sampler.name", "shuffle", one_of({True: "shuffle", False: "sequential"})),
     Key("data.seed", UNSET, "trainer.seed", 0),
     Key("data.val_max_samples", UNSET, "trainer.validation.max_prompts", None, lambda most: None if most < 0 else most),
@@ -206,18 +208,8 @@ SEARCH = {
 SLOT_TIMEOUT, ANSWER_TIMEOUT = 30.0, 25.0
 """Defaults of agentrl: ``timeout`` of a tool's slot, ``answer_timeout`` of remote_python."""
 
-VISION = dict.fromkeys(
-    (
-        "data.image_key", "data.video_key", "data.audio_key", "data.return_multi_modal_inputs", "data.image_patch_size",
-        f"{_ACTOR}.freeze_vision_tower", f"{_ROLLOUT}.limit_images",
-    ),
-    "images",
-)  # fmt: skip
-VISION_OPTION = re.compile(r"engine_kwargs\.\w+\.(mm_|limit_mm|disable_mm|enable_multimodal|.*multimodal)|vision_tower")
-VISION_MODEL = re.compile(
-    r"(?i)(^|[-_./\d])vl([-_./\d]|$)|vision|omni|pixtral|internvl|llava|minicpm-?[vo]\b|glm-[\d.]+v\b"
-)
-"""Signs of a task with images."""
+OTHER_MEDIA = ("data.video_key", "data.audio_key")
+"""Signs of a task with videos or audio."""
 
 _ENGINE = "rollout.engine.config"
 ENGINES = {
@@ -378,6 +370,8 @@ ALWAYS = {
     "critic.model.enable_gradient_checkpointing": "model.gradient_checkpointing holds for all models",
     "critic.model.trust_remote_code": "model.trust_remote_code holds for all models",
     "data.trust_remote_code": "model.trust_remote_code holds for all",
+    "data.return_multi_modal_inputs": "images are processed where a model needs them",
+    "data.image_patch_size": "the model's own processor decides",
     "data.return_raw_chat": "agent loops get messages",
     "data.return_raw_input_ids": "agent loops get messages",
     "data.return_full_prompt": "agent loops get messages",

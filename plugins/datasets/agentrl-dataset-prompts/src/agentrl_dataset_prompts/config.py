@@ -8,6 +8,7 @@ from agentrl_core.api import option
 @dataclass
 class PromptsConfig:
     prompt_key: str = option("prompt", help="column with the messages (or one string, taken as a user message)")
+    image_key: str = option("images", help="column with the images of a row: a list, or one image")
     require_ground_truth: bool = option(True, help="every row needs reward_model.ground_truth")
 
 

@@ -1,7 +1,7 @@
 """Prompts from parquet or JSON-lines files, through Hugging Face ``datasets``.
 
-Columns: ``prompt`` (messages), ``data_source``, ``agent_name``, ``reward_model.ground_truth``, ``extra_info`` with
-``index``, ``tools_kwargs``, ``interaction_kwargs``; others are passed on as they are.
+Columns: ``prompt`` (messages), ``images``, ``data_source``, ``agent_name``, ``reward_model.ground_truth``,
+``extra_info`` with ``index``, ``tools_kwargs``, ``interaction_kwargs``; others are passed on as they are.
 """
 
 import json
@@ -30,6 +30,8 @@ _READERS = {".parquet": "parquet", ".jsonl": "json", ".json": "json"}
 
 _AHEAD = 1000
 """Rows that are decoded together where rows are read in their order."""
+_AHEAD_WITH_IMAGES = 16
+"""The same where their images may take megabytes each."""
 
 
 class PromptsFromFiles(PromptDataset):
@@ -60,7 +62,8 @@ class PromptsFromFiles(PromptDataset):
         file, rows = self._files[at]
         first = self._ends[at] - len(rows)
         if index not in self._ahead:
-            count = _AHEAD if index == self._last + 1 else 1
+            ahead = _AHEAD_WITH_IMAGES if {self._config.image_key, "image"} & {*rows.column_names} else _AHEAD
+            count = ahead if index == self._last + 1 else 1
             try:
                 columns = rows[index - first : index - first + count]
             except Exception as failure:  # noqa: BLE001 - a table that its own library wrote may still not be decoded
@@ -109,7 +112,7 @@ def _read(file: str, config: PromptsConfig) -> datasets.Dataset:
                 raise DataError(f"{file}: the file is empty; expected one row per line, with a prompt")
             if reader == "json":
                 _reject_null(path, file)
-            rows = datasets.load_dataset(reader, data_files=path, split="train")
+            rows = _undecoded(datasets.load_dataset(reader, data_files=path, split="train"))
     except DataError:
         raise
     except Exception as failure:  # noqa: BLE001 - what a reader raises depends on the file and on the library behind it
@@ -124,6 +127,22 @@ def _read(file: str, config: PromptsConfig) -> datasets.Dataset:
             "Set data.dataset.config.prompt_key to the column that holds the messages"
         )
     return rows
+
+
+def _undecoded(rows: datasets.Dataset) -> datasets.Dataset:
+    """Images stay what the file has of them, ``{"bytes", "path"}``: nobody needs their pixels here."""
+
+    def feature(found: Any) -> Any:
+        if isinstance(found, datasets.Image):
+            return datasets.Image(mode=found.mode, decode=False)
+        if isinstance(found, datasets.List | datasets.LargeList):
+            return type(found)(feature(found.feature))
+        if isinstance(found, dict):
+            return {name: feature(each) for name, each in found.items()}
+        return [feature(each) for each in found] if isinstance(found, list) else found
+
+    features = datasets.Features({name: feature(each) for name, each in rows.features.items()})
+    return rows if features == rows.features else rows.cast(features)
 
 
 def _bad_line(path: str, file: str) -> tuple[str, str]:
@@ -191,6 +210,8 @@ def _normalise(row: Row, config: PromptsConfig, where: str) -> Row:
             f"found {json.dumps(prompt, default=str)[:80]}"
         )
     row = {key: drop_none(value) for key, value in row.items() if value is not None}
+    if config.image_key != "images" and config.image_key in row:
+        row["images"] = row.pop(config.image_key)
     reward_model = row.get("reward_model")
     if config.require_ground_truth and (not isinstance(reward_model, dict) or "ground_truth" not in reward_model):
         raise DataError(

@@ -27,30 +27,31 @@ _PEFT = "peft."
 _TORCH = str(Path(torch.__file__).parent)
 
 Inputs = tuple[Any, ...]
-"""Ids ``[B, 1]``, positions ``[B, 1]``, additive mask ``[B, 1, 1, L]``, rows ``[B]`` (0 to B - 1), keys and values of
-each layer ``[B, K, L, D]``, into which the step writes; then what a :data:`Mix` has, where rows have adapters."""
+"""Ids ``[B, 1]``, positions ``[B, 1]``, additive mask ``[B, 1, 1, L]``, rows ``[B]`` (0 to B - 1) and the places in
+them ``[B]`` that the step writes, keys and values of each layer ``[B, K, L, D]``; then what a :data:`Mix` has, where
+rows have adapters. Behind images the positions are others than the places."""
 
 
-_PLAIN = 6
+_PLAIN = 7
 """So many inputs a step has without adapters."""
 
 
 class WindowCache(Cache):  # type: ignore[misc]  # transformers has no complete types
     """Keys and values as views of the rows that decode; each step adds one token to each row."""
 
-    def __init__(self, rows_B: torch.Tensor, positions_B: torch.Tensor, keys: list[torch.Tensor],
+    def __init__(self, rows_B: torch.Tensor, places_B: torch.Tensor, keys: list[torch.Tensor],
                  values: list[torch.Tensor]) -> None:  # fmt: skip
         super().__init__(layers=[])
         self._rows_B = rows_B
-        self._positions_B = positions_B
+        self._places_B = places_B
         self._keys = keys
         self._values = values
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object,
                **kwargs: object) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
         keys, values = self._keys[layer_idx], self._values[layer_idx]
-        keys[self._rows_B, :, self._positions_B] = key_states.squeeze(2).to(keys.dtype)
-        values[self._rows_B, :, self._positions_B] = value_states.squeeze(2).to(values.dtype)
+        keys[self._rows_B, :, self._places_B] = key_states.squeeze(2).to(keys.dtype)
+        values[self._rows_B, :, self._places_B] = value_states.squeeze(2).to(values.dtype)
         return keys, values
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -82,13 +83,14 @@ class Decoder(torch.nn.Module):
         return len(parts) != len(self._recorded) or any(map(is_not, parts, self._recorded))
 
     def forward(self, ids_B1: torch.Tensor, positions_B1: torch.Tensor, mask: torch.Tensor, rows_B: torch.Tensor,
-                keys: list[torch.Tensor], values: list[torch.Tensor], *mix: Any) -> torch.Tensor:  # fmt: skip
+                places_B: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor],
+                *mix: Any) -> torch.Tensor:  # fmt: skip
         with nullcontext() if self._lora is None else self._lora.using(cast("Mix | tuple[()]", mix)):
             output = self.module(
                 input_ids=ids_B1,
                 position_ids=positions_B1,
                 attention_mask=mask,
-                past_key_values=WindowCache(rows_B, positions_B1.squeeze(1), keys, values),
+                past_key_values=WindowCache(rows_B, places_B, keys, values),
                 use_cache=True,
                 logits_to_keep=1,
             )
@@ -168,8 +170,8 @@ def _simplify(graph: Any) -> None:
 
 
 def _stores(inputs: Inputs) -> Iterator[torch.Tensor]:
-    yield from inputs[4]
     yield from inputs[5]
+    yield from inputs[6]
 
 
 def _grouped_attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
@@ -198,4 +200,5 @@ def _example(rows: int, length: int, layers: SequenceOf[LayerShape], dtype: torc
     keys = [waves(shape.heads, shape.key_dim, layer) for layer, shape in enumerate(layers)]
     values = [waves(shape.heads, shape.value_dim, -layer) for layer, shape in enumerate(layers)]
     mix = () if lora is None else lora.example(rows)
-    return ids_B1, positions_B1, mask, torch.arange(rows, device=device), keys, values, *mix
+    rows_B = torch.arange(rows, device=device)
+    return ids_B1, positions_B1, mask, rows_B, positions_B1.squeeze(1).clone(), keys, values, *mix

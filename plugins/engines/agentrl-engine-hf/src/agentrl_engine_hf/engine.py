@@ -5,11 +5,12 @@ import contextlib
 from collections.abc import Callable
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from agentrl_core.api.engine import (
     EngineContext,
     InferenceEngine,
+    MultiModal,
     PauseMode,
     SamplingParams,
     TokenOutput,
@@ -20,6 +21,7 @@ from agentrl_core.engine_kit.requests import check_request
 from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.counters import Counters
 from agentrl_engine_hf.executor import Executor
+from agentrl_engine_hf.images import ImageReader
 from agentrl_engine_hf.model import Model
 from agentrl_engine_hf.sampler import mix
 from agentrl_engine_hf.sequence import Sequence
@@ -49,6 +51,7 @@ class HFEngine(InferenceEngine):
         self._counters = Counters()
         self._thread: EngineThread | None = None
         self._vocab_size = 0
+        self._images: ImageReader | None = None
         self._unseeded = 0
 
     # Life ---------------------------------------------------------------------------------------------------------
@@ -63,6 +66,7 @@ class HFEngine(InferenceEngine):
         # Before anything is computed: OpenMP keeps a pool of threads that has once been made.
         use_cpu_threads(model.module, self._config.cpu_threads)
         self._vocab_size = min(model.vocab_size, self._context.vocab_size or model.vocab_size)
+        self._images = model.images
         return Executor(model, self._config, self._context, self._counters)
 
     async def close(self) -> None:
@@ -89,11 +93,15 @@ class HFEngine(InferenceEngine):
         prompt_ids: SequenceOf[int],
         sampling_params: SamplingParams,
         request_id: str,
-        multi_modal: dict[str, Any] | None = None,
+        multi_modal: MultiModal | None = None,
     ) -> TokenOutput:
         """Raises ValueError for a request that cannot be served; others are not affected."""
         thread = self._running_thread()
         sequence = self._sequence(prompt_ids, sampling_params, request_id, multi_modal)
+        if self._images is not None:
+            # Decoding and resizing images takes longer than a step.
+            reading = asyncio.to_thread(self._images.read, request_id, sequence.ids, multi_modal)
+            sequence.pictures = await reading
         thread.post(lambda executor: executor.submit(sequence))
         try:
             return await asyncio.wrap_future(sequence.future)
@@ -107,11 +115,17 @@ class HFEngine(InferenceEngine):
         prompt_ids: SequenceOf[int],
         params: SamplingParams,
         request_id: str,
-        multi_modal: dict[str, Any] | None,
+        multi_modal: MultiModal | None,
     ) -> Sequence:
         ids = [int(token) for token in prompt_ids]
         check_request(
-            request_id, ids, params, multi_modal, vocab_size=self._vocab_size, max_model_len=self._context.max_model_len
+            request_id,
+            ids,
+            params,
+            multi_modal,
+            vocab_size=self._vocab_size,
+            max_model_len=self._context.max_model_len,
+            max_images=self._context.max_images,
         )
         future: Future[TokenOutput] = Future()
         # From here on only the engine's thread ends the future, so that cancelling it cannot race with a result.

@@ -142,7 +142,8 @@ class Executor:
         for sequence in self._scheduler.running()[self._scheduler.decoding :]:
             count = sequence.remaining
             if not chunk.sequences:
-                count = min(count, budget)
+                start = sequence.cached
+                count = sequence.pictures.undivided(start, start + min(count, budget)) - start
                 shortest = longest = count
             shortest, longest = min(shortest, count), max(longest, count)
             waits_for_another = sequence.prefix is not None and sequence.prefix in prefixes
@@ -167,7 +168,7 @@ class Executor:
         try:
             logits = self.model.decode(scheduler.store, sequences)
             if self._sampler.sequences != sequences:
-                self._sampler = Sampler(sequences, self.model.device)
+                self._sampler = Sampler(sequences, self.model.device, self._context.reserved_ids)
             ids, log_probs = self._sampler.sample(logits)
         except Exception as error:  # noqa: BLE001 - whatever a forward raises belongs to the requests in it
             self._fail(sequences, error)

@@ -34,18 +34,22 @@ class Lora:
     Args:
         module: with linear layers of the names in ``slots.targets``.
         shared: it is the actor's.
+        within: the part of the module whose layers are meant, where others have the same names; None: all of it. It is
+            for a module of the engine's own.
 
     Raises:
         EngineError: the actor's module lacks an adapter, or has one that is not plain LoRA.
     """
 
-    def __init__(self, module: Any, slots: AdapterSlots, shared: bool) -> None:
+    def __init__(self, module: Any, slots: AdapterSlots, shared: bool, within: Any = None) -> None:
         layers = {name: part for name, part in module.named_modules() if name.rpartition(".")[2] in slots.targets}
         if shared:
             layers = {name: part for name, part in layers.items() if hasattr(part, "lora_A")}
             _check_shared(layers, slots)
         else:
-            layers = {name: part for name, part in layers.items() if isinstance(part, torch.nn.Linear)}
+            meant = set((module if within is None else within).modules())
+            linear = {name: part for name, part in layers.items() if isinstance(part, torch.nn.Linear)}
+            layers = {name: part for name, part in linear.items() if part in meant}
         if not layers:
             raise EngineError(f"the model has no linear layers named {', '.join(slots.targets)}, which adapters change")
         self.modules = {name: (part.out_features, part.in_features) for name, part in layers.items()}

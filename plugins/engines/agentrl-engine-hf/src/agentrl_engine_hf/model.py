@@ -1,18 +1,23 @@
 """The transformers model: loading, checks, and the two forwards of a step.
 
-Shapes: B rows, T new tokens of a row, L tokens attended to, N new tokens in all, V vocabulary.
+Shapes: B rows, T new tokens of a row, L tokens attended to, N new tokens in all, V vocabulary, A axes of positions.
 """
 
+import inspect
 from collections.abc import Sequence as SequenceOf
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from agentrl_core.api.engine import EngineContext
+from agentrl_core.api.engine import EngineContext, SamplingParams
 from agentrl_core.api.errors import EngineError
+from agentrl_core.engine_kit.media import has_processor
 from agentrl_engine_hf.decoder import Decoder
+from agentrl_engine_hf.images import ImageReader
 from agentrl_engine_hf.kv_cache import ForwardCache, KVCache, LayerShape, ProbeCache, round_up
 from agentrl_engine_hf.lora import Lora
 from agentrl_engine_hf.sequence import Sequence
@@ -40,9 +45,19 @@ class Model:
         _check(self.module, context)
         self.vocab_size = int(self.module.get_input_embeddings().weight.shape[0])
         slots = context.adapters
-        self.lora = None if slots is None else Lora(self.module, slots, shared=not self.owned)
+        # Adapters leave the layers alone that see, which may have the names of those that they change.
+        text = _plain(self.module).get_decoder() if context.max_images else None
+        self.lora = None if slots is None else Lora(self.module, slots, not self.owned, text)
+        if self.lora is not None and context.max_images:
+            _check_adapters(self.module, self.lora)
         self._decoder = Decoder(self.module, self.lora)
         self._record_decode = record_decode
+        self._max_model_len = context.max_model_len
+        self.images = ImageReader(context, self.module) if context.max_images else None
+        # Some models let the tokens of an image see all of it.
+        self._sees_whole_images = "token_type_ids" in inspect.signature(_plain(self.module).forward).parameters
+        # What pads a row must not be taken for an image.
+        self._padding = next(token for token in range(self.vocab_size) if token not in context.reserved_ids)
         self._layers: list[LayerShape] = []
 
     def begin(self) -> None:
@@ -84,24 +99,53 @@ class Model:
             if probe.dtype is None:
                 raise EngineError(f"{_describe(self.module)} keeps no keys and values: the hf engine cannot serve it")
             self._layers = list(probe.layers_in_order())
+            if self.images is not None:
+                self._check_images(self.images, KVCache(self._layers, probe.dtype, self.device))
             if self._record_decode:
                 self._decoder.record(self._layers, probe.dtype, self.device)
         finally:
             self.end()
         return KVCache(self._layers, probe.dtype, self.device)
 
+    def _check_images(self, images: ImageReader, store: KVCache) -> None:
+        """An image says here what it says in the model's own forward, whatever the family does with it.
+
+        Raises:
+            EngineError: it doesn't.
+        """
+        ids, pictures = images.example(self._padding)
+        if len(ids) > self._max_model_len:
+            return
+        sequence = Sequence("start", ids, len(ids), len(ids) + 1, SamplingParams(1), 0, Future(), pictures=pictures)
+        store.resize(1, round_up(len(ids)))
+        try:
+            expected = images.plain_logits(_plain(self.module), ids, pictures, self.device)
+            self.prefill(store, 0, [sequence], [sequence.remaining])
+            sequence.cached = len(ids) - 1
+            gap = float((self.decode(store, [sequence])[0] - expected).abs().max() / expected.abs().max())
+        except Exception as error:
+            raise EngineError(f"{_describe(self.module)}: the hf engine cannot show it images: {error}") from error
+        if not gap <= torch.finfo(self.module.dtype).eps ** 0.5:
+            raise EngineError(
+                f"{_describe(self.module)}: the hf engine cannot show it images; its logits differ by {gap:.1e} from "
+                "the model's own forward. Use another engine, for example rollout.engine.name=vllm"
+            )
+
     @torch.inference_mode()
     def decode(self, store: KVCache, sequences: SequenceOf[Sequence]) -> torch.Tensor:
         """Feed the last id of the sequences in rows 0..B-1; returns logits ``[B, V]``."""
         ids_B1 = torch.tensor([sequence.ids[-1] for sequence in sequences], device=self.device).unsqueeze(1)
-        positions = [sequence.cached for sequence in sequences]
-        positions_B1 = torch.tensor(positions, device=self.device).unsqueeze(1)
-        length = min(round_up_decode(max(positions) + 1), store.capacity)
+        places = [sequence.cached for sequence in sequences]
+        places_B1 = positions_B1 = torch.tensor(places, device=self.device).unsqueeze(1)
+        if self.images is not None:
+            shifts = [sequence.pictures.shift for sequence in sequences]
+            positions_B1 = places_B1 + torch.tensor(shifts, device=self.device).unsqueeze(1)
+        length = min(round_up_decode(max(places) + 1), store.capacity)
         rows_B = torch.arange(len(sequences), device=self.device)
         keys, values = store.windows(len(sequences), length)
-        mask = self._mask(positions_B1, length)
+        mask = self._mask(places_B1, length)
         mix = () if self.lora is None else self.lora.mix([sequence.adapter for sequence in sequences])
-        return self._decoder.replay((ids_B1, positions_B1, mask, rows_B, keys, values, *mix))
+        return self._decoder.replay((ids_B1, positions_B1, mask, rows_B, places_B1.squeeze(1), keys, values, *mix))
 
     @torch.inference_mode()
     def prefill(self, store: KVCache, first_row: int, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
@@ -109,7 +153,7 @@ class Model:
         width = max(counts)
         starts = [sequence.cached for sequence in sequences]
         padded = [
-            sequence.ids[start : start + count] + [0] * (width - count)
+            sequence.ids[start : start + count] + [self._padding] * (width - count)
             for sequence, start, count in zip(sequences, starts, counts, strict=True)
         ]
         ids_BT = torch.tensor(padded, device=self.device)
@@ -127,11 +171,29 @@ class Model:
         length = min(round_up(longest), store.capacity)
         cache = ForwardCache(store, first_row, len(counts), length, rows_N, positions_N, tokens_N)
         mask = self._mask(positions_BT, length)
+        pixels: dict[str, torch.Tensor] = {}
+        if self.images is not None and any(sequence.pictures.each for sequence in sequences):
+            pixels = self._show(self.images, sequences, starts, counts, mask)
+            positions_BT = _along_axes(positions_BT, sequences, starts, counts)
         if self.lora is None:
-            self._forward(ids_BT, positions_BT, mask, cache)
+            self._forward(ids_BT, positions_BT, mask, cache, **pixels)
             return
         with self.lora.using(self.lora.mix([sequence.adapter for sequence in sequences])):
-            self._forward(ids_BT, positions_BT, mask, cache)
+            self._forward(ids_BT, positions_BT, mask, cache, **pixels)
+
+    def _show(self, images: ImageReader, sequences: SequenceOf[Sequence], starts: SequenceOf[int],
+              counts: SequenceOf[int], mask: torch.Tensor) -> dict[str, torch.Tensor]:  # fmt: skip
+        """Inputs of the images among these tokens; where the model does, the mask lets an image see all of itself."""
+        shown = []
+        for row, (sequence, start, count) in enumerate(zip(sequences, starts, counts, strict=True)):
+            for picture in sequence.pictures.within(start, start + count):
+                shown.append(picture)
+                if self._sees_whole_images:
+                    mask[row, :, picture.start - start : picture.end - start, picture.start : picture.end] = 0
+        return {
+            name: value.to(self.device, self.module.dtype if value.is_floating_point() else None)
+            for name, value in images.inputs(shown).items()
+        }
 
     def _mask(self, positions_BT: torch.Tensor, length: int) -> torch.Tensor:
         """Additive ``[B, 1, T, L]``: a token sees what is at its own position and before."""
@@ -143,19 +205,41 @@ class Model:
     def _mask_dtype(self) -> torch.dtype:
         return self.module.dtype  # type: ignore[no-any-return]
 
-    def _forward(
-        self, ids_BT: torch.Tensor, positions_BT: torch.Tensor, mask: torch.Tensor, cache: Any
-    ) -> torch.Tensor:
+    def _forward(self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any,
+                 **pixels: torch.Tensor) -> torch.Tensor:  # fmt: skip
+        """``positions`` are ``[B, T]`` or ``[A, B, T]``."""
         output = self.module(
             input_ids=ids_BT,
-            position_ids=positions_BT,
+            position_ids=positions,
             attention_mask=mask,
             past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **pixels,
         )
         logits_BV: torch.Tensor = output.logits[:, -1]
         return logits_BV
+
+
+def _along_axes(positions_BT: torch.Tensor, sequences: SequenceOf[Sequence], starts: SequenceOf[int],
+                counts: SequenceOf[int]) -> torch.Tensor:  # fmt: skip
+    """Positions ``[A, B, T]`` of a model that has several axes; for others they are what they were."""
+    tables = [sequence.pictures.positions_AT for sequence in sequences]
+    known = next((table for table in tables if table is not None), None)
+    if known is None:
+        return positions_BT
+    positions_ABT = positions_BT.repeat(known.shape[0], 1, 1)
+    for row, (sequence, table, start, count) in enumerate(zip(sequences, tables, starts, counts, strict=True)):
+        if table is not None:
+            positions_ABT[:, row] += sequence.pictures.shift
+            part_AT = table[:, start : start + count].to(positions_ABT.device)
+            positions_ABT[:, row, : part_AT.shape[1]] = part_AT
+    return positions_ABT
+
+
+def _plain(module: Any) -> Any:
+    """The model without what PEFT has put around it."""
+    return module.get_base_model() if hasattr(module, "get_base_model") else module
 
 
 def round_up_decode(length: int) -> int:
@@ -170,7 +254,9 @@ def _load(context: EngineContext, attn_implementation: str) -> Any:
     dtype = getattr(torch, context.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise EngineError(f"model.dtype: torch has no dtype {context.dtype!r}; try float32 or bfloat16")
-    module: Any = AutoModelForCausalLM.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
+    shows = has_processor(path) and type(AutoConfig.from_pretrained(path)) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    auto = AutoModelForImageTextToText if shows else AutoModelForCausalLM
+    module: Any = auto.from_pretrained(path, dtype=dtype, attn_implementation=attn_implementation)
     return module.to(context.device).eval().requires_grad_(False)
 
 
@@ -196,6 +282,18 @@ def _check(module: Any, context: EngineContext) -> None:
         raise EngineError(
             f"{_describe(module)} was loaded with attn_implementation={attention!r}; the hf engine needs one of "
             f"{', '.join(_ATTENTIONS)}"
+        )
+
+
+def _check_adapters(module: Any, lora: Lora) -> None:
+    """A forward of the vision tower has no rows, each with an adapter of its own."""
+    text = set(_plain(module).get_decoder().modules())
+    outside = [name for name in lora.modules if module.get_submodule(name) not in text]
+    if outside:
+        raise EngineError(
+            f"{_describe(module)}: adapters would change {outside[0]}, which is no part of its language model; the hf "
+            "engine serves adapters with images where they leave the vision tower alone: choose other "
+            "model.adapter.targets"
         )
 
 

@@ -33,6 +33,7 @@ PLUGIN = PluginSpec(
             "deterministic",
             "sessions",
             "adapters",
+            "images",
         }
     ),
 )

@@ -78,8 +78,11 @@ class Penalties:
 class Sampler:
     """The sampling parameters of one composition of the batch, as tensors."""
 
-    def __init__(self, sequences: SequenceOf[Sequence], device: torch.device) -> None:
+    def __init__(
+        self, sequences: SequenceOf[Sequence], device: torch.device, reserved_ids: SequenceOf[int] = ()
+    ) -> None:
         self.sequences = list(sequences)
+        self._reserved = torch.tensor(reserved_ids, dtype=torch.long, device=device) if reserved_ids else None
         params = [sequence.params for sequence in sequences]
         greedy = [param.temperature == 0 for param in params]
         temperatures = [1.0 if param.temperature == 0 else param.temperature for param in params]
@@ -106,11 +109,22 @@ class Sampler:
         """Ids and log-probabilities, each [B]: of softmax(logits / temperature), penalized, before truncation."""
         logits_BV = self._penalties.apply(logits_BV.float())
         scaled_BV = logits_BV if self._temperature_B1 is None else logits_BV / self._temperature_B1
+        if self._reserved is not None:
+            return self._sample_others(logits_BV, scaled_BV, self._reserved)
         probs_BV = torch.softmax(scaled_BV, dim=-1)
         ids_B = logits_BV.argmax(dim=-1) if self._all_greedy else self._draw(logits_BV, probs_BV)
         # What was drawn is not so unlikely that the logarithm of its probability lost digits.
         chosen_B = probs_BV.gather(1, ids_B.unsqueeze(1)).squeeze(1).log_()
         return ids_B.tolist(), chosen_B.tolist()
+
+    def _sample_others(self, logits_BV: torch.Tensor, scaled_BV: torch.Tensor, reserved: torch.Tensor
+                       ) -> tuple[list[int], list[float]]:  # fmt: skip
+        """No reserved id is drawn, whose probability counts all the same."""
+        log_probs_BV = torch.log_softmax(scaled_BV, dim=-1)
+        logits_BV = logits_BV.index_fill(1, reserved, -torch.inf)
+        probs_BV = torch.softmax(scaled_BV.index_fill(1, reserved, -torch.inf), dim=-1)
+        ids_B = logits_BV.argmax(dim=-1) if self._all_greedy else self._draw(logits_BV, probs_BV)
+        return ids_B.tolist(), log_probs_BV.gather(1, ids_B.unsqueeze(1)).squeeze(1).tolist()
 
     def _draw(self, logits_BV: torch.Tensor, probs_BV: torch.Tensor) -> torch.Tensor:
         indices = [len(sequence.log_probs) for sequence in self.sequences]

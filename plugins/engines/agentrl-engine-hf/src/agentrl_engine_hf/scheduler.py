@@ -117,7 +117,7 @@ class Scheduler:
         fresh, copies = [], []
         for sequence in joining:
             self._claim(sequence)
-            key = self.weights_of(sequence), tuple(sequence.ids[:-1])
+            key = self.weights_of(sequence), tuple(sequence.ids[:-1]), sequence.pictures.names
             sequence.prefix = key if sequence.cached == 0 else None
             if sequence.prefix is None or sequence.prefix not in seen:
                 fresh.append(sequence)
@@ -204,7 +204,8 @@ class Scheduler:
             return
         sequence.row, last.row = last.row, -1
         if self.weights_of(last) == self.weights_of(sequence):
-            sequence.cached = min(_common_prefix(last.ids, sequence.ids), last.cached, len(sequence.ids) - 1)
+            common = min(_common_prefix(last.ids, sequence.ids), last.cached, len(sequence.ids) - 1)
+            sequence.cached = sequence.pictures.shared(last.pictures, common)
         self.owners[sequence.row] = sequence
         self._drop_prefix(last)
 

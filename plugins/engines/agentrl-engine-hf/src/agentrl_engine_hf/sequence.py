@@ -5,9 +5,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from agentrl_core.api.engine import FinishReason, PolicySpan, SamplingParams, TokenOutput
+from agentrl_engine_hf.images import NO_PICTURES, Pictures
 from agentrl_engine_hf.lora import Entry
 
-Prefix = tuple[Entry | None, tuple[int, ...]]
+Prefix = tuple[Entry | None, tuple[int, ...], tuple[str, ...]]
 
 
 @dataclass(eq=False, slots=True)
@@ -21,10 +22,12 @@ class Sequence:
         cached: how many leading ``ids`` have valid keys and values in that row. A sequence that samples has all but
             its last id cached; the forward that feeds this id predicts the next.
         adapter: that it samples with; None: the model's own weights alone.
+        pictures: the images of the prompt.
         marks: (version of the weights, index of the first output token sampled by them).
         keep: whether the row is kept for the session's next turn when the request ends.
         waits_since, queued: when it began to wait for a row (``time.perf_counter``), and the seconds of all its waits.
-        prefix: key under which other requests find this row to copy their prompt from: the adapter and the ids.
+        prefix: key under which other requests find this row to copy their prompt from: the adapter, the ids
+            and the images.
     """
 
     request_id: str
@@ -36,6 +39,7 @@ class Sequence:
     future: "Future[TokenOutput]"
     stop_ids: frozenset[int] = frozenset()
     adapter: Entry | None = None
+    pictures: Pictures = NO_PICTURES
     log_probs: list[float] = field(default_factory=list)
     marks: list[tuple[int, int]] = field(default_factory=list)
     row: int = -1

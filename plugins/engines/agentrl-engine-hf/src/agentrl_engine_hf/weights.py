@@ -25,16 +25,20 @@ class WeightLoader:
     def __init__(self, module: Any) -> None:
         own: Targets = module.state_dict()
         self._device = next(iter(own.values())).device
+        meta = {name: tensor.to("meta") for name, tensor in own.items()}
+        form = revert_weight_conversion(module, dict(meta))
+        self._shapes = {name: tuple(tensor.shape) for name, tensor in form.items()}
+        # What a checkpoint only has under another name is the same object.
+        names_there = {id(tensor): name for name, tensor in form.items()}
+        alone = {name: names_there[id(tensor)] for name, tensor in meta.items() if id(tensor) in names_there}
         aliases: dict[int, list[str]] = {}
         for name, parameter in module.named_parameters(remove_duplicate=False):
-            aliases.setdefault(id(parameter), []).append(name)
-        form = revert_weight_conversion(module, {name: tensor.to("meta") for name, tensor in own.items()})
-        self._shapes = {name: tuple(tensor.shape) for name, tensor in form.items()}
+            aliases.setdefault(id(parameter), []).append(alone.get(name, name))
         self._tied = [names for names in aliases.values() if len(names) > 1]
-        self._buffers = {name for name, _ in module.named_buffers()}
-        fused = {name: tensor for name, tensor in own.items() if self._shapes.get(name) != tuple(tensor.shape)}
+        self._buffers = {alone.get(name, name) for name, _ in module.named_buffers()}
+        fused = {name: tensor for name, tensor in own.items() if name not in alone}
         self._writers: dict[str, Callable[[torch.Tensor], object]] = {
-            name: tensor.copy_ for name, tensor in own.items() if name not in fused
+            there: own[name].copy_ for name, there in alone.items()
         }
         if fused:
             self._writers |= _writers(module, fused)

@@ -16,6 +16,7 @@ from agentrl_core.api.concurrency import together
 from agentrl_core.api.engine import (
     EngineContext,
     InferenceEngine,
+    MultiModal,
     PauseMode,
     SamplingParams,
     TokenOutput,
@@ -41,7 +42,7 @@ from agentrl_engine_sglang.launch import (
     server_environment,
 )
 from agentrl_engine_sglang.process import ServerProcess
-from agentrl_engine_sglang.requests import request_body, token_output
+from agentrl_engine_sglang.requests import check_expansion, request_body, shown, token_output
 from agentrl_engine_sglang.weights import ServerWeights
 
 logger = logging.getLogger(__name__)
@@ -127,6 +128,8 @@ class SGLangEngine(InferenceEngine):
         self._folder = served_folder(context.model_path)
         try:
             await self._launch(str(self._folder.path))
+            if context.reserved_ids and context.node_rank == 0:
+                await self._check_hooks(context.reserved_ids[0])
         except BaseException:
             await self.close()
             raise
@@ -164,6 +167,17 @@ class SGLangEngine(InferenceEngine):
             logger.warning("port %d was taken while the SGLang server started; trying another", arguments["port"])
             await self._stop_server()
             preferred = 0
+
+    async def _check_hooks(self, reserved: int) -> None:
+        """SGLang only logs that a plugin could not be loaded, or was not named in SGLANG_PLUGINS."""
+        likes = SamplingParams(1, temperature=0.0, logit_bias={reserved: 1000.0})
+        reply = await self._server().generate(request_body("start", [0], likes, self._context.max_model_len, False))
+        if reply["output_ids"] == [reserved]:
+            raise EngineError(
+                f"the SGLang server samples token {reserved}, which stands for images: it has not loaded its plugin "
+                "'agentrl' (agentrl_engine_sglang.hooks). Name it in SGLANG_PLUGINS if you set that, and install "
+                "agentrl-engine-sglang in the engine's interpreter again"
+            )
 
     async def _until_ready(self, process: ServerProcess, client: SGLangClient, folder: str, deadline: float) -> bool:
         """False where the process ends first, or could not have its port: it stays for ever then, without answering."""
@@ -223,13 +237,19 @@ class SGLangEngine(InferenceEngine):
         prompt_ids: Sequence[int],
         sampling_params: SamplingParams,
         request_id: str,
-        multi_modal: dict[str, Any] | None = None,
+        multi_modal: MultiModal | None = None,
     ) -> TokenOutput:
         """Raises ValueError for a request that cannot be served; others are not affected."""
         self._server()
         length = self._context.max_model_len
         check_request(
-            request_id, prompt_ids, sampling_params, multi_modal, vocab_size=self._vocab_size, max_model_len=length
+            request_id,
+            prompt_ids,
+            sampling_params,
+            multi_modal,
+            vocab_size=self._vocab_size,
+            max_model_len=length,
+            max_images=self._context.max_images,
         )
         if request_id in self._entered:
             raise ValueError(f"request {request_id!r} is running already: a session has one at a time")
@@ -242,14 +262,25 @@ class SGLangEngine(InferenceEngine):
             seeded = self._config.deterministic_inference
             name = "" if adapter is None else adapter.held.name
             body = request_body(rid, prompt_ids, sampling_params, length, seeded, name)
-            output = await self._run(request_id, rid, body, None if adapter is None else adapter.version)
+            expanded = None
+            if multi_modal is not None and multi_modal.images:
+                body |= shown(multi_modal)
+                expanded = prompt_ids
+            output = await self._run(request_id, rid, body, None if adapter is None else adapter.version, expanded)
         finally:
             self._entered.discard(request_id)
             self._adapters.leave(adapter)
         return output
 
-    async def _run(self, request_id: str, rid: str, body: dict[str, Any], version: int | None) -> TokenOutput:
-        """``version`` is that of an adapter: SGLang counts updates of the model's own weights."""
+    async def _run(
+        self, request_id: str, rid: str, body: dict[str, Any], version: int | None, expanded: Sequence[int] | None
+    ) -> TokenOutput:
+        """One request to its end.
+
+        Args:
+            version: that of an adapter: SGLang counts updates of the model's own weights.
+            expanded: what SGLang must make of a prompt with images.
+        """
         client = self._server()
         call = asyncio.create_task(client.generate(body))
         running = self._running[rid] = _Running(request_id, call, asyncio.get_running_loop().create_future())
@@ -264,6 +295,8 @@ class SGLangEngine(InferenceEngine):
             self._end(rid, None)
             raise
         try:
+            if expanded is not None:
+                check_expansion(reply, expanded, request_id)
             output = token_output(reply, self._version)
             if version is not None:
                 output.spans = covering_spans([], len(output.token_ids), version)

@@ -13,6 +13,7 @@ from agentrl_core.engine_kit.memory_files import MemoryFolder
 from agentrl_core.engine_kit.requests import read_model_config
 from agentrl_engine_sglang.adapters import adapter_arguments
 from agentrl_engine_sglang.config import SGLangConfig
+from agentrl_engine_sglang.hooks import RESERVED_VARIABLE
 
 CONTEXT_MARGIN = 16
 """SGLang keeps a few tokens of its context to itself; without a margin it shortens the longest answers in silence."""
@@ -54,6 +55,8 @@ def server_arguments(config: SGLangConfig, context: EngineContext, model: str, p
         }
     # Of the memory that is free, and without activations and CUDA graphs.
     share = STATIC_SHARE * context.memory_share / context.memory_free
+    if context.max_images:
+        arguments |= {"enable_multimodal": True, "limit_mm_data_per_request": {"image": context.max_images}}
     if fraction := config.mem_fraction or math.floor(1000 * share) / 1000:
         arguments["mem_fraction_static"] = fraction
     if config.max_total_tokens:
@@ -109,6 +112,8 @@ def server_environment(config: SGLangConfig, context: EngineContext) -> dict[str
     environment = dict(os.environ)
     environment["SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN"] = "1"  # for the margin
     environment["SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION"] = "0"  # which cannot pass while generation is paused
+    environment["SGLANG_MM_AVOID_RETOKENIZE"] = "1"  # else ids of a prompt with images would be those of its text
+    environment[RESERVED_VARIABLE] = ",".join(map(str, context.reserved_ids))
     environment.setdefault("HF_HUB_OFFLINE", "1")
     if on_cpu(context):
         environment["SGLANG_USE_CPU_ENGINE"] = "1"

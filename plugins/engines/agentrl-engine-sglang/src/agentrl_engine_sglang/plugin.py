@@ -30,6 +30,7 @@ PLUGIN = PluginSpec(
             "parallel",
             "multi_node",
             "adapters",
+            "images",
         }
     ),
 )

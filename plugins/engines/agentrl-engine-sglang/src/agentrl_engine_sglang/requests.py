@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from agentrl_core.api.engine import FinishReason, PolicySpan, SamplingParams, TokenOutput
+from agentrl_core.api.engine import FinishReason, MultiModal, PolicySpan, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
+from agentrl_core.engine_kit.images import data_url
+from agentrl_core.engine_kit.media import first_difference
 from agentrl_core.engine_kit.requests import covering_spans
 
 FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "abort": "abort"}
@@ -38,6 +40,23 @@ def request_body(
     }
     # The server finds it by its name, in a field that is named after the path.
     return body | ({"lora_path": adapter} if adapter else {})
+
+
+def shown(multi_modal: MultiModal) -> dict[str, Any]:
+    """What the body of ``/generate`` has in addition, or instead, for a prompt with images: SGLang expands it."""
+    return {
+        "input_ids": [int(token) for token in multi_modal.collapsed_ids],
+        "image_data": [data_url(name, multi_modal.data[name]) for name in multi_modal.images],
+        # Of pixels alone SGLang would take a wide image for a high one.
+        "mm_hashes": [name[:16] for name in multi_modal.images],
+        "return_prompt_token_ids": True,
+    }
+
+
+def check_expansion(reply: dict[str, Any], prompt_ids: Sequence[int], request_id: str) -> None:
+    """Raises EngineError where SGLang has expanded a prompt with images to other ids than ``prompt_ids``."""
+    if problem := first_difference(reply["prompt_token_ids"], prompt_ids):
+        raise EngineError(f"request {request_id!r}: SGLang expands its images to other tokens: {problem}")
 
 
 def token_output(reply: dict[str, Any], version: int) -> TokenOutput:

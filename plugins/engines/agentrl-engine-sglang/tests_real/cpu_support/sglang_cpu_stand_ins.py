@@ -1,4 +1,4 @@
-"""Makes SGLang run with a torch that is built for CPUs: torchvision can be imported, and adapters can be loaded.
+"""Makes SGLang run with a torch that is built for CPUs: torchvision, models with images and adapters can be loaded.
 
 A ``.pth`` file of the environment imports this when its interpreter starts, so it must cost nothing: what it stands in
 for is put in place when the module that needs it is imported.
@@ -14,6 +14,11 @@ SCHEMAS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
+NEVER_CALLED = (
+    "fused_sigmoid_mul_cpu", "fused_qk_gemma_rmsnorm_cpu", "fused_qk_gemma_rmsnorm_with_gate_cpu",
+    "fused_qkvzba_split_reshape_cat_contiguous_cpu", "fused_gdn_gating_cpu",
+)  # fmt: skip
+"""Operators of a model beside those that are tested, which the processors of their images import."""
 FACTORIES = ("arange", "empty", "full", "ones", "tensor", "zeros")
 _libraries: list[Any] = []
 
@@ -22,8 +27,10 @@ class StandIns(MetaPathFinder):
     """Finds no module, but sees which one is imported."""
 
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> None:
-        if fullname == "torchvision._meta_registrations" and not _libraries:
+        if fullname == "torchvision._meta_registrations":
             _define_schemas()
+        if fullname == "sglang.srt.models.qwen3_5":
+            _define_operators()
         if fullname == "sglang.srt.lora.layers":
             _forget_pinned_memory()
 
@@ -34,9 +41,20 @@ def _define_schemas() -> None:
     import torchvision.extension
 
     if not torchvision.extension._has_ops():
-        _libraries.append(torch.library.Library("torchvision", "DEF"))
+        library = torch.library.Library("torchvision", "DEF")
+        _libraries.append(library)
         for schema in SCHEMAS:
-            _libraries[0].define(schema)
+            library.define(schema)
+
+
+def _define_operators() -> None:
+    import torch
+
+    missing = [name for name in NEVER_CALLED if not hasattr(torch.ops.sgl_kernel, name)]
+    library = torch.library.Library("sgl_kernel", "FRAGMENT")
+    _libraries.append(library)
+    for name in missing:
+        library.define(f"{name}(Tensor x) -> Tensor")
 
 
 def _forget_pinned_memory() -> None:

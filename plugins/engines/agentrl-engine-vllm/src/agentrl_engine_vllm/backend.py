@@ -40,16 +40,19 @@ class WorkerExtension:
 
     model_runner: Any
 
-    def agentrl_score_whole_distribution(self) -> None:
+    def agentrl_score_whole_distribution(self, reserved_ids: list[int]) -> None:
         """Log-probabilities are from now on those before min-p, top-p and top-k; on a CPU, with adapters, also those of
         requests without one.
+
+        Args:
+            reserved_ids: that are never sampled, and whose probabilities count all the same.
 
         Raises:
             RuntimeError: this version of vLLM samples elsewhere.
         """
         from agentrl_engine_vllm.adapters import correct_rows_without_adapter
         from agentrl_engine_vllm.generators import Rewinder
-        from agentrl_engine_vllm.sampler import WholeDistribution, before_min_p
+        from agentrl_engine_vllm.sampler import WholeDistribution, before_min_p, without_reserved
 
         self._prepare_stage()
         sampler = getattr(self.model_runner, "sampler", None)
@@ -65,6 +68,8 @@ class WorkerExtension:
             before = [Rewinder(self.model_runner).before_sampling] if on_cpu else []
             sampler.topk_topp_sampler = WholeDistribution(sampler.topk_topp_sampler, *before)
             sampler.sample = before_min_p(sampler.sample)
+            if reserved_ids:
+                sampler.sample = without_reserved(sampler.sample, reserved_ids)
 
     def _prepare_stage(self) -> None:
         # What a pipeline stage receives goes into tensors that vLLM makes as it measures memory: not on a CPU.

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from agentrl_core.api.engine import EngineContext, InferenceEngine, PauseMode, SamplingParams, TokenOutput
+from agentrl_core.api.engine import EngineContext, InferenceEngine, MultiModal, PauseMode, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import WeightUpdate
 from agentrl_core.engine_kit.adapter_folders import AdapterFolder, AdapterFolders, FolderVersion
@@ -20,6 +20,7 @@ from agentrl_engine_vllm.adapters import lora_request
 from agentrl_engine_vllm.config import VLLMConfig
 from agentrl_engine_vllm.counters import Counters, StepCounter
 from agentrl_engine_vllm.follower import VLLMFollower
+from agentrl_engine_vllm.images import image_prompt
 from agentrl_engine_vllm.launch import BACKEND, check_installed, engine_arguments, environment
 from agentrl_engine_vllm.requests import sampling_arguments, token_output
 from agentrl_engine_vllm.weights import WorkerWeights
@@ -77,7 +78,7 @@ class VLLMEngine(InferenceEngine):
         try:
             # It takes a minute, in which this process must be able to say how it is.
             self._llm = await asyncio.to_thread(_make, arguments, self._steps, self._closing)
-            await self._llm.collective_rpc("agentrl_score_whole_distribution")
+            await self._llm.collective_rpc("agentrl_score_whole_distribution", args=(list(self._context.reserved_ids),))
             await self._llm.update_weight_version(str(self._version))
             started = set(multiprocessing.active_children()) - others
             self._memory = SharedMemoryOf([child.pid for child in started if child.pid is not None])
@@ -141,28 +142,40 @@ class VLLMEngine(InferenceEngine):
         prompt_ids: Sequence[int],
         sampling_params: SamplingParams,
         request_id: str,
-        multi_modal: dict[str, Any] | None = None,
+        multi_modal: MultiModal | None = None,
     ) -> TokenOutput:
         """Raises ValueError for a request that cannot be served; others are not affected."""
         self._running()
         length = self._context.max_model_len
         check_request(
-            request_id, prompt_ids, sampling_params, multi_modal, vocab_size=self._vocab_size, max_model_len=length
+            request_id,
+            prompt_ids,
+            sampling_params,
+            multi_modal,
+            vocab_size=self._vocab_size,
+            max_model_len=length,
+            max_images=self._context.max_images,
         )
         with self._session(request_id) as ended:
             adapter = self._adapters.enter(sampling_params)
             try:
                 arguments = sampling_arguments(len(prompt_ids), sampling_params, length)
-                output = await self._call([int(token) for token in prompt_ids], arguments, request_id, adapter)
+                shown = multi_modal if multi_modal is not None and multi_modal.images else None
+                output = await self._call([int(token) for token in prompt_ids], arguments, request_id, adapter, shown)
             finally:
                 self._adapters.leave(adapter)
             ended.set_result(output)
         return output
 
     async def _call(
-        self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str, adapter: FolderVersion | None
+        self,
+        prompt_ids: list[int],
+        arguments: dict[str, Any],
+        request_id: str,
+        adapter: FolderVersion | None,
+        shown: MultiModal | None,
     ) -> TokenOutput:
-        call = asyncio.ensure_future(self._sample(prompt_ids, arguments, request_id, adapter))
+        call = asyncio.ensure_future(self._sample(prompt_ids, arguments, request_id, adapter, shown))
         self._calls.add(call)
         try:
             return await call
@@ -203,7 +216,12 @@ class VLLMEngine(InferenceEngine):
                     turn.set_result(True)
 
     async def _sample(
-        self, prompt_ids: list[int], arguments: dict[str, Any], request_id: str, adapter: FolderVersion | None
+        self,
+        prompt_ids: list[int],
+        arguments: dict[str, Any],
+        request_id: str,
+        adapter: FolderVersion | None,
+        shown: MultiModal | None,
     ) -> TokenOutput:
         from vllm import SamplingParams as VLLMSamplingParams
         from vllm import TokensPrompt
@@ -218,7 +236,10 @@ class VLLMEngine(InferenceEngine):
             arguments["structured_outputs"] = StructuredOutputsParams(json=schema)
         params = VLLMSamplingParams(output_kind=RequestOutputKind.FINAL_ONLY, **arguments)
         final = None
-        prompt = TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=str(self._updates))
+        if shown is None:
+            prompt = TokensPrompt(prompt_token_ids=prompt_ids, cache_salt=str(self._updates))
+        else:
+            prompt = await image_prompt(llm, request_id, prompt_ids, shown, self._updates)
         lora = None if adapter is None else lora_request(adapter.held)
         async for answer in llm.generate(prompt, params, request_id, lora_request=lora):
             final = answer

@@ -6,7 +6,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from agentrl_core.api.engine import EngineContext, InferenceEngine, SamplingParams, TokenOutput
+from agentrl_core.api.engine import EngineContext, InferenceEngine, MultiModal, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
 from agentrl_core.engine_kit.memory_files import SharedMemoryOf
 from agentrl_core.engine_kit.requests import read_model_config
@@ -44,7 +44,7 @@ class VLLMFollower(InferenceEngine):
         prompt_ids: Sequence[int],
         sampling_params: SamplingParams,
         request_id: str,
-        multi_modal: dict[str, Any] | None = None,
+        multi_modal: MultiModal | None = None,
     ) -> TokenOutput:
         """Raises EngineError: requests go to host 0."""
         raise EngineError(f"host {self._context.node_rank} of a vLLM replica takes no requests; host 0 does")

@@ -10,6 +10,7 @@ from agentrl_core.api.errors import EngineError
 from agentrl_core.api.weights import DTYPE_BYTES
 from agentrl_engine_vllm.adapters import adapter_arguments
 from agentrl_engine_vllm.config import VLLMConfig
+from agentrl_engine_vllm.images import image_arguments
 
 BACKEND = "agentrl"
 """Our weight transfer backend, by the name under which vLLM knows it."""
@@ -66,7 +67,7 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
     if context.tensor_parallel * context.pipeline_parallel > 1:
         # Inside a Ray actor vLLM would otherwise look for GPUs of other actors.
         arguments["distributed_executor_backend"] = "mp"
-    arguments |= adapter_arguments(context.adapters, context.nodes)
+    arguments |= adapter_arguments(context.adapters, context.nodes) | image_arguments(context)
     if context.nodes > 1:
         address, _, port = context.rendezvous.rpartition(":")
         arguments |= {

@@ -33,6 +33,7 @@ PLUGIN = PluginSpec(
             "parallel",
             "multi_node",
             "adapters",
+            "images",
         }
     ),
 )

@@ -1,6 +1,6 @@
 """Log-probabilities of the whole distribution, where min-p, top-p and top-k choose from a part of it."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -39,14 +39,30 @@ def before_min_p(sample: Callable[..., Any]) -> Callable[..., Any]:
     def sample_whole(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         if not any(getattr(each, "min_p_count", 0) for each in metadata.logitsprocs.argmax_invariant):
             return cast(tuple[torch.Tensor, Any], sample(logits, metadata, *args, **kwargs))
-        if metadata.temperature is None:
-            temperatures = torch.ones(len(logits), device=logits.device)
-        else:
-            # The same threshold as vLLM's for greedy sampling, whose log-probabilities are those at 1.
-            temperatures = torch.where(metadata.temperature < 1e-5, 1.0, metadata.temperature)
-        # Sampling may write to the logits.
-        whole = (logits / temperatures.unsqueeze(1)).log_softmax(dim=-1, dtype=torch.float32)
+        whole = _whole(logits, metadata)
         token_ids, log_probs = sample(logits, metadata, *args, **kwargs)
         return token_ids, None if log_probs is None else whole
 
     return sample_whole
+
+
+def without_reserved(sample: Callable[..., Any], reserved_ids: Sequence[int]) -> Callable[..., Any]:
+    """vLLM's ``Sampler.sample`` that never samples these ids; their probabilities count in those of others."""
+
+    def sample_others(logits: torch.Tensor, metadata: Any, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
+        whole = _whole(logits, metadata)
+        logits[:, reserved_ids] = -torch.inf
+        token_ids, log_probs = sample(logits, metadata, *args, **kwargs)
+        return token_ids, None if log_probs is None else whole
+
+    return sample_others
+
+
+def _whole(logits: torch.Tensor, metadata: Any) -> torch.Tensor:
+    """Log-probabilities of what sampling may write to."""
+    if metadata.temperature is None:
+        temperatures = torch.ones(len(logits), device=logits.device)
+    else:
+        # The same threshold as vLLM's for greedy sampling, whose log-probabilities are those at 1.
+        temperatures = torch.where(metadata.temperature < 1e-5, 1.0, metadata.temperature)
+    return (logits / temperatures.unsqueeze(1)).log_softmax(dim=-1, dtype=torch.float32)

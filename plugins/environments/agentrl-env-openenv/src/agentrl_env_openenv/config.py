@@ -27,6 +27,11 @@ class OpenEnvConfig:
     observation: list[str] | None = option(
         None, help="fields of the observation that the policy reads; null: all but done, reward and metadata, as JSON"
     )
+    images: list[str] = option(
+        default_factory=list,
+        help="fields of the observation that the policy is shown as images, after the text: base64, data URLs, pixels "
+        "[height, width, 3], or lists of these",
+    )
     arguments: dict[str, Any] = option(default_factory=dict, help="keyword arguments of the environment class")
     reset: dict[str, Any] = option(default_factory=dict, help="keyword arguments of each reset, next to the seed")
     tasks: int = option(10_000, ge=1, help="number of training tasks, which differ in the seed and the index")

@@ -1,8 +1,11 @@
 """OpenEnv environments as episodes: actions are tool calls or plain text, observations what the policy reads."""
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from agentrl_core.api import (
     ConfigError,
@@ -16,6 +19,7 @@ from agentrl_core.api import (
     ToolResult,
 )
 from agentrl_core.api.dataset import Split
+from agentrl_core.api.message_parts import content_of, image_part
 from agentrl_env_openenv.config import OpenEnvConfig
 from agentrl_env_openenv.worlds import LocalWorlds, Observed, RemoteWorlds, World
 
@@ -64,7 +68,9 @@ class OpenEnv(Environment):
         world = await self.worlds.open()
         try:
             first = await world.reset(given)
-            return _Acting(self, world, first, await self._tools(world))
+            text, *images = await self.shown(first.fields)
+            said = "\n\n".join(str(part) for part in (self.config.prompt, text) if part)
+            return _Acting(self, world, first.done, content_of([said, *images]), await self._tools(world))
         except BaseException:
             await world.close()
             raise
@@ -78,8 +84,26 @@ class OpenEnv(Environment):
         parameters = dict(self.parameters)
         return [_function(TOOL, parameters.pop("description", None) or "Acts in the environment.", parameters)]
 
-    def text(self, shown: Mapping[str, Any]) -> str:
-        """What the policy reads of the fields of an observation."""
+    async def shown(self, fields: Mapping[str, Any]) -> list[str | dict[str, Any]]:
+        """What the policy reads of the fields of an observation, and the images that follow."""
+        names = self.config.images
+        if unknown := [name for name in names if name not in fields]:
+            raise ValueError(
+                f"the observation has no field {', '.join(unknown)}; in the option images, choose from "
+                f"{', '.join(fields)}"
+            )
+        text = self._text({name: value for name, value in fields.items() if name not in names})
+        if not names:
+            return [text]
+        # Pixels as lists are many numbers.
+        found = await asyncio.to_thread(lambda: [image for name in names for image in _images(fields[name])])
+        if not self.context.shows_images:
+            return [text + "\n[an image is not shown]" * len(found)]
+        return [text, *map(image_part, found)]
+
+    def _text(self, shown: Mapping[str, Any]) -> str:
+        if not shown:
+            return ""
         if (names := self.config.observation) is not None:
             if unknown := [name for name in names if name not in shown]:
                 raise ValueError(
@@ -93,31 +117,32 @@ class OpenEnv(Environment):
 
 
 class _Acting(Episode):
-    def __init__(self, environment: OpenEnv, world: World, first: Observed, tools: list[dict[str, Any]]) -> None:
+    def __init__(
+        self, environment: OpenEnv, world: World, done: bool, content: Any, tools: list[dict[str, Any]]
+    ) -> None:
         self._environment = environment
         self._world = world
         self._steps = 0
-        self._done = first.done
-        said = [part for part in (environment.config.prompt, environment.text(first.fields)) if part]
-        self.messages = [{"role": "user", "content": "\n\n".join(said)}]
+        self._done = done
+        self.messages = [{"role": "user", "content": content}]
         self.tools = tools
 
     async def call(self, name: str, arguments: dict[str, Any]) -> ToolResult:
         if not self._environment.mcp:
             observed = await self._step(arguments)
-            text = self._environment.text(observed.fields)
+            parts = await self._environment.shown(observed.fields)
         else:
             observed = await self._step({"type": "call_tool", "tool_name": name, "arguments": arguments})
-            text = _mcp_text(observed.fields)
-        return ToolResult(ToolResponse(text), observed.reward, done=observed.done)
+            parts = _mcp_parts(observed.fields)
+        return ToolResult(ToolResponse("", parts=parts), observed.reward, done=observed.done)
 
     async def reply(self, messages: Sequence[dict[str, Any]]) -> InteractionTurn:
         field = self._environment.config.text_field
         if field is None:
             return InteractionTurn(terminate=True, text="")
         observed = await self._step({field: messages[-1]["content"]})
-        text = "" if observed.done else self._environment.text(observed.fields)
-        return InteractionTurn(observed.done, text, observed.reward)
+        text, *images = [""] if observed.done else await self._environment.shown(observed.fields)
+        return InteractionTurn(observed.done, str(text), observed.reward, images=[part["image"] for part in images])
 
     async def _step(self, fields: Mapping[str, Any]) -> Observed:
         if self._done:
@@ -144,14 +169,37 @@ def _function(name: str, description: str, parameters: Mapping[str, Any]) -> dic
     return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
-def _mcp_text(fields: Mapping[str, Any]) -> str:
-    """The text of an MCP tool's result; raises what the tool failed with."""
+def _images(value: Any) -> list[Any]:
+    """The images of a field: one, or a list of them; pixels are arrays."""
+    if value is None:
+        return []
+    if not isinstance(value, list | tuple):
+        return [value]
+    if not value or not isinstance(value[0], list | tuple):
+        return list(value)
+    pixels = np.asarray(value)
+    if pixels.ndim not in (3, 4) or not ((pixels >= 0) & (pixels < 256)).all():
+        raise ValueError(f"pixels of the shape {pixels.shape}; allowed are [height, width, 3] of 0 to 255, or a list")
+    return list(pixels.astype(np.uint8)) if pixels.ndim == 4 else [pixels.astype(np.uint8)]
+
+
+def _mcp_parts(fields: Mapping[str, Any]) -> list[str | dict[str, Any]]:
+    """Texts and images of an MCP tool's result; raises what the tool failed with."""
     if error := fields.get("error"):
         raise RuntimeError(error.get("message") or str(error))
     result = fields.get("result")
     if not isinstance(result, Mapping) or "content" not in result:
-        return result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
-    text = "\n".join(block.get("text", json.dumps(block, ensure_ascii=False)) for block in result["content"])
+        return [result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)]
+    parts: list[str | dict[str, Any]] = []
+    for block in result["content"]:
+        if block.get("type") == "image":
+            parts.append(image_part(block["data"]))
+            continue
+        text = block.get("text", json.dumps(block, ensure_ascii=False))
+        if parts and isinstance(parts[-1], str):
+            parts[-1] += f"\n{text}"
+        else:
+            parts.append(text)
     if result.get("is_error") or result.get("isError"):
-        raise RuntimeError(text or "the tool failed")
-    return text
+        raise RuntimeError("\n".join(part for part in parts if isinstance(part, str)) or "the tool failed")
+    return parts

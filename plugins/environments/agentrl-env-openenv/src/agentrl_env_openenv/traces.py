@@ -14,6 +14,7 @@ from typing import Any
 
 from agentrl_core.api import DataError, Status, Termination
 from agentrl_core.api.record_format import rows_of
+from agentrl_core.engine_kit.media import parts_of
 
 Json = dict[str, Any]
 SCHEMA_VERSION = 1
@@ -71,6 +72,8 @@ def _turns(where: str, name: str, records: Sequence[Json]) -> Iterator[Json]:
     number = 0
     # Rows of one conversation share its messages, so the last ones of the assistant are these turns.
     for messages, group in groupby(records, key=lambda record: record["messages"]):
+        if any(parts_of(message) for message in messages):
+            raise DataError(f"{where}: shows images, which a TrainingTrace cannot hold; leave this file out")
         spans = [(record, start, end) for record in group for start, end in _sampled(record)]
         said = [place for place, message in enumerate(messages) if message.get("role") == "assistant"]
         places: Sequence[int | None] = said[-len(spans) :] if 0 < len(spans) <= len(said) else [None] * len(spans)

@@ -8,7 +8,7 @@ import contextlib
 import functools
 import json
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import import_module
@@ -30,7 +30,7 @@ _APART = ("done", "reward", "metadata")
 
 @dataclass(frozen=True)
 class Observed:
-    """An observation: its own fields, as JSON values, and what every observation has."""
+    """An observation: its own fields, as JSON values or images, and what every observation has."""
 
     fields: Mapping[str, Any]
     reward: float | None
@@ -66,7 +66,7 @@ class LocalWorlds:
     def __init__(self, where: str, config: OpenEnvConfig) -> None:
         path = config.environment or ""
         self._cls = _load(f"{where}: environment", path)
-        self._arguments = config.arguments
+        self._arguments, self._images = config.arguments, config.images
         if missing := [name for name in ("reset", "step") if not callable(getattr(self._cls, name, None))]:
             raise ConfigError(
                 f"{where}: {path} has no method {' and no '.join(missing)}. Name the environment class of the server, "
@@ -91,7 +91,7 @@ class LocalWorlds:
         return found
 
     async def open(self) -> World:
-        world = _LocalWorld(self._act)
+        world = _LocalWorld(self._act, self._images)
         await world.make(functools.partial(self._cls, **self._arguments))
         return world
 
@@ -102,11 +102,17 @@ class LocalWorlds:
 
 
 class _LocalWorld:
-    """The object in a thread of its own, because some use libraries that stay in one thread."""
+    """The object in a thread of its own, because some use libraries that stay in one thread.
 
-    def __init__(self, act: Any) -> None:
+    Args:
+        act: makes an action of fields.
+        images: fields of the observation that are passed on as they are.
+    """
+
+    def __init__(self, act: Any, images: Sequence[str]) -> None:
         self._thread = ThreadPoolExecutor(1, "openenv")
         self._act = act
+        self._images = images
         self._object: Any = None
 
     async def make(self, make: Any) -> None:
@@ -117,10 +123,10 @@ class _LocalWorld:
             raise
 
     async def reset(self, given: Mapping[str, Any]) -> Observed:
-        return _observed(await self._call("reset", **given))
+        return _observed(await self._call("reset", **given), self._images)
 
     async def step(self, fields: Mapping[str, Any]) -> Observed:
-        return _observed(await self._call("step", self._act(fields)))
+        return _observed(await self._call("step", self._act(fields)), self._images)
 
     def check(self) -> None:
         pass
@@ -235,8 +241,9 @@ class _RemoteWorld:
         return ConnectionError(self._lost) if self._lost else RuntimeError(message)
 
 
-def _observed(observation: Any) -> Observed:
-    shown = observation.model_dump(mode="json", exclude=set(_APART))
+def _observed(observation: Any, images: Sequence[str]) -> Observed:
+    shown = observation.model_dump(mode="json", exclude={*_APART, *images})
+    shown |= {name: getattr(observation, name) for name in images if hasattr(observation, name)}
     return Observed(shown, _number(observation.reward), bool(observation.done))
 
 

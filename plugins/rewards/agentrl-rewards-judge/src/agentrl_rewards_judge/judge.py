@@ -2,10 +2,10 @@
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from agentrl_core.api import ConfigError, RewardError, RewardFunctionContext, RewardResult, RewardTrajectory
+from agentrl_core.api.message_parts import text_of
 from agentrl_rewards_judge.config import JudgeConfig
 
 # 8/10 is an 8: the denominator belongs to the match.
@@ -69,16 +69,11 @@ class Judge:
     def _prompt(self, trajectory: RewardTrajectory) -> str:
         messages = trajectory.messages
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"] or [len(messages)]
-        asked = [_text(message) for message in messages[: turns[0]] if message["role"] == "user"]
+        asked = [text_of(message) for message in messages[: turns[0]] if message["role"] == "user"]
         values = {
             "question": asked[-1] if asked else "",
             "answer": trajectory.last_text,
             "ground_truth": "" if trajectory.ground_truth is None else str(trajectory.ground_truth),
-            "conversation": "\n\n".join(f"{message['role']}: {_text(message)}" for message in messages),
+            "conversation": "\n\n".join(f"{message['role']}: {text_of(message)}" for message in messages),
         }
         return _FIELD.sub(lambda found: values[found[1]], self._config.template)
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    content: str | Sequence[Mapping[str, Any]] = message.get("content") or ""
-    return content if isinstance(content, str) else "".join(part.get("text", "") for part in content)

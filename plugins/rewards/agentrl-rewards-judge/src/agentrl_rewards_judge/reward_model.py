@@ -23,6 +23,7 @@ from agentrl_core.api import (
     RewardTrajectory,
     together,
 )
+from agentrl_core.engine_kit.media import without_images
 from agentrl_rewards_judge.config import RewardModelConfig
 
 Pending = tuple[list[int], "asyncio.Future[Any]"]
@@ -116,7 +117,7 @@ class RewardModel:
         return "".join(text.split())
 
     def _ids(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        ids: list[int] = self._tokenizer.apply_chat_template(list(messages), tokenize=True, return_dict=False)
+        ids: list[int] = self._tokenizer.apply_chat_template(without_images(messages), tokenize=True, return_dict=False)
         return ids
 
     async def _score(self, ids: list[int]) -> Any:

@@ -15,6 +15,7 @@ from agentrl_core.api import (
     AgentLoopOutput,
     ChatRenderer,
     EngineError,
+    ImageError,
     InteractionTurn,
     Message,
     ProtocolError,
@@ -31,7 +32,11 @@ from agentrl_core.api import (
     TruncationSide,
     Turn,
 )
+from agentrl_core.api.message_parts import image_part
+from agentrl_core.engine_kit.images import read_image
+from agentrl_core.engine_kit.media import is_name
 from agentrl_core.plugins.boundary import boundary
+from agentrl_core.rollout.session_images import NO_IMAGES
 
 _WORD = re.compile(r"\S+\s*|\s+")
 
@@ -167,6 +172,7 @@ class FakeSession(TrajectorySession):
         tools: functions by name, sync or async, called with the arguments of the call; a ToolResult is kept.
         interaction: answers the conversation; may be a coroutine function, may raise.
         budget: tokens after the prompt.
+        shows_images: the model takes images; those that it was shown are in ``images``.
     """
 
     def __init__(
@@ -177,7 +183,10 @@ class FakeSession(TrajectorySession):
         tools: Mapping[str, Callable[..., Any]] | None = None,
         interaction: Callable[[Sequence[Message]], Any] | None = None,
         budget: int = 10_000,
+        shows_images: bool = False,
     ) -> None:
+        self.shows_images = shows_images
+        self.images: dict[str, bytes] = {}
         self.trajectory_id = "fake"
         self.renderer = WordRenderer()
         self.parser = parser
@@ -193,6 +202,21 @@ class FakeSession(TrajectorySession):
     def trajectory(self, messages: Sequence[Message], *, tools: Sequence[dict[str, Any]] = ()) -> FakeTrajectory:
         self.trajectories.append(FakeTrajectory(self, messages, tools))
         return self.trajectories[-1]
+
+    async def image(self, value: Any) -> dict[str, Any]:
+        if not self.shows_images:
+            raise ImageError(NO_IMAGES)
+        if is_name(value):
+            await self.image_bytes(value)
+            return image_part(value)
+        image = read_image(value)
+        self.images[image.name] = image.data
+        return image_part(image.name)
+
+    async def image_bytes(self, name: str) -> bytes:
+        if name not in self.images:
+            raise ImageError(f"there is no image {name}")
+        return self.images[name]
 
     async def open_tools(self) -> list[dict[str, Any]]:
         return [{"type": "function", "function": {"name": name, "parameters": {}}} for name in self.tools]

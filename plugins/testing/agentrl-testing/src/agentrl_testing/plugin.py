@@ -10,5 +10,5 @@ SCRIPTED = PluginSpec(
     summary="answers by script, without a model: for tests and for trying a run's plumbing",
     config=ScriptedConfig,
     factory="agentrl_testing.scripted_engine:ScriptedEngine",
-    capabilities=frozenset({"logprobs", "weight_update", "sessions"}),
+    capabilities=frozenset({"logprobs", "weight_update", "sessions", "images"}),
 )

@@ -4,12 +4,12 @@ import asyncio
 import importlib
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from agentrl_core.api import (
     EngineContext,
     EngineError,
     InferenceEngine,
+    MultiModal,
     PolicySpan,
     SamplingParams,
     TokenOutput,
@@ -59,7 +59,7 @@ class ScriptedEngine(InferenceEngine):
         prompt_ids: Sequence[int],
         sampling_params: SamplingParams,
         request_id: str,
-        multi_modal: dict[str, Any] | None = None,
+        multi_modal: MultiModal | None = None,
     ) -> TokenOutput:
         self._requests += 1
         if self._config.fail_every and self._requests % self._config.fail_every == 0:

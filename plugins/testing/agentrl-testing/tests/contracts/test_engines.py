@@ -13,6 +13,7 @@ from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.engine import HFEngine
 from agentrl_testing.contracts import EngineCase, EngineContract, PluginContract
 from agentrl_testing.contracts.engine_adapters import AdapterCases
+from agentrl_testing.contracts.engine_images import ImageCases
 from agentrl_testing.contracts.engine_served import Model, Served
 
 
@@ -230,8 +231,9 @@ BROKEN: dict[str, type[HFEngine]] = {
 
 
 def test_every_check_has_a_broken_engine() -> None:
-    # Those of adapters are in test_engine_adapters.py.
-    shared = {name for name in (*dir(PluginContract), *dir(AdapterCases)) if name.startswith("test_")}
+    # Those of adapters and images are in files of their own.
+    others = (PluginContract, AdapterCases, ImageCases)
+    shared = {name for cases in others for name in dir(cases) if name.startswith("test_")}
     own = {name for name in dir(EngineContract) if name.startswith("test_")} - shared
     assert own == BROKEN.keys()
 

@@ -5,8 +5,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from agentrl_core.api import Interaction, InteractionContext, InteractionTurn, Message
+from agentrl_core.api.message_parts import text_of
 from agentrl_interactions_basic.config import SimulatedUserConfig
-from agentrl_interactions_basic.tutor import text_of
 
 _FIELD = re.compile(r"\{(\w+)\}")
 

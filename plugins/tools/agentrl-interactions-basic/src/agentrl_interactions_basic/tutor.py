@@ -1,11 +1,12 @@
 """A tutor: judges the answer, and gives another try."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from agentrl_core.api import Interaction, InteractionContext, InteractionTurn
+from agentrl_core.api.message_parts import text_of
 from agentrl_interactions_basic.config import TutorConfig
 
 _NUMBER = re.compile(r"([+-]?)\$?([0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(\.[0-9]*)?")
@@ -70,11 +71,3 @@ def _comparable(answer: str) -> str:
     whole, fraction = whole.replace(",", "").lstrip("0") or "0", (fraction or "").rstrip("0").rstrip(".")
     minus = "-" if sign == "-" and (whole != "0" or fraction) else ""
     return minus + whole + fraction
-
-
-def text_of(message: Mapping[str, Any]) -> str:
-    """The text of a message, whose content may have parts."""
-    content = message.get("content") or ""
-    if isinstance(content, str):
-        return content
-    return "".join(part.get("text", "") for part in content)

@@ -2,7 +2,7 @@
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -14,9 +14,11 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared._httpx_utils import create_mcp_http_client
 
 from agentrl_core.api import HttpError, ToolError, ToolUnavailableError, bounded_body
+from agentrl_core.api.message_parts import image_part
 from agentrl_tool_mcp.config import ServerConfig
 from agentrl_tool_mcp.stdio import bounded_stdio
 
+Part = str | dict[str, Any]
 LOST = {mcp_types.CONNECTION_CLOSED}
 
 
@@ -27,10 +29,12 @@ class Session:
         name: of the server.
         config: how to reach it.
         max_body_bytes: longest answer, and over HTTP longest event of a stream.
+        shows_images: the model can be shown images; otherwise a text says that there is one.
     """
 
-    def __init__(self, name: str, config: ServerConfig, max_body_bytes: int) -> None:
+    def __init__(self, name: str, config: ServerConfig, max_body_bytes: int, shows_images: bool = False) -> None:
         self.name = name
+        self._shows_images = shows_images
         self._limit = max_body_bytes
         self.tools: dict[str, mcp_types.Tool] = {}
         self._config = config
@@ -105,8 +109,8 @@ class Session:
                 break
         self.tools = tools
 
-    async def call(self, tool: str, arguments: Mapping[str, Any], shown: Mapping[str, Any]) -> str:
-        """Call a tool; returns the text of its result.
+    async def call(self, tool: str, arguments: Mapping[str, Any], shown: Mapping[str, Any]) -> list[Part]:
+        """Call a tool; returns the texts and images of its result, in order.
 
         Args:
             shown: the input schema that the model was shown.
@@ -121,11 +125,11 @@ class Session:
         try:
             try:
                 result = await self._client.call_tool(tool, dict(arguments))
-                text, failed = "\n".join(_text(block) for block in result.content), result.is_error
+                parts, failed = parts_of(result.content, self._shows_images), result.is_error
             except mcp.MCPError as error:
                 if error.code in LOST:
                     raise
-                text, failed = str(error), True
+                parts, failed = [str(error)], True
             if failed:
                 # The model's fault, unless the tool is not the one that it was shown.
                 await self._list()
@@ -134,8 +138,8 @@ class Session:
             raise ToolUnavailableError(f"MCP server {self.name!r} died in a call of {tool!r}: {error}") from error
         if failed:
             self._check(tool, shown)
-            raise ToolError(text or "the tool failed")
-        return text
+            raise ToolError("\n".join(part for part in parts if isinstance(part, str)) or "the tool failed")
+        return parts
 
     def _check(self, tool: str, shown: Mapping[str, Any]) -> None:
         if tool not in self.tools or self.tools[tool].input_schema != shown:
@@ -186,6 +190,19 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
     async def aclose(self) -> None:
         await self._inner.aclose()
+
+
+def parts_of(blocks: Sequence[Any], shows_images: bool) -> list[Part]:
+    """The texts, joined by newlines, and the images between them."""
+    parts: list[Part] = []
+    for block in blocks:
+        if shows_images and isinstance(block, mcp_types.ImageContent):
+            parts.append(image_part(block.data))
+        elif parts and isinstance(parts[-1], str):
+            parts[-1] += f"\n{_text(block)}"
+        else:
+            parts.append(_text(block))
+    return parts
 
 
 def _text(block: Any) -> str:

@@ -95,7 +95,8 @@ class McpTool(Tool):
             raise ToolError(f"there is no function {function!r}")
         server, tool = self._functions[function]
         session = await self._session(instance_id, server)
-        return ToolResult(ToolResponse(await session.call(tool.name, parameters, tool.input_schema)))
+        parts = await session.call(tool.name, parameters, tool.input_schema)
+        return ToolResult(ToolResponse("", parts=parts))
 
     async def _session(self, instance_id: str, server: str) -> Session:
         """The session of a trajectory, or the worker's, opened at the first call.
@@ -112,7 +113,8 @@ class McpTool(Tool):
             return session
 
     async def _opened(self, server: str) -> Session:
-        session = Session(server, self.config.servers[server], self.config.max_body_bytes)
+        limit = self.config.max_body_bytes
+        session = Session(server, self.config.servers[server], limit, self.context.shows_images)
         try:
             async with asyncio.timeout(self.config.start_timeout), self._starting:
                 await session.open(self.config.start_timeout)

@@ -18,6 +18,7 @@ from opentelemetry.sdk.trace.export import BatchSpanProcessor
 from opentelemetry.trace import Link, Span, SpanKind, Status, StatusCode, set_span_in_context
 
 from agentrl_core.api import EndedTrajectory, Tracker, TrackerContext
+from agentrl_core.api.message_parts import text_of
 from agentrl_tracker_otel.config import OtelConfig
 from agentrl_tracker_otel.file_exporter import FileExporter
 
@@ -175,7 +176,7 @@ def _ns(seconds: float) -> int:
 
 def _parts(message: Mapping[str, Any]) -> dict[str, Any]:
     """A chat message in the form of ``gen_ai.output.messages``."""
-    content = message.get("content") or ""
+    content = text_of(message)
     parts: list[dict[str, Any]] = [{"type": "text", "content": content}] if content else []
     for call in message.get("tool_calls") or ():
         function = call.get("function", call)

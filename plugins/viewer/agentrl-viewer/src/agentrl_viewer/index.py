@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from agentrl_core.api import DataError
+from agentrl_core.api.message_parts import text_of
 from agentrl_core.api.record_format import rows_of
 from agentrl_viewer.tree import drawn
 
@@ -469,5 +470,5 @@ def _preview(messages: list[Any], role: str, which: int) -> str:
         message.get("content") for message in messages if isinstance(message, dict) and message.get("role") == role
     ]
     text = texts[which] if texts else ""
-    text = text if isinstance(text, str) else json.dumps(text)
+    text = text_of({"content": text}) if isinstance(text, list) else text if isinstance(text, str) else json.dumps(text)
     return " ".join(text.encode("utf-8", "replace").decode().split())[:PREVIEW_CHARS]

@@ -7,11 +7,15 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from agentrl_core.engine_kit.images import data_url
+from agentrl_core.engine_kit.media import parts_of
 from agentrl_viewer.index import Filter
 from agentrl_viewer.run import Run
 
 MODULES = ("data", "dom", "curves", "configs", "list", "trajectory", "clock", "lanes", "waits", "time", "app")
 """The ES modules, each imported as ``viewer/<name>``; the last one starts the page."""
+IMAGE_BYTES = 32 * 2**20
+"""Of the images of a run in an exported file; its page shows the names of the others."""
 _KINDS = {".js": "text/javascript", ".css": "text/css"}
 
 
@@ -38,7 +42,7 @@ def policy(nonce: str) -> str:
     """The content security policy of the served page: our files, our server, nothing else."""
     return (
         f"default-src 'none'; script-src 'self' 'nonce-{nonce}'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
-        "img-src data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        "img-src 'self' data:; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 
@@ -71,13 +75,16 @@ def exported(runs: Sequence[Run], count: int) -> tuple[bytes, int, int]:
         names = [(row["split"], row["step"], row["trajectory"]) for row in chosen]
         first = dict(zip(reversed(names), reversed(chosen), strict=True))
         places = {name: place for place, name in enumerate(first)}
+        found = [run.trajectory(row["split"], row["step"], row["line"]) for row in first.values()]
+        held = [each for each in found if each is not None]
         data["runs"].append({
             "summary": run.summary(),
             "series": run.series(),
             "config": run.flat_config(),
             "facets": facets,
             "list": chosen,
-            "trajectories": [run.trajectory(row["split"], row["step"], row["line"]) for row in first.values()],
+            "trajectories": held,
+            "images": _images(run, [row for each in held for row in each["rows"]]),
             "places": [places[name] for name in names],
             "timelines": {f"{split}/{step}": run.timeline(split, step) for split, step in sorted(steps)[-3:]},
         })  # fmt: skip
@@ -105,6 +112,19 @@ def _chosen(run: Run, count: int) -> list[dict[str, Any]]:
             if len(chosen) < count and (order != "failed" or row["problem"]):
                 chosen[row["split"], row["step"], row["line"]] = row
     return [chosen[key] for key in sorted(chosen, key=lambda key: (-key[1], key[0], key[2]))]
+
+
+def _images(run: Run, rows: Sequence[dict[str, Any]]) -> dict[str, str]:
+    """Images of messages by name, as data URLs, the first ones up to :data:`IMAGE_BYTES`."""
+    names = dict.fromkeys(name for row in rows for message in row.get("messages") or [] for name in parts_of(message))
+    kept: dict[str, str] = {}
+    left = IMAGE_BYTES
+    for name in names:
+        data = run.image(name)
+        if data is not None and len(data) <= left:
+            left -= len(data)
+            kept[name] = data_url(name, data)
+    return kept
 
 
 def _safe(content: Any) -> str:

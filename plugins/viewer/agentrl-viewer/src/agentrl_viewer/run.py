@@ -16,10 +16,13 @@ import yaml
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+from agentrl_core.engine_kit.media import is_name
 from agentrl_viewer.index import Filter, Index, open_file, read_file
 
 MAX_SAMPLES = 64
 """Samples of a prompt, and trajectories of the same prompt in other steps, that a page lists."""
+IMAGES = "media"
+"""The folder of a run's images."""
 MAX_LANES = 400
 
 
@@ -188,6 +191,13 @@ class Run:
         saved = sorted(self.path.glob("checkpoints/step-*/actor/tokenizer.json"))
         given = [Path(model) / "tokenizer.json"] if isinstance(model, str) else []
         return next((file for file in [*reversed(saved), *given] if file.is_file()), None)
+
+    def image(self, name: Any) -> bytes | None:
+        """The file of an image of the run; None for what is no name of one, or is not there."""
+        try:
+            return read_file(self.path / IMAGES / name) if is_name(name) else None
+        except OSError:
+            return None
 
     # Times
 

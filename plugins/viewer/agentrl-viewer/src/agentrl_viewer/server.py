@@ -1,4 +1,4 @@
-"""The local server: loopback only, a random token in the address, GET only, fixed files and the given runs."""
+"""The local server: loopback only, a random token in the address, GET only, fixed files, the runs and their images."""
 
 import json
 import secrets
@@ -133,6 +133,8 @@ class _Handler(BaseHTTPRequestHandler):
         if (static := page.static(path)) is not None:
             return self._send(200, *static)
         query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
+        if path.startswith("media/"):
+            return self._send_image(path.removeprefix("media/"), query.get("run", ""))
         try:
             found = self.viewer.answer(path.removeprefix("api/"), query) if path.startswith("api/") else None
         except ValueError as error:
@@ -140,6 +142,12 @@ class _Handler(BaseHTTPRequestHandler):
         if found is None:
             return self._send(404, "text/plain", b"not found\n")
         return self._send(200, "application/json", json.dumps(found, default=str).encode())
+
+    def _send_image(self, name: str, run: str) -> None:
+        data = self.viewer.runs[run].image(name) if run in self.viewer.runs else None
+        if data is None:
+            return self._send(404, "text/plain", b"not found\n")
+        return self._send(200, f"image/{name.rpartition('.')[2]}", data)
 
     def _send(self, status: int, kind: str, content: bytes, policy: str = "default-src 'none'") -> None:
         self.send_response(status)

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from agentrl_testing.contracts.tool import ToolCase, ToolContract
     from agentrl_testing.contracts.tool_parser import ToolParserCase, ToolParserContract
     from agentrl_testing.contracts.tracker import TrackerCase, TrackerContract
+    from agentrl_testing.contracts.training_backend import TrainingBackendCase, TrainingBackendContract
 
 __all__ = [
     "AdvantageEstimatorCase",
@@ -70,6 +71,8 @@ __all__ = [
     "ToolParserContract",
     "TrackerCase",
     "TrackerContract",
+    "TrainingBackendCase",
+    "TrainingBackendContract",
 ]
 
 _MODULES = {
@@ -89,6 +92,7 @@ _MODULES = {
     "Tool": "tool",
     "ToolParser": "tool_parser",
     "Tracker": "tracker",
+    "TrainingBackend": "training_backend",
 }
 
 

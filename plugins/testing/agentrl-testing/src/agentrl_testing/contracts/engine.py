@@ -23,6 +23,7 @@ from agentrl_core.api import (
 )
 from agentrl_testing.contracts.case import PluginContract, needs
 from agentrl_testing.contracts.engine_adapters import AdapterCases
+from agentrl_testing.contracts.engine_images import ImageCases
 from agentrl_testing.contracts.engine_served import (
     DEADLINE,
     PROMPTS,
@@ -39,8 +40,9 @@ from agentrl_testing.contracts.engine_weights import WeightCases
 __all__ = ["EngineCase", "EngineContract"]
 
 
-class EngineContract(WeightCases, AdapterCases, PluginContract):
-    """What every engine must do. One engine is started per class, and one more for adapters, where it serves them."""
+class EngineContract(WeightCases, AdapterCases, ImageCases, PluginContract):
+    """What every engine must do. One engine is started per class, and one more each for adapters and images, where it
+    serves them."""
 
     kind = "engine"
 

@@ -44,11 +44,13 @@ class EngineCase(PluginCase):
         context: fields of :class:`EngineContext` other than ``model_path``.
         tie_word_embeddings: of the model.
         tolerance: largest gap of log-probs to transformers.
+        vision: the family of the model with images: ``qwen2_5_vl`` or ``qwen3_vl``.
     """
 
     context: Mapping[str, Any] = field(default_factory=dict)
     tie_word_embeddings: bool = True
     tolerance: float = TOLERANCE
+    vision: str = "qwen2_5_vl"
 
 
 class Model:
@@ -202,13 +204,17 @@ class Served:
     def __init__(self, plugin: EngineCase, folder: Path) -> None:
         self.plugin = plugin
         self.folder = folder
-        self.model = Model(0, plugin.tie_word_embeddings)
+        self.model = self.first()
         self.version = 0
         fields = {"max_model_len": 512, "vocab_size": 256, **plugin.context}
         context = EngineContext(model_path=self.model.save(folder / "model"), **fields)
         self._loop = EventLoop()
         self.engine: InferenceEngine = plugin.build(context)
         self.run(self.engine.start(), 600.0)
+
+    def first(self) -> Model:
+        """The model that the engine begins with."""
+        return Model(0, self.plugin.tie_word_embeddings)
 
     def run(self, coroutine: Coroutine[Any, Any, T], deadline: float | None = None) -> T:
         """Run in the engine's loop, within a deadline: ``DEADLINE``, or another."""
@@ -263,7 +269,7 @@ class Served:
     def fresh(self) -> None:
         """The weights that it began with, if a test has changed them."""
         if self.version:
-            model = Model(0, self.plugin.tie_word_embeddings)
+            model = self.first()
             self.take(model, model.buckets())
 
     def gap(self, prompt: Sequence[int], output: TokenOutput, temperature: float = 1.0) -> float:

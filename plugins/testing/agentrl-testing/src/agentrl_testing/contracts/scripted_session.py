@@ -13,6 +13,7 @@ from agentrl_core.api import (
     EngineError,
     Interaction,
     Message,
+    MultiModal,
     ParsedText,
     PolicySpan,
     SamplingParams,
@@ -115,7 +116,13 @@ class ScriptedPolicy:
     requests: list[Request] = field(default_factory=list)
     waiting: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def generate(self, request_id: str, prompt_ids: Sequence[int], params: SamplingParams) -> TokenOutput:
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        multi_modal: MultiModal | None = None,
+    ) -> TokenOutput:
         self.waiting.set()
         if self.hangs:
             await asyncio.Event().wait()

@@ -41,6 +41,7 @@ _BASES = {
     "sampler": "sampler:PromptSampler",
     "batch_policy": "batch_policy:BatchPolicy",
     "tracker": "tracker:Tracker",
+    "training_backend": "training_backend:TrainingBackend",
 }
 """Classes that what a factory builds must derive from; hooks and reward functions may be anything."""
 
@@ -57,6 +58,7 @@ _NOT_BUILT = {
     "sampler": "a sampler needs rows",
     "renderer": "a renderer needs a tokenizer",
     "tracker": "a tracker may connect to a service",
+    "training_backend": "a training backend needs a model",
 }
 
 

@@ -9,8 +9,10 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from rich.console import Console
@@ -26,19 +28,22 @@ from agentrl_core.api.reward import RewardTrajectory
 from agentrl_core.config import ResolvedConfig, RewardFunctionSlot, load_config
 from agentrl_core.config.nodes import read_file
 from agentrl_core.config.schema import UNTRAINED
-from agentrl_core.controller import LocalRuntime
+from agentrl_core.controller import LocalRuntime, Runtime
 from agentrl_core.data.rows import PromptBatch, Row
+from agentrl_core.engine_kit.media import has_processor, images_in
 from agentrl_core.hosting.rewards import build_reward_function, check_score
 from agentrl_core.plugins.resolution import resolve
 from agentrl_core.rollout.manager import AgentLoopManager
 from agentrl_core.rollout.results import AGENT
 from agentrl_core.runs.atomic import open_file
+from agentrl_core.runs.media import FOLDER, RowUploads, ShownImages, image_file, start_media
 from agentrl_core.runs.records import RolloutRecord, read_rollouts, records_of, reward_trajectory_of, to_json
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.serving.replicas import EngineReplicas
 from agentrl_core.trainer.outcomes import make_records
 from agentrl_core.trainer.plan import max_model_len
 from agentrl_core.trainer.roles import start_named_engines
+from agentrl_core.trainer.row_images import RowImages
 
 _SHOWN = 20
 _OFFLINE = (
@@ -167,7 +172,9 @@ def replay(run: RunDir, step: int, split: Split, changes: Sequence[str]) -> Repl
     config = load_config(run.config_file, [*changes, *alone, *_OFFLINE], check_files=False)
     _recorded.clear()
     _recorded.update({name: RecordedTurns(rows) for name, rows in complete.items()})
-    new = _generated(config, [_row(name, rows) for name, rows in complete.items()], split)
+    with TemporaryDirectory() as folder:
+        _link_images(run.path / FOLDER, Path(folder) / FOLDER)
+        new = _generated(config, [_row(name, rows) for name, rows in complete.items()], split, Path(folder))
     found = [each for name, rows in complete.items() for each in _differences(name, rows, new[name])]
     return Replay(found, len(old) - len(complete), "hold nothing that the policy sampled, and are left out")
 
@@ -199,6 +206,8 @@ def replay_reward(path: Path, reward: str, config: Path | None) -> Replay:
         if trajectory is None:
             without.add(record.trajectory_id)
             continue
+        read = partial(image_file, path.parent.parent / FOLDER)
+        trajectory = replace(trajectory, images=ShownImages(read, images_in(trajectory.messages)))
         old, new = record.reward_metrics.get(name, record.reward), _score(name, function, record, trajectory)
         done.append(Replayed(record.trajectory_id, old, new, {} if _equal(old, new) else {"reward": ""}))
     if not done:
@@ -277,7 +286,7 @@ def _row(trajectory_id: str, rows: Sequence[RolloutRecord]) -> tuple[str, int, R
 
 
 def _generated(
-    config: ResolvedConfig, rows: Sequence[tuple[str, int, Row]], split: Split
+    config: ResolvedConfig, rows: Sequence[tuple[str, int, Row]], split: Split, folder: Path
 ) -> dict[str, list[RolloutRecord]]:
     from transformers import AutoConfig
 
@@ -291,7 +300,8 @@ def _generated(
     with LocalRuntime() as runtime:
         engines = EngineReplicas(runtime, config, context)
         engines.start()
-        manager = AgentLoopManager(config, runtime, engines, start_named_engines(config, runtime))
+        named = start_named_engines(config, runtime)
+        manager = AgentLoopManager(config, runtime, engines, named, _images(config, runtime, folder))
         try:
             for (name, step), batch in batches.items():
                 results = manager.generate_sequences(PromptBatch(batch, step, name, {}))
@@ -300,6 +310,21 @@ def _generated(
         finally:
             manager.close()
     return new
+
+
+def _link_images(recorded: Path, folder: Path) -> None:
+    """What tools show now does not come into the run."""
+    if recorded.is_dir():
+        folder.mkdir()
+        for file in recorded.iterdir():
+            (folder / file.name).symlink_to(file.absolute())
+
+
+def _images(config: ResolvedConfig, runtime: Runtime, folder: Path) -> RowUploads | None:
+    if not has_processor(config.model.path):
+        return None
+    # Rows are recorded with the names of their images: there is nothing to read again.
+    return RowUploads(start_media(runtime, folder), RowImages(config.model.images, "", ()).read_again)
 
 
 def _differences(name: str, old: Sequence[RolloutRecord], new: Sequence[RolloutRecord]) -> Iterator[Replayed]:

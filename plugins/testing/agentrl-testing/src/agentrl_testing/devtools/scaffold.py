@@ -59,6 +59,13 @@ _RECIPES = {
     "dataset": _Recipe("Dataset", "dataset", "questions and answers from JSON lines"),
     "sampler": _Recipe("Sampler", "sampler", "short prompts before long ones"),
     "batch_policy": _Recipe("Policy", "policy", "trains groups in the order in which they started"),
+    "training_backend": _Recipe(
+        "Backend",
+        "backend",
+        "trains a model of transformers in one process",
+        ("all_weights", "entropies", "temperature"),
+        ("torch>=2.11", "transformers>=5.16", "safetensors>=0.5"),
+    ),  # fmt: skip
     "tracker": _Recipe("Tracker", "tracker", "metrics as lines of a CSV file"),
     "hook": _Recipe("Hooks", "hooks", "keeps the step with the best value of a metric"),
 }

@@ -75,6 +75,11 @@ export async function get(name, query = {}) {
   return exported ? answer(name, query) : ask(name, query);
 }
 
+// Where an image of a run is; undefined where an exported file does not hold it.
+export function imageAt(run, name) {
+  return exported ? runOf(run).images[name] : `media/${name}?${new URLSearchParams({ run })}`;
+}
+
 // Whether an exported file can show this trajectory.
 export function holds(run, row) {
   return !exported || runOf(run).list.some((e) => e.split === row.split && e.step === row.step && e.line === row.line);

@@ -1,7 +1,7 @@
 // One trajectory: chat, tokens, rewards, branches, times; and several of them side by side.
 
 import { colorName } from "viewer/clock";
-import { get, holds } from "viewer/data";
+import { get, holds, imageAt } from "viewer/data";
 import { h, hideTip, number, plural, rewardBadge, seconds, showTip, signed, svg, terminationBadge } from "viewer/dom";
 import { at } from "viewer/list";
 import { lane } from "viewer/time";
@@ -10,8 +10,29 @@ const kept = { tab: "chat", by: "log_prob", prompt: false };
 
 // Chat -----------------------------------------------------------------------------------------------------------
 
+const IMAGE = /^([0-9a-f]{32})-(\d{1,6})x(\d{1,6})\.(png|jpeg)$/;
+const nameOf = (part) => (part?.type === "image" && IMAGE.test(part.image) ? part.image : null);
+
+function label(name) {
+  const [, hash, width, height] = IMAGE.exec(name);
+  return `<image ${hash.slice(0, 4)}… ${width}x${height}>`;
+}
+
+const textOf = (part) => (nameOf(part) ? label(part.image) : part?.text ?? JSON.stringify(part));
 const asText = (content) => (typeof content === "string" ? content
-  : Array.isArray(content) ? content.map((part) => part.text ?? JSON.stringify(part)).join("") : content == null ? "" : JSON.stringify(content));
+  : Array.isArray(content) ? content.map(textOf).join("") : content == null ? "" : JSON.stringify(content));
+const hasImages = (content) => Array.isArray(content) && content.some(nameOf);
+
+// A content as it was shown: texts, and images in their places.
+const shown = (content, run) => (hasImages(content) ? content.map((part) => (nameOf(part) ? picture(part.image, run) : textOf(part))) : asText(content));
+
+function picture(name, run) {
+  const named = h("span", { class: "dim" }, label(name));
+  const source = imageAt(run, name);
+  if (!source) return named;
+  const [, , width, height] = IMAGE.exec(name);
+  return h("img", { class: "image", src: source, alt: label(name), title: label(name), width, height, onerror: (event) => event.target.replaceWith(named) });
+}
 
 function callName(call) {
   const given = call.function ?? call;
@@ -32,7 +53,7 @@ function turnRewards(row, turn) {
   return parts;
 }
 
-export function chat(row) {
+export function chat(row, run) {
   const messages = [...(row.messages ?? [])];
   const executed = [...(row.tool_calls ?? [])];
   const box = h("div", { class: "chat" });
@@ -54,7 +75,7 @@ export function chat(row) {
     if (reasoning) bubble.append(h("details", { class: "reasoning" }, h("summary", {}, "reasoning"), h("pre", {}, reasoning)));
     const text = asText(message.content);
     if (text || !(message.tool_calls ?? []).length) {
-      const body = h("div", { class: "body" }, text || h("span", { class: "dim" }, "(empty)"));
+      const body = h("div", { class: "body" }, text ? shown(message.content, run) : h("span", { class: "dim" }, "(empty)"));
       bubble.append(role === "system" && text.length > 300 ? h("details", {}, h("summary", {}, `${text.slice(0, 100)}…`), body) : body);
     }
     // The answers to an assistant's calls follow it, in order.
@@ -62,13 +83,14 @@ export function chat(row) {
     for (const call of message.tool_calls ?? []) {
       const { name, values, whole } = callName(call);
       const done = executed[0]?.name === name ? executed.shift() : null;
-      const reply = messages[answer]?.role === "tool" ? asText(messages[answer++].content) : done?.response;
+      const content = messages[answer]?.role === "tool" ? messages[answer++].content ?? "" : done?.response;
+      const reply = content === undefined ? undefined : asText(content);
       if (messages[answer - 1]?.role === "tool") messages[answer - 1] = { ...messages[answer - 1], shown: true };
-      bubble.append(h("details", { class: `call${done?.failed ? " failed" : ""}` },
+      bubble.append(h("details", { class: `call${done?.failed ? " failed" : ""}`, open: hasImages(content) },
         h("summary", {}, h("code", {}, name), h("span", { class: "arguments" }, `(${values})`),
           h("span", { class: "answer" }, reply === undefined ? "no answer" : `→ ${reply.slice(0, 80)}`),
           done?.failed && h("span", { class: "badge bad" }, "failed")),
-        h("h4", {}, "arguments"), h("pre", {}, whole ?? ""), h("h4", {}, "answer"), h("pre", {}, reply ?? "none")));
+        h("h4", {}, "arguments"), h("pre", {}, whole ?? ""), h("h4", {}, "answer"), h("pre", {}, content === undefined ? "none" : shown(content, run))));
     }
     box.append(bubble);
   }
@@ -300,7 +322,7 @@ export async function trajectory(view, app, query) {
       seconds(row.timings?.total), row.data_source,
     ].filter(Boolean);
     const tab = (name, label) => h("button", { role: "tab", "aria-selected": String(kept.tab === name), onclick: () => { kept.tab = name; draw(); } }, label);
-    const content = { chat, tokens, record, tree: () => tree(found, chosen) }[kept.tab](row);
+    const content = { chat, tokens, record, tree: () => tree(found, chosen) }[kept.tab](row, query.run);
     main.replaceChildren(
       h("div", { class: "trail" },
         h("a", { href: "#/trajectories?" + new URLSearchParams(app.listQuery ?? { run: query.run }) }, "← Trajectories"),
@@ -363,7 +385,7 @@ export async function compare(view, app, query) {
       const whole = found.rows.find((each) => each.line === row.line);
       box.replaceChildren(h("header", {}, h("b", {}, name), rewardBadge(row.reward), terminationBadge(row.termination),
         group.length > 1 && h("button", { class: "icon", title: "Another sample", onclick: () => { which = (which + 1) % group.length; fill(); } }, `${which + 1}/${group.length}`),
-        h("a", { href: at(query.run, row) }, "Open")), chat(whole));
+        h("a", { href: at(query.run, row) }, "Open")), chat(whole, query.run));
     }
     await fill();
     return box;

@@ -36,8 +36,8 @@ class AsyncLLM:
         cls.last.stat_loggers = [factory(None, 0) for factory in stat_loggers]
         return cls.last
 
-    async def collective_rpc(self, name: str) -> list[None]:
-        self.calls.append((name,))
+    async def collective_rpc(self, name: str, args: tuple[Any, ...] = ()) -> list[None]:
+        self.calls.append((name, *args))
         return [None, None]
 
     async def update_weight_version(self, version: str) -> None:

@@ -1,0 +1,90 @@
+"""Runs whose training backend is that of the template, which knows nothing of the core but the api."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from agentrl_core.api import ConfigError
+from agentrl_core.runs.run_dir import RunDir
+from agentrl_testing.devtools.scaffold import render
+
+Fit = Callable[..., RunDir]
+BACKEND = {
+    "trainer.backend": "./toy.py:ToyBackend",
+    "rollout.deterministic": True,
+    "trainer.steps": 3,
+    "trainer.checkpoint.interval": 1,
+    "actor.optimizer": {"lr": 1e-3, "schedule": "cosine", "warmup_steps": 1},
+    "actor.mini_batches": 2,
+    "actor.micro_batch_tokens": 256,
+    "algorithm.entropy_coef": 0.01,
+}
+
+
+@pytest.fixture
+def toy(tmp_path: Path) -> None:
+    """The template in one file beside the configuration."""
+    files = render("training_backend", "toy")
+    config = files["src/toy/config.py"]
+    backend = files["src/toy/backend.py"].replace("from toy.config import ToyConfig\n", config)
+    capabilities = 'capabilities = {"all_weights", "entropies", "temperature"}'
+    text = backend.replace(
+        "    config: ToyConfig\n", f"    config: ToyConfig\n    config_class = ToyConfig\n    {capabilities}\n"
+    )
+    (tmp_path / "toy.py").write_text(text)
+
+
+def measured(run: RunDir) -> list[dict[str, Any]]:
+    timed = ("timing/", "perf/")
+    return [{key: value for key, value in row.items() if key != "time" and not key.startswith(timed)}
+            for row in run.read_metrics()]  # fmt: skip
+
+
+def weights(run: RunDir, step: int) -> dict[str, torch.Tensor]:
+    return load_file(run.checkpoints_dir / f"step-{step:06d}" / "actor" / "model.safetensors")
+
+
+@pytest.mark.usefixtures("toy")
+def test_another_backend_trains_as_the_built_in_one(fit: Fit) -> None:
+    built_in = fit({**BACKEND, "trainer.backend": "fsdp2", "trainer.name": "built-in", "model.packing": False})
+    other = fit({**BACKEND, "trainer.name": "other"})
+    assert "actor/entropy" in measured(other)[0]
+    for one, two in zip(measured(built_in), measured(other), strict=True):
+        assert two == pytest.approx(one, rel=1e-3, abs=1e-5)
+    for name, tensor in weights(built_in, 3).items():
+        torch.testing.assert_close(weights(other, 3)[name], tensor, atol=2e-4, rtol=0, msg=name)
+
+
+@pytest.mark.usefixtures("toy")
+def test_its_run_goes_on_where_it_stopped(fit: Fit) -> None:
+    whole = fit({**BACKEND, "trainer.name": "whole"})
+    checkpoint = whole.checkpoints_dir / "step-000002"
+    resumed = fit({**BACKEND, "trainer.name": "again", "trainer.resume": str(checkpoint)})
+    assert measured(resumed)[-1] == measured(whole)[-1]
+    assert all(torch.equal(tensor, weights(whole, 3)[name]) for name, tensor in weights(resumed, 3).items())
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize(
+    ("changes", "capability", "feature"),
+    [
+        ({"model.adapter": {}}, "adapters", "model.adapter"),
+        ({"algorithm.advantage": "gae"}, "critic", "a critic"),
+        ({"cluster.runtime": "ray", "cluster.processes_per_node": 2}, "ranks", "training in several processes"),
+        ({"model.quantize": "4bit", "model.adapter": {}}, "quantize", "model.quantize"),
+        ({"actor.offload_optimizer": True}, "offload", "actor.offload_optimizer=true"),
+    ],
+)
+def test_what_it_cannot_is_refused_before_the_start(
+    fit: Fit, tmp_path: Path, changes: dict[str, Any], capability: str, feature: str
+) -> None:
+    with pytest.raises(ConfigError) as refused:
+        fit({**BACKEND, **changes})
+    text = " ".join(str(refused.value).split())
+    assert f"training backend 'ToyBackend' lacks the capability '{capability}', which {feature}" in text
+    assert "installed with it: fsdp2" in text
+    assert not (tmp_path / "runs").exists()
