@@ -1,10 +1,12 @@
 """For all tests of this tree: none depends on how busy the machine is."""
 
+import faulthandler
 import json
+import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,29 @@ with suppress(ImportError):
 
     settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("busy")
+
+
+STDERR = pytest.StashKey[int]()
+HANG_SECONDS = 60.0
+"""After its timeout, for a test to end."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # Nothing is captured yet.
+    config.stash[STDERR] = os.dup(2)
+
+
+@pytest.hookimpl(wrapper=True, trylast=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """Ends a process whose test hangs in a library, where no signal reaches Python, and shows where it hangs."""
+    marker = item.get_closest_marker("timeout")
+    limit = float(marker.args[0] if marker else item.config.getini("timeout") or 0)
+    if limit:
+        faulthandler.dump_traceback_later(limit + HANG_SECONDS, exit=True, file=item.config.stash[STDERR])
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture(scope="session")
