@@ -5,6 +5,7 @@ second. A thread could not be killed, and would share the exit of the process.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -56,7 +57,8 @@ def _map_until_lost(function: Callable[[T], R], items: Sequence[T], time_limit: 
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     child = context.Process(target=_call_all, args=(function, items, sender), daemon=True)
-    child.start()
+    with _no_collections():
+        child.start()
     # Or the end of the child would not be the end of the pipe.
     sender.close()
     results: list[R | Lost] = []
@@ -76,7 +78,22 @@ def _map_until_lost(function: Callable[[T], R], items: Sequence[T], time_limit: 
     return results
 
 
+@contextlib.contextmanager
+def _no_collections() -> Iterator[None]:
+    """The child must not find garbage of this process: what is finalised there closes connections that both have. A
+    driver of Ray waits for ever then."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def _call_all(function: Callable[[T], R], items: Sequence[T], sender: Connection) -> None:
+    # What is here already is not looked at, not even by a module that asks for a collection.
+    gc.freeze()
     os.dup2(2, 1)
     sys.stdout = sys.stderr = open(2, "w", buffering=1, closefd=False, encoding="utf-8", errors="replace")
     for item in items:

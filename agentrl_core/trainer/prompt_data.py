@@ -417,7 +417,8 @@ def row_images(config: ResolvedConfig, renderer: Renderer) -> RowImages:
     """What reads the images of a run's rows."""
     problem = "" if media_of(renderer) is not None else getattr(renderer.chat, "media_problem", "") or NO_PROCESSOR
     engine = config.rollout.engine
-    able = installed_with("engine", "images", config.plugins.block)
+    # Not before they are needed: looking for plugins takes a process.
+    able = [] if problem or engine.has("images") else installed_with("engine", "images", config.plugins.block)
     reason = obstacle(problem, engine.registered_name, able, engine.has("images"))
     if not reason and not config.trainer.backend.has("images"):
         reason = (
