@@ -5,15 +5,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.workers.actor import ActorWorker
@@ -27,12 +28,16 @@ data: {{max_prompt_length: {prompt}, train_files: [none.jsonl]}}
 rollout: {{n: 4, max_response_length: {response}, agent: {{loops: [{{name: single_turn}}]}}}}
 reward: {{functions: [{{name: exact_match}}]}}
 actor: {{micro_batch_tokens: {tokens}}}
+trainer: {{backend: {{config: {mesh}}}}}
 cluster: {{device: cpu}}
 """
 
 
-COLLECTIVES = ("all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor")
-"""Those of FSDP2, by their names in torch 2.13 and before."""
+COLLECTIVES = (
+    "all_gather_single", "reduce_scatter_single", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce",
+    "all_to_all_single",
+)  # fmt: skip
+"""Those of FSDP2, by their names in torch 2.13 and before, and of meshes."""
 SETTLED_SECONDS = 0.02
 
 
@@ -50,6 +55,8 @@ class Case:
     response: int = 128
     tokens: int = 1024
     adapter: dict[str, int] | None = None
+    mesh: dict[str, int] = field(default_factory=dict)
+    experts: int = 0
 
 
 @contextmanager
@@ -57,14 +64,17 @@ def config_of(case: Case) -> Iterator[ResolvedConfig]:
     """Its configuration, with a model of random weights."""
     with tempfile.TemporaryDirectory(prefix="agentrl-plan-") as folder:
         path = Path(folder) / "model"
-        Qwen3ForCausalLM(
-            Qwen3Config(
-                vocab_size=case.vocabulary, hidden_size=case.width, intermediate_size=3 * case.width,
-                num_hidden_layers=case.layers, num_attention_heads=case.width // 32,
-                num_key_value_heads=case.width // 64, head_dim=32,
-                max_position_embeddings=4096, tie_word_embeddings=True,
-            )
-        ).save_pretrained(path)  # fmt: skip
+        sizes: dict[str, Any] = {
+            "vocab_size": case.vocabulary, "hidden_size": case.width, "intermediate_size": 3 * case.width,
+            "num_hidden_layers": case.layers, "num_attention_heads": case.width // 32,
+            "num_key_value_heads": case.width // 64, "head_dim": 32,
+            "max_position_embeddings": 4096, "tie_word_embeddings": True,
+        }  # fmt: skip
+        if case.experts:
+            sizes |= {"num_experts": case.experts, "num_experts_per_tok": 2, "moe_intermediate_size": case.width}
+            Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes)).save_pretrained(path)
+        else:
+            Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(path)
         shown = {name: json.dumps(value) for name, value in {**vars(case), "path": str(path)}.items()}
         file = Path(folder) / "config.yaml"
         file.write_text(CONFIG.format(**shown))
@@ -97,6 +107,14 @@ def _measure_rank(rank: int, ranks: int, config: ResolvedConfig, folder: str) ->
     for name in COLLECTIVES:
         if hasattr(dist, name):
             setattr(dist, name, _freed_here(getattr(dist, name)))
+    wait = _functional_collectives.wait_tensor
+
+    def settled(tensor: Any) -> Any:
+        result = wait(tensor)
+        time.sleep(SETTLED_SECONDS)
+        return result
+
+    _functional_collectives.wait_tensor = settled
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=ranks)
     peak = _measured(config, ranks)
     if rank == 0:
@@ -126,7 +144,7 @@ def _measured(config: ResolvedConfig, ranks: int) -> int:
     shapes = [full_micro_batch(config, config.actor.micro_batch_tokens)]
     if actor._backend._packing.is_possible and (shared := samples_of_a_prompt(config, config.actor.micro_batch_tokens)):
         shapes.append(shared)
-    batches = [batch_of(shape, ranks) for shape in shapes]
+    batches = [batch_of(shape, actor._backend.share.count) for shape in shapes]
     model = actor.module
     weights = {_local(each).untyped_storage() for each in (*model.parameters(), *model.buffers())}
     # The first step makes the moments.

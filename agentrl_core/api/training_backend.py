@@ -218,6 +218,21 @@ class TrainingBackend(ABC):
         self.steps = 0
         """Optimizer steps so far. The core counts them, a checkpoint keeps them."""
 
+    @classmethod  # noqa: B027 - most have nothing to refuse
+    def check(cls, config: Any, model: Any, adapted: bool, ranks: int, key: str) -> None:
+        """Refuse before anything starts what :meth:`load` would refuse, as far as the model's config says it.
+
+        Args:
+            config: the plugin's options.
+            model: of transformers, without weights.
+            adapted: it gets adapters.
+            ranks: that train it.
+            key: the config key that it comes from, for messages.
+
+        Raises:
+            ConfigError: the options do not fit the model or the ranks.
+        """
+
     @abstractmethod
     def load(self) -> None:
         """Read the model, in eval mode, and make the optimizer if it is trained.

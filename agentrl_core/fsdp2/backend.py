@@ -49,7 +49,7 @@ from agentrl_core.fsdp2.checkpoints import (
 from agentrl_core.fsdp2.flops import utilisation
 from agentrl_core.fsdp2.log_probs import chunks_logits, response_log_probs, response_logits
 from agentrl_core.fsdp2.media import Media
-from agentrl_core.fsdp2.mesh import KEY, Mesh
+from agentrl_core.fsdp2.mesh import KEY, Mesh, check_size
 from agentrl_core.fsdp2.model_files import FILE_BYTES, copy_processor, save_adapter, save_model
 from agentrl_core.fsdp2.models import (
     check_lengths,
@@ -68,7 +68,13 @@ from agentrl_core.fsdp2.optimizer import AdamW
 from agentrl_core.fsdp2.packed_attention import Packing, check_images, check_padding
 from agentrl_core.fsdp2.sharding import place, rest
 from agentrl_core.fsdp2.split import WHOLE, Split
-from agentrl_core.fsdp2.tensor_parallel import check_model, partial_gradients, sum_gradients, vocabulary_part
+from agentrl_core.fsdp2.tensor_parallel import (
+    check_model,
+    partial_gradients,
+    splits_model,
+    sum_gradients,
+    vocabulary_part,
+)
 from agentrl_core.fsdp2.values import VALUE_HEAD_FILE, ValueModel, empty_value_model
 from agentrl_core.fsdp2.weights import ModelWeights
 from agentrl_core.workers.devices import compute_dtype
@@ -103,10 +109,26 @@ class Fsdp2(TrainingBackend):
 
     # Loading ------------------------------------------------------------------------------------------------------
 
+    @classmethod
+    def check(cls, config: Any, model: Any, adapted: bool, ranks: int, key: str) -> None:
+        check_size(config, ranks)
+        for name in ("tensor_parallel", "expert_parallel"):
+            if getattr(config, name) > 1 and adapted:
+                raise ConfigError(
+                    f"{KEY}.{name}: {getattr(config, name)} with model.adapter, whose matrices cannot be split; set it "
+                    "to 1, or model.adapter=null"
+                )
+        if splits_model(config):
+            check_model(model, config, key)
+
     def load(self) -> None:
         context, key = self.context, self.context.key
         self._mesh = self._make_mesh()
-        self._check_options()
+        if splits_model(self.config):
+            empty = empty_causal_lm if context.head == "tokens" else empty_backbone
+            self.check(
+                self.config, empty(context.path, context.model), bool(context.adapters), self._ranks.size, key
+            )  # fmt: skip
         self._model = self._placed()
         check_lengths(self._language_model.config, context.longest, key)
         self._media = None
@@ -173,23 +195,6 @@ class Fsdp2(TrainingBackend):
 
     def _make_mesh(self) -> Mesh | None:
         return Mesh.of(self.config, self._device.type, self._ranks.rank, self._ranks.size)
-
-    def _check_options(self) -> None:
-        """Refuse what the options cannot do with the model, before its weights are read.
-
-        Raises:
-            ConfigError: see :func:`check_model`; or there are adapters, which cannot be split.
-        """
-        context, config = self.context, self.config
-        for name in ("tensor_parallel", "expert_parallel"):
-            if getattr(config, name) > 1 and context.adapters:
-                raise ConfigError(
-                    f"{KEY}.{name}: {getattr(config, name)} with model.adapter, whose matrices cannot be split; set it "
-                    "to 1, or model.adapter=null"
-                )
-        if max(config.tensor_parallel, config.expert_parallel, config.sequence_parallel) > 1:
-            empty = empty_causal_lm if context.head == "tokens" else empty_backbone
-            check_model(empty(context.path, context.model), config, context.key)
 
     @property
     def share(self) -> DataShare:

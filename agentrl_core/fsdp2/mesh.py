@@ -73,7 +73,7 @@ class Mesh:
         Raises:
             ConfigError: the options do not divide the number of ranks.
         """
-        _check(config, size)
+        check_size(config, size)
         if size == 1:
             return None
         tensor, sequence, experts = config.tensor_parallel, config.sequence_parallel, config.expert_parallel
@@ -127,7 +127,12 @@ def _peers(mesh: DeviceMesh) -> Peers:
     return Peers(mesh.get_group(), mesh.get_local_rank(), mesh.size())
 
 
-def _check(config: Fsdp2Config, size: int) -> None:
+def check_size(config: Fsdp2Config, size: int) -> None:
+    """Refuse options that do not divide the ranks.
+
+    Raises:
+        ConfigError: what does not, and what to change.
+    """
     tensor, sequence, experts = config.tensor_parallel, config.sequence_parallel, config.expert_parallel
     parts = tensor * sequence * config.replicas
     fix = "change them, or cluster.processes_per_node and cluster.nodes"

@@ -34,6 +34,11 @@ _MLP = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediat
 Plan = dict[str, str]
 
 
+def splits_model(config: Fsdp2Config) -> bool:
+    """The options split what a rank computes, besides sharding its weights."""
+    return max(config.tensor_parallel, config.expert_parallel, config.sequence_parallel) > 1
+
+
 def check_model(model: Any, config: Fsdp2Config, key: str) -> None:
     """Refuse a model of transformers that cannot be split as the options say.
 

@@ -114,17 +114,17 @@ def check_training(config: ResolvedConfig) -> None:
         )
 
 
-def _check_backend(config: ResolvedConfig) -> None:
-    """What the training processes need is installed where they run."""
+def _check_backend(config: ResolvedConfig) -> Any:
+    """The class of the training backend, or None where it is in another environment: what it needs is installed."""
     backend = config.trainer.backend
     if backend.python is None:
-        backend.plugin.load()
-        return
+        return backend.plugin.load()
     # The configuration goes there as a whole, with the options of every plugin.
     packages = {slot.ref.dist for slot in all_slots(config) if slot.resolved is not None} - {FILE_DIST, CORE}
     check_interpreter(
         backend.python, backend.ref, backend.plugin.spec, ("ray", *sorted(packages)), "trainer.backend.python"
     )  # fmt: skip
+    return None
 
 
 def check_files(config: ResolvedConfig, *, training: bool) -> Any:
@@ -136,17 +136,26 @@ def check_files(config: ResolvedConfig, *, training: bool) -> Any:
                 shares = training and slot is config.rollout.engine and may_share_nccl(config)
                 with of(""):
                     check_interpreter(slot.python, slot.ref, slot.plugin.spec, key=f"{key}.python", shares_nccl=shares)
+        backend = None
         if training:
             with of("trainer.backend"):
-                _check_backend(config)
-        for path in dict.fromkeys((model.path, config.critic.path, config.reference.path, config.teacher.path)):
+                backend = _check_backend(config)
+        sections: dict[str, Any] = {
+            "model": model,
+            "critic": config.critic,
+            "reference": config.reference,
+            "teacher": config.teacher,
+        }
+        keys = {section.path: f"{name}.path" for name, section in reversed(sections.items())}
+        models: dict[str, Any] = {}
+        for path, key in reversed(keys.items()):
             if path is not None:
                 with of(f"weights in {path}"):
                     # Those of a model that is trained and sampled at a server are there.
                     if not config.rollout.engine.has("remote_weights"):
                         check_weights(Path(path))
                 with of(f"config.json in {path}"):
-                    built = check_architecture(path, model)
+                    models[key] = built = check_architecture(path, model)
                     text_config = built.config.get_text_config() if path == model.path else text_config
                 if path == model.path and text_config is not None:
                     adapters = {"": model.adapter}
@@ -155,6 +164,11 @@ def check_files(config: ResolvedConfig, *, training: bool) -> Any:
                         if adapter is not None:
                             with of(key):
                                 peft_config(built, adapter)
+        for key, built in models.items():
+            adapted = key in ("model.path", "critic.path") and any(own.model.adapter for own in config.trained.values())
+            if backend is not None:
+                with of(""):
+                    backend.check(config.trainer.backend.config, built, adapted, config.cluster.processes, key)
         for name, named in config.engines.items():
             with of(f"engines.{name}"):
                 _check_frozen_model(named)

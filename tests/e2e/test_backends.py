@@ -88,3 +88,23 @@ def test_what_it_cannot_is_refused_before_the_start(
     assert f"training backend 'ToyBackend' lacks the capability '{capability}', which {feature}" in text
     assert "installed with it: fsdp2" in text
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel": 2}, "make groups of 2 processes, and the run has 1, which is no multiple of 2"),
+        ({"tensor_parallel": 3}, "tensor_parallel: 3 does not divide num_attention_heads = "),
+    ],
+)
+def test_a_mesh_that_divides_neither_processes_nor_model_is_refused_before_the_start(
+    fit: Fit, tmp_path: Path, options: dict[str, int], message: str
+) -> None:
+    processes = 3 if options["tensor_parallel"] == 3 else 1
+    with pytest.raises(ConfigError) as refused:
+        fit({
+            "trainer.backend": {"name": "fsdp2", "config": options}, "cluster.processes_per_node": processes,
+            "cluster.runtime": "ray" if processes > 1 else "local", "rollout.engine.placement": "standalone",
+        })  # fmt: skip
+    assert message in " ".join(str(refused.value).split())
+    assert not (tmp_path / "runs").exists()

@@ -1,6 +1,5 @@
 """Meshes that cannot be, and models that cannot be split: refused before weights are read, with what to do."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,13 +13,12 @@ from transformers import (
 )
 
 from agentrl_core.api.errors import ConfigError
-from agentrl_core.api.training_backend import AdapterPlan
-from agentrl_core.config.schema import AdapterConfig
+from agentrl_core.fsdp2.backend import Fsdp2
 from agentrl_core.fsdp2.config import Fsdp2Config
 from agentrl_core.fsdp2.mesh import Mesh
 from agentrl_core.fsdp2.models import empty_causal_lm
 from agentrl_core.fsdp2.tensor_parallel import check_model
-from tests.fsdp2.ranks import Case, Row, backend_of, model_config, train_on
+from tests.fsdp2.ranks import Case, Row, model_config, train_on
 
 
 @pytest.mark.parametrize(
@@ -78,11 +76,9 @@ def test_models_without_a_plan(tmp_path: Path) -> None:
             check_model(model, Fsdp2Config(**{option: 2}), "model.path")
 
 
-def test_adapters_are_not_split(paths: dict[str, str], rows: list[Row]) -> None:
-    backend = backend_of(Case(paths["dense"], rows, {"tensor_parallel": 2}), 0, 1)
-    backend.context = replace(backend.context, adapters={"policy": AdapterPlan(AdapterConfig(), None, 0)})
+def test_adapters_are_not_split() -> None:
     with pytest.raises(ConfigError, match=r"tensor_parallel: 2 with model\.adapter, .*set it to 1, or model\.adapter"):
-        backend._check_options()
+        Fsdp2.check(Fsdp2Config(tensor_parallel=2), None, True, 2, "model.path")
 
 
 def test_rows_of_a_model_with_windows_are_not_spread(rows: list[Row], tmp_path: Path) -> None:

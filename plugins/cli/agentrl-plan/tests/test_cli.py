@@ -223,3 +223,14 @@ def test_a_model_that_the_hub_does_not_give_says_what_to_do(
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     result = plan(config_file(), "--model", "org/name")
     assert "HF_HUB_OFFLINE is set" in result.stderr and "`hf download org/name` fetches it" in result.stderr
+
+
+def test_meshes_are_tried_and_the_best_one_is_named(config_file: ConfigFile) -> None:
+    arguments = ["rollout.engine.placement=standalone", "--gpus-per-node", "2", "--mesh"]
+    result = plan(config_file(), *arguments)
+    assert result.exit_code == 0, result.output
+    assert "\nMeshes, the best one first:\n" in result.output and "\ncheapest" in result.output
+    assert "trainer.backend.config.tensor_parallel=2: " in result.output
+    found = json.loads(plan(config_file(), *arguments, "--json").stdout)
+    assert {tuple(each["options"].values()) for each in found["meshes"]} >= {(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1)}
+    assert all(each["bytes"] > 0 and each["seconds"] > 0 for each in found["meshes"])

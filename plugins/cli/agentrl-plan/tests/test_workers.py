@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from agentrl_core.api.errors import SimulationError
+from agentrl_core.api.errors import ConfigError, SimulationError
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.fsdp2 import backend, log_probs
 from agentrl_plan.batches import MICRO_BATCHES
@@ -18,9 +18,65 @@ MakeConfig = Callable[..., ResolvedConfig]
 FEW_TOKENS = ("data.max_prompt_length=8", "rollout.max_response_length=16", "actor.micro_batch_tokens=64")
 
 
-def test_a_mesh_that_no_simulation_has_is_said(make_config: MakeConfig) -> None:
-    with pytest.raises(SimulationError, match=r"trainer\.backend\.config: tensor_parallel=2 cannot be simulated"):
-        simulate(make_config("trainer.backend.config.tensor_parallel=2"), ranks=4)
+EXPERTS = {"model_type": "qwen3_moe", "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+MESHES = {
+    "plain": ({}, {}),
+    "tensor": ({"tensor_parallel": 2}, {}),
+    "sequence": ({"sequence_parallel": 2}, {}),
+    "tensor and sequence": ({"tensor_parallel": 2, "sequence_parallel": 2}, {"num_key_value_heads": 4}),
+    "copies": ({"replicas": 2}, {}),
+    "experts": ({"expert_parallel": 4}, EXPERTS),
+    "tensor and experts": ({"tensor_parallel": 2, "expert_parallel": 4}, EXPERTS),
+}
+
+
+@pytest.mark.parametrize(("options", "model"), MESHES.values(), ids=MESHES.keys())
+@pytest.mark.parametrize("device", ["cuda", "cpu"])
+def test_a_rank_of_a_mesh_has_its_share(
+    make_config: MakeConfig, options: dict[str, int], model: dict[str, Any], device: str
+) -> None:
+    if device == "cpu" and model == EXPERTS:
+        pytest.skip("torch's simulated grouped_mm takes only bfloat16, which a simulated CPU does not compute in")
+    overrides = [f"trainer.backend.config.{name}={value}" for name, value in options.items()]
+    found = simulate(make_config(*overrides, *FEW_TOKENS, "model.packing=false", **model), device, ranks=4)
+    copies, same_rows = options.get("replicas", 1), options.get("tensor_parallel", 1)
+    same_rows *= options.get("sequence_parallel", 1)
+    # Weights and two moments; whatever splits them, each rank of a copy has as much.
+    assert found.resting == pytest.approx(3 * found.parameter_bytes * copies / 4, rel=0.08)
+    assert found.shares == 4 // same_rows
+    calls = found.phases["update"].calls
+    assert ("all-to-all" in calls) == bool({"sequence_parallel", "expert_parallel"} & options.keys())
+    assert ("all-reduce of copies" in calls) == (
+        copies > 1 or {"tensor_parallel", "sequence_parallel"} <= options.keys()
+    )
+    assert not dist.is_initialized()
+
+
+def test_a_mesh_divides_operations_and_logits(make_config: MakeConfig) -> None:
+    few = (*FEW_TOKENS, "model.packing=false", "model.gradient_checkpointing=false")
+    whole = simulate(make_config(*few), ranks=4)
+    split = simulate(make_config(*few, "trainer.backend.config.tensor_parallel=2"), ranks=4)
+    assert {shape[-1] for shape in split.logits.values()} == {512 // 2} and {512} == {
+        shape[-1] for shape in whole.logits.values()
+    }
+    for name in ("log-probs", "update"):
+        computed, all_of_it = (sum(each.phases[name].operations.values()) for each in (split, whole))
+        # Each rank of two has half of the layers; both have as many rows as one had.
+        assert computed == pytest.approx(all_of_it / 2, rel=0.01)
+
+
+def test_collectives_say_whether_they_cross_nodes(make_config: MakeConfig) -> None:
+    options = ("trainer.backend.config.replicas=2", "cluster.processes_per_node=2", "cluster.nodes=2")
+    config = make_config(*options, *FEW_TOKENS, "cluster.runtime=ray", "rollout.engine.placement=standalone")
+    calls = simulate(config).phases["update"].calls
+    # Weights are gathered within a node, gradients added up over both.
+    assert calls["all-gather"] and calls["reduce-scatter"] and calls["all-reduce of copies, between nodes"]
+    assert "all-gather, between nodes" not in calls and "reduce-scatter, between nodes" not in calls
+
+
+def test_a_mesh_that_divides_nothing_is_a_configuration_error(make_config: MakeConfig) -> None:
+    with pytest.raises(ConfigError, match=r"which is no multiple of 3"):
+        simulate(make_config("trainer.backend.config.tensor_parallel=3"), ranks=4)
 
 
 def test_other_backends_are_refused_by_name(make_config: MakeConfig) -> None:

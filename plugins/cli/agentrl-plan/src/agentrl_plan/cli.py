@@ -2,6 +2,8 @@
 
 import json
 from collections.abc import Sequence
+from copy import copy
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +15,7 @@ from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.config.hub import fetched, is_hub_name
 
 if TYPE_CHECKING:
+    from agentrl_core.fsdp2.config import Fsdp2Config
     from agentrl_plan.prediction import Prediction
 
 _GIB = 2**30
@@ -39,6 +42,9 @@ def run(
     advise: Annotated[
         bool, typer.Option("--advise/--no-advise", help="Try changes too: what would fit, or what more would.")
     ] = True,
+    mesh: Annotated[
+        bool, typer.Option("--mesh", help="Try meshes of training processes too: the cheapest that fits, and why.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Simulate a step of a run without a GPU: does it fit, what takes the memory, how long is a step.
@@ -50,6 +56,7 @@ def run(
     from agentrl_core.trainer.plan import max_model_len
     from agentrl_plan.changes import changes, largest_model, spare
     from agentrl_plan.devices import device_of
+    from agentrl_plan.meshes import Tried, best_mesh
     from agentrl_plan.prediction import Prediction, predict
 
     set_up_logging(stderr=as_json)
@@ -64,18 +71,30 @@ def run(
     def attempt(more: Sequence[str]) -> Prediction:
         return predict(_loaded(config, [*given, *more]), device)
 
-    advice: list[str] = []
-    if advise and prediction.fits:
+    advice, tried = list[str](), list[Tried]()
+    if mesh:
+        tried, reason = best_mesh(loaded, lambda options: predict(_with_mesh(loaded, options), device))
+        advice = [reason]
+    elif advise and prediction.fits:
         advice = [spare(loaded, prediction, attempt)]
     elif advise:
         advice = [f"fits with {change}" for change in changes(loaded, attempt)]
         advice = advice or [f"no change of the configuration makes it fit; {largest_model(prediction)}"]
     if as_json:
-        typer.echo(json.dumps({"schema_version": 1, **prediction.to_dict(), "advice": advice}, indent=2))
+        meshes = [{"options": vars(each.options), "bytes": each.peak, "seconds": each.seconds,
+                   "fits": each.prediction.fits} for each in tried]  # fmt: skip
+        content = {**prediction.to_dict(), "advice": advice, **({"meshes": meshes} if mesh else {})}
+        typer.echo(json.dumps({"schema_version": 1, **content}, indent=2))
     else:
-        _print(prediction, advice)
-    if not prediction.fits:
+        _print(prediction, [*(["\nMeshes, the best one first:"] if mesh else []), *map(str, tried), *advice])
+    if not (prediction.fits or any(each.prediction.fits for each in tried)):
         raise typer.Exit(1)
+
+
+def _with_mesh(config: ResolvedConfig, options: "Fsdp2Config") -> ResolvedConfig:
+    changed = copy(config)
+    changed.trainer = replace(config.trainer, backend=replace(config.trainer.backend, config=options))
+    return changed
 
 
 def _given(nodes: int | None, gpus_per_node: int | None, model: str | None) -> list[str]:

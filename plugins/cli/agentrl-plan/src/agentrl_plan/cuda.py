@@ -10,6 +10,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives, _fsdp_init, _fsdp_param_group, _fsdp_state
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
 from agentrl_core.api.errors import SimulationError
@@ -44,36 +45,24 @@ class _Calls(TorchFunctionMode):
             found = _attention(*args, **kwargs)
             if found is not None:
                 return found
-        simulation = self._simulation
-        if not simulation.hides_device:
+        if not self._simulation.hides_device:
             return func(*args, **kwargs)
-        simulation.hides_device = False
-        try:
+        with self._simulation.device_hidden(False):
             return func(*args, **kwargs)
-        finally:
-            simulation.hides_device = True
 
     def backward(self, *args: Any, **kwargs: Any) -> Any:
         """The engine's, in which this is active: modules whose activations are recomputed run in it."""
-        with self, self._device_hidden(any(each.device.type == "cuda" for each in args[0])):
+        with self, self._simulation.device_hidden(any(each.device.type == "cuda" for each in args[0])):
             return self._run_backward(*args, **kwargs)
 
     def seen(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """A function in Python that the engine calls."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            with self._device_hidden(False):
+            with self._simulation.device_hidden(False):
                 return function(*args, **kwargs)
 
         return run
-
-    @contextmanager
-    def _device_hidden(self, hides: bool) -> Iterator[None]:
-        before, self._simulation.hides_device = self._simulation.hides_device, hides
-        try:
-            yield
-        finally:
-            self._simulation.hides_device = before
 
 
 def _attention(
@@ -128,11 +117,21 @@ class _Idle:
         pass
 
 
+class _Stream(torch.cpu.Stream):
+    def record_event(self, event: Any = None) -> torch.cpu.Event:  # type: ignore[override]
+        """Of what has happened already."""
+        return torch.cpu.Event()
+
+
 class _Device:
     """Streams and events of a device on which everything happens in order; in place of ``torch.cuda`` in FSDP2."""
 
-    Stream, Event = torch.cpu.Stream, torch.cpu.Event
-    stream, current_stream, synchronize = torch.cpu.stream, torch.cpu.current_stream, torch.cpu.synchronize
+    Stream, Event = _Stream, torch.cpu.Event
+    stream, synchronize = torch.cpu.stream, torch.cpu.synchronize
+
+    @staticmethod
+    def current_stream(device: Any = None) -> _Stream:
+        return _Stream()
 
     @staticmethod
     def current_device() -> int:
@@ -159,6 +158,35 @@ def _device_guard() -> Iterator[None]:
 
 
 @contextmanager
+def _shards_nowhere(simulation: Simulation) -> Iterator[None]:
+    """Autograd's engine looks for the streams of shards on a GPU, too: to torch's code in C++ they are nowhere. Code in
+    Python sees the device of this rank's part."""
+    new: Any = DTensor.__new__
+
+    def made(*args: Any, **kwargs: Any) -> Any:
+        with simulation.device_hidden():
+            return new(*args, **kwargs)
+
+    with (
+        patch.object(DTensor, "__new__", staticmethod(made)),
+        patch.object(DTensor, "device", property(lambda shards: shards._local_tensor.device), create=True),
+        patch.object(torch._C, "_group_tensors_by_device_and_dtype", _grouped_by_kind),
+    ):
+        yield
+
+
+def _grouped_by_kind(lists: list[list[Tensor]], with_indices: bool = False) -> dict[Any, Any]:
+    """Parameters, gradients and states of an optimizer as torch groups them, by device and dtype of a parameter."""
+    groups: dict[Any, Any] = {}
+    for place, parameter in enumerate(lists[0]):
+        parts, places = groups.setdefault((parameter.device, parameter.dtype), ([[] for _ in lists], []))
+        for part, each in zip(parts, lists, strict=True):
+            part += each[place : place + 1]
+        places.append(place)
+    return groups
+
+
+@contextmanager
 def imitated_cuda(simulation: Simulation) -> Iterator[None]:
     """Inside, tensors without data can be on ``cuda``, and no context of CUDA is made."""
     answers: dict[str, Any] = {
@@ -182,6 +210,7 @@ def imitated_cuda(simulation: Simulation) -> Iterator[None]:
         for module in _FSDP:
             stack.enter_context(patch.object(module, "_get_device_handle", lambda device_type="cuda": _Device))
         calls = stack.enter_context(_Calls(simulation))
+        stack.enter_context(_shards_nowhere(simulation))
         stack.enter_context(patch("torch.autograd._engine_run_backward", calls.backward))
         for name in ("pre_backward", "post_backward", "finalize_backward"):
             stack.enter_context(patch.object(FSDPParamGroup, name, calls.seen(getattr(FSDPParamGroup, name))))

@@ -1,7 +1,7 @@
 """Runs torch code on tensors without data, and keeps account of what it does."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     FakeTensorMode,
 )
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -22,7 +23,7 @@ from torch.utils._pytree import tree_map_only
 from agentrl_core.api.errors import SimulationError
 from agentrl_plan.known import LARGEST, Known, forget, is_fake, known_of, no_dispatch, set_known
 from agentrl_plan.ledger import GATHERED, LOGITS, Ledger
-from agentrl_plan.operations import collective_bytes, operations_of, workspace_bytes
+from agentrl_plan.operations import Groups, collective_of, operations_of, workspace_bytes
 
 aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
@@ -31,6 +32,7 @@ _UNKNOWN = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "rand", "randn", "uniform_", "normal_"}
 )
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+_ALL_TO_ALL = torch.ops.c10d.alltoall_base_.default
 _CHOSEN = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default)
 """Operations whose indices depend on the model: experts, which a simulation takes to be chosen equally often."""
 
@@ -42,17 +44,21 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         fake: makes the tensors.
         ledger: keeps account of the memory of ``device``.
         device: the type of the device that computes.
-        vocabulary: the size by which logits are known.
+        vocabularies: the sizes by which logits are known.
+        groups: of the ranks.
     """
 
-    def __init__(self, fake: FakeTensorMode, ledger: Ledger, device: str, vocabulary: int) -> None:
+    def __init__(
+        self, fake: FakeTensorMode, ledger: Ledger, device: str, vocabularies: Collection[int], groups: Groups
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._fake = fake
         self._device = device
-        self._vocabulary = vocabulary
+        self._vocabularies = vocabularies
+        self._groups = groups
+        self._is_passed_on = False
         self.ledger = ledger
-        self.hides_device = False
-        """Say to torch's own code in C++ that tensors are nowhere."""
+        self._hides_device = False
         self.only_shapes = False
         """Keep no account: torch asks for the shapes of whole tensors, of which there are only shards."""
         self.largest_logits: dict[str, tuple[int, ...]] = {}
@@ -60,15 +66,14 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(each, DTensor) for each in types):
-            # It first says which operations on shards it is made of.
-            return NotImplemented
+            return self._on_shards(func, args, kwargs or {})
         if func is _DEVICE:
-            return torch.device("meta") if self.hides_device else args[0].fake_device
+            return torch.device("meta") if self._hides_device else args[0].fake_device
         kwargs = kwargs or {}
         if kwargs.get("pin_memory"):
             # The host's memory is not accounted for, and pinning it would ask for CUDA.
             kwargs = {**kwargs, "pin_memory": False}
-        if self.hides_device and kwargs.get("device") is not None and kwargs["device"].type == "meta":
+        if self._hides_device and kwargs.get("device") is not None and kwargs["device"].type == "meta":
             kwargs = {**kwargs, "device": torch.device(self._device, 0)}
         tensors = list(_tensors(args, kwargs))
         if any(not is_fake(each) for each in tensors):
@@ -76,6 +81,8 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
             tensors = list(_tensors(args, kwargs))
         if func.namespace == "c10d" or func.namespace == "_c10d_functional":
             self._note_collective(func, args, tensors)
+            if func is _ALL_TO_ALL and (sent := known_of(args[1])) is not None:
+                return self._received(func, args, sent.tensor)
         if func in _INDEXED:
             args = self._with_places(args)
             tensors = list(_tensors(args, kwargs))
@@ -93,6 +100,38 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._keep(known, result, tensors)
         elif func in _CHOSEN:
             _choose_equally(func, result, tensors[0])
+        return result
+
+    @contextmanager
+    def device_hidden(self, hides: bool = True) -> Iterator[None]:
+        """Inside, torch's own code in C++ is told that tensors are nowhere: it would ask for an accelerator."""
+        before, self._hides_device = self._hides_device, hides
+        try:
+            yield
+        finally:
+            self._hides_device = before
+
+    @property
+    def hides_device(self) -> bool:
+        """See :meth:`device_hidden`."""
+        return self._hides_device
+
+    def _on_shards(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What torch makes of an operation on shards, whose results are nowhere on a simulated GPU, as in the backward
+        pass; the operations on this rank's parts come back here."""
+        if self._is_passed_on:
+            self._is_passed_on = False
+            return NotImplemented
+        self._is_passed_on = True
+        with self, self.device_hidden(self._device == "cuda"):
+            return func(*args, **kwargs)
+
+    def _received(self, func: Any, args: Any, sent: Tensor) -> Any:
+        """Every rank is taken to send what this one, the first, does: how many tokens go to which experts."""
+        result = func(*args)
+        ranks = self._groups.ranks_of(args).count
+        with no_dispatch():
+            set_known(args[0], Known(torch.cat([sent.chunk(ranks)[0]] * ranks)))
         return result
 
     def _as_fake(self, tensor: Tensor) -> Tensor:
@@ -196,7 +235,12 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def _part(self, func: Any, tensor: Tensor) -> str | None:
         shape = tensor.shape
-        if len(shape) < 2 or shape[-1] != self._vocabulary or func is aten.t.default or func is aten.transpose.int:
+        if (
+            len(shape) < 2
+            or shape[-1] not in self._vocabularies
+            or func is aten.t.default
+            or func is aten.transpose.int
+        ):
             return None
         dtype = str(tensor.dtype).removeprefix("torch.")
         if tensor.numel() > _product(self.largest_logits.get(dtype, ())):
@@ -204,7 +248,7 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return LOGITS
 
     def _note_collective(self, func: Any, args: Any, tensors: list[Tensor]) -> None:
-        name, nbytes = collective_bytes(func, args, tensors, self._device)
+        name, nbytes = collective_of(func, tensors, self._device, self._groups.ranks_of(args))
         if nbytes:
             phase = self.ledger.phase
             phase.collectives[name] += nbytes
@@ -216,8 +260,18 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.ledger.name(each.untyped_storage(), GATHERED)
 
 
+def outside(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, whose tensors have data."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with no_dispatch():
+            return function(*args, **kwargs)
+
+    return run
+
+
 @contextmanager
-def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulation]:
+def simulated(ledger: Ledger, device: str, vocabularies: Collection[int], groups: Groups) -> Iterator[Simulation]:
     """Run torch code on tensors without data.
 
     Raises:
@@ -231,7 +285,7 @@ def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulati
         return result
 
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    mode = Simulation(fake, ledger, device, vocabulary)
+    mode = Simulation(fake, ledger, device, vocabularies, groups)
     swap: Any = torch.utils.swap_tensors
     shapes_of_whole = ShardingPropagator._propagate_tensor_meta_non_cached
 
@@ -255,6 +309,10 @@ def simulated(ledger: Ledger, device: str, vocabulary: int) -> Iterator[Simulati
             patch("transformers.masking_utils.is_tracing", lambda *_: False),
             patch.object(torch.utils, swap.__name__, swapped),
             patch.object(FakeTensor, "numpy", _numpy, create=True),
+            # Which ranks are where is known, also while models are split.
+            patch.object(DeviceMesh, "__init__", outside(DeviceMesh.__init__)),
+            patch.object(DeviceMesh, "mesh", property(outside(DeviceMesh.mesh.fget))),  # type: ignore[attr-defined]
+            patch.object(DeviceMesh, "_get_all_submeshes", outside(DeviceMesh._get_all_submeshes)),
             # It logs a traceback of each operation that fails, whose message is in the error too.
             patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
             fake,

@@ -1,9 +1,12 @@
 """Floating-point operations, working memory and communication of torch's operations."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils.flop_counter import flop_registry
 
 from agentrl_plan.known import known_of, no_dispatch
@@ -78,7 +81,59 @@ def workspace_bytes(func: Any, args: Any, tensors: list[Tensor]) -> int:
     return int(nbytes)
 
 
-def collective_bytes(func: Any, args: Any, tensors: list[Tensor], device: str) -> tuple[str, int]:
+@dataclass(frozen=True)
+class GroupRanks:
+    """The ranks of a collective.
+
+    Args:
+        count: of them.
+        are_neighbours: no other rank is between them.
+        nodes: that they are on.
+    """
+
+    count: int
+    are_neighbours: bool
+    nodes: int
+
+
+class Groups:
+    """Finds the ranks of collectives.
+
+    Args:
+        per_node: ranks of a node.
+    """
+
+    def __init__(self, per_node: int) -> None:
+        self._per_node = per_node
+        self._known: dict[str, GroupRanks] = {}
+
+    def ranks_of(self, args: Any) -> GroupRanks:
+        """Of a collective with these arguments; of all ranks where they do not say it."""
+        group = next((each for each in args if isinstance(each, torch.ScriptObject) and _is_group(each)), None)
+        found = dist.group.WORLD if group is None else dist.ProcessGroup.unbox(group)
+        if group is None and (names := [each for each in args if isinstance(each, str)]):
+            resolve: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+            found = resolve(names[-1])
+        assert found is not None, "a collective has a group"
+        if found.group_name not in self._known:
+            ranks = dist.get_process_group_ranks(found)
+            self._known[found.group_name] = GroupRanks(
+                len(ranks), max(ranks) - min(ranks) < len(ranks), len({rank // self._per_node for rank in ranks})
+            )
+        return self._known[found.group_name]
+
+
+def _is_group(value: torch.ScriptObject) -> bool:
+    return "ProcessGroup" in str(value._type())
+
+
+WAITED_FOR = ("all-to-all", "all-reduce")
+"""Collectives that layers wait for; others run while something else is computed."""
+BETWEEN = ", between nodes"
+"""End of the name of a collective among ranks of several nodes."""
+
+
+def collective_of(func: Any, tensors: list[Tensor], device: str, ranks: GroupRanks) -> tuple[str, int]:
     """Name of a collective, and the bytes of its larger side."""
     name = func._schema.name.partition("::")[2].strip("_")
     sizes = [each.numel() * each.element_size() for each in tensors if each.device.type == device]
@@ -89,8 +144,14 @@ def collective_bytes(func: Any, args: Any, tensors: list[Tensor], device: str) -
         "reduce_scatter_tensor": "reduce-scatter",
         "allreduce": "all-reduce",
         "all_reduce": "all-reduce",
+        "alltoall_base": "all-to-all",
+        "all_to_all_single": "all-to-all",
         "broadcast": "broadcast",
     }
     if "wait" in name or not sizes:
         return name, 0
-    return names.get(name, name.replace("_", " ")), max(sizes)
+    shown = names.get(name, name.replace("_", " "))
+    if shown == "all-reduce" and not ranks.are_neighbours:
+        # Copies of a model are far apart, parts of its layers are not.
+        shown += " of copies"
+    return shown + (BETWEEN if ranks.nodes > 1 else ""), max(sizes)

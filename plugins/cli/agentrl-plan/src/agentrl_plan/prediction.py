@@ -24,6 +24,7 @@ from agentrl_plan.batches import MICRO_BATCHES, Shape, batch_of, full_micro_batc
 from agentrl_plan.devices import GIB, NETWORK, Device, device_called
 from agentrl_plan.engines import EngineShare, engine_share
 from agentrl_plan.ledger import GRADIENTS, MOMENTS, PARTS, START, WEIGHTS, Phase
+from agentrl_plan.operations import BETWEEN, WAITED_FOR
 from agentrl_plan.workers import Simulated, simulate
 
 CONTEXT = int(0.8 * GIB)
@@ -47,12 +48,14 @@ class PhaseFigures:
         seconds: lower bound, for a step whose rows all have their full length.
         operations: of a step, on one GPU.
         collectives: bytes of a step by collective, on one GPU.
+        seconds_of: what the seconds are for, where that is known: see :func:`_seconds_of`.
     """
 
     memory: Mapping[str, int]
     seconds: float
     operations: float = 0.0
     collectives: Mapping[str, float] = field(default_factory=dict)
+    seconds_of: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def total(self) -> int:
@@ -228,14 +231,14 @@ def _phases(
         collectives: dict[str, float] = dict(phase.collectives)
         if name != "send weights":
             runs = 1 + found.packs
-            more = _micro_batches(config, name, found.packs) - phase.passes / runs
+            more = _micro_batches(config, name, found) - phase.passes / runs
             collectives = {
                 key: epochs * (nbytes / runs + more * phase.each_pass[key]) for key, nbytes in phase.collectives.items()
             }
+        seconds_of = _seconds_of(config, device, operations, collectives, phase if "update" in name else None)
         phases[name] = PhaseFigures(
-            memory, _seconds(config, device, operations, collectives, phase if "update" in name else None),
-            float(sum(operations.values())), collectives,
-        )  # fmt: skip
+            memory, sum(seconds_of.values()), float(sum(operations.values())), collectives, seconds_of
+        )
     return phases
 
 
@@ -245,20 +248,22 @@ def _section(config: ResolvedConfig, phase: str) -> Any:
 
 
 def _times_by_tokens(config: ResolvedConfig, found: Simulated) -> float:
-    """How often a rank computes what was simulated, by tokens."""
+    """How often a rank computes what was simulated, by tokens of its share of the rows."""
     length = config.data.max_prompt_length + config.rollout.max_response_length
-    tokens = config.data.batch_size * config.rollout.n * length / config.cluster.processes
+    rows = config.data.batch_size * config.rollout.n
+    # A row is not divided among shares.
+    tokens = max(rows / found.shares, 1) * length
     return tokens / max(found.tokens, 1)
 
 
-def _micro_batches(config: ResolvedConfig, phase: str, packs: bool) -> int:
+def _micro_batches(config: ResolvedConfig, phase: str, found: Simulated) -> int:
     """Micro-batches of a rank in one pass over a step's rows, which all have their full length: each of them gathers
     parameters and sends gradients, however few tokens it has."""
     section, samples = _section(config, phase), config.rollout.n
     mini_batches = section.mini_batches if "update" in phase else 1
-    rows = math.ceil(config.data.batch_size * samples / mini_batches / config.cluster.processes)
+    rows = math.ceil(config.data.batch_size * samples / mini_batches / found.shares)
     lengths = config.data.max_prompt_length, config.rollout.max_response_length
-    return int(mini_batches * _cut(rows, samples, *lengths, section.micro_batch_tokens, packs))
+    return int(mini_batches * _cut(rows, samples, *lengths, section.micro_batch_tokens, found.packs))
 
 
 @cache
@@ -270,26 +275,37 @@ def _cut(rows: int, samples: int, prompt: int, response: int, max_tokens: int, p
     return math.ceil(rows * len(cut) / tried)
 
 
-def _seconds(
+def _seconds_of(
     config: ResolvedConfig,
     device: Device,
     operations: Mapping[str, float],
     collectives: Mapping[str, float],
     update: Phase | None,
-) -> float:
-    """Computing and sending at once, at the peaks of the device; then the optimizer, which reads and writes memory."""
+) -> dict[str, float]:
+    """At the peaks of the device: computing; sending, as far as it takes longer than that; what layers wait for; and
+    the optimizer, which reads and writes memory."""
     computing = sum(
         count / (device.half if dtype in ("bfloat16", "float16") else device.single)
         for dtype, count in operations.items()
     )
-    link = device.link if config.cluster.nodes == 1 else NETWORK
-    sending = sum(collectives.values()) / link
+    sending = waiting = 0.0
+    for name, nbytes in collectives.items():
+        seconds = nbytes / (NETWORK if name.endswith(BETWEEN) else device.link)
+        if name.removesuffix(BETWEEN) in WAITED_FOR:
+            waiting += seconds
+        else:
+            sending += seconds
     touched = 0
     if update is not None:
         # It reads weights, gradients and moments, and writes all but the gradients.
         parts = update.parts
         touched = 2 * parts.get(WEIGHTS, 0) + parts.get(GRADIENTS, 0) + 2 * parts.get(MOMENTS, 0)
-    return max(computing, sending) + touched * config.actor.mini_batches * config.actor.epochs / device.bandwidth
+    return {
+        "computing": computing,
+        "sending": max(sending - computing, 0.0),
+        "waiting": waiting,
+        "optimizer": touched * config.actor.mini_batches * config.actor.epochs / device.bandwidth,
+    }
 
 
 def _rollout_seconds(
@@ -336,4 +352,4 @@ def _from_sizes(config: ResolvedConfig) -> Simulated:
     forward = Phase({START: {WEIGHTS: weights, MOMENTS: moments}})
     forward.operations["bfloat16"] = 2 * multiplied * shape.tokens
     phases = {"log-probs": forward, "update": update}
-    return Simulated(phases, resting + moments, count, nbytes, shape, shape.tokens, {}, False, 0)
+    return Simulated(phases, resting + moments, count, nbytes, shape, ranks, shape.tokens, {}, False, 0)

@@ -20,7 +20,7 @@ from agentrl_core.api.training_backend import TrainingContext
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.config.schema import BackendSlot
 from agentrl_core.fsdp2.backend import Fsdp2
-from agentrl_core.fsdp2.config import Fsdp2Config
+from agentrl_core.fsdp2.mesh import Mesh
 from agentrl_core.fsdp2.models import empty_causal_lm
 from agentrl_core.fsdp2.plugin import FSDP2
 from agentrl_core.fsdp2.sharding import arrange, decoder_layers
@@ -34,7 +34,8 @@ from agentrl_plan.batches import MICRO_BATCHES, Shape, batch_of, full_micro_batc
 from agentrl_plan.cuda import imitated_cuda
 from agentrl_plan.depth import AllLayersNeeded, Layers
 from agentrl_plan.ledger import GRADIENTS, MOMENTS, STEP, WEIGHTS, Ledger, Phase
-from agentrl_plan.mode import simulated
+from agentrl_plan.mode import outside, simulated
+from agentrl_plan.operations import Groups
 
 BUCKET_BYTES = 256 << 20
 """Size of the buckets in which weights are sent."""
@@ -50,12 +51,26 @@ class _Backend(Fsdp2):
         self._ledger, self._every_layer = ledger, every_layer
         self.layers: Layers
 
+    def _make_mesh(self) -> Mesh | None:
+        mesh: Mesh | None = outside(super()._make_mesh)()
+        return mesh
+
     def _place(self) -> Any:
         self._model = model = self._empty()
         self.layers = Layers(self._language_model, decoder_layers(model), self._ledger, self._every_layer)
         _without_data(model, self._device)
         arrange(model, self._mesh, self.context.model.compute_dtype, self._device)
         return model.eval()
+
+
+class _Ranks(TrainingRanks):
+    """The first of some, all of which are taken to say what it says."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(0, size)
+
+    def summed(self, values: Mapping[str, float]) -> dict[str, float]:
+        return dict(values)
 
 
 class _Simulated(ModelWorker):
@@ -68,7 +83,7 @@ class _Simulated(ModelWorker):
         return self
 
     def _join(self) -> TrainingRanks:
-        return TrainingRanks(0, self._size)
+        return _Ranks(self._size)
 
     def _build(self, context: TrainingContext) -> _Backend:
         return _Backend(self.config.trainer.backend.config, context, self._ledger, self._every_layer)
@@ -105,7 +120,8 @@ class Simulated:
         parameters: of the actor's model, of all ranks together.
         parameter_bytes: of the same.
         shape: of the micro-batch that was simulated last.
-        tokens: of all rows of a rank that were simulated, prompts of each row counted.
+        shares: among which the ranks divide the rows of a batch.
+        tokens: of all rows of a share that were simulated, prompts of each row counted.
         logits: by dtype, the shape of the largest tensor over the vocabulary.
         packs: rows can be packed.
         layers: of the actor's model, that were computed with at most.
@@ -116,6 +132,7 @@ class Simulated:
     parameters: int
     parameter_bytes: int
     shape: Shape
+    shares: int
     tokens: int
     logits: Mapping[str, tuple[int, ...]]
     packs: bool
@@ -130,23 +147,26 @@ def simulate(
     Args:
         config: of the run.
         device: type of the device for torch.
-        ranks: None: those of the configuration.
+        ranks: on one node; None: those of the configuration.
         every_layer: compute with all layers, also where a few of them are enough.
 
     Raises:
+        ConfigError: the backend's options do not divide the ranks or the model.
         SimulationError: the model's code needs values, or an operation has no implementation without data.
     """
+    groups = Groups(config.cluster.processes_per_node if ranks is None else ranks)
     ranks = config.cluster.processes if ranks is None else ranks
     _check_backend(config.trainer.backend)
     config = copy(config)
     config.cluster = copy(config.cluster)
     # What the workers ask this machine for; they are told which device they have.
     config.cluster.device = "cpu"
+    vocabulary = int(empty_causal_lm(config.model.path, config.model).config.get_text_config().vocab_size)
+    vocabularies = {vocabulary, vocabulary // config.trainer.backend.config.tensor_parallel}
     try:
-        vocabulary = int(empty_causal_lm(config.model.path, config.model).config.get_text_config().vocab_size)
         with _ranks(ranks), ExitStack() as stack:
             ledger = Ledger(_rounded if device == "cuda" else lambda nbytes: nbytes)
-            mode = stack.enter_context(simulated(ledger, device, vocabulary))
+            mode = stack.enter_context(simulated(ledger, device, vocabularies, groups))
             if device == "cuda":
                 stack.enter_context(imitated_cuda(mode))
             place = torch.device(device, 0) if device == "cuda" else torch.device(device)
@@ -162,11 +182,6 @@ def simulate(
 def _check_backend(slot: BackendSlot) -> None:
     if slot.plugin.spec.factory != FSDP2.factory:
         raise SimulationError(f"trainer.backend.name: {slot.name} cannot be simulated; only {FSDP2.name} can")
-    # torch's DeviceMesh cannot be cut without data, neither by FSDP2 nor for groups of ranks.
-    options = slot.config
-    if options != Fsdp2Config():
-        split = ", ".join(f"{name}={value}" for name, value in vars(options).items() if value != 1)
-        raise SimulationError(f"trainer.backend.config: {split} cannot be simulated; only FSDP2 over all processes can")
 
 
 class _Step:
@@ -175,7 +190,6 @@ class _Step:
     ) -> None:
         self._config = config
         self._ledger = ledger
-        self._ranks = ranks
         place = (device, ranks, ledger, every_layer)
         self._actor = _Actor(config, 1).on(*place)
         self._critic = _Critic(config, 1).on(*place) if config.needs_critic else None
@@ -202,8 +216,9 @@ class _Step:
         shapes = [shape]
         if actor._backend.packs_prefixes and (shared := samples_of_a_prompt(config, config.actor.micro_batch_tokens)):
             shapes.append(shared)
+        shares = actor._backend.share.count
         phases: dict[str, Phase] = {}
-        for name, worker, run in self._runs():
+        for name, worker, run in self._runs(shares):
             phases[name] = self._phase(worker.layers, run, shapes)
         with self._ledger.during() as phases["send weights"]:
             # Not a loop, whose variable would keep the last bucket.
@@ -213,18 +228,18 @@ class _Step:
         return Simulated(
             phases, self._ledger.total,
             sum(each.numel() for each in parameters), sum(each.numel() * each.element_size() for each in parameters),
-            shapes[-1], sum(each.tokens for each in shapes) * MICRO_BATCHES, dict(logits), len(shapes) > 1,
+            shapes[-1], shares, sum(each.tokens for each in shapes) * MICRO_BATCHES, dict(logits), len(shapes) > 1,
             actor.layers.depth.more,
         )  # fmt: skip
 
-    def _runs(self) -> Iterator[tuple[str, _Simulated, Callable[[Shape], Any]]]:
+    def _runs(self, shares: int) -> Iterator[tuple[str, _Simulated, Callable[[Shape], Any]]]:
         """Phases of a step in their order, and what each computes from micro-batches of a shape."""
 
         def own(run: Callable[[DataProto], Any]) -> Callable[[Shape], Any]:
-            return lambda shape: run(batch_of(shape, self._ranks)[: shape.rows * MICRO_BATCHES])
+            return lambda shape: run(batch_of(shape, shares)[: shape.rows * MICRO_BATCHES])
 
         def whole(run: Callable[[DataProto], Any]) -> Callable[[Shape], Any]:
-            return lambda shape: run(batch_of(shape, self._ranks))
+            return lambda shape: run(batch_of(shape, shares))
 
         yield "log-probs", self._actor, own(self._actor.compute_log_prob)
         for name, worker in (("reference", self._reference), ("teacher", self._teacher)):

@@ -1,0 +1,144 @@
+"""Meshes of training processes, each tried: see :mod:`agentrl_core.fsdp2.mesh`."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from agentrl_core.api.errors import ConfigError
+from agentrl_core.config import ResolvedConfig
+from agentrl_core.fsdp2.backend import Fsdp2
+from agentrl_core.fsdp2.config import Fsdp2Config
+from agentrl_core.fsdp2.mesh import KEY
+from agentrl_core.fsdp2.models import empty_causal_lm, experts_of
+from agentrl_plan.devices import GIB
+from agentrl_plan.prediction import Prediction
+
+Attempt = Callable[[Fsdp2Config], Prediction]
+"""Predicts a configuration with these options of the backend."""
+MOST_SPLIT = 8
+"""Parts of a layer or of a row: more than the processes of a node would wait for the network."""
+_WHY = {
+    "computing": "computes",
+    "sending": "waits for weights and gradients of other processes",
+    "waiting": "waits for parts of layers or rows on other processes",
+    "optimizer": "steps",
+}
+"""By :attr:`agentrl_plan.prediction.PhaseFigures.seconds_of`."""
+
+
+@dataclass(frozen=True)
+class Tried:
+    """Options of the backend, and what a step takes with them."""
+
+    options: Fsdp2Config
+    prediction: Prediction
+
+    @property
+    def seconds(self) -> float:
+        """Of training, in a step: engines do not depend on the mesh."""
+        return sum(phase.seconds for name, phase in self.prediction.phases.items() if name != "rollout")
+
+    @property
+    def peak(self) -> int:
+        """Bytes while it trains."""
+        return max(phase.total for name, phase in self.prediction.phases.items() if name != "rollout")
+
+    @property
+    def cost(self) -> tuple[bool, float]:
+        """What the best one has the least of."""
+        return not self.prediction.fits, round(self.seconds, 2) if self.prediction.fits else float(self.peak)
+
+    def seconds_of(self, what: str) -> float:
+        """Of a step: see :attr:`agentrl_plan.prediction.PhaseFigures.seconds_of`."""
+        return sum(phase.seconds_of.get(what, 0.0) for phase in self.prediction.phases.values())
+
+    def __str__(self) -> str:
+        verdict = "" if self.prediction.fits else ", does not fit"
+        return f"{shown(self.options)}: {self.peak / GIB:.1f} GiB, {self.seconds:.1f} s{verdict}"
+
+
+def shown(options: Fsdp2Config) -> str:
+    """Options as overrides of a configuration."""
+    split = [f"{KEY}.{name}={value}" for name, value in vars(options).items() if value != 1]
+    return " ".join(split) or "FSDP2 over all processes"
+
+
+def best_mesh(config: ResolvedConfig, attempt: Attempt) -> tuple[list[Tried], str]:
+    """Meshes that were tried, the best one first, and why that is the best.
+
+    First each option alone, then the best values of two or more together. The best one fits and takes the least time
+    for training, or the least memory if none fits. Of equal ones it is the one with the fewest options.
+    """
+    tried: dict[str, Tried] = {}
+
+    def result(options: Fsdp2Config) -> Tried:
+        if shown(options) not in tried:
+            tried[shown(options)] = Tried(options, attempt(options))
+        return tried[shown(options)]
+
+    plain, alone = result(Fsdp2Config()), dict[str, int]()
+    for name, values in _values(config).items():
+        possible = [each for each in values if is_possible(config, Fsdp2Config(**{name: each}))]
+        if possible:
+            alone[name] = min(possible, key=lambda value, name=name: result(Fsdp2Config(**{name: value})).cost)
+    for options in _together(alone):
+        if is_possible(config, options):
+            result(options)
+    ranked = sorted(tried.values(), key=lambda each: (*each.cost, sum(vars(each.options).values())))
+    return ranked, _reason(ranked[0], plain)
+
+
+def _values(config: ResolvedConfig) -> dict[str, list[int]]:
+    """Numbers to try of each option, powers of two."""
+    cluster = config.cluster
+    text = empty_causal_lm(config.model.path, config.model).config.get_text_config(decoder=True)
+    near = [each for each in _powers(min(cluster.processes_per_node, MOST_SPLIT))]
+    values = {"tensor_parallel": near, "sequence_parallel": near if config.model.adapter is None else []}
+    if experts_of(text):
+        values["expert_parallel"] = list(_powers(min(cluster.processes, experts_of(text))))
+    if config.model.adapter is not None:
+        values = {"sequence_parallel": near}
+    if cluster.nodes > 1:
+        values["replicas"] = list(_powers(cluster.nodes))
+    return values
+
+
+def _powers(most: int) -> Iterator[int]:
+    value = 2
+    while value <= most:
+        yield value
+        value *= 2
+
+
+def _together(alone: dict[str, int]) -> Iterator[Fsdp2Config]:
+    """The best values of two or more options."""
+    names = list(alone)
+    for number in range(2 ** len(names)):
+        chosen = {name: alone[name] for place, name in enumerate(names) if number >> place & 1}
+        if len(chosen) > 1:
+            yield Fsdp2Config(**chosen)
+
+
+def is_possible(config: ResolvedConfig, options: Fsdp2Config) -> bool:
+    """The options divide the processes and the model."""
+    model = empty_causal_lm(config.model.path, config.model)
+    try:
+        Fsdp2.check(options, model, config.model.adapter is not None, config.cluster.processes, "model.path")
+    except ConfigError:
+        return False
+    return True
+
+
+def _reason(best: Tried, plain: Tried) -> str:
+    """Why this mesh and no other."""
+    if not best.prediction.fits:
+        return f"no mesh fits: the smallest is {best}"
+    if best is plain:
+        return f"cheapest: {best}. Every other one takes as long or longer, or does not fit"
+    if not plain.prediction.fits:
+        return f"cheapest that fits: {best}. FSDP2 over all processes alone takes {plain.peak / GIB:.1f} GiB"
+    saved = {what: plain.seconds_of(what) - best.seconds_of(what) for what in _WHY}
+    what = max(saved, key=lambda each: saved[each])
+    return (
+        f"cheapest that fits: {best}. FSDP2 over all processes alone takes {plain.seconds:.1f} s: it {_WHY[what]} for "
+        f"{plain.seconds_of(what):.1f} s, this one for {best.seconds_of(what):.1f} s"
+    )

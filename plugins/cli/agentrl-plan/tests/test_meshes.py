@@ -1,0 +1,89 @@
+"""Which mesh is proposed, and why."""
+
+from collections.abc import Callable, Mapping
+
+import pytest
+
+from agentrl_core.config import ResolvedConfig
+from agentrl_core.fsdp2.config import Fsdp2Config
+from agentrl_plan.devices import GIB, Device
+from agentrl_plan.meshes import best_mesh, is_possible
+from agentrl_plan.prediction import PhaseFigures, Prediction
+
+MakeConfig = Callable[..., ResolvedConfig]
+ON_EIGHT = (
+    "cluster.runtime=ray", "cluster.processes_per_node=4", "cluster.nodes=2", "rollout.engine.placement=standalone",
+)  # fmt: skip
+GPU = Device("gpu", 100 * GIB, 1e12, 1e12, 1e12, 1e12, "")
+
+
+def predicted(gib: float, **seconds: float) -> Prediction:
+    update = PhaseFigures({"weights": int(gib * GIB)}, sum(seconds.values()), seconds_of=seconds)
+    return Prediction(GPU, 8, 1, {"rollout": PhaseFigures({}, 1000.0), "update": update}, "", {}, None)
+
+
+def attempts(
+    found: Mapping[tuple[tuple[str, int], ...], Prediction], otherwise: Prediction
+) -> Callable[..., Prediction]:
+    """Predictions by options that are not 1."""
+
+    def attempt(options: Fsdp2Config) -> Prediction:
+        return found.get(tuple((name, value) for name, value in vars(options).items() if value != 1), otherwise)
+
+    return attempt
+
+
+def test_the_fastest_that_fits_is_proposed_with_what_it_saves(make_config: MakeConfig) -> None:
+    found = {
+        (): predicted(50, computing=5.0, sending=20.0),
+        (("replicas", 2),): predicted(80, computing=5.0, sending=4.0),
+        (("tensor_parallel", 2),): predicted(60, computing=5.0, sending=6.0, waiting=9.0),
+        (("tensor_parallel", 2), ("replicas", 2)): predicted(99, computing=5.0),
+    }
+    ranked, reason = best_mesh(make_config(*ON_EIGHT), attempts(found, predicted(60, computing=90.0)))
+    assert ranked[0].options == Fsdp2Config(replicas=2)
+    assert reason == (
+        "cheapest that fits: trainer.backend.config.replicas=2: 80.0 GiB, 9.0 s. FSDP2 over all processes alone takes "
+        "25.0 s: it waits for weights and gradients of other processes for 20.0 s, this one for 4.0 s"
+    )
+    # What is faster together does not fit.
+    assert str(ranked[-1]).endswith("99.0 GiB, 5.0 s, does not fit")
+
+
+def test_what_fits_is_better_than_what_is_fast(make_config: MakeConfig) -> None:
+    found = {(): predicted(120, computing=1.0), (("sequence_parallel", 2),): predicted(90, computing=9.0)}
+    _, reason = best_mesh(make_config(*ON_EIGHT), attempts(found, predicted(120, computing=1.0)))
+    assert "sequence_parallel=2: 90.0 GiB" in reason and "alone takes 120.0 GiB" in reason
+
+
+def test_nothing_is_split_for_nothing(make_config: MakeConfig) -> None:
+    ranked, reason = best_mesh(make_config(*ON_EIGHT), attempts({}, predicted(10, computing=3.0)))
+    assert ranked[0].options == Fsdp2Config() and reason.startswith("cheapest: FSDP2 over all processes: 10.0 GiB")
+
+
+def test_where_nothing_fits_the_smallest_is_named(make_config: MakeConfig) -> None:
+    found = {(("replicas", 2),): predicted(130, computing=1.0)}
+    _, reason = best_mesh(make_config(*ON_EIGHT), attempts(found, predicted(200, computing=1.0)))
+    assert reason.startswith("no mesh fits: the smallest is trainer.backend.config.replicas=2: 130.0 GiB")
+
+
+@pytest.mark.parametrize(
+    ("options", "model", "possible"),
+    [
+        ({"tensor_parallel": 2}, {}, True),
+        ({"tensor_parallel": 4}, {}, False),  # two heads of keys
+        ({"tensor_parallel": 3}, {}, False),
+        ({"expert_parallel": 2}, {}, False),
+        ({"expert_parallel": 8}, {"model_type": "qwen3_moe", "num_experts": 8, "moe_intermediate_size": 64}, True),
+        ({"expert_parallel": 8}, {"model_type": "qwen3_moe", "num_experts": 12, "moe_intermediate_size": 64}, False),
+    ],
+)
+def test_only_what_divides_processes_and_model_is_tried(
+    make_config: MakeConfig, options: dict[str, int], model: dict[str, int], possible: bool
+) -> None:
+    assert is_possible(make_config(*ON_EIGHT, **model), Fsdp2Config(**options)) == possible
+
+
+def test_adapters_are_not_split(make_config: MakeConfig) -> None:
+    config = make_config(*ON_EIGHT, "model.adapter.rank=4")
+    assert not is_possible(config, Fsdp2Config(tensor_parallel=2)) and is_possible(config, Fsdp2Config(replicas=2))
