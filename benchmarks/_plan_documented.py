@@ -38,6 +38,11 @@ MODELS = {
         "qwen3_moe", 48, 2048, 6144, 32, 4, 151936, head_dim=128, tie_word_embeddings=False, num_experts=128,
         num_experts_per_tok=8, moe_intermediate_size=768, norm_topk_prob=True,
     ),
+    "Qwen3-8B": _model("qwen3", 36, 4096, 12288, 32, 8, 151936, head_dim=128, tie_word_embeddings=False),
+    "Qwen3-235B-A22B": _model(
+        "qwen3_moe", 94, 4096, 12288, 64, 4, 151936, head_dim=128, tie_word_embeddings=False, num_experts=128,
+        num_experts_per_tok=8, moe_intermediate_size=1536, norm_topk_prob=True,
+    ),
     "Llama-3.3-70B": _model("llama", 80, 8192, 28672, 64, 8, 128256, head_dim=128, tie_word_embeddings=False),
 }  # fmt: skip
 

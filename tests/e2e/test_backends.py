@@ -104,7 +104,8 @@ def test_a_mesh_that_divides_neither_processes_nor_model_is_refused_before_the_s
     with pytest.raises(ConfigError) as refused:
         fit({
             "trainer.backend": {"name": "fsdp2", "config": options}, "cluster.processes_per_node": processes,
-            "cluster.runtime": "ray" if processes > 1 else "local", "rollout.engine.placement": "standalone",
+            "cluster.runtime": "ray" if processes > 1 else "local",
+            "rollout.engine.placement": "standalone" if processes > 1 else "colocated",
         })  # fmt: skip
     assert message in " ".join(str(refused.value).split())
     assert not (tmp_path / "runs").exists()

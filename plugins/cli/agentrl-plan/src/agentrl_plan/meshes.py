@@ -77,9 +77,10 @@ def best_mesh(config: ResolvedConfig, attempt: Attempt) -> tuple[list[Tried], st
 
     plain, alone = result(Fsdp2Config()), dict[str, int]()
     for name, values in _values(config).items():
-        possible = [each for each in values if is_possible(config, Fsdp2Config(**{name: each}))]
-        if possible:
-            alone[name] = min(possible, key=lambda value, name=name: result(Fsdp2Config(**{name: value})).cost)
+        found = {value: Fsdp2Config(**{name: value}) for value in values}
+        costs = {value: result(options).cost for value, options in found.items() if is_possible(config, options)}
+        if costs:
+            alone[name] = min(costs, key=lambda value: costs[value])
     for options in _together(alone):
         if is_possible(config, options):
             result(options)
@@ -91,12 +92,10 @@ def _values(config: ResolvedConfig) -> dict[str, list[int]]:
     """Numbers to try of each option, powers of two."""
     cluster = config.cluster
     text = empty_causal_lm(config.model.path, config.model).config.get_text_config(decoder=True)
-    near = [each for each in _powers(min(cluster.processes_per_node, MOST_SPLIT))]
-    values = {"tensor_parallel": near, "sequence_parallel": near if config.model.adapter is None else []}
+    near = list(_powers(min(cluster.processes_per_node, MOST_SPLIT)))
+    values = {"tensor_parallel": near, "sequence_parallel": near}
     if experts_of(text):
         values["expert_parallel"] = list(_powers(min(cluster.processes, experts_of(text))))
-    if config.model.adapter is not None:
-        values = {"sequence_parallel": near}
     if cluster.nodes > 1:
         values["replicas"] = list(_powers(cluster.nodes))
     return values
