@@ -65,8 +65,9 @@ def shown(options: Fsdp2Config) -> str:
 def best_mesh(config: ResolvedConfig, attempt: Attempt) -> tuple[list[Tried], str]:
     """Meshes that were tried, the best one first, and why that is the best.
 
-    First each option alone, then the best values of two or more together. The best one fits and takes the least time
-    for training, or the least memory if none fits. Of equal ones it is the one with the fewest options.
+    First each option alone, doubled as long as that is better, then those that are better than none together. The best
+    one fits and takes the least time for training, or the least memory if none fits. Of equal ones it is the one with
+    the fewest options.
     """
     tried: dict[str, Tried] = {}
 
@@ -77,10 +78,13 @@ def best_mesh(config: ResolvedConfig, attempt: Attempt) -> tuple[list[Tried], st
 
     plain, alone = result(Fsdp2Config()), dict[str, int]()
     for name, values in _values(config).items():
-        found = {value: Fsdp2Config(**{name: value}) for value in values}
-        costs = {value: result(options).cost for value, options in found.items() if is_possible(config, options)}
-        if costs:
-            alone[name] = min(costs, key=lambda value: costs[value])
+        cost = plain.cost
+        for value in values:
+            options = Fsdp2Config(**{name: value})
+            if is_possible(config, options):
+                if result(options).cost >= cost:
+                    break
+                alone[name], cost = value, result(options).cost
     for options in _together(alone):
         if is_possible(config, options):
             result(options)
