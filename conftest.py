@@ -35,7 +35,10 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
     """Ends a process whose test hangs in a library, where no signal reaches Python, and shows where it hangs."""
     marker = item.get_closest_marker("timeout")
-    limit = float(marker.args[0] if marker else item.config.getini("timeout") or 0)
+    # Third parties' environments have no pytest-timeout.
+    limit = 0.0
+    if item.config.pluginmanager.hasplugin("timeout"):
+        limit = float(marker.args[0] if marker else item.config.getini("timeout") or 0)
     if limit:
         faulthandler.dump_traceback_later(limit + HANG_SECONDS, exit=True, file=item.config.stash[STDERR])
     try:
