@@ -63,7 +63,7 @@ def _row(model: str, gpus: int) -> str:
     if not best.prediction.fits:
         return f"| {model} | {gpus} | does not fit | {best.peak / GIB:.0f} | | {_alone(plain)} |\n"
     mesh = ", ".join(f"`{name}={value}`" for name, value in _split(best).items()) or "FSDP2 alone"
-    return f"| {model} | {gpus} | {mesh} | {best.peak / GIB:.1f} | {best.seconds:.1f} | {_alone(plain)} |\n"
+    return f"| {model} | {gpus} | {mesh} | {best.peak / GIB:.1f} | {best.seconds:.2g} | {_alone(plain)} |\n"
 
 
 def _split(tried: Tried) -> dict[str, int]:
@@ -71,7 +71,7 @@ def _split(tried: Tried) -> dict[str, int]:
 
 
 def _alone(plain: Tried) -> str:
-    return f"{plain.peak / GIB:.1f} GiB, " + (f"{plain.seconds:.1f} s" if plain.prediction.fits else "does not fit")
+    return f"{plain.peak / GIB:.1f} GiB, " + (f"{plain.seconds:.2g} s" if plain.prediction.fits else "does not fit")
 
 
 if __name__ == "__main__":

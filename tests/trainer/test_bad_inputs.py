@@ -214,10 +214,11 @@ def test_tool_that_returns_megabytes(fit: Fit, tiny_run: Any) -> None:
 
 
 def test_tool_that_spins_for_ever(fit: Fit, tiny_run: Any) -> None:
-    run = run_with_tool(fit, tiny_run, "spins", timeout=0.2, processes=4)
+    # It begins in a new process, which a busy machine does not let answer at once.
+    run = run_with_tool(fit, tiny_run, "spins", timeout=2, processes=4)
     for record in records(run):
         (call,) = record.tool_calls
-        assert call["failed"] and "no answer within 0.2 s" in call["response"]
+        assert call["failed"] and "no answer within 2 s" in call["response"]
         assert record.termination == "completed"
 
 

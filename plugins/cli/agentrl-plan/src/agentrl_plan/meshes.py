@@ -53,7 +53,7 @@ class Tried:
 
     def __str__(self) -> str:
         verdict = "" if self.prediction.fits else ", does not fit"
-        return f"{shown(self.options)}: {self.peak / GIB:.1f} GiB, {self.seconds:.1f} s{verdict}"
+        return f"{shown(self.options)}: {self.peak / GIB:.1f} GiB, {self.seconds:.3g} s{verdict}"
 
 
 def shown(options: Fsdp2Config) -> str:
@@ -142,6 +142,6 @@ def _reason(best: Tried, plain: Tried) -> str:
     saved = {what: plain.seconds_of(what) - best.seconds_of(what) for what in _WHY}
     what = max(saved, key=lambda each: saved[each])
     return (
-        f"cheapest that fits: {best}. FSDP2 over all processes alone takes {plain.seconds:.1f} s: it {_WHY[what]} for "
-        f"{plain.seconds_of(what):.1f} s, this one for {best.seconds_of(what):.1f} s"
+        f"cheapest that fits: {best}. FSDP2 over all processes alone takes {plain.seconds:.3g} s: it {_WHY[what]} for "
+        f"{plain.seconds_of(what):.3g} s, this one for {best.seconds_of(what):.3g} s"
     )
