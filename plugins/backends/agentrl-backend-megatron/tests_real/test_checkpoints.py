@@ -73,10 +73,13 @@ def test_a_checkpoint_of_another_model_is_refused(reference: Reference, tmp_path
 def fsdp2(path: str) -> Any:
     from agentrl_core.config.schema import ModelConfig, OptimizerConfig, UpdateConfig
     from agentrl_core.fsdp2.backend import Fsdp2
+    from agentrl_core.fsdp2.config import Fsdp2Config
 
     optimizer = OptimizerConfig(lr=LR, betas=list(BETAS), weight_decay=DECAY)
     settings = SimpleNamespace(**{**vars(UpdateConfig()), "optimizer": optimizer})
-    backend = Fsdp2(None, TrainingContext("actor", "tokens", True, path, "model.path", ModelConfig(path), settings))
+    backend = Fsdp2(
+        Fsdp2Config(), TrainingContext("actor", "tokens", True, path, "model.path", ModelConfig(path), settings)
+    )
     backend.load()
     return backend
 
