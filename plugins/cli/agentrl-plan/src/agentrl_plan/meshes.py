@@ -136,7 +136,7 @@ def _reason(best: Tried, plain: Tried) -> str:
     if not best.prediction.fits:
         return f"no mesh fits: the smallest is {best}"
     if best is plain:
-        return f"cheapest: {best}. Every other one takes as long or longer, or does not fit"
+        return f"cheapest: {best}. No other one that fits saves a hundredth of a second"
     if not plain.prediction.fits:
         return f"cheapest that fits: {best}. FSDP2 over all processes alone takes {plain.peak / GIB:.1f} GiB"
     saved = {what: plain.seconds_of(what) - best.seconds_of(what) for what in _WHY}

@@ -315,6 +315,8 @@ def simulated(ledger: Ledger, device: str, vocabularies: Collection[int], groups
             patch.object(DeviceMesh, "_get_all_submeshes", outside(DeviceMesh._get_all_submeshes)),
             # It logs a traceback of each operation that fails, whose message is in the error too.
             patch.object(logging.getLogger("torch._subclasses.fake_tensor"), "disabled", True),
+            # It warns of two collectives where weights that are split twice are gathered.
+            patch.object(logging.getLogger("torch.distributed.tensor._redistribute"), "disabled", True),
             fake,
             mode,
         ):
