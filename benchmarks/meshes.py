@@ -7,7 +7,6 @@ Prints a table; ``--write`` puts it into docs/training-on-many-gpus.md. Without 
 
 import argparse
 import sys
-from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from _plan_documented import PAGE as FILES
 from _plan_documented import config_in
 
 from agentrl_plan.devices import DEVICES, GIB
-from agentrl_plan.meshes import Tried, best_mesh
+from agentrl_plan.meshes import Tried, best_mesh, with_options
 from agentrl_plan.prediction import predict
 
 GPU = "h100-80g"
@@ -52,13 +51,7 @@ def _row(model: str, gpus: int) -> str:
         f"rollout.engine.tensor_parallel={engine}",
     )  # fmt: skip
     with config_in(FILES, model, True, keys) as config:
-        backend = config.trainer.backend
-
-        def attempt(options: object) -> object:
-            trainer = replace(config.trainer, backend=replace(backend, config=options))
-            return predict(replace(config, trainer=trainer), DEVICES[GPU])
-
-        tried, _ = best_mesh(config, attempt)
+        tried, _ = best_mesh(config, lambda options: predict(with_options(config, options), DEVICES[GPU]))
     best, plain = tried[0], next(each for each in tried if not _split(each))
     if not best.prediction.fits:
         return f"| {model} | {gpus} | does not fit | {best.peak / GIB:.0f} | | {_alone(plain)} |\n"

@@ -1,11 +1,14 @@
 """Which mesh is proposed, and why."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 
+from agentrl_core.api.errors import ConfigError
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.fsdp2.config import Fsdp2Config
+from agentrl_core.fsdp2.models import empty_causal_lm
 from agentrl_plan.devices import GIB, Device
 from agentrl_plan.meshes import best_mesh, is_possible
 from agentrl_plan.prediction import PhaseFigures, Prediction
@@ -81,9 +84,18 @@ def test_where_nothing_fits_the_smallest_is_named(make_config: MakeConfig) -> No
 def test_only_what_divides_processes_and_model_is_tried(
     make_config: MakeConfig, options: dict[str, int], model: dict[str, int], possible: bool
 ) -> None:
-    assert is_possible(make_config(*ON_EIGHT, **model), Fsdp2Config(**options)) == possible
+    config = make_config(*ON_EIGHT, **model)
+    assert is_possible(config, empty_causal_lm(config.model.path, config.model), Fsdp2Config(**options)) == possible
 
 
 def test_adapters_are_not_split(make_config: MakeConfig) -> None:
     config = make_config(*ON_EIGHT, "model.adapter.rank=4")
-    assert not is_possible(config, Fsdp2Config(tensor_parallel=2)) and is_possible(config, Fsdp2Config(replicas=2))
+    model = empty_causal_lm(config.model.path, config.model)
+    assert is_possible(config, model, Fsdp2Config(replicas=2))
+    assert not is_possible(config, model, Fsdp2Config(tensor_parallel=2))
+
+
+def test_estimates_are_not_compared(make_config: MakeConfig) -> None:
+    found = replace(predicted(10, computing=3.0), estimated="trainer.backend.name: tinker cannot be simulated")
+    with pytest.raises(ConfigError, match=r"--mesh: meshes cannot be compared, .*tinker cannot be simulated"):
+        best_mesh(make_config(*ON_EIGHT), attempts({}, found))

@@ -2,8 +2,6 @@
 
 import json
 from collections.abc import Sequence
-from copy import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +13,6 @@ from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.config.hub import fetched, is_hub_name
 
 if TYPE_CHECKING:
-    from agentrl_core.fsdp2.config import Fsdp2Config
     from agentrl_plan.prediction import Prediction
 
 _GIB = 2**30
@@ -56,7 +53,7 @@ def run(
     from agentrl_core.trainer.plan import max_model_len
     from agentrl_plan.changes import changes, largest_model, spare
     from agentrl_plan.devices import device_of
-    from agentrl_plan.meshes import Tried, best_mesh
+    from agentrl_plan.meshes import Tried, best_mesh, with_options
     from agentrl_plan.prediction import Prediction, predict
 
     set_up_logging(stderr=as_json)
@@ -73,7 +70,11 @@ def run(
 
     advice, tried = list[str](), list[Tried]()
     if mesh:
-        tried, reason = best_mesh(loaded, lambda options: predict(_with_mesh(loaded, options), device))
+        given_mesh = loaded.trainer.backend.config
+        tried, reason = best_mesh(
+            loaded,
+            lambda options: prediction if options == given_mesh else predict(with_options(loaded, options), device),
+        )
         advice = [reason]
     elif advise and prediction.fits:
         advice = [spare(loaded, prediction, attempt)]
@@ -89,12 +90,6 @@ def run(
         _print(prediction, [*(["\nMeshes, the best one first:"] if mesh else []), *map(str, tried), *advice])
     if not (prediction.fits or any(each.prediction.fits for each in tried)):
         raise typer.Exit(1)
-
-
-def _with_mesh(config: ResolvedConfig, options: "Fsdp2Config") -> ResolvedConfig:
-    changed = copy(config)
-    changed.trainer = replace(config.trainer, backend=replace(config.trainer.backend, config=options))
-    return changed
 
 
 def _given(nodes: int | None, gpus_per_node: int | None, model: str | None) -> list[str]:

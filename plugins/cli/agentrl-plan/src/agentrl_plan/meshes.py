@@ -1,7 +1,8 @@
 """Meshes of training processes, each tried: see :mod:`agentrl_core.fsdp2.mesh`."""
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from agentrl_core.api.errors import ConfigError
 from agentrl_core.config import ResolvedConfig
@@ -62,12 +63,21 @@ def shown(options: Fsdp2Config) -> str:
     return " ".join(split) or "FSDP2 over all processes"
 
 
+def with_options(config: ResolvedConfig, options: Fsdp2Config) -> ResolvedConfig:
+    """The configuration with these options of its backend."""
+    backend = replace(config.trainer.backend, config=options)
+    return replace(config, trainer=replace(config.trainer, backend=backend))
+
+
 def best_mesh(config: ResolvedConfig, attempt: Attempt) -> tuple[list[Tried], str]:
     """Meshes that were tried, the best one first, and why that is the best.
 
     First each option alone, doubled as long as that is better, then those that are better than none together. The best
     one fits and takes the least time for training, or the least memory if none fits. Of equal ones it is the one with
     the fewest options.
+
+    Raises:
+        ConfigError: figures of this run are estimates, which do not depend on a mesh.
     """
     tried: dict[str, Tried] = {}
 
@@ -77,25 +87,30 @@ def best_mesh(config: ResolvedConfig, attempt: Attempt) -> tuple[list[Tried], st
         return tried[shown(options)]
 
     plain, alone = result(Fsdp2Config()), dict[str, int]()
-    for name, values in _values(config).items():
+    if plain.prediction.estimated:
+        raise ConfigError(
+            f"--mesh: meshes cannot be compared, because figures are estimates: {plain.prediction.estimated}"
+        )
+    model = empty_causal_lm(config.model.path, config.model)
+    for name, values in _values(config, model).items():
         cost = plain.cost
         for value in values:
             options = Fsdp2Config(**{name: value})
-            if is_possible(config, options):
+            if is_possible(config, model, options):
                 if result(options).cost >= cost:
                     break
                 alone[name], cost = value, result(options).cost
     for options in _together(alone):
-        if is_possible(config, options):
+        if is_possible(config, model, options):
             result(options)
     ranked = sorted(tried.values(), key=lambda each: (*each.cost, sum(vars(each.options).values())))
     return ranked, _reason(ranked[0], plain)
 
 
-def _values(config: ResolvedConfig) -> dict[str, list[int]]:
+def _values(config: ResolvedConfig, model: Any) -> dict[str, list[int]]:
     """Numbers to try of each option, powers of two."""
     cluster = config.cluster
-    text = empty_causal_lm(config.model.path, config.model).config.get_text_config(decoder=True)
+    text = model.config.get_text_config(decoder=True)
     near = list(_powers(min(cluster.processes_per_node, MOST_SPLIT)))
     values = {"tensor_parallel": near, "sequence_parallel": near}
     if experts_of(text):
@@ -121,9 +136,8 @@ def _together(alone: dict[str, int]) -> Iterator[Fsdp2Config]:
             yield Fsdp2Config(**chosen)
 
 
-def is_possible(config: ResolvedConfig, options: Fsdp2Config) -> bool:
+def is_possible(config: ResolvedConfig, model: Any, options: Fsdp2Config) -> bool:
     """The options divide the processes and the model."""
-    model = empty_causal_lm(config.model.path, config.model)
     try:
         Fsdp2.check(options, model, config.model.adapter is not None, config.cluster.processes, "model.path")
     except ConfigError:

@@ -58,7 +58,8 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._groups = groups
         self._is_passed_on = False
         self.ledger = ledger
-        self._hides_device = False
+        self.hides_device = False
+        """See :meth:`device_hidden`."""
         self.only_shapes = False
         """Keep no account: torch asks for the shapes of whole tensors, of which there are only shards."""
         self.largest_logits: dict[str, tuple[int, ...]] = {}
@@ -68,12 +69,12 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(issubclass(each, DTensor) for each in types):
             return self._on_shards(func, args, kwargs or {})
         if func is _DEVICE:
-            return torch.device("meta") if self._hides_device else args[0].fake_device
+            return torch.device("meta") if self.hides_device else args[0].fake_device
         kwargs = kwargs or {}
         if kwargs.get("pin_memory"):
             # The host's memory is not accounted for, and pinning it would ask for CUDA.
             kwargs = {**kwargs, "pin_memory": False}
-        if self._hides_device and kwargs.get("device") is not None and kwargs["device"].type == "meta":
+        if self.hides_device and kwargs.get("device") is not None and kwargs["device"].type == "meta":
             kwargs = {**kwargs, "device": torch.device(self._device, 0)}
         tensors = list(_tensors(args, kwargs))
         if any(not is_fake(each) for each in tensors):
@@ -105,16 +106,11 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @contextmanager
     def device_hidden(self, hides: bool = True) -> Iterator[None]:
         """Inside, torch's own code in C++ is told that tensors are nowhere: it would ask for an accelerator."""
-        before, self._hides_device = self._hides_device, hides
+        before, self.hides_device = self.hides_device, hides
         try:
             yield
         finally:
-            self._hides_device = before
-
-    @property
-    def hides_device(self) -> bool:
-        """See :meth:`device_hidden`."""
-        return self._hides_device
+            self.hides_device = before
 
     def _on_shards(self, func: Any, args: Any, kwargs: Any) -> Any:
         """What torch makes of an operation on shards, whose results are nowhere on a simulated GPU, as in the backward
