@@ -14,7 +14,7 @@ from _plan_documented import PAGE as FILES
 from _plan_documented import config_in
 
 from agentrl_plan.devices import DEVICES, GIB
-from agentrl_plan.meshes import Tried, best_mesh, with_options
+from agentrl_plan.meshes import Tried, best_mesh, in_seconds, with_options
 from agentrl_plan.prediction import predict
 
 GPU = "h100-80g"
@@ -25,7 +25,7 @@ MODELS = {"Qwen2.5-0.5B": 1, "Qwen3-8B": 1, "Qwen3-30B-A3B": 2, "Llama-3.3-70B":
 ROWS = ("data.batch_size=128", "rollout.n=8")
 PAGE = Path(__file__).parents[1] / "docs/training-on-many-gpus.md"
 START, END = "<!-- benchmarks/meshes.py -->\n", "<!-- end -->\n"
-HEAD = "| model | GPUs | mesh | GiB | seconds, at least | FSDP2 alone |\n" + 6 * "|---" + "|\n"
+HEAD = "| model | GPUs | mesh | GiB | time, at least | FSDP2 alone |\n" + 6 * "|---" + "|\n"
 
 
 def main() -> None:
@@ -56,7 +56,7 @@ def _row(model: str, gpus: int) -> str:
     if not best.prediction.fits:
         return f"| {model} | {gpus} | does not fit | {best.peak / GIB:.0f} | | {_alone(plain)} |\n"
     mesh = ", ".join(f"`{name}={value}`" for name, value in _split(best).items()) or "FSDP2 alone"
-    return f"| {model} | {gpus} | {mesh} | {best.peak / GIB:.1f} | {best.seconds:.2g} | {_alone(plain)} |\n"
+    return f"| {model} | {gpus} | {mesh} | {best.peak / GIB:.1f} | {in_seconds(best.seconds)} | {_alone(plain)} |\n"
 
 
 def _split(tried: Tried) -> dict[str, int]:
@@ -64,7 +64,7 @@ def _split(tried: Tried) -> dict[str, int]:
 
 
 def _alone(plain: Tried) -> str:
-    return f"{plain.peak / GIB:.1f} GiB, " + (f"{plain.seconds:.2g} s" if plain.prediction.fits else "does not fit")
+    return f"{plain.peak / GIB:.1f} GiB, " + (in_seconds(plain.seconds) if plain.prediction.fits else "does not fit")
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def test_the_fastest_that_fits_is_proposed_with_what_it_saves(make_config: MakeC
     assert ranked[0].options == Fsdp2Config(replicas=2)
     assert reason == (
         "cheapest that fits: trainer.backend.config.replicas=2: 80.0 GiB, 9 s. FSDP2 over all processes alone takes "
-        "25 s: it waits for weights and gradients of other processes for 20 s, this one for 4 s"
+        "25.0 s: it waits for weights and gradients of other processes for 20.0 s, this one for 4 s"
     )
     # What is faster together does not fit.
     assert str(ranked[-1]).endswith("99.0 GiB, 5 s, does not fit")

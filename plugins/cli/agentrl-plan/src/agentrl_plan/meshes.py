@@ -54,7 +54,12 @@ class Tried:
 
     def __str__(self) -> str:
         verdict = "" if self.prediction.fits else ", does not fit"
-        return f"{shown(self.options)}: {self.peak / GIB:.1f} GiB, {self.seconds:.3g} s{verdict}"
+        return f"{shown(self.options)}: {self.peak / GIB:.1f} GiB, {in_seconds(self.seconds)}{verdict}"
+
+
+def in_seconds(value: float) -> str:
+    """With two digits, or to a tenth of a second."""
+    return f"{value:.1f} s" if value >= 10 else f"{value:.2g} s"
 
 
 def shown(options: Fsdp2Config) -> str:
@@ -156,6 +161,6 @@ def _reason(best: Tried, plain: Tried) -> str:
     saved = {what: plain.seconds_of(what) - best.seconds_of(what) for what in _WHY}
     what = max(saved, key=lambda each: saved[each])
     return (
-        f"cheapest that fits: {best}. FSDP2 over all processes alone takes {plain.seconds:.3g} s: it {_WHY[what]} for "
-        f"{plain.seconds_of(what):.3g} s, this one for {best.seconds_of(what):.3g} s"
+        f"cheapest that fits: {best}. FSDP2 over all processes alone takes {in_seconds(plain.seconds)}: it {_WHY[what]} for "
+        f"{in_seconds(plain.seconds_of(what))}, this one for {in_seconds(best.seconds_of(what))}"
     )
