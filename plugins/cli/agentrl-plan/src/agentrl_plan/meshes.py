@@ -161,6 +161,6 @@ def _reason(best: Tried, plain: Tried) -> str:
     saved = {what: plain.seconds_of(what) - best.seconds_of(what) for what in _WHY}
     what = max(saved, key=lambda each: saved[each])
     return (
-        f"cheapest that fits: {best}. FSDP2 over all processes alone takes {in_seconds(plain.seconds)}: it {_WHY[what]} for "
-        f"{in_seconds(plain.seconds_of(what))}, this one for {in_seconds(best.seconds_of(what))}"
+        f"cheapest that fits: {best}. FSDP2 over all processes alone takes {in_seconds(plain.seconds)}: it "
+        f"{_WHY[what]} for {in_seconds(plain.seconds_of(what))}, this one for {in_seconds(best.seconds_of(what))}"
     )
