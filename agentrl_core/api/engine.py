@@ -22,9 +22,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
 from agentrl_core.api.weights import WeightUpdate
+
+if TYPE_CHECKING:
+    import numpy as np
 
 FinishReason = Literal["stop", "length", "abort"]
 PauseMode = Literal["abort", "drain", "keep"]
@@ -146,6 +149,9 @@ class TokenOutput:
         queued: seconds that the request waited in its replica before it was served, as far as the engine knows. The
             core adds those in which it waited for ``max_in_flight``.
         replica: number of the replica that answered last. Set by the core.
+        routed_experts: [p + n - 1, N, k] integers, the experts that each token but the last was sent to, of the
+            p of the prompt and the n sampled ones, in each of the model's N layers; 0 in layers without experts. None
+            unless ``EngineContext.routed_experts``.
     """
 
     token_ids: list[int]
@@ -154,6 +160,7 @@ class TokenOutput:
     spans: list[PolicySpan] = field(default_factory=list)
     queued: float = field(default=0.0, compare=False)
     replica: int = field(default=-1, compare=False)
+    routed_experts: "np.ndarray[Any, Any] | None" = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)
@@ -207,6 +214,7 @@ class EngineContext:
         reserved_ids: tokens that stand for images and are never sampled: in a history they would be taken for images.
             Log-probabilities are those of all tokens, these among them.
         max_images: of a prompt, at most; 0: the model takes text alone.
+        routed_experts: outputs shall have them; only for engines with the capability ``routed_experts``.
     """
 
     model_path: str
@@ -229,6 +237,7 @@ class EngineContext:
     adapters: AdapterSlots | None = None
     reserved_ids: tuple[int, ...] = ()
     max_images: int = 0
+    routed_experts: bool = False
 
 
 class InferenceEngine(ABC):

@@ -44,6 +44,10 @@ SEQUENCE_COLUMNS = ("input_ids", "attention_mask", "position_ids")
 IMAGES = "images"
 """Non-tensor column of a batch with the names of each row's images, and column of a micro-batch that a backend made of
 them."""
+EXPERTS = "routed_experts"
+"""Non-tensor column of a batch with the experts that an engine sent each token of a row to, [tokens, layers, k], and
+column [b, p+r, layers, k] of a micro-batch: what is not below the number of experts is not known. See
+``TokenOutput.routed_experts``."""
 
 
 @dataclass(frozen=True)

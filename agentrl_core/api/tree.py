@@ -103,6 +103,8 @@ class Node:
         rewards: that the turn earned in other ways.
         images: names of those whose tokens are among ``ids``, in order.
         collapsed: ``ids`` with one placeholder for each image; empty without images.
+        routed_experts: [tokens, layers, k] of a turn, see ``TokenOutput.routed_experts``: of the tokens of its path
+            from where the turn before it ends, without its own last one; None if the engine was not asked.
     """
 
     parent: "Node | None"
@@ -121,6 +123,7 @@ class Node:
     rewards: list[Earned] = field(default_factory=list)
     images: Sequence[str] = ()
     collapsed: Sequence[int] = ()
+    routed_experts: Any = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         # What a copied tool call earns belongs to the same turn.
@@ -133,7 +136,7 @@ class Node:
             self.parent, self.kind, _flat(self.ids), self.text, self.messages, self.agent, _flat(self.log_probs),
             [(each.version, each.start, each.end) for each in self.spans], self.finish_reason, self.settings, self.stop,
             request, [_CALL(call) for call in self.calls], [tuple(each) for each in self.rewards], self.images,
-            _flat(self.collapsed),
+            _flat(self.collapsed), self.routed_experts,
         )  # fmt: skip
 
     @property
@@ -211,12 +214,12 @@ def _unflat(values: Any) -> Any:
 def _restored(
     parent: Node | None, kind: NodeKind, ids: Any, text: str, messages: Any, agent: str, log_probs: Any, spans: Any,
     finish_reason: FinishReason | None, settings: Any, stop: str, request: Any, calls: Any, rewards: Any,
-    images: Any, collapsed: Any,
+    images: Any, collapsed: Any, routed_experts: Any,
 ) -> Node:  # fmt: skip
     return Node(
         parent, kind, _unflat(ids), text, messages, agent, _unflat(log_probs), [PolicySpan(*each) for each in spans],
         finish_reason, settings, stop, None if request is None else Request(*request), [Call(*each) for each in calls],
-        [Earned(*each) for each in rewards], images, _unflat(collapsed),
+        [Earned(*each) for each in rewards], images, _unflat(collapsed), routed_experts,
     )  # fmt: skip
 
 

@@ -158,6 +158,11 @@ def _temperature(config: ResolvedConfig) -> str | None:
     return None if value in (0, 1) else f"rollout.sampling.temperature={value}"
 
 
+def _router_replay(config: ResolvedConfig) -> str | None:
+    replays = any(own.actor.router_replay for own in config.trained.values())
+    return "actor.router_replay=true" if replays else None
+
+
 _BACKEND = "trainer.backend"
 
 REQUIREMENTS: tuple[Requirement, ...] = (
@@ -184,6 +189,8 @@ REQUIREMENTS: tuple[Requirement, ...] = (
     Requirement(_BACKEND, "freeze", _where("model.freeze", lambda config: config.model.freeze), training=True),
     Requirement(_BACKEND, "quantize", _where("model.quantize", lambda config: config.model.quantize), training=True),
     Requirement(_BACKEND, "offload", _some_role("offload_parameters", "offload_optimizer"), training=True),
+    Requirement(_BACKEND, "router_replay", _router_replay, training=True),
+    Requirement("rollout.engine", "routed_experts", _router_replay, training=True),
     Requirement("rollout.engine", "weight_update", lambda config: "training", training=True),
     Requirement("rollout.engine", "deterministic", _set("deterministic", False)),
     Requirement("rollout.engine", "logprobs", _log_probs),

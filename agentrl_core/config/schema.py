@@ -504,7 +504,11 @@ class UpdateConfig:
 
 @dataclass
 class ActorConfig(UpdateConfig):
-    pass
+    router_replay: bool = option(
+        False,
+        help="of a model of experts: send each token to the experts that the engine chose for it, so that both compute "
+        "the same",
+    )
 
 
 @dataclass

@@ -222,6 +222,10 @@ def joined(so_far: TokenOutput | None, output: TokenOutput) -> TokenOutput:
         return output
     done = len(so_far.token_ids)
     both = so_far.log_probs is not None and output.log_probs is not None
+    # What comes later says it of all tokens, perhaps with other weights.
+    experts = so_far.routed_experts if output.routed_experts is None else output.routed_experts
+    if so_far.routed_experts is not None and output.routed_experts is not None:
+        experts = np.concatenate([so_far.routed_experts, output.routed_experts[len(so_far.routed_experts) :]])
     return TokenOutput(
         [*so_far.token_ids, *output.token_ids],
         [*(so_far.log_probs or []), *(output.log_probs or [])] if both else None,
@@ -229,4 +233,5 @@ def joined(so_far: TokenOutput | None, output: TokenOutput) -> TokenOutput:
         [*so_far.spans, *(PolicySpan(span.version, span.start + done, span.end + done) for span in output.spans)],
         so_far.queued + output.queued,
         output.replica,
+        experts,
     )

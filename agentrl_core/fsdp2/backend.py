@@ -30,6 +30,7 @@ from agentrl_core.api.training_backend import (
 )
 from agentrl_core.api.weights import ArrayBucket
 from agentrl_core.engine_kit.media import MediaProcessor, has_processor
+from agentrl_core.engine_kit.routers import Routers
 from agentrl_core.fsdp2.adapters import (
     CONFIG_FILE,
     adapter_tensors,
@@ -66,6 +67,7 @@ from agentrl_core.fsdp2.models import (
 from agentrl_core.fsdp2.offload import HOST, Offload
 from agentrl_core.fsdp2.optimizer import AdamW
 from agentrl_core.fsdp2.packed_attention import Packing, check_images, check_padding
+from agentrl_core.fsdp2.router_replay import replayed_routers
 from agentrl_core.fsdp2.sharding import place, rest
 from agentrl_core.fsdp2.split import WHOLE, Split
 from agentrl_core.fsdp2.tensor_parallel import (
@@ -103,6 +105,7 @@ class Fsdp2(TrainingBackend):
         self._partial: list[nn.Parameter] = []
         self._offload: Offload
         self._packing: Packing
+        self._routers: Routers | None = None
         self._split = WHOLE
         """Of passes; what is tried while the model is loaded is computed for all tokens by all ranks."""
         self._in_chunks = False
@@ -136,6 +139,8 @@ class Fsdp2(TrainingBackend):
         self._media = self._media_of(context.path)
         if self._media is not None:
             check_images(self._language_model, self._media, self._predict, self._predict_alone, self._device, key)
+        if getattr(self._settings, "router_replay", False):
+            self._routers = replayed_routers(self._language_model, self._media, self._predict, self._device)
         self._split = Split(vocabulary=vocabulary_part(self._language_model, self._mesh))
         self._packing = self._make_packing()
         self._in_chunks = context.head == "tokens" and not self._ranks.largest(
@@ -302,7 +307,8 @@ class Fsdp2(TrainingBackend):
         if self.context.head == "values":
             return Outputs(values=scattered(*self._model(micro, self._media, split=self._split)))
         found = response_log_probs(
-            self._model, micro, wanted.temperature, wanted.entropies, self._in_chunks, self._media, self._split
+            self._model, micro, wanted.temperature, wanted.entropies, self._in_chunks, self._media, self._split,
+            self._routers,
         )  # fmt: skip
         return Outputs(*found)
 
@@ -332,8 +338,12 @@ class Fsdp2(TrainingBackend):
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        with self._offload.on_device(), self._packing.on():
-            yield
+        try:
+            with self._offload.on_device(), self._packing.on():
+                yield
+        finally:
+            if self._routers is not None:
+                self._routers.given = None
 
     def sending(self) -> AbstractContextManager[None]:
         # An adapter that is not sharded can be read on the host.
@@ -353,6 +363,11 @@ class Fsdp2(TrainingBackend):
                 "is shown none: it takes text alone, has no processor of images, or the worker got no source of images"
             )
         return {}
+
+    def metrics(self) -> dict[str, float]:
+        """``router_difference``: of the experts that the engine chose, those that the model would not have chosen."""
+        share = None if self._routers is None else self._routers.share_that_differs()
+        return {} if share is None else {"router_difference": share}
 
     def utilisation(self, trained_tokens: int, other_tokens: int, seconds: float) -> float | None:
         """On a GPU whose peak is known, in bfloat16."""

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from agentrl_core.algorithms.token_log_probs import Entropies, token_log_probs
 from agentrl_core.api.errors import WorkerError
 from agentrl_core.api.training_backend import MicroBatch
+from agentrl_core.engine_kit.routers import Routers
 from agentrl_core.fsdp2.media import Media
 from agentrl_core.fsdp2.models import vocabulary_of
 from agentrl_core.fsdp2.packed_attention import example_rows, forward_pass, rounding
@@ -57,6 +58,7 @@ def response_log_probs(
     in_chunks: bool = False,
     media: Media | None = None,
     split: Split = WHOLE,
+    routers: Routers | None = None,
 ) -> tuple[Tensor, ...]:
     """Log-probabilities [b, r] of the response tokens, float32, and unless ``none`` the entropies [b, r].
 
@@ -69,6 +71,7 @@ def response_log_probs(
             that :func:`chunks_logits`.
         media: of a model that is shown images.
         split: what this rank computes of them; ranks with parts of the same rows get the same results.
+        routers: of the model, which get the experts of the micro-batch, until the next one.
 
     Raises WorkerError for a model that does not know ``logits_to_keep``.
     """
@@ -80,6 +83,8 @@ def response_log_probs(
         return token_log_probs(logits_cV, labels_c, temperature, entropies)
 
     rows = forward_pass(model, micro, media, split)
+    if routers is not None:
+        routers.given = None if rows.experts is None else rows.experts.flatten(0, 1)
     labels_n = rows.labels
     width = vocabulary_of(model) if vocabulary is None else vocabulary.size
     count = -(-len(labels_n) * width // MOST_LOGITS) if in_chunks else 1

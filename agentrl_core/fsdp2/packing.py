@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from agentrl_core.api.training_backend import MicroBatch
+from agentrl_core.api.training_backend import EXPERTS, MicroBatch
 from agentrl_core.fsdp2.mesh import Peers
 from agentrl_core.fsdp2.sequence_parallel import SequencePart, causal_mask
 from agentrl_core.workers.micro_batching import Prefixes, pays, prefixes_of
@@ -43,6 +43,7 @@ class ForwardPass:
         labels: [n] ids of these, and of those that are added.
         added: tokens at the end of the n that are predicted for the sake of gradients of 0, and are in no place.
         packed: [T] where the tokens of packed rows are among those of the padded ones; None: rows are padded.
+        experts: [rows, tokens, N, k] to which the tokens of ``inputs`` are sent; None: routers choose.
         part: of the tokens, which this rank has; then ``predicting`` and ``labels`` are of this part, and ``n`` below
             counts the predicted tokens of all parts. None: it has all of them.
     """
@@ -53,6 +54,7 @@ class ForwardPass:
     labels: Tensor
     added: int = 0
     packed: Tensor | None = None
+    experts: Tensor | None = None
     part: SequencePart | None = None
 
     @classmethod
@@ -61,7 +63,8 @@ class ForwardPass:
         mask_br, ids_bl = micro["response_mask"], micro["input_ids"]
         end = ids_bl.shape[1] - 1
         predicting = torch.arange(end - mask_br.shape[1], end, device=ids_bl.device)
-        return cls(dict(micro.model_inputs), predicting, torch.ones_like(mask_br), micro["responses"].flatten())
+        labels, experts = micro["responses"].flatten(), micro.columns.get(EXPERTS)
+        return cls(dict(micro.model_inputs), predicting, torch.ones_like(mask_br), labels, experts=experts)
 
     def without_last_row(self) -> "ForwardPass":
         """Its predictions are computed, and belong to nobody."""
@@ -83,16 +86,22 @@ class ForwardPass:
             inputs.setdefault("position_ids", torch.arange(tokens, device=ids_bT.device).expand(rows, tokens))
             # One of four dimensions is left alone by transformers.
             inputs["attention_mask"] = torch.ones(1, 1, 1, 1, dtype=torch.bool, device=ids_bT.device)
-        for name in ("input_ids", "position_ids"):
-            filled = functional.pad(inputs[name], (0, size * peers.size - tokens))
-            inputs[name] = filled[:, size * peers.index : size * (peers.index + 1)]
+
+        def own(column: Tensor, padding: int = 0) -> Tensor:
+            # From the last dimension to the second one.
+            sides = (0, 0) * (column.ndim - 2) + (0, size * peers.size - tokens)
+            return functional.pad(column, sides, value=padding)[:, size * peers.index : size * (peers.index + 1)]
+
+        inputs |= {name: own(inputs[name]) for name in ("input_ids", "position_ids")}
+        experts = None if self.experts is None else own(self.experts, torch.iinfo(self.experts.dtype).max)
         chosen = (self.predicting // size == peers.index).nonzero().squeeze(-1)
         part = SequencePart(peers, rows, tokens, mask, chosen, len(self.predicting))
         labels = self.labels.view(rows, -1)[:, chosen].flatten()
         inputs["sequence_part"] = part
         return replace(
-            self, inputs=inputs, predicting=self.predicting[chosen] - size * peers.index, labels=labels, part=part
-        )
+            self, inputs=inputs, predicting=self.predicting[chosen] - size * peers.index, labels=labels,
+            experts=experts, part=part,
+        )  # fmt: skip
 
     def own(self, values_n: Tensor) -> Tensor:
         """Of what is computed for all predicted tokens, what belongs in :attr:`places`; the rest has gradients of 0.
@@ -183,7 +192,9 @@ def pack(micro: MicroBatch, varlen: bool = False) -> ForwardPass | None:
     # A token was sampled after the one that is one place before it in its row.
     before_br = (attention_bl.cumsum(-1)[:, -width_r:] - 2).clamp(min=0)
     predicting_n = _moved(rows_bk, device).gather(1, before_br)[sampled_br]
-    return ForwardPass(inputs, predicting_n, sampled_br, columns["responses"][sampled_br], packed=places_T)
+    experts = columns[EXPERTS].flatten(0, 1)[places_T].unsqueeze(0) if EXPERTS in columns else None
+    labels_n = columns["responses"][sampled_br]
+    return ForwardPass(inputs, predicting_n, sampled_br, labels_n, packed=places_T, experts=experts)
 
 
 def _rows(prefixes: Prefixes) -> tuple[Array, Array]:

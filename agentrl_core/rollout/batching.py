@@ -36,7 +36,8 @@ def to_data_proto(results: Sequence[TrajectoryResult], pad_token_id: int, meta_i
     int32, ``attention_mask`` is int8. Objects: ``uid`` (the prompt's group), ``trajectory_id``, ``data_source``,
     ``num_turns``, ``termination``, ``log_prob_settings``, ``reward_components`` (numbers by name), a column for each
     extra field of the rows, None in the rows without it, and if any row has images ``images``: the names of each row's
-    in the order of its tokens.
+    in the order of its tokens, and where every row has them ``routed_experts``: [tokens, layers, k] of all tokens
+    up to a row's last turn, but that turn's last one.
     """
     trained = [result for result in results if result.status is Status.TRAINED]
     pairs = [(result, row) for result in trained for row in result.outputs if row.trained]
@@ -173,6 +174,11 @@ def outcome_scores(mask: Array, rows: Rows, scores_B: Array) -> tuple[list[int],
     return [place for _, place in sampled], scores_B[[row for row, _ in sampled]].astype(np.float32)
 
 
+def _experts(path: TreePath) -> Array | None:
+    parts = [node.routed_experts for node in path.nodes if node.sampled and len(node.ids)]
+    return np.concatenate(parts) if parts and not any(part is None for part in parts) else None
+
+
 def _objects(pairs: Sequence[tuple[TrajectoryResult, TreeRow]]) -> dict[str, np.ndarray[Any, Any]]:
     def column(values: Sequence[Any]) -> np.ndarray[Any, Any]:
         return np.fromiter(iter(values), dtype=object, count=len(values))
@@ -181,6 +187,9 @@ def _objects(pairs: Sequence[tuple[TrajectoryResult, TreeRow]]) -> dict[str, np.
     names = dict.fromkeys(name for fields in extra for name in fields)
     images = [output.tokens.images for _, output in pairs]
     shown = {"images": column(images)} if any(images) else {}
+    experts = [_experts(output.tokens) for _, output in pairs]
+    if experts and not any(each is None for each in experts):
+        shown["routed_experts"] = column(experts)
     return (
         {name: column([fields.get(name) for fields in extra]) for name in names}
         | shown

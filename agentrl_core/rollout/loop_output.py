@@ -27,6 +27,7 @@ COLUMNS = frozenset({
     "prompts", "responses", "response_mask", "input_ids", "attention_mask", "position_ids", "rm_scores", "outcomes",
     "scores", "turn_ids", "turn_rewards", "policy_versions", "rollout_log_probs", "uid", "trajectory_id", "data_source",
     "num_turns", "termination", "reward_components", "baselines", "log_prob_settings", "images",
+    "routed_experts",
 })  # fmt: skip
 """What ``to_data_proto`` names itself; the extra fields of a row have other names."""
 

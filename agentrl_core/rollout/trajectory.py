@@ -12,6 +12,8 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from agentrl_core.api import (
     AgentLoopOutput,
     Conversation,
@@ -41,6 +43,8 @@ from agentrl_core.hosting.wire import MAX_DEPTH, is_too_deep
 from agentrl_core.rollout.identity import TrajectoryKey
 from agentrl_core.rollout.loop_output import TreeRow
 
+NO_EXPERT = np.iinfo(np.uint8).max
+"""Numbers of experts below this one are kept in one byte; the largest number of a type says that none is known."""
 Sample = Callable[..., Awaitable[tuple[TokenOutput, Request]]]
 """Called with the prompt's ids, the sampling parameters, the request's id, and the prompt's images if it has some."""
 _ENGINE_SAMPLING = ("temperature", "top_p", "top_k", *RESHAPING, "json_schema")
@@ -160,7 +164,7 @@ class TrajectoryBuilder(Trajectory):
         output, request = await self._sample(ids_of(self._path), params, self.request_id, *media)
         if self._finished is not None or self._path[-1] is not end:
             raise self._closed("generate")
-        check_output(output, max_tokens, self._limits.reserved)
+        check_output(output, max_tokens, self._limits.reserved, self._num_tokens)
         if stops := sampling_params.get("stop"):
             output = cut_after(output, stops, self._renderer.chat.decode)
         self._turns += 1
@@ -182,6 +186,11 @@ class TrajectoryBuilder(Trajectory):
             self._path[-1], "turn", ids, parsed.text + stop, (), agent, output.log_probs, output.spans,
             output.finish_reason, params.log_prob_settings, stop, request,
         )  # fmt: skip
+        if ids and output.routed_experts is not None:
+            # Turns before have those of the tokens before.
+            known = sum(len(each.routed_experts) for each in self._path if each.routed_experts is not None)
+            own = output.routed_experts[known:]
+            node.routed_experts = own.astype(np.uint8 if own.max(initial=0) < NO_EXPERT else np.int16)
         calls = [self._number(call, node) for call in parsed.calls if not is_too_deep(call.arguments)]
         errors = parsed.errors
         if len(calls) < len(parsed.calls):
@@ -348,14 +357,18 @@ def cut_after(output: TokenOutput, stops: Sequence[str], decode: Callable[[list[
     count = bisect_left(range(most), True, key=holds_one)
     spans = [PolicySpan(each.version, each.start, min(each.end, count)) for each in output.spans if each.start < count]
     log_probs = None if output.log_probs is None else output.log_probs[:count]
-    return TokenOutput(output.token_ids[:count], log_probs, "stop", spans)
+    experts = output.routed_experts
+    if experts is not None:
+        experts = experts[: len(experts) - most + count]
+    return TokenOutput(output.token_ids[:count], log_probs, "stop", spans, routed_experts=experts)
 
 
-def check_output(output: TokenOutput, max_tokens: int, reserved: frozenset[int] = frozenset()) -> None:
+def check_output(output: TokenOutput, max_tokens: int, reserved: frozenset[int] = frozenset(), prompt: int = 0) -> None:
     """Refuse an engine's output whose parts do not fit together.
 
     Args:
         reserved: ids that an engine never samples.
+        prompt: tokens of the prompt.
 
     Raises:
         EngineError: naming the lengths.
@@ -370,6 +383,12 @@ def check_output(output: TokenOutput, max_tokens: int, reserved: frozenset[int] 
             raise EngineError(f"the engine returned {len(output.log_probs)} log-probs for {count} tokens")
         if not all(map(math.isfinite, output.log_probs)):
             raise EngineError(f"the engine returned a log-prob that is not finite among {count} tokens")
+    experts = output.routed_experts
+    if experts is not None and count and (experts.ndim != 3 or len(experts) != prompt + count - 1):
+        raise EngineError(
+            f"the engine returned routed_experts of shape {list(experts.shape)} for {prompt} tokens of a prompt and "
+            f"{count} sampled ones; expected [{prompt + count - 1}, layers, experts of a token]"
+        )
     end = 0
     for span in output.spans:
         if span.start != end or span.end < span.start:

@@ -33,6 +33,7 @@ from agentrl_core.config.slots import all_slots
 from agentrl_core.data.call_format import call_format, installed_parsers, renderer_of
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.template_check import RenderedText, TemplateReport, check_template, require_tool_role
+from agentrl_core.engine_kit.routers import Routers
 from agentrl_core.fsdp2.adapters import peft_config
 from agentrl_core.fsdp2.model_files import check_weights
 from agentrl_core.fsdp2.models import check_architecture
@@ -169,6 +170,9 @@ def check_files(config: ResolvedConfig, *, training: bool) -> Any:
             if backend is not None:
                 with of(""):
                     backend.check(config.trainer.backend.config, built, adapted, config.cluster.processes, key)
+        if "model.path" in models and any(own.actor.router_replay for own in config.trained.values()):
+            with of(""):
+                Routers(models["model.path"], "actor.router_replay")
         for name, named in config.engines.items():
             with of(f"engines.{name}"):
                 _check_frozen_model(named)

@@ -16,6 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from agentrl_core.api import ConfigError
+from agentrl_core.api.training_backend import EXPERTS
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import ragged, values_in
@@ -44,18 +45,20 @@ class _Pass:
     Args:
         compute: makes the columns, [B, R] each, of a batch with what a forward pass needs.
         lasts: for how many versions of the actor a result stays right: 0 for models that are trained.
+        reads: further columns that the pass needs.
         known: results of rows that were computed ahead, with the version that the actor had then, by the rows' keys.
     """
 
     compute: Callable[[DataProto], Sequence[Tensor]]
     lasts: int
+    reads: tuple[str, ...] = ()
     known: dict[bytes, tuple[int, Values]] = field(default_factory=dict)
     used: int = 0
     asked: int = 0
 
     def __call__(self, batch: DataProto) -> Sequence[Tensor]:
         """The columns of a batch: rows that are known, and the others computed."""
-        small = narrowed(batch, ())
+        small = narrowed(batch, self.reads)
         found = [self.known.get(key) for key in _keys(small)] if self.known else []
         self.asked += len(batch)
         self.used += sum(each is not None for each in found)
@@ -70,7 +73,7 @@ class _Pass:
 
     def ahead(self, batch: DataProto, version: int) -> None:
         """Compute the rows that are not known."""
-        small = narrowed(batch, ())
+        small = narrowed(batch, self.reads)
         keys = _keys(small)
         rows = list({key: row for row, key in enumerate(keys) if key not in self.known}.values())
         if rows:
@@ -88,13 +91,17 @@ class _Pass:
 
 
 def _keys(batch: DataProto) -> list[bytes]:
-    """One for each row, which follows from its tokens and its mask; none where rows are padded."""
+    """One for each row, which follows from its tokens, their experts and its mask; none where rows are padded."""
     rows, mask = plain_rows(batch.batch), ragged(batch.batch["response_mask"])
     if rows is None or mask is None:
         return []
     ids, flags = values_in(batch.batch["input_ids"], rows).astype(np.int32), mask.flat.astype(np.bool_)
+    experts = batch.non_tensor_batch.get(EXPERTS, [b""] * len(batch))
     parts = ((ids[row], flags[place]) for row, place in zip(rows.slices, mask.rows.slices, strict=True))
-    return [blake2b(ids_l.tobytes() + b"%d" % len(flags_r) + flags_r.tobytes()).digest() for ids_l, flags_r in parts]
+    return [
+        blake2b(ids_l.tobytes() + b"%d" % len(flags_r) + flags_r.tobytes() + bytes(experts_l)).digest()
+        for (ids_l, flags_r), experts_l in zip(parts, experts, strict=True)
+    ]
 
 
 class ModelColumns:
@@ -122,7 +129,8 @@ class ModelColumns:
         self._with_entropies = advantage.has("entropies")
         names = ("old_log_probs", *(["entropys"] if self._with_entropies else []))
         actor, reference, critic, teacher = roles.actor, roles.reference, roles.critic, roles.teacher
-        self._actor = _Pass(lambda batch: _columns(actor.compute_log_prob(batch), *names), 0)
+        reads = (EXPERTS,) if config.actor.router_replay else ()
+        self._actor = _Pass(lambda batch: _columns(actor.compute_log_prob(batch), *names), 0, reads)
         self._reference = self._critic = self._teacher = None
         if reference is not None:
             self._reference = _Pass(
@@ -210,6 +218,11 @@ class ModelColumns:
                 "algorithm.old_log_probs=rollout: some trajectories of this step have no log-probs: an agent loop "
                 "made rows without response_logprobs; set algorithm.old_log_probs=actor"
             )
+        if self._actor.reads and EXPERTS not in batch.non_tensor_batch and len(batch):
+            raise ConfigError(
+                "actor.router_replay=true: some trajectories of this step have no experts of the engine: an agent loop "
+                "made rows by hand; set actor.router_replay=false"
+            )
         version = self._version if self._config.rollout.max_staleness else None
         batch.meta_info["calculate_entropy"] = self._with_entropies
         if measured and self._reuses(batch):
@@ -217,7 +230,7 @@ class ModelColumns:
             # Rows of several prompts, others in each step.
             stride = -(-len(batch) // GAP_ROWS)
             few = batch.select_idxs(list(range(batch.meta_info["step"] % stride, len(batch), stride)))
-            gap = logprob_gap(few, self._actor.compute(narrowed(few, ()))[0], version)
+            gap = logprob_gap(few, self._actor.compute(narrowed(few, self._actor.reads))[0], version)
         else:
             batch.batch["old_log_probs"], *entropies = self._actor(batch)
             if entropies:

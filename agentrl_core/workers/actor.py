@@ -15,8 +15,9 @@ from torch import Tensor
 from agentrl_core.algorithms.aggregation import aggregate
 from agentrl_core.algorithms.kl import kl_estimate
 from agentrl_core.api.algorithm import AlgorithmContext, PolicyLoss, PolicyLossInput
-from agentrl_core.api.errors import WorkerError
+from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.api.training_backend import (
+    EXPERTS,
     AdapterPlan,
     Columns,
     MicroBatch,
@@ -33,7 +34,7 @@ from agentrl_core.engine_kit.weight_group import WeightGroup
 from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.far_files import FarFiles
-from agentrl_core.workers.micro_batching import share_of_rows, take
+from agentrl_core.workers.micro_batching import expert_column, share_of_rows, take
 from agentrl_core.workers.model_worker import BALANCED, TrainingWorker
 from agentrl_core.workers.outgoing import OutgoingWeights
 from agentrl_core.workers.ranks import COLLECTIVE
@@ -42,7 +43,7 @@ from agentrl_core.workers.update import MicroLoss, Share, seed_of, temperature_o
 
 CORRECTION = "correction_weights"
 """[B, R] column of the batch with what ``algorithm.correction`` multiplies the losses by."""
-FREE_COLUMNS = ("policy_versions", "turn_ids")
+FREE_COLUMNS = ("policy_versions", "turn_ids", EXPERTS)
 GROUPS, PREPARED = "group number", "prepared "
 """Names of columns that the actor adds to a batch."""
 
@@ -133,6 +134,15 @@ class ActorWorker(FarFiles, TrainingWorker):
         wanted = Wanted(temperature_of(batch, "compute_ref_log_prob"))
         with self._backend.reference():
             return self._map(batch, "compute_ref_log_prob", wanted, {"ref_log_prob": "log_probs"})
+
+    def _columns_of(self, batch: DataProto, names: tuple[str, ...], method: str) -> Columns:
+        """With the experts that the engine chose, where the batch has them."""
+        columns, experts = super()._columns_of(batch, names, method), batch.non_tensor_batch.get(EXPERTS)
+        if experts is not None and len(experts):
+            columns[EXPERTS] = expert_column(list(experts), columns["attention_mask"], method)
+        elif self.config.actor.router_replay and method == "update":
+            raise ProtocolError(f"{method}: actor.router_replay is true, and the batch has no {EXPERTS}")
+        return columns
 
     @property
     def _prepares(self) -> bool:

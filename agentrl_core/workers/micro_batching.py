@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from agentrl_core.api.errors import ProtocolError
-from agentrl_core.api.training_backend import IMAGES, SEQUENCE_COLUMNS, Columns, MicroBatch
+from agentrl_core.api.training_backend import EXPERTS, IMAGES, SEQUENCE_COLUMNS, Columns, MicroBatch
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import Order, RaggedColumn, Rows, converted, on_values, ragged, together, values_in
 from agentrl_core.protocol.rows import counts
@@ -45,6 +45,29 @@ def columns_of(batch: DataProto, names: tuple[str, ...], method: str) -> Columns
     return columns | {name: under_mask(mask_BR, columns[name]) for name in names}
 
 
+def expert_column(experts: "Sequence[np.ndarray[Any, Any]]", attention_BL: Tensor, method: str) -> Tensor:
+    """The column :data:`EXPERTS` of rows.
+
+    Args:
+        experts: [tokens, N, k] of the first tokens of each row.
+
+    Raises:
+        ProtocolError: a row has fewer tokens.
+    """
+    filled_BL = attention_BL.bool().cpu().numpy()
+    kind = np.result_type(*experts)
+    column_BLNk = np.full((*filled_BL.shape, *experts[0].shape[1:]), np.iinfo(kind).max, kind)
+    for row, (own, filled_L) in enumerate(zip(experts, filled_BL, strict=True)):
+        places = np.flatnonzero(filled_L)
+        if len(own) > len(places) or own.shape[1:] != experts[0].shape[1:]:
+            raise ProtocolError(
+                f"{method}: row {row} has {len(places)} tokens, and {EXPERTS} of shape {list(own.shape)}; expected "
+                f"[at most {len(places)}, {', '.join(map(str, experts[0].shape[1:]))}]"
+            )
+        column_BLNk[row, places[: len(own)]] = own
+    return torch.from_numpy(column_BLNk)
+
+
 def under_mask(mask_BR: Tensor, column_BR: Tensor) -> Tensor:
     """The column as float32, 0 under mask 0."""
     return on_values(lambda mask, column: torch.where(mask, column.float(), 0.0), mask_BR, column_BR)
@@ -71,7 +94,7 @@ def narrowed(batch: DataProto, names: tuple[str, ...]) -> DataProto:
     every rank. Numbers of tokens, positions, turns and versions are below 2^31."""
     present = batch.batch.keys()
     wanted = [*SEQUENCE_COLUMNS, *RESPONSE_COLUMNS, *(name for name in names if name in present)]
-    objects = [name for name in ("uid", IMAGES) if name in batch.non_tensor_batch]
+    objects = [name for name in ("uid", IMAGES, *names) if name in batch.non_tensor_batch]
     small = batch.select([name for name in wanted if name in present], objects)
     for name in small.batch.keys():
         column = small.batch[name]
@@ -107,7 +130,7 @@ def scattered(values_n: Tensor, places_br: Tensor) -> Tensor:
 @dataclass(frozen=True)
 class Prefixes:
     """Rows in an order in which those that begin with the same tokens, ids and positions, stand next to each other.
-    Tokens of images are the same where the images are.
+    Tokens of images are the same where the images are, and tokens whose experts are given where these are.
 
     A token that a row shares with any row before it, it shares with the row just before it.
 
@@ -154,6 +177,8 @@ def _tokens_of(columns: Columns) -> tuple[list[bytes], Any] | None:
         ends = zip(rows.starts_B.tolist(), rows.ends_B.tolist(), strict=True)
         ids_B = [flat[start:end] for start, end in ends]
         _mark_images(ids_B, columns)
+        if EXPERTS in columns:
+            return _with_experts([ids_l[:, None] for ids_l in ids_B], columns), np.int64
         return [ids_l.tobytes() for ids_l in ids_B], np.int32
     ids_BL, attention_BL, positions_BL = (columns[name].cpu().numpy() for name in SEQUENCE_COLUMNS)
     if positions_BL.ndim != 2 or not attention_BL[:, :width_P].any(-1).all():
@@ -161,11 +186,24 @@ def _tokens_of(columns: Columns) -> tuple[list[bytes], Any] | None:
     are_tokens_BL = attention_BL.astype(bool)
     ids_B = [ids_L[is_token_L] for ids_L, is_token_L in zip(ids_BL, are_tokens_BL, strict=True)]
     _mark_images(ids_B, columns)
-    tokens = [
-        np.stack([ids_l, positions_L[is_token_L]], -1).astype(np.int32).tobytes()
+    pairs = [
+        np.stack([ids_l, positions_L[is_token_L]], -1).astype(np.int32)
         for ids_l, is_token_L, positions_L in zip(ids_B, are_tokens_BL, positions_BL, strict=True)
     ]
+    tokens = _with_experts(pairs, columns) if EXPERTS in columns else [pair_l2.tobytes() for pair_l2 in pairs]
     return tokens, np.int64
+
+
+def _with_experts(tokens_B: "list[np.ndarray[Any, Any]]", columns: Columns) -> list[bytes]:
+    """The tokens of each row, [l, ...] integers, with their experts, as a hash of 64 bits each."""
+    filled_BL = columns["attention_mask"].bool().cpu().numpy()
+    experts_BLc = columns[EXPERTS].flatten(2).cpu().numpy()
+    width = tokens_B[0].shape[1] + experts_BLc.shape[2]
+    odd_c = np.random.default_rng(0).integers(0, 2**63, width, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    return [
+        (np.concatenate([tokens_l, experts_Lc[filled_L]], 1).astype(np.int64).astype(np.uint64) @ odd_c).tobytes()
+        for tokens_l, experts_Lc, filled_L in zip(tokens_B, experts_BLc, filled_BL, strict=True)
+    ]
 
 
 def _mark_images(ids_B: "list[np.ndarray[Any, Any]]", columns: Columns) -> None:
@@ -272,8 +310,11 @@ def empty_micro_batch(columns: Columns) -> MicroBatch:
     made = {
         name: torch.zeros(1, *column.shape[1:-1], widths[name], dtype=column.dtype)
         for name, column in columns.items()
-        if name != IMAGES
+        if name not in (IMAGES, EXPERTS)
     }
+    if EXPERTS in columns:
+        unknown = torch.iinfo(columns[EXPERTS].dtype).max
+        made[EXPERTS] = torch.full((1, 2, *columns[EXPERTS].shape[2:]), unknown, dtype=columns[EXPERTS].dtype)
     if IMAGES in columns:
         made[IMAGES] = torch.full((1, *columns[IMAGES].shape[1:]), -1)
     made["attention_mask"][:] = 1
@@ -340,6 +381,9 @@ def _cropped(columns: Columns, pack: list[int], width_P: int, prompts: list[int]
     for name, column in take(columns, rows).items():
         if name == IMAGES:
             cropped[name] = column
+            continue
+        if name == EXPERTS:
+            cropped[name] = column[:, width_P - p : width_P + r]
             continue
         start, end = (width_P - p, width_P + r) if name in SEQUENCE_COLUMNS else (0, r)
         kept = ragged(column)

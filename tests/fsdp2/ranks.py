@@ -1,9 +1,10 @@
 """Processes that train a model together through the backend's seam, and what plain torch does in one process."""
 
+import functools
 import logging
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -11,10 +12,10 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModel, AutoModelForCausalLM
 
-from agentrl_core.api.training_backend import MicroBatch, Outputs, TrainingContext, Wanted
+from agentrl_core.api.training_backend import EXPERTS, MicroBatch, Outputs, TrainingContext, Wanted
 from agentrl_core.config.schema import ActorConfig, ModelConfig, OptimizerConfig
 from agentrl_core.fsdp2.log_probs import MOST_LOGITS
-from agentrl_core.workers.micro_batching import empty_micro_batch
+from agentrl_core.workers.micro_batching import empty_micro_batch, expert_column
 from agentrl_testing.ranks import on_ranks
 
 STEPS, LR, CLIP = 3, 1e-3, 0.5
@@ -44,6 +45,7 @@ class Case:
         moves: the weights move, as between phases.
         on_host: moments wait on the host.
         most_logits: that a rank computes at a time; 0: the usual number.
+        replays: tokens are sent to the experts of :func:`experts_of`.
     """
 
     path: str
@@ -58,6 +60,7 @@ class Case:
     moves: bool = False
     on_host: bool = False
     most_logits: int = 0
+    replays: bool = False
 
 
 @dataclass
@@ -105,6 +108,20 @@ def micro_batch(rows: Sequence[Row], numbers: Sequence[int]) -> MicroBatch:
     return MicroBatch(torch.tensor(numbers), columns)
 
 
+def experts_of(row: int, tokens: int) -> np.ndarray[Any, Any]:
+    """[tokens, layers, 2] of 4: two of each token of a row."""
+    rng = np.random.default_rng(row)
+    return np.array([[rng.permutation(4)[:2] for _ in range(2)] for _ in range(tokens)], np.uint8)
+
+
+def replayed(micro: MicroBatch) -> MicroBatch:
+    """With them; the last token of a row has none."""
+    lengths = micro["attention_mask"].sum(-1).tolist()
+    rows = [experts_of(row, length - 1) for row, length in zip(micro.rows.tolist(), lengths, strict=False)]
+    rows = rows or [np.zeros((0, 2, 2), np.uint8)]
+    return replace(micro, columns=micro.columns | {EXPERTS: expert_column(rows, micro["attention_mask"], "test")})
+
+
 def weights_of(row: int, step: int, length: int) -> torch.Tensor:
     """What the log-probs of a row's tokens are multiplied with in the loss of a step."""
     return torch.randn(length, generator=torch.Generator().manual_seed(100 * step + row)) / 8
@@ -119,7 +136,10 @@ def backend_of(case: Case, rank: int, size: int) -> Any:
     from agentrl_core.fsdp2.config import Fsdp2Config
 
     settings = ActorConfig(
-        optimizer=OptimizerConfig(lr=LR, weight_decay=0.01), micro_batch_tokens=64, offload_optimizer=case.on_host
+        optimizer=OptimizerConfig(lr=LR, weight_decay=0.01),
+        micro_batch_tokens=64,
+        offload_optimizer=case.on_host,
+        router_replay=case.replays,
     )
     context = TrainingContext(
         "actor", case.head, True, case.path, "model.path", model_config(case.path, **case.model),  # type: ignore[arg-type]
@@ -152,6 +172,8 @@ def train(case: Case, rank: int, size: int) -> Trained:
         group["eps"] = EPS
     share = backend.share
     micros = micros_of(case.rows, share.index, share.count)
+    if case.replays:
+        micros = [replayed(micro) for micro in micros]
     if case.moves:
         # What offload does to a model, with a copy in place of another device.
         backend.module._apply(torch.clone)
@@ -247,9 +269,15 @@ def reference(case: Case) -> Trained:
     model = AutoModelForCausalLM.from_pretrained(case.path, dtype=torch.float32).eval()
     optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, eps=EPS, betas=BETAS)
     result = Trained({}, {}, [], {})
+    chosen: list[torch.Tensor] = []
+    for layer, block in enumerate(model.model.layers if case.replays else []):
+        block.mlp.gate.forward = functools.partial(_gate, layer, block.mlp.gate, chosen)
     for step in range(case.steps):
         for row, (prompt, response, sampled) in enumerate(case.rows):
             mask = torch.tensor(sampled, dtype=torch.bool)
+            # The last token predicts nothing.
+            own = experts_of(row, len(prompt + response) - 1).astype(np.int64)
+            chosen[:] = [torch.from_numpy(np.concatenate([own, own[-1:]]))]
             logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / TEMPERATURE
             every = logits.log_softmax(-1)
             log_probs = every.gather(-1, torch.tensor(response).unsqueeze(-1)).squeeze(-1)
@@ -270,6 +298,13 @@ def reference(case: Case) -> Trained:
         model.save_pretrained(folder)
         result.weights = {name: each.numpy() for name, each in load_file(f"{folder}/model.safetensors").items()}
     return result
+
+
+def _gate(layer: int, gate: Any, chosen: list[torch.Tensor], hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """A router of Qwen3-MoE with given experts."""
+    logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.T
+    weights = logits.softmax(-1).gather(-1, chosen[0][:, layer])
+    return logits, weights / weights.sum(-1, keepdim=True), chosen[0][:, layer]
 
 
 def reference_of_values(case: Case) -> Trained:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.fsdp2.ranks import Case, Row, Trained, train_on
+from tests.fsdp2.ranks import Case, Row, Trained, reference, train_on
 
 TOLERANCE = 1e-5
 Expected = Callable[..., Trained]
@@ -56,6 +56,34 @@ def test_a_mesh_is_one_process(
         assert found.widths == {40 // tensor}, "no rank has a row of the whole vocabulary"
     if case.most_logits:
         assert found.logits * 40 // tensor <= case.most_logits
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "model"),
+    [
+        (2, {}, {}),
+        (2, {"expert_parallel": 2}, {"gradient_checkpointing": True}),
+        (2, {"tensor_parallel": 2}, {}),
+        (2, {"sequence_parallel": 2}, {"packing": False}),
+        (4, {"expert_parallel": 2, "sequence_parallel": 2}, {}),
+    ],
+    ids=name_of,
+)
+def test_given_experts_are_taken_on_every_mesh(
+    paths: dict[str, str],
+    rows: list[Row],
+    replayed: Trained,
+    ranks: int,
+    options: dict[str, int],
+    model: dict[str, Any],
+) -> None:
+    assert_same(train_on(ranks, Case(paths["experts"], rows, options, model, replays=True)), replayed)
+
+
+@pytest.fixture(scope="module")
+def replayed(paths: dict[str, str], rows: list[Row]) -> Trained:
+    """With the experts of ``experts_of``, in plain torch."""
+    return reference(Case(paths["experts"], rows, replays=True))
 
 
 def most_tokens(case: Case, parts: int, spread: int) -> int:

@@ -191,6 +191,8 @@ class Executor:
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> TokenOutput:
         output = sequence.output(reason)
+        if output.token_ids:
+            output.routed_experts = self.model.experts(self._scheduler.store, sequence)
         self._scheduler.remove(sequence)
         self._results.append((sequence, output))
         return output

@@ -1,4 +1,4 @@
-"""Keys and values of all requests and idle sessions, in rows.
+"""Keys and values of all requests and idle sessions, in rows, and the experts that their tokens were sent to.
 
 Shapes: R rows, H heads of keys and values, C capacity of a row in tokens, D size of a head.
 """
@@ -20,11 +20,16 @@ def round_up(tokens: int) -> int:
 
 @dataclass(frozen=True)
 class LayerShape:
-    """What one attention layer stores for one token."""
+    """What one attention layer stores for one token.
+
+    Args:
+        dtype: of what is stored; None: that of the cache.
+    """
 
     heads: int
     key_dim: int
     value_dim: int
+    dtype: torch.dtype | None = None
 
 
 class KVCache:
@@ -52,7 +57,8 @@ class KVCache:
         for layer, shape in enumerate(self._layers):
             for store, dim in ((self._keys, shape.key_dim), (self._values, shape.value_dim)):
                 # Zeros, not empty memory: a masked position still multiplies its value by 0, and 0 x nan is nan.
-                grown = torch.zeros(rows, shape.heads, capacity, dim, dtype=self._dtype, device=self._device)
+                dtype = shape.dtype or self._dtype
+                grown = torch.zeros(rows, shape.heads, capacity, dim, dtype=dtype, device=self._device)
                 if layer < len(store):
                     grown[:kept_rows, :, :kept_capacity] = store[layer][:kept_rows, :, :kept_capacity]
                     store[layer] = grown
@@ -103,13 +109,19 @@ class KVCache:
     def write(self, layer: int, rows_N: torch.Tensor, positions_N: torch.Tensor, keys_NHD: torch.Tensor,
               values_NHD: torch.Tensor) -> None:  # fmt: skip
         # Under autocast a model can give float32 keys, from their norm, and bfloat16 values.
-        self._keys[layer][rows_N, :, positions_N] = keys_NHD.to(self._dtype)
-        self._values[layer][rows_N, :, positions_N] = values_NHD.to(self._dtype)
+        keys, values = self._keys[layer], self._values[layer]
+        keys[rows_N, :, positions_N] = keys_NHD.to(keys.dtype)
+        values[rows_N, :, positions_N] = values_NHD.to(values.dtype)
 
     def read(self, layer: int, first_row: int, rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Views ``[rows, H, length, D]``."""
         window = slice(first_row, first_row + rows)
         return self._keys[layer][window, :, :length], self._values[layer][window, :, :length]
+
+    def row(self, row: int, layer: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one row ``[H, length, D]``, whose data may not have been moved yet."""
+        place = self._origins[row] if row < len(self._origins) else row
+        return self._keys[layer][place, :, :length], self._values[layer][place, :, :length]
 
     def windows(self, rows: int, length: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
         """Keys and values of every layer as views ``[rows, H, length, D]`` of the first rows."""

@@ -4,11 +4,14 @@ Shapes: B rows, T new tokens of a row, L tokens attended to, N new tokens in all
 """
 
 import inspect
+from collections.abc import Iterator
 from collections.abc import Sequence as SequenceOf
 from concurrent.futures import Future
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -16,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 from agentrl_core.api.engine import EngineContext, SamplingParams
 from agentrl_core.api.errors import EngineError
 from agentrl_core.engine_kit.media import has_processor
+from agentrl_core.engine_kit.routers import Routers
 from agentrl_engine_hf.decoder import Decoder
 from agentrl_engine_hf.images import ImageReader
 from agentrl_engine_hf.kv_cache import ForwardCache, KVCache, LayerShape, ProbeCache, round_up
@@ -59,6 +63,13 @@ class Model:
         # What pads a row must not be taken for an image.
         self._padding = next(token for token in range(self.vocab_size) if token not in context.reserved_ids)
         self._layers: list[LayerShape] = []
+        self._routers: Routers | None = None
+        self._experts: dict[int, torch.Tensor] = {}
+        """What the routers chose in the last forward."""
+        if context.routed_experts:
+            self._routers = Routers(_plain(self.module), "EngineContext.routed_experts")
+            # A record holds no Python, which writes down what routers choose.
+            self._record_decode = False
 
     def begin(self) -> None:
         """Put the module into eval mode, remembering which parts were in training mode."""
@@ -99,6 +110,11 @@ class Model:
             if probe.dtype is None:
                 raise EngineError(f"{_describe(self.module)} keeps no keys and values: the hf engine cannot serve it")
             self._layers = list(probe.layers_in_order())
+            if self._routers is not None:
+                # Behind the layers, where attention does not see it, so that it goes wherever keys and values go.
+                chosen = self._routers.stacked(self._experts)[0]
+                self._layers.append(LayerShape(1, 0, chosen.numel(), torch.int16))
+                self._chosen_shape = chosen.shape
             if self.images is not None:
                 self._check_images(self.images, KVCache(self._layers, probe.dtype, self.device))
             if self._record_decode:
@@ -145,7 +161,12 @@ class Model:
         keys, values = store.windows(len(sequences), length)
         mask = self._mask(places_B1, length)
         mix = () if self.lora is None else self.lora.mix([sequence.adapter for sequence in sequences])
-        return self._decoder.replay((ids_B1, positions_B1, mask, rows_B, places_B1.squeeze(1), keys, values, *mix))
+        with self._watched():
+            logits_BV = self._decoder.replay(
+                (ids_B1, positions_B1, mask, rows_B, places_B1.squeeze(1), keys, values, *mix)
+            )
+        self._keep_experts(store, rows_B, places_B1.squeeze(1), None)
+        return logits_BV
 
     @torch.inference_mode()
     def prefill(self, store: KVCache, first_row: int, sequences: SequenceOf[Sequence], counts: SequenceOf[int]) -> None:
@@ -175,11 +196,35 @@ class Model:
         if self.images is not None and any(sequence.pictures.each for sequence in sequences):
             pixels = self._show(self.images, sequences, starts, counts, mask)
             positions_BT = _along_axes(positions_BT, sequences, starts, counts)
-        if self.lora is None:
+        mix = () if self.lora is None else self.lora.mix([sequence.adapter for sequence in sequences])
+        with nullcontext() if self.lora is None else self.lora.using(mix):
             self._forward(ids_BT, positions_BT, mask, cache, **pixels)
+        self._keep_experts(store, rows_N, positions_N, tokens_N)
+
+    @contextmanager
+    def _watched(self) -> Iterator[None]:
+        if self._routers is None:
+            yield
             return
-        with self.lora.using(self.lora.mix([sequence.adapter for sequence in sequences])):
-            self._forward(ids_BT, positions_BT, mask, cache, **pixels)
+        with self._routers.kept() as self._experts:
+            yield
+
+    def _keep_experts(self, store: KVCache, rows_N: torch.Tensor, positions_N: torch.Tensor,
+                      tokens_N: torch.Tensor | None) -> None:  # fmt: skip
+        """Store the experts of the last forward's tokens, see :class:`ForwardCache`."""
+        if self._routers is None:
+            return
+        chosen_N1D = self._routers.stacked(self._experts).flatten(1).unsqueeze(1)
+        own_N1D = chosen_N1D if tokens_N is None else chosen_N1D[tokens_N]
+        store.write(len(self._layers) - 1, rows_N, positions_N, own_N1D[..., :0], own_N1D)
+
+    def experts(self, store: KVCache, sequence: Sequence) -> "np.ndarray[Any, Any] | None":
+        """Of all tokens of a sequence but the last, see ``TokenOutput.routed_experts``."""
+        if self._routers is None or sequence.row < 0:
+            return None
+        _, values = store.row(sequence.row, len(self._layers) - 1, sequence.cached)
+        found: np.ndarray[Any, Any] = values[0].view(-1, *self._chosen_shape).to("cpu", copy=True).numpy()
+        return found
 
     def _show(self, images: ImageReader, sequences: SequenceOf[Sequence], starts: SequenceOf[int],
               counts: SequenceOf[int], mask: torch.Tensor) -> dict[str, torch.Tensor]:  # fmt: skip
@@ -208,15 +253,16 @@ class Model:
     def _forward(self, ids_BT: torch.Tensor, positions: torch.Tensor, mask: torch.Tensor, cache: Any,
                  **pixels: torch.Tensor) -> torch.Tensor:  # fmt: skip
         """``positions`` are ``[B, T]`` or ``[A, B, T]``."""
-        output = self.module(
-            input_ids=ids_BT,
-            position_ids=positions,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-            **pixels,
-        )
+        with self._watched():
+            output = self.module(
+                input_ids=ids_BT,
+                position_ids=positions,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=True,
+                logits_to_keep=1,
+                **pixels,
+            )
         logits_BV: torch.Tensor = output.logits[:, -1]
         return logits_BV
 

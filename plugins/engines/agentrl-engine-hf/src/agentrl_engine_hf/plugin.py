@@ -34,6 +34,7 @@ PLUGIN = PluginSpec(
             "sessions",
             "adapters",
             "images",
+            "routed_experts",
         }
     ),
 )

@@ -68,6 +68,9 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
         # Inside a Ray actor vLLM would otherwise look for GPUs of other actors.
         arguments["distributed_executor_backend"] = "mp"
     arguments |= adapter_arguments(context.adapters, context.nodes) | image_arguments(context)
+    if context.routed_experts:
+        _check_routed_experts(config, context)
+        arguments["enable_return_routed_experts"] = True
     if context.nodes > 1:
         address, _, port = context.rendezvous.rpartition(":")
         arguments |= {
@@ -87,6 +90,16 @@ def engine_arguments(config: VLLMConfig, context: EngineContext, model: dict[str
     else:
         arguments["enable_sleep_mode"] = True
     return arguments | config.engine_args
+
+
+def _check_routed_experts(config: VLLMConfig, context: EngineContext) -> None:
+    problem = (
+        f"device={context.device}; it takes GPUs" if on_cpu(context) else
+        f"pipeline_parallel={context.pipeline_parallel}; set it to 1" if context.pipeline_parallel > 1 else
+        "" if config.prefix_caching else "prefix_caching=false; set it to true"
+    )  # fmt: skip
+    if problem:
+        raise EngineError(f"actor.router_replay: vLLM does not return the experts of tokens with {problem}")
 
 
 def max_num_seqs(config: VLLMConfig, context: EngineContext) -> int:

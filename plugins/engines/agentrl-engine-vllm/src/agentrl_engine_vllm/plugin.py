@@ -34,6 +34,7 @@ PLUGIN = PluginSpec(
             "multi_node",
             "adapters",
             "images",
+            "routed_experts",
         }
     ),
 )

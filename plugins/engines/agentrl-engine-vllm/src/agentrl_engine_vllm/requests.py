@@ -59,4 +59,5 @@ def token_output(completion: Any, version: int) -> TokenOutput:
             len(token_ids),
             version,
         ),
+        routed_experts=getattr(completion, "routed_experts", None),
     )
