@@ -52,6 +52,7 @@ def _without_texts(tree: Tree) -> tuple[Tree, dict[Node, Node]]:
         nodes[node] = Node(
             parent, node.kind, node.ids, "", (), node.agent, node.log_probs, node.spans, node.finish_reason,
             node.settings, "", node.request, calls, node.rewards, node.images,
+            routed_experts=node.routed_experts,
         )  # fmt: skip
     summary = copy(tree)
     summary.nodes, summary.early = [nodes[node] for node in tree.nodes], nodes[tree.early]

@@ -198,12 +198,12 @@ def _with_experts(tokens_B: "list[np.ndarray[Any, Any]]", columns: Columns) -> l
     """The tokens of each row, [l, ...] integers, with their experts, as a hash of 64 bits each."""
     filled_BL = columns["attention_mask"].bool().cpu().numpy()
     experts_BLc = columns[EXPERTS].flatten(2).cpu().numpy()
-    width = tokens_B[0].shape[1] + experts_BLc.shape[2]
-    odd_c = np.random.default_rng(0).integers(0, 2**63, width, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
-    return [
-        (np.concatenate([tokens_l, experts_Lc[filled_L]], 1).astype(np.int64).astype(np.uint64) @ odd_c).tobytes()
-        for tokens_l, experts_Lc, filled_L in zip(tokens_B, experts_BLc, filled_BL, strict=True)
-    ]
+    generator, hashed = np.random.default_rng(0), []
+    factors = generator.integers(0, 2**63, experts_BLc.shape[2] + 2, dtype=np.uint64) * np.uint64(2) + np.uint64(1)
+    for tokens_l, experts_Lc, filled_L in zip(tokens_B, experts_BLc, filled_BL, strict=True):
+        values_lc = np.concatenate([tokens_l, experts_Lc[filled_L]], 1).astype(np.int64).view(np.uint64)
+        hashed.append((values_lc @ factors[: values_lc.shape[1]]).tobytes())
+    return hashed
 
 
 def _mark_images(ids_B: "list[np.ndarray[Any, Any]]", columns: Columns) -> None:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import pickle
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,12 +17,16 @@ from agentrl_core.api import (
     PluginError,
     PolicySpan,
     ProtocolError,
+    RewardResult,
     Termination,
     TokenOutput,
 )
 from agentrl_core.api.tree import Call, Earned
+from agentrl_core.engine_kit.requests import joined
+from agentrl_core.rollout.batching import to_data_proto
 from agentrl_core.rollout.loop_output import adopt
-from agentrl_core.rollout.trajectory import TrajectoryBuilder
+from agentrl_core.rollout.results import TrajectoryResult
+from agentrl_core.rollout.trajectory import TrajectoryBuilder, cut_after
 
 CALL = '<tool_call>\n{"name": "calc", "arguments": {"x": "1"}}\n</tool_call>'
 TOOL = {"role": "tool", "name": "calc", "content": "2"}
@@ -522,3 +527,60 @@ def test_a_history_that_is_rewritten_while_a_turn_is_sampled_is_refused(conversa
     with pytest.raises(ProtocolError, match="still waiting for the engine when the branch grew"):
         generate(builder)
     assert builder.template_breaks == 1 and not builder.tree.turns()
+
+
+def routed(prompt: int, *ids: int, of: int = 0) -> TokenOutput:
+    """An output whose token at place t went to the experts ``of + t % 100`` and 1 of the only layer."""
+    experts = np.array([[[of + place % 100, 1]] for place in range(prompt + len(ids) - 1)])
+    spans = [PolicySpan(0, 0, len(ids))]
+    return TokenOutput(list(ids), [0.0] * len(ids), "length", spans, routed_experts=experts)
+
+
+def test_turns_keep_the_experts_of_the_tokens_since_the_turn_before(conversation):
+    talk = conversation([])
+    first = talk.builder.num_tokens
+    talk.policy.turns.append(routed(first, 5, 6))
+    generate(talk.builder)
+    talk.builder.add_messages([TOOL])
+    second = talk.builder.num_tokens
+    # The engine says it again of all tokens; of those of the first request the first answer counts.
+    talk.policy.turns += [routed(second, 7, 8, 9, of=100), routed(second, 7, of=300)]
+    fork = talk.builder.fork()
+    generate(talk.builder)
+    talk.builder.add_messages([TOOL])
+    generate(fork)
+    rows = [finish(talk.builder), finish(fork)]
+    results = TrajectoryResult({"uid": "u"}, "t", Termination.COMPLETED, [], RewardResult(1.0), tree=talk.builder.tree)
+    results.outputs = adopt("loop", talk.builder.tree, rows)
+    batch = to_data_proto([results], 0, {})
+    long, short = batch.non_tensor_batch["routed_experts"]
+    assert (long.dtype, short.dtype) == (np.uint8, np.int16)
+    begin, then = [place % 100 for place in range(first + 1)], range(first + 1, second + 2)
+    assert long[:, 0, 0].tolist() == [*begin, *(100 + place % 100 for place in then)]
+    assert short[:, 0, 0].tolist() == [*begin, *(300 + place % 100 for place in then[:-2])]
+    small = pickle.loads(pickle.dumps(talk.builder.tree))
+    assert [None if node.routed_experts is None else len(node.routed_experts) for node in small.nodes] == [
+        None if node.routed_experts is None else len(node.routed_experts) for node in talk.builder.tree.nodes
+    ]
+
+
+def test_experts_that_do_not_fit_the_tokens_are_an_error_of_the_engine(conversation):
+    talk = conversation([])
+    talk.policy.turns.append(routed(talk.builder.num_tokens - 1, 5, 6))
+    with pytest.raises(EngineError, match=r"routed_experts of shape \[\d+, 1, 2\] for \d+ tokens of a prompt and 2"):
+        generate(talk.builder)
+
+
+def test_an_answer_that_is_cut_has_the_experts_of_what_is_left(renderer):
+    ids = renderer.encode("ab ab ab")
+    output = routed(4, *ids)
+    assert len(ids) > 2
+    cut = cut_after(output, ["b"], renderer.decode)
+    assert len(cut.token_ids) < len(ids) and len(cut.routed_experts) == 4 + len(cut.token_ids) - 1
+
+
+def test_parts_of_an_answer_have_the_experts_of_all_tokens():
+    both = joined(routed(4, 5, 6), routed(6, 7, 8, of=50))
+    assert both.routed_experts[:, 0, 0].tolist() == [0, 1, 2, 3, 4, 55, 56]
+    assert joined(TokenOutput([5], [0.0], "abort"), routed(5, 7)).routed_experts.shape[0] == 5
+    assert joined(routed(4, 5), TokenOutput([], [], "abort")).routed_experts.shape[0] == 4

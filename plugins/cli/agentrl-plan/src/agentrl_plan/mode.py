@@ -32,6 +32,7 @@ _UNKNOWN = frozenset(
     {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "rand", "randn", "uniform_", "normal_"}
 )
 _INDEXED = (aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default)
+_GROUPED = aten._grouped_mm.default
 _ALL_TO_ALL = torch.ops.c10d.alltoall_base_.default
 _CHOSEN = (aten.topk.default, aten.sort.default, aten.sort.stable, aten.argmax.default)
 """Operations whose indices depend on the model: experts, which a simulation takes to be chosen equally often."""
@@ -91,7 +92,10 @@ class Simulation(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func in _SCALARS:
             return self._scalar(func, known, tensors)
         try:
-            result = func(*args, **kwargs)
+            if func is _GROUPED and args[0].dtype != torch.bfloat16:
+                result = _product_of_groups(*args, **kwargs)
+            else:
+                result = func(*args, **kwargs)
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             if known is None:
                 raise SimulationError(f"the result of {func} depends on values that no simulation has") from error
@@ -355,6 +359,15 @@ def _product(shape: tuple[int, ...]) -> int:
     for size in shape:
         count *= size
     return count
+
+
+def _product_of_groups(left: Tensor, right: Tensor, offsets: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+    """What torch's own simulation of it refuses in other types than bfloat16, which devices multiply group by group."""
+    rows, columns = left.shape[-2], right.shape[-1]
+    if left.ndim == right.ndim:
+        groups = (left.shape[0],) if left.ndim == 3 else () if offsets is None else (offsets.shape[0],)
+        return left.new_empty(*groups, rows, columns)
+    return left.new_empty(rows, columns)
 
 
 def _choose_equally(func: Any, result: Any, scores: Tensor) -> None:
