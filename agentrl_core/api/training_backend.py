@@ -220,6 +220,9 @@ class TrainingBackend(ABC):
         self.last_files: Sequence[str] = ()
         """Files of this model in the last checkpoint: the run's last one, or the one it resumed from. The core sets
         this before each :meth:`snapshot`; empty: there is none."""
+        self.kept_files: Sequence[str] = ()
+        """Those of :attr:`last_files` in which nothing has changed. A backend may set this in :meth:`snapshot`, on all
+        ranks, and not write them: the core lets the new checkpoint share them with the last one."""
 
     @classmethod  # noqa: B027 - most have nothing to refuse
     def check(cls, config: Any, model: Any, adapted: bool, ranks: int, key: str) -> None:
@@ -357,9 +360,6 @@ class TrainingBackend(ABC):
         returns the names of the files in it that this rank has written. Afterwards the directory has the weights in the
         layout of the Hugging Face hub, with config.json and without tokenizer (or an adapter as PEFT reads it), and
         below :data:`TRAINING_FOLDER` all that :meth:`restore` reads: nodes that do not share the disk get that alone.
-
-        A rank may also return names of :attr:`last_files` that it has not written, because nothing in them has changed:
-        the new checkpoint then shares these files with the last one.
         """
 
     @abstractmethod

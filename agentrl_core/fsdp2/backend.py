@@ -402,16 +402,16 @@ class Fsdp2(TrainingBackend):
         group = self._checkpoint_group
         self.use()
         state, frozen = copied_state(self._model, self._optimizer, self.steps, group), frozen_weights(self._model)
-        kept = self._kept_files(frozen)
-        once = {} if kept else copied(frozen, group)
-        self._has_saved_frozen = bool(frozen)
+        self.kept_files = self._kept_files(frozen)
+        once = {} if self.kept_files else copied(frozen, group)
+        self._has_saved_frozen = True
 
         def write(path: str) -> Sequence[str]:
             self._save(path, copied_weights({**state, **once}), copied_weights(frozen))
             save_training_state(path, state, group)
             if once:
                 save_training_state(path, once, group, FROZEN_FOLDER)
-            return [*files_of_rank(path, self._ranks.rank), *(kept if self._ranks.is_first else ())]
+            return files_of_rank(path, self._ranks.rank)
 
         return write
 

@@ -43,7 +43,7 @@ def save_model(
     model: Any,
     path: str,
     tensors: Mapping[str, Tensor] | None = None,
-    file_bytes: int = FILE_BYTES,
+    file_bytes: int | None = None,
     frozen: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Config and safetensors in Hugging Face layout, in the weights' own dtype.
@@ -52,6 +52,7 @@ def save_model(
 
     Args:
         tensors: its weights, in place of those that the model has now.
+        file_bytes: of a file; None: :data:`FILE_BYTES`.
         frozen: weights that get files of their own. If ``tensors`` lack them these files exist elsewhere, and only the
             index names them.
     """
@@ -65,6 +66,7 @@ def save_model(
     is_first = not any(weights.is_sharded for weights in parts.values()) or dist.get_rank() == 0
     if is_first:
         _save_config(model, path)
+    file_bytes = file_bytes or FILE_BYTES
     layouts = {kind: _files_of(kind, weights, file_bytes) for kind, weights in parts.items()}
     for kind, weights in parts.items():
         if kind == "model" or once:
@@ -186,8 +188,12 @@ def _stored_name(model: Any, name: str, stored: Mapping[str, Tensor]) -> str:
 
 def _mapped(model: Path) -> Tensors:
     """A model's tensors as its files have them. They are read from the disk when they are used."""
+    # As transformers chooses them: the directory may have others.
+    choices = ("model.safetensors", _INDEX, "pytorch_model.bin", _PICKLED[1])
+    found = next(model / name for name in choices if (model / name).is_file())
+    files = set(json.loads(found.read_bytes())["weight_map"].values()) if found.suffix == ".json" else {found.name}
     tensors: Tensors = {}
-    for file in weight_files(model):
+    for file in (model / name for name in sorted(files)):
         if file.suffix == ".safetensors":
             with safe_open(file, "pt") as opened:
                 tensors |= {name: opened.get_tensor(name) for name in opened.keys()}
@@ -221,19 +227,8 @@ def check_weights(model: Path) -> None:
     """
     if not (model / "config.json").is_file():
         raise ConfigError("found no config.json; copy the model again")
-    for file in weight_files(model):
-        with boundary(ConfigError, f"{file.name} cannot be read, copy it again:"):
-            (_check_safetensors if file.suffix == ".safetensors" else _check_pickle)(file)
-
-
-def weight_files(model: Path) -> list[Path]:
-    """The files with a model's weights.
-
-    Raises:
-        ConfigError: one of them is missing, or there is none.
-    """
     # Where a model has both, transformers loads the safetensors.
-    for pattern, index in (("*.safetensors", _INDEX), _PICKLED):
+    for pattern, index, check in (("*.safetensors", _INDEX, _check_safetensors), (*_PICKLED, _check_pickle)):
         files = {file.name for file in model.glob(pattern)}
         if (model / index).is_file():
             with boundary(ConfigError, f"{index} cannot be read, copy it again:"):
@@ -241,8 +236,10 @@ def weight_files(model: Path) -> list[Path]:
         for name in sorted(files):
             if not (model / name).is_file():
                 raise ConfigError(f"{name}, which {index} names, is missing; copy it again")
+            with boundary(ConfigError, f"{name} cannot be read, copy it again:"):
+                check(model / name)
         if files:
-            return [model / name for name in sorted(files)]
+            return
     raise ConfigError("found no *.safetensors; copy the model again")
 
 

@@ -246,10 +246,10 @@ class TrainingWorker(ModelWorker):
         self.checkpoint_written()
         self._backend.last_files = last_files
         write = self._backend.snapshot()
+        kept = dict.fromkeys(self._backend.kept_files, "")
 
         def written() -> dict[str, str]:
-            files = {name: Path(path) / name for name in write(path)}
-            return {name: flushed_checksum(file) if file.exists() else "" for name, file in files.items()}
+            return kept | {name: flushed_checksum(Path(path) / name) for name in write(path)}
 
         self._writing = in_thread(written)
         if not background:

@@ -32,13 +32,13 @@ def state_of(backend: Any) -> Arrays:
 
 
 def snapshot(backend: Any, folder: str, last: list[str], ranks: int) -> list[str]:
-    """The names that all ranks report."""
+    """The names of the files that all ranks have written, and of those that they keep."""
     backend.last_files = last
     own = list(backend.snapshot()(folder))
     reported: list[list[str]] = [own] * ranks
     if ranks > 1:
         dist.all_gather_object(reported, own)
-    return [name for names in reported for name in names]
+    return [*(name for names in reported for name in names), *backend.kept_files]
 
 
 def saved(
