@@ -3,8 +3,8 @@
 
 1 and 2 processes over gloo hold a dense model with random weights; all of them are trained, or half of its layers are
 frozen. AdamW takes a step on made-up gradients, so that moments exist; nothing else of training runs. Each process
-takes a checkpoint several times, in the way that a run does: copy, write, checksum, and links to the last one. Files are
-cut at 1/16 of the model, so that there are as many as a large model has.
+takes a checkpoint several times, in the way that a run does: copy, write, checksum, and links to the last one.
+Files are cut at 1/16 of the model, so that there are as many as a large model has.
 """
 
 import argparse
