@@ -221,6 +221,12 @@ class TrainingBackend(ABC):
         self.context = context
         self.steps = 0
         """Optimizer steps so far. The core counts them, a checkpoint keeps them."""
+        self.last_files: Sequence[str] = ()
+        """Files of this model in the last checkpoint: the run's last one, or the one it resumed from. The core sets
+        this before each :meth:`snapshot`; empty: there is none."""
+        self.kept_files: Sequence[str] = ()
+        """Those of :attr:`last_files` in which nothing has changed. A backend may set this in :meth:`snapshot`, on all
+        ranks, and not write them: the core lets the new checkpoint share them with the last one."""
 
     @classmethod  # noqa: B027 - most have nothing to refuse
     def check(cls, config: Any, model: Any, adapted: bool, ranks: int, key: str) -> None:

@@ -249,6 +249,14 @@ def stored_adapter(path: str, policy: str = POLICY) -> Adapter:
     return Adapter(policy, {**found, "target_modules": targets})
 
 
+def fill_adapter(model: nn.Module, path: str) -> None:
+    """Read an adapter into a model without weights, which stays without the others."""
+    for layer in _layers(model):
+        layer.lora_A.to_empty(device="cpu")
+        layer.lora_B.to_empty(device="cpu")
+    _fill(adapter_tensors(model), path)
+
+
 def _fill(own: Mapping[str, Tensor], path: str) -> None:
     """Take over the tensors of an adapter's directory."""
     file = Path(path) / WEIGHTS_FILE

@@ -41,9 +41,13 @@ from agentrl_core.fsdp2.adapters import (
     use_adapter,
 )
 from agentrl_core.fsdp2.checkpoints import (
+    FROZEN_FOLDER,
+    copied,
     copied_state,
     copied_weights,
     files_of_rank,
+    frozen_names,
+    frozen_weights,
     load_training_state,
     save_training_state,
 )
@@ -51,7 +55,7 @@ from agentrl_core.fsdp2.flops import utilisation
 from agentrl_core.fsdp2.log_probs import chunks_logits, response_log_probs, response_logits
 from agentrl_core.fsdp2.media import Media
 from agentrl_core.fsdp2.mesh import KEY, Mesh, check_size
-from agentrl_core.fsdp2.model_files import FILE_BYTES, copy_processor, save_adapter, save_model
+from agentrl_core.fsdp2.model_files import FILE_BYTES, copy_processor, frozen_files, save_adapter, save_model
 from agentrl_core.fsdp2.models import (
     check_lengths,
     empty_backbone,
@@ -101,6 +105,8 @@ class Fsdp2(TrainingBackend):
         self._model: Any = None
         self._media: Media | None = None
         self._checkpoint_group: ProcessGroup | None = None
+        self._has_saved_frozen = False
+        """The last checkpoint has the frozen weights in files of their own."""
         self._optimizer: AdamW
         self._partial: list[nn.Parameter] = []
         self._offload: Offload
@@ -410,14 +416,28 @@ class Fsdp2(TrainingBackend):
             self._checkpoint_group = self._ranks.another_group()
         group = self._checkpoint_group
         self.use()
-        state = copied_state(self._model, self._optimizer, self.steps, group)
+        state, frozen = copied_state(self._model, self._optimizer, self.steps, group), frozen_weights(self._model)
+        self.kept_files = self._kept_files(frozen)
+        once = {} if self.kept_files else copied(frozen, group)
+        self._has_saved_frozen = True
 
         def write(path: str) -> Sequence[str]:
-            self._save(path, copied_weights(state))
+            self._save(path, copied_weights({**state, **once}), copied_weights(frozen))
             save_training_state(path, state, group)
+            if once:
+                save_training_state(path, once, group, FROZEN_FOLDER)
             return files_of_rank(path, self._ranks.rank)
 
         return write
+
+    def _kept_files(self, frozen: Mapping[str, Tensor]) -> list[str]:
+        """The files of the last checkpoint that hold the frozen weights, if all of them are there."""
+        if not frozen or not self._has_saved_frozen:
+            return []
+        folder = f"{TRAINING_FOLDER}/{FROZEN_FOLDER}/"
+        own = frozen_files(self._language_model, self._below_head(copied_weights(frozen)))
+        state = [name for name in self.last_files if name.startswith(folder)]
+        return [*own, *state] if {*own, folder + ".metadata"} <= set(self.last_files) else []
 
     def restore(self, path: str) -> None:
         if (adapter := self.adapter_config) is not None:
@@ -426,12 +446,17 @@ class Fsdp2(TrainingBackend):
             check_same(adapter, str(kept) if (kept / CONFIG_FILE).exists() else path)
         self.use()
         self.steps = load_training_state(path, self._model, self._optimizer, self._ranks)
+        self._has_saved_frozen = frozen_names(path) == frozen_weights(self._model).keys()
 
-    def _save(self, path: str, weights: Mapping[str, Tensor]) -> None:
+    def _below_head(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Those of the part of the model that is one of transformers."""
+        return weights if self.context.head == "tokens" else _below("backbone.", weights)
+
+    def _save(self, path: str, weights: Mapping[str, Tensor], frozen: Mapping[str, Tensor]) -> None:
         """Write these weights of the model as transformers, or of its adapter as PEFT, loads them."""
-        own = weights if self.context.head == "tokens" else _below("backbone.", weights)
+        own = self._below_head(weights)
         if (adapter := self.adapter_config) is None:
-            save_model(self._language_model, path, own)
+            save_model(self._language_model, path, own, frozen=self._below_head(frozen))
         else:
             save_adapter(self._language_model, path, adapter, own, self.context.model.path, self.context.policy)
         if self._ranks.is_first:

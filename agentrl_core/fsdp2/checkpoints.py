@@ -2,6 +2,7 @@
 
 Each rank writes its own shards of model and optimizer, and a checkpoint is read by any number of ranks, one included.
 It is written from a copy in host memory, so that training goes on meanwhile and nothing comes back to the device.
+Frozen weights have a DCP of their own next to the other one, which later checkpoints take over as it is.
 """
 
 import pickle
@@ -39,6 +40,8 @@ METADATA_GLOBALS = (
     ("torch", "Size"), ("torch.serialization", "_get_layout"),
     ("pathlib", "PosixPath"), ("pathlib._local", "PosixPath"),
 )  # fmt: skip
+FROZEN_FOLDER = "frozen"
+"""Below :data:`TRAINING_FOLDER`. Older checkpoints have frozen weights among the others."""
 _WEIGHTS = "model."
 _SHARD = re.compile(r"__(?P<rank>\d+)_\d+\.distcp")
 
@@ -66,20 +69,35 @@ class MetadataReader(FileSystemReader):
 
 
 def copied_state(model: nn.Module, optimizer: AdamW, steps: int, group: ProcessGroup | None) -> dict[str, Tensor]:
-    """Copies in host memory of weights and moments, and the number of steps.
+    """Copies in host memory of weights that are not frozen and moments, and the number of steps.
 
     Args:
         group: of all ranks, for what is done with the copies; None for a single rank.
     """
+    trained = {name: tensor for name, tensor in _weights(model).items() if not _is_frozen(tensor)}
+    return copied({**trained, **_moments(optimizer), "steps": torch.tensor(steps)}, group)
+
+
+def copied(state: Mapping[str, Tensor], group: ProcessGroup | None) -> dict[str, Tensor]:
+    """The tensors in host memory, as :func:`copied_state` has them."""
     mesh = None if group is None else DeviceMesh.from_group(group, "cpu")
     # With the variables themselves tied weights are one object, and stay one.
-    state = {**_weights(model), **_moments(optimizer), "steps": torch.tensor(steps)}
     copies = {id(tensor): _copy(tensor, mesh) for tensor in {id(each): each for each in state.values()}.values()}
     return {name: copies[id(tensor)] for name, tensor in state.items()}
 
 
+def frozen_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Those of ``model.freeze``, themselves, named as in :func:`copied_state`. What is below an adapter is in no
+    checkpoint, and not among them."""
+    return {name: tensor for name, tensor in _weights(model).items() if _is_frozen(tensor)}
+
+
+def _is_frozen(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter) and not tensor.requires_grad
+
+
 def copied_weights(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The model's weights among what :func:`copied_state` returns, by their names in the model."""
+    """The model's weights in a state, by their names in the model."""
     return {name.removeprefix(_WEIGHTS): tensor for name, tensor in state.items() if name.startswith(_WEIGHTS)}
 
 
@@ -113,13 +131,20 @@ def files_of_rank(path: str, rank: int) -> list[str]:
     return found
 
 
-def save_training_state(path: str, state: Mapping[str, Tensor], group: ProcessGroup | None) -> None:
-    """Write what :func:`copied_state` returns; all ranks must call this."""
+def save_training_state(path: str, state: Mapping[str, Tensor], group: ProcessGroup | None, below: str = "") -> None:
+    """Write what :func:`copied_state` returns, or :func:`copied` into a folder ``below``; all ranks must call this."""
+    folder = str(Path(_folder(path)) / below)
     try:
         with _quiet():
-            save(dict(state), checkpoint_id=_folder(path), process_group=group, no_dist=group is None)
+            save(dict(state), checkpoint_id=folder, process_group=group, no_dist=group is None)
     except CheckpointException as error:  # a BaseException, which a caller's "except Exception" would miss
-        raise CheckpointError(f"{_folder(path)}: {_cause(error)}") from error
+        raise CheckpointError(f"{folder}: {_cause(error)}") from error
+
+
+def frozen_names(path: str) -> set[str]:
+    """The names of the weights that a checkpoint has apart because they were frozen."""
+    folder = Path(_folder(path)) / FROZEN_FOLDER
+    return set(MetadataReader(folder).read_metadata().state_dict_metadata) if folder.is_dir() else set()
 
 
 def load_training_state(path: str, model: nn.Module, optimizer: AdamW, ranks: TrainingRanks) -> int:
@@ -130,7 +155,7 @@ def load_training_state(path: str, model: nn.Module, optimizer: AdamW, ranks: Tr
     """
     steps, folder = torch.tensor(0), _folder(path)
     try:
-        reader = MetadataReader(folder)
+        apart = frozen_names(path)
         weights = {name: tensor.detach() for name, tensor in _weights(model).items()}
         state = {**weights, **_moments(optimizer), "steps": steps}
         split = {
@@ -139,8 +164,10 @@ def load_training_state(path: str, model: nn.Module, optimizer: AdamW, ranks: Tr
         if split:
             mesh = init_device_mesh("cpu", (ranks.size,))
             state |= {name: _over_all_ranks(each, mesh) for name, each in split.items()}
-        with _quiet():
-            load(state, checkpoint_id=folder, storage_reader=reader, no_dist=ranks.size == 1)
+        for below, is_there in (folder, False), (f"{folder}/{FROZEN_FOLDER}", True):
+            if part := {name: tensor for name, tensor in state.items() if (name in apart) == is_there}:
+                with _quiet():
+                    load(part, checkpoint_id=below, storage_reader=MetadataReader(below), no_dist=ranks.size == 1)
         for name, tensor in split.items():
             whole: Any = state[name]
             set_from_whole(tensor, whole.full_tensor().to(tensor.device_mesh.device_type))

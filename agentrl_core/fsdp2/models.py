@@ -41,7 +41,8 @@ def load_causal_lm(path: str, config: ModelConfig, key: str, device: torch.devic
         path: directory with config and weights.
         config: dtype, attention and the rest.
         key: the config key that ``path`` comes from, for messages.
-        device: on which the weights are quantized and stay, if ``model.quantize`` says so; None: they are not.
+        device: on which the weights are quantized and stay, if ``model.quantize`` says so; None: they are not. On
+            torch's meta device no weights are read, but how the model's files name them.
 
     Raises ConfigError where the path does not exist, is no model, or lacks weights.
     """
@@ -186,7 +187,9 @@ def freeze(model: Any, parts: Sequence[str]) -> Any:
 
 
 def _quantization(config: ModelConfig, device: torch.device | None) -> dict[str, Any]:
-    """Arguments of ``from_pretrained`` for ``model.quantize``."""
+    """Arguments of ``from_pretrained`` for ``model.quantize``, and for a model without weights."""
+    if device is not None and device.type == "meta":
+        return {"device_map": {"": device}}
     if config.quantize is None or device is None:
         return {}
     # Multiplication in 8 bits says in every layer that it casts.

@@ -3,13 +3,13 @@
 They leave in the form that checkpoints have, whose names and shapes differ from the model's own where transformers
 fuses tensors as it loads them (the experts of a mixture-of-experts model, for one). They are cast to the data type of
 the engines before anything is gathered or copied. Where the model is sharded, a bucket is gathered when it is asked
-for: all ranks must step through together, rank 0 keeps what is gathered, and no rank holds more than one bucket besides
-its shards. Into a file on one host each rank writes its own shards instead.
+for: all ranks must step through together, and rank 0 keeps what is gathered. Next to its shards rank 0 holds one bucket
+and one layer at most, and other ranks one layer. Into a file on one host each rank writes its own shards instead.
 """
 
 import functools
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import groupby
 from typing import Any
 
@@ -62,7 +62,7 @@ class ModelWeights:
         # Whether all ranks see that file; None before the first update.
         self._is_shared: bool | None = None
         own = _without_data(dict(self._own()))
-        form = _in_checkpoint_form(model, own)
+        form = in_checkpoint_form(model, own)
         self._differs = {name: t.shape for name, t in form.items()} != {name: t.shape for name, t in own.items()}
 
     def _own(self) -> Iterator[tuple[str, Tensor]]:
@@ -92,17 +92,18 @@ class ModelWeights:
     def _cast(self, tensors: Tensors) -> Tensors:
         return {name: self._whole(name, tensor).to(self._dtype_of(name, tensor)) for name, tensor in tensors.items()}
 
-    def _plan(self, bucket_bytes: int) -> list[Tensors]:
-        """The model's own tensors or shards, cut by the size of the whole tensors as they leave."""
-        buckets: list[Tensors] = []
+    def _plan(self, bucket_bytes: int) -> list[list[Tensors]]:
+        """The model's own tensors or shards, cut by the size of the whole tensors as they leave. A bucket is a list of
+        what is converted together."""
+        buckets: list[list[Tensors]] = []
         size = 0
         for _, unit in groupby(self._own(), lambda item: self._unit_of(item[0])):
             tensors = dict(unit)
             nbytes = sum(tensor.numel() * self._dtype_of(name, tensor).itemsize for name, tensor in tensors.items())
             if not buckets or size + nbytes > bucket_bytes:
-                buckets.append({})
+                buckets.append([])
                 size = 0
-            buckets[-1] |= tensors
+            buckets[-1].append(tensors)
             size += nbytes
         return buckets
 
@@ -111,12 +112,14 @@ class ModelWeights:
         return layer[0] if layer else name
 
     def _converted(self, tensors: Tensors) -> Tensors:
-        return _in_checkpoint_form(self._model, tensors) if self._differs else tensors
+        return in_checkpoint_form(self._model, tensors) if self._differs else tensors
 
     def layout(self, bucket_bytes: int) -> list[ArrayBucket]:
         """What :meth:`buckets` yields, without the data; nothing is gathered."""
-        buckets = self._plan(bucket_bytes)
-        return [described(self._converted(self._cast(_without_data(bucket)))) for bucket in buckets]
+        return [
+            described(_joined(self._converted(self._cast(_without_data(unit))) for unit in bucket))
+            for bucket in self._plan(bucket_bytes)
+        ]
 
     def buckets(self, bucket_bytes: int, on_host: bool = True, everywhere: bool = False) -> Iterator[Tensors]:
         """The tensors, gathered bucket by bucket; where the model is sharded all ranks must exhaust the iterator.
@@ -126,10 +129,19 @@ class ModelWeights:
             everywhere: every rank gets them; otherwise buckets of the other ranks are empty where the model is sharded.
         """
         for bucket in self._plan(bucket_bytes):
-            cast = self._cast(bucket)
-            whole = {name: t.full_tensor() if isinstance(t, DTensor) else t for name, t in cast.items()}
-            keeps = everywhere or not _is_sharded(bucket) or dist.get_rank() == 0
-            yield self._converted({name: t.cpu() if on_host else t for name, t in whole.items()}) if keeps else {}
+            keeps = everywhere or not any(map(_is_sharded, bucket)) or dist.get_rank() == 0
+            # Nothing here refers to a bucket while its user has it: the next one is made when it is gone.
+            yield _joined(self._gathered(unit, on_host, keeps) for unit in bucket)
+
+    def _gathered(self, unit: Tensors, on_host: bool, keeps: bool) -> Tensors:
+        """What is converted together, whole and in the form of the checkpoint; empty unless this rank ``keeps`` it."""
+        found: Tensors = {}
+        for name, tensor in unit.items():
+            (cast,) = self._cast({name: tensor}).values()
+            whole = cast.full_tensor() if isinstance(cast, DTensor) else cast
+            if keeps:
+                found[name] = whole.cpu() if on_host else whole
+        return self._converted(found)
 
     def write_file(self) -> tuple[str, ...]:
         """Write all tensors to one safetensors file in this host's memory, the same one each time; its path.
@@ -213,6 +225,10 @@ class ModelWeights:
             self._file.close()
 
 
+def _joined(parts: Iterable[Tensors]) -> Tensors:
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
 def _is_sharded(tensors: Tensors) -> bool:
     return any(isinstance(tensor, DTensor) for tensor in tensors.values())
 
@@ -230,7 +246,8 @@ def _targets(layout: list[ArrayBucket], views: Mapping[str, Any]) -> Tensors:
     }
 
 
-def _in_checkpoint_form(model: Any, tensors: Tensors) -> Tensors:
+def in_checkpoint_form(model: Any, tensors: Tensors) -> Tensors:
+    """A model's tensors under the names and in the shapes of its files."""
     return dict(revert_weight_conversion(model, tensors)) if isinstance(model, PreTrainedModel) else tensors
 
 

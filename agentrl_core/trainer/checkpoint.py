@@ -5,6 +5,7 @@ The training processes write in the background; each hashes what it wrote, and t
 checkpoints/step-000010/
   actor/            weights in Hugging Face layout, tokenizer
     training/       distributed checkpoint: weights, optimizer, schedule, random generators
+      frozen/       the same of frozen weights; these and frozen-*.safetensors are hard links to the last checkpoint's
   critic/           the same, where there is a critic
   policies/NAME/    the same of each policy, in place of actor/, where a run has several
   trainer.json      step, best value so far, fingerprint of the data, metrics of the step
@@ -18,9 +19,10 @@ checkpoints/best    link to the best by trainer.checkpoint.best_metric
 import hashlib
 import json
 import logging
+import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -241,13 +243,7 @@ def _verify(path: Path) -> None:
     for name in _REQUIRED:
         if not (path / name).is_file():
             raise _damaged(path / name, "it is missing")
-    try:
-        checksums = json.loads((path / CHECKSUM_FILE).read_text(encoding="utf-8"))
-        if not isinstance(checksums, dict):
-            raise ValueError("expected a mapping from files to checksums")
-    except (OSError, ValueError, RecursionError) as error:
-        raise _damaged(path / CHECKSUM_FILE, str(error)) from error
-    for name, expected in checksums.items():
+    for name, expected in read_checksums(path).items():
         file = path / name
         try:
             found = _checksum(file) if file.is_file() else None
@@ -260,6 +256,33 @@ def _verify(path: Path) -> None:
             check_saved(folder)
         except ConfigError as error:
             raise _damaged(folder, str(error)) from error
+
+
+def read_checksums(path: Path) -> dict[str, str]:
+    """The files of a checkpoint, with the SHA-256 of each.
+
+    Raises:
+        CheckpointError: they cannot be read.
+    """
+    try:
+        checksums = json.loads((path / CHECKSUM_FILE).read_text(encoding="utf-8"))
+        if not isinstance(checksums, dict):
+            raise ValueError("expected a mapping from files to checksums")
+    except (OSError, ValueError, RecursionError) as error:
+        raise _damaged(path / CHECKSUM_FILE, str(error)) from error
+    return checksums
+
+
+def share_files(last: Path, directory: Path, names: Iterable[str]) -> None:
+    """Give a checkpoint files of the last one: as hard links, so that either may be deleted, or as copies where the
+    file system has no links."""
+    for name in names:
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        try:
+            os.link(last / name, directory / name)
+        except OSError:
+            shutil.copy(last / name, directory / name)
+            flushed_checksum(directory / name)
 
 
 def actor_folders(checkpoint: Path) -> dict[str, Path]:

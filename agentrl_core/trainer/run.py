@@ -42,7 +42,9 @@ from agentrl_core.trainer.checkpoint import (
     TrainerState,
     actor_folders,
     plugin_refs,
+    read_checksums,
     resumed_state,
+    share_files,
 )
 from agentrl_core.trainer.copies import Copy
 from agentrl_core.trainer.disks import Disks
@@ -93,6 +95,9 @@ class Run:
         self.health = Health(config, self.path, algorithms.loss_reads_advantages)
         self._store = CheckpointStore(self._directory.checkpoints_dir, config.trainer.checkpoint.keep)
         self._checkpoint: Path | None = None
+        """The last one of this run, or the one that it resumes from."""
+        self._shared: Mapping[str, str] = {}
+        """What the checkpoint that is being written may share with that one: SHA-256 by file."""
         self._state = TrainerState(0, None, None, data_fingerprint)
         self._written: TrainerState | None = None
         """That of the checkpoint that is being written."""
@@ -297,10 +302,15 @@ class Run:
         The training processes write it in the background; :meth:`publish_checkpoint` makes it one.
         """
 
+        # Somebody may have deleted it meanwhile.
+        last = self._checkpoint
+        self._shared = {} if last is None or not last.is_dir() else read_checksums(last)
+
         def write(directory: Path) -> None:
             self._disks.clear(directory)
             for role, worker in self._workers.items():
-                worker.save_checkpoint(str(directory / role), background=True)
+                own = [name.removeprefix(f"{role}/") for name in self._shared if name.startswith(f"{role}/")]
+                worker.save_checkpoint(str(directory / role), background=True, last_files=own)
             for role, copy in self._copies.items():
                 copy.save_checkpoint(directory / role)
 
@@ -336,6 +346,11 @@ class Run:
                     checksums |= {f"{role}/{name}": checksum for name, checksum in files.items()}
             self._written = None
             reported = list(checksums)
+            # What nobody wrote again comes from the last checkpoint, with its checksum there.
+            kept = {name: self._shared[name] for name in reported if not checksums[name] and name in self._shared}
+            if self._checkpoint is not None:
+                share_files(self._checkpoint, directory, kept)
+            checksums |= kept
             # What came from other nodes is flushed here, and has its checksum from here.
             for name in self._disks.collect(directory):
                 checksums.pop(name, None)
@@ -351,7 +366,8 @@ class Run:
             # A second signal waits for no records; the checkpoint, which may be the only one, is whole.
             self._store.publish(state, checksums)
             raise
-        return state.step, self._store.publish(state, checksums)
+        self._checkpoint = self._store.publish(state, checksums)
+        return state.step, self._checkpoint
 
     def note_best(self, step: int, metrics: Mapping[str, float]) -> bool:
         """Remember the best value of ``trainer.checkpoint.best_metric``; return whether this step has it."""

@@ -241,13 +241,15 @@ class TrainingWorker(ModelWorker):
         return super().sharing()._replace(epochs=self._settings.epochs, mini_batches=self._settings.mini_batches)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, path: str, background: bool = False) -> None:
+    def save_checkpoint(self, path: str, background: bool = False, last_files: Sequence[str] = ()) -> None:
         """Copy the state to host memory and write it from there; in the ``background`` return after the copy."""
         self.checkpoint_written()
+        self._backend.last_files = last_files
         write = self._backend.snapshot()
+        kept = dict.fromkeys(self._backend.kept_files, "")
 
         def written() -> dict[str, str]:
-            return {name: flushed_checksum(Path(path) / name) for name in write(path)}
+            return kept | {name: flushed_checksum(Path(path) / name) for name in write(path)}
 
         self._writing = in_thread(written)
         if not background:
@@ -255,7 +257,8 @@ class TrainingWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def checkpoint_written(self, wait: bool = True) -> dict[str, str] | None:
-        """What this rank has written of the last checkpoint; None while it writes, unless it shall ``wait``."""
+        """SHA-256 of what this rank has written of the last checkpoint, empty for files that it shares with the one
+        before; None while the rank writes, unless it shall ``wait``."""
         writing = self._writing
         if writing is None:
             return {}

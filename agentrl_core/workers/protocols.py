@@ -82,7 +82,7 @@ class Actor(Protocol):
         row has a gradient, the weights stay as they are, and the metrics are those of a forward pass.
         """
 
-    def save_checkpoint(self, path: str, background: bool = False) -> object:
+    def save_checkpoint(self, path: str, background: bool = False, last_files: Sequence[str] = ()) -> object:
         """Write weights in Hugging Face layout, and what :meth:`load_checkpoint` reads. The caller makes it atomic.
 
         It is written from a copy in host memory; in the ``background`` this returns once the copy is made.
@@ -161,7 +161,7 @@ class Critic(Protocol):
         Reads also ``values``, ``returns`` and ``meta_info["seed"]``.
         """
 
-    def save_checkpoint(self, path: str, background: bool = False) -> object:
+    def save_checkpoint(self, path: str, background: bool = False, last_files: Sequence[str] = ()) -> object:
         """Write backbone, value head, and what :meth:`load_checkpoint` reads; see the actor's."""
 
     def checkpoint_written(self, wait: bool = True) -> list[dict[str, str] | None]:

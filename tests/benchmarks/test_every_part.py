@@ -20,6 +20,7 @@ from agentrl_core.runs.run_dir import RunDir
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = {
     "batch_path.py": ["--rows", "32", "--ranks", "2", "--against", str(BENCHMARKS.parent)],
+    "checkpoints.py": ["--mib", "4", "--repetitions", "2"],
     "engines.py": ["--requests", "4", "--repetitions", "1"],
     "images.py": ["--samples", "2", "--turns", "2", "--images", "1"],
     "packing.py": ["--samples", "1", "--repetitions", "1"],
@@ -29,6 +30,9 @@ SMALL = {
     "weights.py": ["--mib", "1", "--repetitions", "1"],
 }
 CASES = {
+    "checkpoints.py": {
+        "1 process", "2 processes", "agentrl export --merge", "PREDICTED, 70B on 64 GPUs",
+    },
     "engines.py": {
         "4 ragged requests", "1 conversations of 4 turns", "4 ragged requests, transformers",
     },
