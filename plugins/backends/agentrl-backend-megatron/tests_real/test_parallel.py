@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl_testing.ranks import on_ranks
 from conftest import STEPS
@@ -59,7 +60,7 @@ def test_a_mesh_computes_and_trains_like_one_process(
         assert each["norms"] == pytest.approx(wanted["norms"], rel=CLOSE)
         assert_same(each["loaded"], load_file(f"{path}/model.safetensors"), 0.0)
         assert_same(each["trained"], load_file(f"{path}-{STEPS}-steps/model.safetensors"), CLOSE)
-    gradients = first_gradients(tmp_path / "1", found[0]["norms"][0])
+    gradients = first_gradients(tmp_path / "1", found[0]["norms"][0], path)
     for name, gradient in load_file(f"{path}-gradients/model.safetensors").items():
         assert (gradients[name] - gradient).abs().max() <= CLOSE * gradient.abs().max(), name
 
@@ -100,15 +101,16 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: floa
         assert (found[name] - tensor).abs().max() <= limit, name
 
 
-def first_gradients(checkpoint: Path, norm: float) -> dict[str, Tensor]:
-    """As Adam's first moments after one step tell, before they were clipped."""
+def first_gradients(checkpoint: Path, norm: float, path: str) -> dict[str, Tensor]:
+    """As Adam's first moments after one step tell, before they were clipped; under the names of the hub."""
     dcp_to_torch_save(checkpoint / "training", checkpoint / "state.pt")
     scale = (1 - BETAS[0]) * min(1.0, NORM / (norm + 1e-6))
-    return {
+    found = {
         name.removeprefix("optimizer.").removesuffix(".exp_avg"): moment / scale
         for name, moment in torch.load(checkpoint / "state.pt").items()
         if name.endswith(".exp_avg")
     }
+    return dict(revert_weight_conversion(AutoModelForCausalLM.from_pretrained(path), found))
 
 
 def test_the_weights_of_a_checkpoint_are_those_of_the_hub(reference: Reference, tmp_path: Path) -> None:
