@@ -18,6 +18,7 @@ MOVES: list[tuple[str, int, dict[str, Any], int, dict[str, Any]]] = [
     ("qwen3-tied", 2, {"tensor_parallel": 2}, 1, {}),
     ("qwen2", 2, {}, 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     ("qwen3_moe", 2, {"expert_parallel": 2}, 2, {"tensor_parallel": 2}),
+    ("llama", 2, {"context_parallel": 2}, 1, {}),
 ]
 
 

@@ -28,6 +28,15 @@ MESHES = [
     ("qwen2", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     ("llama", 4, {"tensor_parallel": 2}),
     ("llama", 4, {"pipeline_parallel": 2}),
+    ("qwen3-tied", 2, {"context_parallel": 2}),
+    ("qwen2", 2, {"context_parallel": 2, "recomputes": True}),
+    ("llama", 4, {"context_parallel": 4}),
+    ("qwen3-tied", 4, {"context_parallel": 2}),
+    ("qwen2", 4, {"context_parallel": 2, "tensor_parallel": 2}),
+    ("qwen3-tied", 4, {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": False}),
+    ("qwen3-tied", 4, {"context_parallel": 2, "pipeline_parallel": 2}),
+    ("qwen3_moe", 2, {"context_parallel": 2, "expert_parallel": 2}),
+    ("qwen3_moe", 4, {"context_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2}),
     ("qwen3_moe", 2, {"expert_parallel": 2}),
     ("qwen3_moe", 2, {"tensor_parallel": 2}),
     ("qwen3_moe", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
@@ -71,7 +80,9 @@ def test_the_first_rank_has_the_first_part_and_one_rank_of_each_counts(
 ) -> None:
     found = on_ranks(size, training.run, reference(kind)[0], options, 0)
     shares = [each["share"] for each in found]
-    count = size // options.get("tensor_parallel", 1) // options.get("pipeline_parallel", 1)
+    count = size
+    for name in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
+        count //= options.get(name, 1)
     assert shares[0].index == 0 and all(share.count == count for share in shares)
     assert sorted(share.index for share in shares if share.counts) == list(range(count))
 
@@ -131,6 +142,11 @@ def test_layers_of_transformer_engine_must_be_installed(reference: Reference) ->
     options = {"implementation": "transformer_engine"}
     for message in on_ranks(1, training.refused, reference("qwen2")[0], options):
         assert "transformer_engine is not installed" in message
+
+
+def test_rows_are_split_by_layers_of_transformer_engine_alone(reference: Reference) -> None:
+    for message in on_ranks(2, training.refused_by_megatron, reference("qwen2")[0], {"context_parallel": 2}):
+        assert "context_parallel: found 2, which needs the layers of Transformer Engine" in message
 
 
 def test_arguments_that_megatron_does_not_know_are_refused(reference: Reference) -> None:
