@@ -38,6 +38,8 @@ LIMIT = 480.0
 GRACE = 10.0
 """[s] between the two signals that end a part."""
 TAIL_LINES = 12
+ENVIRONMENTS = ("megatron", "vllm", "sglang")
+"""Below .engines."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class Part:
         unseen: what only a GPU shows of it.
         missing: why it cannot run here; empty where it can.
         limit: [s] after which it is killed.
+        python: the interpreter.
     """
 
     title: str
@@ -57,6 +60,7 @@ class Part:
     unseen: str = ""
     missing: str = ""
     limit: float = LIMIT
+    python: str = sys.executable
 
 
 @dataclass(frozen=True)
@@ -88,7 +92,11 @@ CHECKS = {
 
 
 def parts(device: str, interpreters: Mapping[str, Path], limit: float = LIMIT) -> dict[str, Part]:
-    """All parts by name, in the order in which they run: what is quick, and says most of a failure, comes first."""
+    """All parts by name, in the order in which they run: what is quick, and says most of a failure, comes first.
+
+    Args:
+        interpreters: of engines, by their names, and of the training backend ``megatron``.
+    """
     tiny = () if device == "cuda" else ("--tiny",)
     check = ("benchmarks/gpu_checks.py", "--device", device, *tiny, "--json", "{json}")
     step = ("benchmarks/gpu_step.py", "--device", device, *tiny, "--output", "{page}", "--runs", "{runs}", "--plan")
@@ -113,14 +121,17 @@ def parts(device: str, interpreters: Mapping[str, Path], limit: float = LIMIT) -
             ray,
         ),
     }
+    if "megatron" in interpreters:
+        found |= _megatron(device, interpreters["megatron"], (*step, "1", "--runtimes", "ray", "--set"), ray)
     for engine, python in interpreters.items():
+        if engine == "megatron":
+            continue
         how = f"make engines-cpu-{engine}" if device == "cpu" else f"agentrl engines setup {engine}"
         absent = ray or ("" if python.is_file() else f"no interpreter {python} ({how}, or --{engine}-python)")
         own = [*step, "1", "--runtimes", "ray", "--set", f"rollout.engine.name={engine}"]
         own.append(f"rollout.engine.python={python}")
         broadcast = [*own, "rollout.engine.weight_transfer=broadcast"]
-        gpus = torch.cuda.device_count()
-        few = f"needs 2 CUDA devices, found {gpus}" if gpus < 2 else ""
+        few, gpus = _too_few(), torch.cuda.device_count()
         found |= {
             f"{engine}-sleep": Part(
                 f"{engine}, colocated, that sleeps", (*own, "rollout.engine.sleep=2"), speed, absent
@@ -136,6 +147,39 @@ def parts(device: str, interpreters: Mapping[str, Path], limit: float = LIMIT) -
             needs = "" if gpus else "needs a CUDA device"
             found[f"{engine}-ipc"] = Part(f"{engine}, weights by CUDA IPC", tuple(broadcast), missing=absent or needs)
     return {name: replace(part, limit=min(part.limit, limit)) for name, part in found.items()}
+
+
+def _megatron(device: str, python: Path, step: tuple[str, ...], ray: str) -> dict[str, Part]:
+    """Parts of the training backend.
+
+    Args:
+        step: command of a step on Ray, to which configuration is added.
+        ray: why Ray is missing.
+    """
+    how = "make megatron-env" if device == "cpu" else "agentrl backends setup megatron"
+    absent = "" if python.is_file() else f"no interpreter {python} ({how}, or --megatron-python)"
+    fast = any(python.parents[1].glob("lib/python*/site-packages/transformer_engine"))
+    few = _too_few() if device == "cuda" else ""
+    slow = "" if fast or device == "cpu" else f"Transformer Engine is not installed in {python.parents[1]}"
+    check = ("benchmarks/gpu_megatron.py", "--device", device, *(("--tiny",) if device == "cpu" else ()))
+    own = (*step, "trainer.backend.name=megatron", f"trainer.backend.python={python}")
+    two, mesh = (*own, "cluster.processes_per_node=2"), "trainer.backend.config"
+    unseen = "CUDA's kernels, NCCL, time and memory"
+    return {
+        "megatron": Part("Megatron-Core and FSDP2 in bfloat16", (*check, "--json", "{json}"), unseen, absent,
+                         python=str(python)),
+        "megatron-step": Part("A step, Megatron-Core", own, unseen, ray or absent),
+        "megatron-tensor": Part("A step, Megatron-Core, each layer split over two ranks",
+                                (*two, f"{mesh}.tensor_parallel=2"), unseen, ray or absent or few),
+        "megatron-context": Part("A step, Megatron-Core, each row split over two ranks",
+                                 (*two, f"{mesh}.context_parallel=2"), unseen, ray or absent or few or slow),
+    }  # fmt: skip
+
+
+def _too_few() -> str:
+    """Why two ranks of NCCL cannot run here; empty where they can."""
+    gpus = torch.cuda.device_count()
+    return f"needs 2 CUDA devices, found {gpus}" if gpus < 2 else ""
 
 
 @dataclass(frozen=True)
@@ -217,7 +261,7 @@ def run(name: str, part: Part, results: Results, seconds: float, is_rehearsal: b
     ended("**Has not ended**")
     page = results.file(name, "page.md")
     places = {"{json}": results.file(name, "json"), "{page}": page, "{runs}": results.folder / name}
-    command = [sys.executable, *(str(places.get(word, word)) for word in part.command)]
+    command = [part.python, *(str(places.get(word, word)) for word in part.command)]
     environment = {**os.environ, **({"AGENTRL_GPU_REHEARSAL": "1"} if is_rehearsal else {})}
     start = time.monotonic()
     log = results.file(name, "log")
@@ -263,12 +307,12 @@ def main() -> None:
     parser.add_argument(
         "--within", type=float, default=float("inf"), help="seconds for this call; what is left is named"
     )
-    for engine in ("vllm", "sglang"):
+    for engine in ENVIRONMENTS:
         default = ROOT / ".engines" / engine / "bin" / "python"
         parser.add_argument(f"--{engine}-python", type=Path, default=default, help=f"interpreter with {engine}")
     arguments = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    interpreters = {"vllm": arguments.vllm_python.absolute(), "sglang": arguments.sglang_python.absolute()}
+    interpreters = {name: getattr(arguments, f"{name}_python").absolute() for name in ENVIRONMENTS}
     known = parts(device, interpreters, arguments.limit)
     chosen = list(known) if arguments.parts is None else arguments.parts
     unknown = set(chosen) - known.keys()

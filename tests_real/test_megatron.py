@@ -24,7 +24,7 @@ trainer: {steps: 2, trackers: [jsonl], backend: {name: megatron}}
 """
 
 
-@pytest.mark.parametrize("mesh", ["tensor_parallel", "pipeline_parallel"])
+@pytest.mark.parametrize("mesh", ["tensor_parallel", "pipeline_parallel", "context_parallel"])
 def test_two_ranks_of_one_model_train_a_run(tmp_path: Path, mesh: str) -> None:
     """Log-probs, reference, updates, weights to the engine and a checkpoint."""
     save_tiny_model(tmp_path / "model", tie_word_embeddings=False)

@@ -40,12 +40,14 @@ def run_code(gpu: ModuleType, tmp_path: Path) -> Callable[..., str]:
 
 def test_parts_that_cannot_run_say_why_and_the_page_names_the_device(run: Callable[..., Any], tmp_path: Path) -> None:
     here = ("--vllm-python", sys.executable, "--sglang-python", "nowhere", "--output", tmp_path)
-    done = run("--parts", "sglang-sleep", "vllm-nccl", "vllm-ipc", *here)
+    here += ("--megatron-python", "nowhere")
+    done = run("--parts", "sglang-sleep", "vllm-nccl", "vllm-ipc", "megatron", *here)
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "gpu.md").read_text(encoding="utf-8")
     assert ", CPU (" in text
     for reason in ("no interpreter ", "needs 2 CUDA devices, found 0", "needs a CUDA device"):
         assert f"Not run: {reason}" in text
+    assert "(make megatron-env, or --megatron-python)" in text
 
 
 @pytest.mark.parametrize(
@@ -57,9 +59,26 @@ def test_an_engine_that_is_missing_comes_from_the_command_for_this_device(
     assert command in gpu.parts(device, {"vllm": Path("nowhere")})["vllm-sleep"].missing
 
 
+def test_parts_of_megatron_say_what_they_lack(gpu: ModuleType, tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    assert "agentrl backends setup megatron," in gpu.parts("cuda", {"megatron": python})["megatron"].missing
+    python.parent.mkdir()
+    python.touch()
+    parts = gpu.parts("cuda", {"megatron": python})
+    assert parts["megatron"].python == str(python) and not parts["megatron"].missing
+    assert parts["megatron-tensor"].missing == "needs 2 CUDA devices, found 0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gpu.torch.cuda, "device_count", lambda: 2)
+        parts = gpu.parts("cuda", {"megatron": python})
+        assert not parts["megatron-tensor"].missing
+        assert "Transformer Engine is not installed in " in parts["megatron-context"].missing
+        (tmp_path / "lib/python3.11/site-packages/transformer_engine").mkdir(parents=True)
+        assert not gpu.parts("cuda", {"megatron": python})["megatron-context"].missing
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_every_part_ends_within_eight_minutes(gpu: ModuleType, device: str) -> None:
-    parts = gpu.parts(device, {"vllm": Path(sys.executable)})
+    parts = gpu.parts(device, {"vllm": Path(sys.executable), "megatron": Path(sys.executable)})
     assert all(0 < part.limit <= 480 for part in parts.values())
     assert all(0 < part.limit <= 7 for part in gpu.parts(device, {}, 7).values())
     assert all(("--tiny" in part.command) == (device == "cpu") for part in parts.values() if part.command[0] != "-m")
@@ -68,9 +87,10 @@ def test_every_part_ends_within_eight_minutes(gpu: ModuleType, device: str) -> N
 def test_without_ray_what_needs_it_says_so(gpu: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "ray" else find(name))
-    parts = gpu.parts("cuda", {"vllm": Path(sys.executable)})
+    parts = gpu.parts("cuda", {"vllm": Path(sys.executable), "megatron": Path(sys.executable)})
     assert {name for name, part in parts.items() if "Ray is not installed" in part.missing} == {
         "ray", "hf-sleep", "vllm-sleep", "vllm-nccl", "vllm-ipc",
+        "megatron-step", "megatron-tensor", "megatron-context",
     }  # fmt: skip
     assert parts["tests"].command[-2:] == ("-m", "not ray")
 

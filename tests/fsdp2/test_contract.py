@@ -3,8 +3,15 @@ import pytest
 from agentrl_core.fsdp2.plugin import FSDP2
 from agentrl_testing.contracts import TrainingBackendCase, TrainingBackendContract
 
+MODELS = {
+    "tied": TrainingBackendCase(FSDP2, ranks=(2, 4)),
+    "not tied": TrainingBackendCase(FSDP2, tie_word_embeddings=False),
+    "experts": TrainingBackendCase(FSDP2, experts=4),
+}
+
 
 class TestFsdp2(TrainingBackendContract):
-    @pytest.fixture(params=[True, False], ids=["tied", "not tied"])
+    @pytest.fixture(params=MODELS.values(), ids=MODELS)
     def plugin(self, request: pytest.FixtureRequest) -> TrainingBackendCase:
-        return TrainingBackendCase(FSDP2, tie_word_embeddings=request.param, ranks=(2, 4) if request.param else (2,))
+        found: TrainingBackendCase = request.param
+        return found

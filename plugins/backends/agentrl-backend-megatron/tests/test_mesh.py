@@ -19,6 +19,7 @@ EXPERTS = Family("qwen3_moe", 12, 64, 96, 8, 4, 8, 100, 1e-6, 1e4, None, True, F
         (DENSE, 6, {"tensor_parallel": 3}, "3 does not divide the 4 key-value heads.*nearest that do are 2 and 4"),
         (DENSE, 8, {"tensor_parallel": 8}, "8 does not divide the 4 key-value heads.*nearest that do are 4"),
         (DENSE, 5, {"pipeline_parallel": 5}, "5 does not divide the model's 12 layers; .* that do are 4 and 6"),
+        (DENSE, 4, {"tensor_parallel": 2, "context_parallel": 4}, "x context_parallel 4 does not divide the 4 tr"),
         (EXPERTS, 4, {"expert_parallel": 4}, "4 does not divide the 6 experts of a layer; .* that do are 3 and 6"),
         (DENSE, 2, {"expert_parallel": 2}, "expert_parallel: found 2, but qwen3 has no experts; set it to 1"),
         (DENSE, 6, {"tensor_parallel": 4}, r"does not divide the 6 training processes .*one of \[1, 2, 3, 6\]"),
@@ -38,4 +39,4 @@ def test_all_problems_are_reported_together() -> None:
 
 
 def test_a_mesh_that_divides() -> None:
-    assert Mesh.of(MegatronConfig(2, 2, 3), EXPERTS, 12) == Mesh(2, 2, 3, 12)
+    assert Mesh.of(MegatronConfig(2, 2, 3, 3), EXPERTS, 12) == Mesh(2, 2, 3, 3, 12)

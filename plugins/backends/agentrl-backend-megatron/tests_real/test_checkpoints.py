@@ -18,6 +18,7 @@ MOVES: list[tuple[str, int, dict[str, Any], int, dict[str, Any]]] = [
     ("qwen3-tied", 2, {"tensor_parallel": 2}, 1, {}),
     ("qwen2", 2, {}, 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     ("qwen3_moe", 2, {"expert_parallel": 2}, 2, {"tensor_parallel": 2}),
+    ("llama", 2, {"context_parallel": 2}, 1, {}),
 ]
 
 
@@ -41,9 +42,19 @@ def test_the_same_mesh_continues_bit_for_bit(reference: Reference, tmp_path: Pat
     assert_same(found["trained"], whole["trained"], 0.0)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3-tied"])
-def test_a_checkpoint_moves_to_fsdp2_and_back(kind: str, reference: Reference, tmp_path: Path) -> None:
-    path, options = reference(kind)[0], {"tensor_parallel": 2}
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("qwen2", {"tensor_parallel": 2}),
+        ("qwen3-tied", {"tensor_parallel": 2}),
+        ("qwen3_moe", {"expert_parallel": 2}),
+        ("qwen3_moe", {"pipeline_parallel": 2}),
+    ],
+)
+def test_a_checkpoint_moves_to_fsdp2_and_back(
+    kind: str, options: dict[str, Any], reference: Reference, tmp_path: Path
+) -> None:
+    path = reference(kind)[0]
     whole = on_ranks(2, training.run, path, options, 3, str(tmp_path))[0]
     other = fsdp2(path)
     other.restore(str(tmp_path / "1"))

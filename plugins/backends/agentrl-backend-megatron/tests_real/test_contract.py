@@ -5,8 +5,15 @@ import pytest
 from agentrl_backend_megatron.plugin import PLUGIN
 from agentrl_testing.contracts import TrainingBackendCase, TrainingBackendContract
 
+MODELS = {
+    "dense, tied": TrainingBackendCase(PLUGIN, ranks=(2, 4)),
+    "dense, not tied": TrainingBackendCase(PLUGIN, tie_word_embeddings=False),
+    "experts": TrainingBackendCase(PLUGIN, tie_word_embeddings=False, experts=4, ranks=(2, 4)),
+}
+
 
 class TestMegatron(TrainingBackendContract):
-    @pytest.fixture(params=[True, False], ids=["tied", "not tied"])
+    @pytest.fixture(params=MODELS.values(), ids=MODELS)
     def plugin(self, request: pytest.FixtureRequest) -> TrainingBackendCase:
-        return TrainingBackendCase(PLUGIN, tie_word_embeddings=request.param, ranks=(2, 4) if request.param else (2,))
+        found: TrainingBackendCase = request.param
+        return found

@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from transformers import AutoModelForCausalLM
+from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl_testing.ranks import on_ranks
 from conftest import STEPS
@@ -27,6 +28,15 @@ MESHES = [
     ("qwen2", 4, {"tensor_parallel": 2, "pipeline_parallel": 2}),
     ("llama", 4, {"tensor_parallel": 2}),
     ("llama", 4, {"pipeline_parallel": 2}),
+    ("qwen3-tied", 2, {"context_parallel": 2}),
+    ("qwen2", 2, {"context_parallel": 2, "recomputes": True}),
+    ("llama", 4, {"context_parallel": 4}),
+    ("qwen3-tied", 4, {"context_parallel": 2}),
+    ("qwen2", 4, {"context_parallel": 2, "tensor_parallel": 2}),
+    ("qwen3-tied", 4, {"context_parallel": 2, "tensor_parallel": 2, "sequence_parallel": False}),
+    ("qwen3-tied", 4, {"context_parallel": 2, "pipeline_parallel": 2}),
+    ("qwen3_moe", 2, {"context_parallel": 2, "expert_parallel": 2}),
+    ("qwen3_moe", 4, {"context_parallel": 2, "tensor_parallel": 2, "expert_parallel": 2}),
     ("qwen3_moe", 2, {"expert_parallel": 2}),
     ("qwen3_moe", 2, {"tensor_parallel": 2}),
     ("qwen3_moe", 2, {"tensor_parallel": 2, "expert_parallel": 2}),
@@ -59,7 +69,7 @@ def test_a_mesh_computes_and_trains_like_one_process(
         assert each["norms"] == pytest.approx(wanted["norms"], rel=CLOSE)
         assert_same(each["loaded"], load_file(f"{path}/model.safetensors"), 0.0)
         assert_same(each["trained"], load_file(f"{path}-{STEPS}-steps/model.safetensors"), CLOSE)
-    gradients = first_gradients(tmp_path / "1", found[0]["norms"][0])
+    gradients = first_gradients(tmp_path / "1", found[0]["norms"][0], path)
     for name, gradient in load_file(f"{path}-gradients/model.safetensors").items():
         assert (gradients[name] - gradient).abs().max() <= CLOSE * gradient.abs().max(), name
 
@@ -70,7 +80,9 @@ def test_the_first_rank_has_the_first_part_and_one_rank_of_each_counts(
 ) -> None:
     found = on_ranks(size, training.run, reference(kind)[0], options, 0)
     shares = [each["share"] for each in found]
-    count = size // options.get("tensor_parallel", 1) // options.get("pipeline_parallel", 1)
+    count = size
+    for name in ("tensor_parallel", "pipeline_parallel", "context_parallel"):
+        count //= options.get(name, 1)
     assert shares[0].index == 0 and all(share.count == count for share in shares)
     assert sorted(share.index for share in shares if share.counts) == list(range(count))
 
@@ -100,15 +112,16 @@ def assert_same(found: dict[str, Tensor], wanted: dict[str, Tensor], limit: floa
         assert (found[name] - tensor).abs().max() <= limit, name
 
 
-def first_gradients(checkpoint: Path, norm: float) -> dict[str, Tensor]:
-    """As Adam's first moments after one step tell, before they were clipped."""
+def first_gradients(checkpoint: Path, norm: float, path: str) -> dict[str, Tensor]:
+    """As Adam's first moments after one step tell, before they were clipped; under the names of the hub."""
     dcp_to_torch_save(checkpoint / "training", checkpoint / "state.pt")
     scale = (1 - BETAS[0]) * min(1.0, NORM / (norm + 1e-6))
-    return {
+    found = {
         name.removeprefix("optimizer.").removesuffix(".exp_avg"): moment / scale
         for name, moment in torch.load(checkpoint / "state.pt").items()
         if name.endswith(".exp_avg")
     }
+    return dict(revert_weight_conversion(AutoModelForCausalLM.from_pretrained(path), found))
 
 
 def test_the_weights_of_a_checkpoint_are_those_of_the_hub(reference: Reference, tmp_path: Path) -> None:
@@ -129,6 +142,11 @@ def test_layers_of_transformer_engine_must_be_installed(reference: Reference) ->
     options = {"implementation": "transformer_engine"}
     for message in on_ranks(1, training.refused, reference("qwen2")[0], options):
         assert "transformer_engine is not installed" in message
+
+
+def test_rows_are_split_by_layers_of_transformer_engine_alone(reference: Reference) -> None:
+    for message in on_ranks(2, training.refused_by_megatron, reference("qwen2")[0], {"context_parallel": 2}):
+        assert "context_parallel: found 2, which needs the layers of Transformer Engine" in message
 
 
 def test_arguments_that_megatron_does_not_know_are_refused(reference: Reference) -> None:

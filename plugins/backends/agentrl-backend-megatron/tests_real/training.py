@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from reference import BETAS, DECAY, LR, NORM, TEMPERATURE, loss_of, make_rows
@@ -24,7 +25,12 @@ def backend_of(rank: int, size: int, path: str, trains: bool = True, **options: 
         world_size=size, longest=64, engine_dtype=engine_dtype,
     )  # fmt: skip
     backend = Megatron(MegatronConfig(**options), context)
-    backend.load()
+    try:
+        backend.load()
+    except ConfigError:
+        # Its process is used again, with other groups of ranks.
+        backend.close()
+        raise
     return backend
 
 
@@ -126,3 +132,11 @@ def refused(rank: int, size: int, path: str, options: dict[str, Any]) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+def refused_by_megatron(rank: int, size: int, path: str, options: dict[str, Any]) -> str:
+    """The same with Megatron-Core's own attention."""
+    from megatron_cpu_attention import OWN_INIT, DotProductAttention
+
+    with patch.object(DotProductAttention, "__init__", OWN_INIT):
+        return refused(rank, size, path, options)

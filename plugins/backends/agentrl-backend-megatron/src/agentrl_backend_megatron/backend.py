@@ -142,7 +142,8 @@ class Megatron(TrainingBackend):
     def _whole_shards(self) -> dict[str, Piece]:
         """The shards that this rank gives away: of several ranks that have the same one, the first does."""
         state, found = parallel_state, dict[str, Piece]()
-        index, is_first = state.get_tensor_model_parallel_rank(), state.get_data_parallel_rank() == 0
+        index = state.get_tensor_model_parallel_rank()
+        is_first = state.get_data_parallel_rank(with_context_parallel=True) == 0
         for name, parameter in self._loaded.named_parameters():
             unit = self._names[name]
             gives = is_first and (unit.cut != "whole" or index == 0)

@@ -2,12 +2,14 @@
 
 Every rank brings together some of the parameters that it has pieces of, the same number as the others, and writes
 these: weights as the hub has them, and below ``training`` a checkpoint of torch (DCP) with the entries of the built-in
-backend, so that a model without experts moves from one to the other with its moments.
+backend, so that a model moves from one to the other with its moments. There the experts of a layer are stacked, as
+transformers has them.
 """
 
 import json
 import pickle
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +20,10 @@ import torch.distributed as dist
 from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import LoadPlan
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import save
 
@@ -55,9 +61,7 @@ class Checkpoints:
         self._group = dist.new_group(backend="gloo") if self._size > 1 else None
         self._parameters = dict(optimizer.trained())
         self._pieces = Pieces(self._own_pieces(), mesh.tensor, self._rank, self._size)
-        self._writers = {
-            unit.hub[0]: self._holders(unit)[number % len(self._holders(unit))] for number, unit in enumerate(units)
-        }
+        self._writers = self._spread()
 
     def _own_pieces(self) -> dict[str, Piece]:
         found = {}
@@ -75,6 +79,15 @@ class Checkpoints:
 
     def _holders(self, unit: Unit) -> list[int]:
         return sorted({piece.rank for piece in self._pieces.by_unit[unit.hub[0]]})
+
+    def _spread(self) -> dict[str, int]:
+        """Who writes which unit; a stack has one writer."""
+        found: dict[str, int] = {}
+        by_stack: dict[str, int] = {}
+        for number, unit in enumerate(self._units):
+            holders = self._holders(unit)
+            found[unit.hub[0]] = by_stack.setdefault(unit.stack or unit.hub[0], holders[number % len(holders)])
+        return found
 
     # Writing ------------------------------------------------------------------------------------------------------
 
@@ -104,6 +117,7 @@ class Checkpoints:
     def _write(self, path: str, own: Mapping[str, dict[str, Tensor]], steps: int, updates: int) -> list[str]:
         weights: dict[str, Tensor] = {}
         state: dict[str, Tensor] = {}
+        stacks: dict[str, list[Tensor]] = defaultdict(list)
         dtype = getattr(torch, self._context.model.dtype)
         for unit in self._units:
             key = unit.hub[0]
@@ -114,15 +128,19 @@ class Checkpoints:
                 )  # fmt: skip
                 if whole is None:
                     continue
-                for name, tensor in unit.separated(whole).items():
-                    if part == "param":
-                        weights[name] = tensor.to(dtype)
-                        state[f"model.{name}"] = tensor
-                        state[f"optimizer.{name}.step"] = torch.tensor(float(updates))
-                        if unit.name == EMBEDDING and self._is_tied:
-                            state[f"model.{_LM_HEAD}"] = tensor.clone()
-                    else:
-                        state[f"optimizer.{name}.{part}"] = tensor
+                tensors = unit.separated(whole)
+                if part == "param":
+                    weights |= {name: tensor.to(dtype) for name, tensor in tensors.items()}
+                    names = [unit.stack] if unit.stack else list(unit.hub)
+                    state |= {_entry(name, "step"): torch.tensor(float(updates)) for name in names}
+                    if unit.name == EMBEDDING and self._is_tied:
+                        state[_entry(_LM_HEAD, part)] = whole.clone()
+                if unit.stack:
+                    stacks[_entry(unit.stack, part)].append(whole)
+                else:
+                    state |= {_entry(name, part): tensor for name, tensor in tensors.items()}
+        for name in list(stacks):
+            state[name] = torch.stack(stacks.pop(name))
         state |= {"steps": torch.tensor(steps), "updates": torch.tensor(updates)}
         written = self._write_weights(path, weights)
         folder = str(Path(path) / FOLDER)
@@ -172,10 +190,10 @@ class Checkpoints:
         """
         folder = str(Path(path) / FOLDER)
         try:
-            reader = _Reader(folder)
-            take(lambda name: reader.tensor(f"model.{name}"))
+            reader = _Reader(folder, self._units)
+            take(lambda name: reader.of_hub(name, "param"))
             self._take_state(reader)
-            updates = int(reader.tensor(f"optimizer.{self._units[0].hub[0]}.step"))
+            updates = int(reader.tensor(_entry(self._units[0].hub[0], "step")))
             self._optimizer.set_updates(updates)
             return int(reader.tensor("steps"))
         except (
@@ -194,8 +212,7 @@ class Checkpoints:
             if piece is None:
                 continue
             for part, own in self._optimizer.state_of(parameter).items():
-                names = [f"model.{each}" if part == "param" else f"optimizer.{each}.{part}" for each in unit.hub]
-                whole = unit.joined([reader.tensor(each) for each in names])
+                whole = unit.joined([reader.of_hub(each, part) for each in unit.hub])
                 shard = unit.shard(whole, self._index, self._pieces.count(unit)).flatten()
                 own.copy_(shard[piece.start : piece.stop])
 
@@ -208,19 +225,61 @@ def _quiet() -> Iterator[None]:
         yield
 
 
-class _Reader:
-    """Reads tensors of a checkpoint one at a time, on this rank alone."""
+def _entry(name: str, part: str) -> str:
+    """What the checkpoint calls a part of a parameter's state."""
+    return f"model.{name}" if part == "param" else f"optimizer.{name}.{part}"
 
-    def __init__(self, folder: str) -> None:
+
+class _Reader:
+    """Reads tensors of a checkpoint one at a time, on this rank alone.
+
+    Args:
+        units: of the model.
+    """
+
+    def __init__(self, folder: str, units: Sequence[Unit]) -> None:
         self._folder = folder
         self._stored: Mapping[str, Any] = MetadataReader(folder).read_metadata().state_dict_metadata
+        self._in_stack: dict[str, tuple[str, ChunkStorageMetadata]] = {}
+        """Where tensors of the hub are that are stacked."""
+        for unit in units:
+            row = 0
+            for name, shape in zip(unit.hub, unit.shapes, strict=True) if unit.stack else ():
+                place = torch.Size((unit.expert or 0, row, 0)), torch.Size((1, *shape))
+                self._in_stack[name] = unit.stack, ChunkStorageMetadata(*place)
+                row += shape[0]
 
-    def tensor(self, name: str) -> Tensor:
-        """Raises KeyError where it is not there."""
+    def of_hub(self, name: str, part: str) -> Tensor:
+        """A part of the state of a tensor of the hub. Raises KeyError where it is not there."""
+        if name not in self._in_stack:
+            return self.tensor(_entry(name, part))
+        stack, chunk = self._in_stack[name]
+        return self.tensor(_entry(stack, part), chunk).squeeze(0)
+
+    def tensor(self, name: str, chunk: ChunkStorageMetadata | None = None) -> Tensor:
+        """An entry, or a chunk of it alone. Raises KeyError where it is not there."""
         if name not in self._stored:
             raise KeyError(f"it has no {name}")
-        found = self._stored[name]
-        state = {name: torch.empty(found.size, dtype=found.properties.dtype)}
+        found: TensorStorageMetadata = self._stored[name]
+        chunk = chunk or ChunkStorageMetadata(torch.Size([0] * len(found.size)), found.size)
+        own = torch.empty(chunk.sizes, dtype=found.properties.dtype)
         with _quiet():
-            load(state, checkpoint_id=self._folder, storage_reader=MetadataReader(self._folder), no_dist=True)
-        return state[name]
+            load(
+                {name: own}, checkpoint_id=self._folder, storage_reader=MetadataReader(self._folder),
+                planner=_ChunkPlanner(name, found, chunk, own), no_dist=True,
+            )  # fmt: skip
+        return own
+
+
+class _ChunkPlanner(DefaultLoadPlanner):
+    """Reads a chunk of one entry, which may lie in several files."""
+
+    def __init__(self, name: str, stored: TensorStorageMetadata, chunk: ChunkStorageMetadata, into: Tensor) -> None:
+        super().__init__()
+        self._name, self._stored, self._chunk, self._into = name, stored, chunk, into
+
+    def create_local_plan(self) -> LoadPlan:
+        return LoadPlan(create_read_items_for_chunk_list(self._name, self._stored, [self._chunk]))
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        return self._into

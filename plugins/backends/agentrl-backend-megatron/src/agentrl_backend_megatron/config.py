@@ -15,6 +15,12 @@ class MegatronConfig:
     expert_parallel: int = option(
         1, ge=1, unit="ranks", help="number of ranks that the experts of a layer are spread over; each expert is whole"
     )
+    context_parallel: int = option(
+        1,
+        ge=1,
+        unit="ranks",
+        help="number of ranks that the tokens of each row are split over; needs the layers of Transformer Engine",
+    )
     sequence_parallel: bool = option(
         True, help="split what tensor parallelism leaves whole, such as norms, over the tokens; nothing without it"
     )

@@ -1,6 +1,7 @@
 """Megatron-Core's process groups, which a process has once: all models of a run have the same mesh.
 
-The order is that of Megatron-Core, tensor before data before pipeline: ranks that split a layer are next to each other.
+The order is that of Megatron-Core, tensor before context before data before pipeline: ranks that split a layer are next
+to each other.
 """
 
 import torch
@@ -34,8 +35,8 @@ def join(mesh: Mesh, device: torch.device, seed: int) -> None:
             backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
             dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
         parallel_state.initialize_model_parallel(
-            mesh.tensor, mesh.pipeline, expert_model_parallel_size=mesh.expert, expert_tensor_parallel_size=1,
-            create_gloo_process_groups=False,
+            mesh.tensor, mesh.pipeline, context_parallel_size=mesh.context, expert_model_parallel_size=mesh.expert,
+            expert_tensor_parallel_size=1, create_gloo_process_groups=False,
         )  # fmt: skip
         # Nothing is drawn, but the layers ask for the generators.
         model_parallel_cuda_manual_seed(seed)
@@ -53,7 +54,7 @@ def leave(mesh: Mesh) -> None:
 
 def share() -> DataShare:
     """Of this rank."""
-    counts = parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
-    return DataShare(
-        parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size(), counts
-    )  # fmt: skip
+    state = parallel_state
+    is_first = state.get_tensor_model_parallel_rank() == state.get_context_parallel_rank() == 0
+    counts = is_first and state.is_pipeline_last_stage()
+    return DataShare(state.get_data_parallel_rank(), state.get_data_parallel_world_size(), counts)

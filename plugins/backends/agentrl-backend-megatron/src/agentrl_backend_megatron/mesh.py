@@ -13,13 +13,14 @@ KEY = "trainer.backend.config"
 @dataclass(frozen=True)
 class Mesh:
     """Args:
-    tensor, pipeline, expert: ranks in each direction.
+    tensor, pipeline, expert, context: ranks in each direction.
     size: ranks of the model.
     """
 
     tensor: int
     pipeline: int
     expert: int
+    context: int
     size: int
 
     @classmethod
@@ -27,7 +28,9 @@ class Mesh:
         """Raises:
         ConfigError: it does not divide the model or the ranks; says which, and the nearest sizes that do.
         """
-        mesh = cls(config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, size)
+        mesh = cls(
+            config.tensor_parallel, config.pipeline_parallel, config.expert_parallel, config.context_parallel, size
+        )  # fmt: skip
         if problems := list(mesh._problems(family, config.sequence_parallel)):
             raise ConfigError(problems)
         return mesh
@@ -48,10 +51,11 @@ class Mesh:
         if family.experts and self.tensor > 1 and not sequence_parallel:
             yield f"{KEY}.sequence_parallel: experts with tensor_parallel > 1 need it, found false; set it to true"
         ranks = "cluster.nodes x cluster.processes_per_node"
-        if self.size % (self.tensor * self.pipeline):
+        if self.size % (self.tensor * self.pipeline * self.context):
             yield (
-                f"{KEY}: tensor_parallel {self.tensor} x pipeline_parallel {self.pipeline} does not divide the "
-                f"{self.size} training processes ({ranks}); their product must be one of {_divisors(self.size)}"
+                f"{KEY}: tensor_parallel {self.tensor} x pipeline_parallel {self.pipeline} x context_parallel "
+                f"{self.context} does not divide the {self.size} training processes ({ranks}); their product must be "
+                f"one of {_divisors(self.size)}"
             )
         elif (self.size // self.pipeline) % self.expert:
             yield (

@@ -65,6 +65,7 @@ def transformer_config(
         "gated_linear_unit": True, "activation_func": F.silu, "add_bias_linear": False,
         "add_qkv_bias": family.qkv_bias, "hidden_dropout": 0.0, "attention_dropout": 0.0,
         "tensor_model_parallel_size": mesh.tensor, "pipeline_model_parallel_size": mesh.pipeline,
+        "context_parallel_size": mesh.context,
         "expert_model_parallel_size": mesh.expert, "expert_tensor_parallel_size": 1,
         "sequence_parallel": config.sequence_parallel and mesh.tensor > 1,
         "params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16,
@@ -100,14 +101,27 @@ def build(made: TransformerConfig, config: MegatronConfig, family: Family, mesh:
 
     Args:
         longest: tokens of the longest row.
+
+    Raises:
+        ConfigError: the layers cannot split rows over ranks.
     """
-    return HiddenStates(
-        made, _layers(made, uses_transformer_engine(config)), padded_vocabulary(family, mesh), longest,
-        pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=family.is_tied, position_embedding_type="rope",
-        rotary_base=family.rope_base, rope_scaling=family.rope_scaling is not None,
-        rope_scaling_factor=family.rope_scaling or 1.0,
-    )  # fmt: skip
+    fast = uses_transformer_engine(config)
+    try:
+        return HiddenStates(
+            made, _layers(made, fast), padded_vocabulary(family, mesh), longest,
+            pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
+            share_embeddings_and_output_weights=family.is_tied, position_embedding_type="rope",
+            rotary_base=family.rope_base, rope_scaling=family.rope_scaling is not None,
+            rope_scaling_factor=family.rope_scaling or 1.0,
+        )  # fmt: skip
+    except AssertionError as error:
+        # Megatron-Core's own attention says so when it is made.
+        if fast or mesh.context == 1:
+            raise
+        raise ConfigError(
+            f"{KEY}.context_parallel: found {mesh.context}, which needs the layers of Transformer Engine (pip install "
+            "'transformer-engine[pytorch]' in this environment, which needs CUDA); set it to 1 or install them"
+        ) from error
 
 
 def _layers(made: TransformerConfig, fast: bool) -> Any:

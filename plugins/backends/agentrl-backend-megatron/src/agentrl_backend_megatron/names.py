@@ -31,6 +31,7 @@ class Unit:
     layer: None: of no layer.
     expert: None: of no expert.
     groups: of queries, of a parameter that has them interleaved with keys and values.
+    stack: of an expert: the tensor in which transformers has those of all experts of the layer, one after the other.
     """
 
     name: str
@@ -41,6 +42,7 @@ class Unit:
     layer: int | None = None
     expert: int | None = None
     groups: int = 0
+    stack: str = ""
 
     @property
     def is_split(self) -> bool:
@@ -161,20 +163,20 @@ def _layer(family: Family, layer: int) -> Iterator[Unit]:
     for expert in range(family.experts):
         yield from _mlp(
             hidden, family.inner_expert, f"{own}mlp.experts.local_experts.{{expert}}.", f"{hub}mlp.experts.{expert}.",
-            layer, expert,
+            layer, expert, f"{hub}mlp.experts.",
         )  # fmt: skip
 
 
 def _mlp(
-    hidden: int, inner: int, own: str, hub: str, layer: int, expert: int | None = None
+    hidden: int, inner: int, own: str, hub: str, layer: int, expert: int | None = None, stacks: str = ""
 ) -> Iterator[Unit]:  # fmt: skip
     # Experts are not cut: each is whole on one rank of a stage.
     dense = expert is None
     yield Unit(
         f"{own}linear_fc1.weight", (f"{hub}gate_proj.weight", f"{hub}up_proj.weight"), ((inner, hidden),) * 2,
-        "halves" if dense else "whole", layer=layer, expert=expert,
+        "halves" if dense else "whole", layer=layer, expert=expert, stack=stacks and f"{stacks}gate_up_proj",
     )  # fmt: skip
     yield Unit(
         f"{own}linear_fc2.weight", (f"{hub}down_proj.weight",), ((hidden, inner),),
-        "columns" if dense else "whole", layer=layer, expert=expert,
+        "columns" if dense else "whole", layer=layer, expert=expert, stack=stacks and f"{stacks}down_proj",
     )  # fmt: skip

@@ -1,9 +1,10 @@
 """Forward and backward passes over micro-batches, in Megatron-Core's schedule of the pipeline.
 
-Shapes: b rows, p prompt, r response and l = p + r tokens of a micro-batch; s tokens of its longest row; n of its tokens
-that were sampled; H hidden size.
+Shapes: b rows, p prompt, r response and l = p + r tokens of a micro-batch; s tokens of its longest row, c of the part
+of a row that this rank has; n tokens that were sampled, m those of them that this rank predicts; H hidden size.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from megatron.core.tensor_parallel.mappings import (
 )
 from torch import Tensor
 
+from agentrl_backend_megatron.context import gathered, own_positions
 from agentrl_backend_megatron.log_probs import token_log_probs
 from agentrl_backend_megatron.model import HiddenStates
 from agentrl_core.api.errors import WorkerError
@@ -28,21 +30,26 @@ class Rows:
     """A micro-batch with the padding at the end alone, where causal attention does not see it.
 
     Args:
-        input_ids: [b, s]; position i of a row is its i-th token.
-        predicting: [n], places in [b, s], flat, of the tokens before those that were sampled.
-        labels: [n], the sampled ones.
-        places: [b, r] bool, where these are among the response tokens; n are set.
+        input_ids: [b, c].
+        positions: [c] of these in their rows; position i of a row is its i-th token.
+        predicting: [m], places in [b, c], flat, of the tokens before those that were sampled.
+        labels: [m], the sampled ones.
+        is_own: [n] bool, which of all that were sampled these are.
+        places: [b, r] bool, where all are among the response tokens.
     """
 
     input_ids: Tensor
+    positions: Tensor
     predicting: Tensor
     labels: Tensor
+    is_own: Tensor
     places: Tensor
 
     @classmethod
-    def of(cls, micro: MicroBatch, multiple: int) -> "Rows":
+    def of(cls, micro: MicroBatch, multiple: int, rank: int, size: int) -> "Rows":
         """Args:
             multiple: of which s is one.
+            rank, size: of those that the rows are split over.
 
         Raises:
             WorkerError: positions do not count a row's tokens.
@@ -60,8 +67,14 @@ class Rows:
         width = micro["responses"].shape[-1]
         # A first token is predicted by nothing.
         places_br = micro["response_mask"].bool() & (mask_bl & (numbers_bl > 0))[:, -width:]
-        before_br = rows_bl[:, -width:] * ids_bs.shape[-1] + numbers_bl[:, -width:] - 1
-        return cls(ids_bs, before_br[places_br], micro["responses"][places_br], places_br)
+        own_c = own_positions(ids_bs.shape[-1], rank, size, ids_bs.device)
+        numbers_s = torch.full_like(ids_bs[0], -1)
+        numbers_s[own_c] = torch.arange(len(own_c), device=own_c.device)
+        before_n = numbers_s[numbers_bl[:, -width:][places_br] - 1]
+        is_own_n = before_n >= 0
+        predicting_n = rows_bl[:, -width:][places_br] * len(own_c) + before_n
+        labels_n = micro["responses"][places_br]
+        return cls(ids_bs[:, own_c], own_c, predicting_n[is_own_n], labels_n[is_own_n], is_own_n, places_br)
 
 
 class Passes:
@@ -76,10 +89,14 @@ class Passes:
         self._inner = inner
         self._config = inner.config
         self._is_sharded = self._config.tensor_model_parallel_size > 1
+        self._rank, self._size = parallel_state.get_context_parallel_rank(), self._config.context_parallel_size
         self._multiple = self._config.tensor_model_parallel_size if self._config.sequence_parallel else 1
+        if self._size > 1:
+            self._multiple = self._size * math.lcm(2, self._multiple)
         self._vocabulary = vocabulary
-        # Transformer Engine makes its own mask; in plain torch it is given.
-        self._needs_mask = "TE" not in type(inner.decoder.layers[0].self_attention.core_attention).__name__
+        # Transformer Engine makes its own mask, as all attention over parts of rows does; in plain torch it is given.
+        attention = type(inner.decoder.layers[0].self_attention.core_attention).__name__
+        self._needs_mask = "TE" not in attention and self._size == 1
 
     def forward(self, micros: Sequence[MicroBatch], wanted: Wanted) -> list[Outputs]:
         """Of each of them; empty on ranks of other stages than the last one."""
@@ -110,10 +127,10 @@ class Passes:
         self._run(step, micros)
 
     def _run(self, step: Any, micros: Sequence[MicroBatch], **options: bool) -> Any:
-        rows = [Rows.of(micro, self._multiple) for micro in micros]
+        rows = [Rows.of(micro, self._multiple, self._rank, self._size) for micro in micros]
         return get_forward_backward_func()(
             forward_step_func=step, data_iterator=iter(enumerate(rows)), model=self._model,
-            num_microbatches=len(micros), seq_length=rows[0].input_ids.shape[-1],
+            num_microbatches=len(micros), seq_length=len(rows[0].positions) * self._size,
             micro_batch_size=len(rows[0].input_ids), **options,
         )  # fmt: skip
 
@@ -122,31 +139,31 @@ class Passes:
         mask_ss = None
         if self._needs_mask:
             mask_ss = torch.ones(length, length, dtype=torch.bool, device=rows.input_ids.device).triu(1)[None, None]
-        positions_bs = torch.arange(length, device=rows.input_ids.device).expand_as(rows.input_ids)
-        states: Tensor = model(rows.input_ids, positions_bs, mask_ss)
+        states: Tensor = model(rows.input_ids, rows.positions.expand_as(rows.input_ids), mask_ss)
         return states
 
-    def _outputs(self, states_sbH: Tensor, rows: Rows, wanted: Wanted) -> Outputs:
+    def _outputs(self, states_cbH: Tensor, rows: Rows, wanted: Wanted) -> Outputs:
         if self._config.sequence_parallel:
             # Each rank's gradient is that of its part of the vocabulary; going back, they are added up.
-            states_sbH = gather_from_sequence_parallel_region(states_sbH, tensor_parallel_output_grad=True)
-        states_nH = states_sbH.transpose(0, 1).flatten(0, 1)[rows.predicting]
+            states_cbH = gather_from_sequence_parallel_region(states_cbH, tensor_parallel_output_grad=True)
+        states_mH = states_cbH.transpose(0, 1).flatten(0, 1)[rows.predicting]
         if self._is_sharded and not self._config.sequence_parallel:
             # Of a contiguous tensor: Megatron-Core adds up a copy of any other, and loses it.
-            states_nH = copy_to_tensor_model_parallel_region(states_nH)
+            states_mH = copy_to_tensor_model_parallel_region(states_mH)
         weight = self._inner.head_weight
         first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
-        log_probs_n, entropies_n = token_log_probs(
-            states_nH, weight[: self._vocabulary - first], rows.labels, first,
+        log_probs_m, entropies_m = token_log_probs(
+            states_mH, weight[: self._vocabulary - first], rows.labels, first,
             parallel_state.get_tensor_model_parallel_group(), wanted.temperature, wanted.entropies,
         )  # fmt: skip
-        places = rows.places
         return Outputs(
-            _scattered(log_probs_n, places), None if entropies_n is None else _scattered(entropies_n, places)
+            self._scattered(log_probs_m, rows), None if entropies_m is None else self._scattered(entropies_m, rows)
         )  # fmt: skip
 
-
-def _scattered(values_n: Tensor, places_br: Tensor) -> Tensor:
-    """Values [b, r] at their places, 0 elsewhere."""
-    zeros_br = torch.zeros(places_br.shape, dtype=values_n.dtype, device=values_n.device)
-    return zeros_br.masked_scatter(places_br, values_n)
+    def _scattered(self, values_m: Tensor, rows: Rows) -> Tensor:
+        """Values [b, r] of all ranks at their places, 0 elsewhere."""
+        values_n = values_m
+        if self._size > 1:
+            values_n = gathered(values_m, rows.is_own, parallel_state.get_context_parallel_group())
+        zeros_br = torch.zeros(rows.places.shape, dtype=values_n.dtype, device=values_n.device)
+        return zeros_br.masked_scatter(rows.places, values_n)

@@ -7,7 +7,7 @@ PLUGIN = PluginSpec(
     kind="training_backend",
     name="megatron",
     api_version=1,
-    summary="Megatron-Core: tensor, pipeline and expert parallelism, in its own environment (trainer.backend.python)",
+    summary="Megatron-Core: tensor, pipeline, expert and context parallelism, in its own environment",
     factory="agentrl_backend_megatron.backend:Megatron",
     config=MegatronConfig,
     requires=("megatron-core>=0.16,<0.17",),

@@ -21,6 +21,15 @@ class StandIns(MetaPathFinder):
     def find_spec(self, fullname: str, path: Sequence[str] | None, target: object = None) -> None:
         if fullname == "megatron.core":
             _stand_in()
+        elif fullname == "megatron.core.models.backends" and not _has_cuda():
+            # The first module that names a class of attention.
+            import megatron_cpu_attention  # noqa: F401
+
+
+def _has_cuda() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def _stand_in() -> None:
@@ -28,7 +37,7 @@ def _stand_in() -> None:
     import torch.distributed as dist
     from torch.utils._device import _device_constructors
 
-    if torch.cuda.is_available():
+    if _has_cuda():
         return
     cuda: Any = torch.cuda
     host = torch.device("cpu")
@@ -84,6 +93,7 @@ def _on_host(make: Callable[..., Any]) -> Callable[..., Any]:
     def made(*arguments: Any, **named: Any) -> Any:
         if str(named.get("device", "")).startswith("cuda"):
             named["device"] = "cpu"
+        named.pop("pin_memory", None)
         return make(*arguments, **named)
 
     return made

@@ -2,13 +2,15 @@
 
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl_core.api import Outputs, Wanted
 from agentrl_core.api.training_backend import TRAINING_FOLDER
@@ -142,12 +144,12 @@ class TrainingBackendContract(PluginContract):
             take_steps(backend, [0], has_entropies=plugin.has("entropies"))
             weights, found = gathered(backend), outputs_of(backend, range(len(ROWS)), Wanted())
             layout = [bucket for size in (1, 2000, 1 << 30) for bucket in backend.weight_layout(size)]
-        plain = Plain(plugin.path, "tokens", False)
-        missing = plain.model.load_state_dict(weights, strict=False)
-        tied = {"lm_head.weight"} if plugin.tie_word_embeddings else set()
-        assert not missing.unexpected_keys, f"the hub's files have no tensors {missing.unexpected_keys}"
-        assert set(missing.missing_keys) <= tied, f"the tensors {missing.missing_keys} are not handed out"
-        _check_outputs(plugin, plain, found)
+        AutoConfig.from_pretrained(plugin.path).save_pretrained(tmp_path)
+        save_file(weights, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        _, read = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+        assert not read["unexpected_keys"], f"the hub's files have no tensors {read['unexpected_keys']}"
+        assert not read["missing_keys"], f"the tensors {read['missing_keys']} are not handed out"
+        _check_outputs(plugin, Plain(str(tmp_path), "tokens", False), found)
         shapes = {name: tuple(tensor.shape) for name, tensor in weights.items()}
         described = [dict(zip(bucket.names, bucket.shapes, strict=True)) for bucket in layout]
         assert all(shapes[name] == shape for each in described for name, shape in each.items()), (
@@ -158,8 +160,8 @@ class TrainingBackendContract(PluginContract):
     def test_weights_leave_in_the_data_type_of_the_engines(self, plugin: TrainingBackendCase) -> None:
         """Cast, not rounded twice."""
         needs(plugin, "all_weights")
-        plain = AutoModelForCausalLM.from_pretrained(plugin.path).state_dict()
-        case = _with(plugin, engine_dtype="bfloat16")
+        plain = load_file(Path(plugin.path) / "model.safetensors")
+        case = replace(plugin, context={**plugin.context, "engine_dtype": "bfloat16"})
         with closing(case.made(plugin.path)) as backend:
             for name, tensor in gathered(backend).items():
                 assert tensor.dtype == torch.bfloat16, f"{name} leaves in {tensor.dtype}, engines wanted bfloat16"
@@ -216,15 +218,9 @@ class TrainingBackendContract(PluginContract):
             f"the norms of the gradients are {norms}, those of plain PyTorch {expected[first:]}: gradients are sums "
             "over micro-batches and ranks"
         )
-        own = {
-            name.removeprefix(
-                "model.",
-            ): each
-            for name, each in plain.named_parameters()
-        }
+        own, tiny = plain.in_files(dict(plain.named_parameters())), plain.in_files(plain.tiny)
         for name, tensor in weights.items():
-            clear = ~plain.tiny[f"model.{name}"]
-            _same(plugin, tensor, own[name].detach(), clear, f"{name} after three steps", 10)
+            _same(plugin, tensor, own[name].detach(), ~tiny[name], f"{name} after three steps", 10)
 
 
 def _train(
@@ -240,13 +236,6 @@ def _train(
             Path(save).mkdir(exist_ok=True)
             backend.snapshot()(save)
         return Trained(norms, gathered(backend), [], backend.steps)
-
-
-def _with(plugin: TrainingBackendCase, **context: Any) -> TrainingBackendCase:
-    return TrainingBackendCase(
-        plugin.spec, config=plugin.config, context={**plugin.context, **context},
-        tie_word_embeddings=plugin.tie_word_embeddings,
-    )  # fmt: skip
 
 
 def _sampled(row: int) -> Tensor:

@@ -12,7 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoModel, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import (
+    AutoModel,
+    AutoModelForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
+from transformers.core_model_loading import revert_weight_conversion
 
 from agentrl_core.api import MicroBatch, Outputs, TrainingBackend, TrainingContext, Wanted
 from agentrl_core.config.schema import ActorConfig, CriticConfig, ModelConfig, OptimizerConfig
@@ -33,19 +41,21 @@ class TrainingBackendCase(PluginCase):
     Args:
         context: fields of :class:`TrainingContext` that differ.
         tie_word_embeddings: of the model.
+        experts: of each of the model's layers, of which a token goes to two; 0: a dense model.
         tolerance: largest gap to plain PyTorch in float32.
         ranks: numbers of ranks on which it is tried, if it declares the capability.
     """
 
     context: Mapping[str, Any] = field(default_factory=dict)
     tie_word_embeddings: bool = True
+    experts: int = 0
     tolerance: float = 1e-5
     ranks: Sequence[int] = (2,)
 
     @property
     def path(self) -> str:
         """Directory of the model."""
-        return model_path(self.tie_word_embeddings)
+        return model_path(self.tie_word_embeddings, self.experts)
 
     def made(self, path: str, head: Any = "tokens", trains: bool = True, rank: int = 0, size: int = 1) -> Any:
         """A backend that has loaded the model of a directory."""
@@ -62,17 +72,23 @@ class TrainingBackendCase(PluginCase):
 
 
 @cache
-def model_path(tied: bool) -> str:
-    """A Qwen3 of two layers whose distributions are far from uniform."""
+def model_path(tied: bool, experts: int = 0) -> str:
+    """A Qwen3 or Qwen3-MoE of two layers whose distributions are far from uniform."""
     path = tempfile.mkdtemp(prefix="agentrl-backend-")
-    config = Qwen3Config(
+    sizes: dict[str, Any] = dict(
         vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=tied,
         initializer_range=0.2, pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        Qwen3ForCausalLM(config).save_pretrained(path)
+        if experts:
+            config = Qwen3MoeConfig(
+                **sizes, num_experts=experts, num_experts_per_tok=2, moe_intermediate_size=16, norm_topk_prob=True
+            )
+            Qwen3MoeForCausalLM(config).save_pretrained(path)
+        else:
+            Qwen3ForCausalLM(Qwen3Config(**sizes)).save_pretrained(path)
     return path
 
 
@@ -167,6 +183,11 @@ class Plain(nn.Module):
             each.grad *= min(1.0, max_norm / (norm + 1e-6))
         self.optimizer.step()
         return norm
+
+    def in_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Tensors like the model's parameters, under the names and in the shapes that its files have."""
+        own = {name.removeprefix("model."): each for name, each in tensors.items() if name.startswith("model.")}
+        return dict(revert_weight_conversion(self.model, own))
 
 
 @dataclass
