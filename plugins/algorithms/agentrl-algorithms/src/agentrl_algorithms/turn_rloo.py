@@ -17,9 +17,9 @@ class TurnRLOO(AdvantageEstimator):
         A_ik = G_ik - (sum of G_jm over j ≠ i) / (n - 1),   m = min(k, last turn of j)
 
     ``s_i`` is the score of trajectory i of a group of n and ``r_ij`` the reward of its turn j. Every sampled token of
-    turn k gets A_ik. The rest of s_i, which is of no turn, comes with the last turn. With ``turn_gamma=1``, the default,
-    G_ik is s_i minus what was earned before turn k, and with outcome rewards only this is ``rloo``. With ``turn_gamma=0``
-    each turn is credited with its own reward.
+    turn k gets A_ik. The rest of s_i, which is of no turn, comes with the last turn. With ``turn_gamma=1`` G_ik is s_i
+    minus what was earned before turn k, and with outcome rewards only this is ``rloo``. With ``turn_gamma=0`` each turn
+    is credited with its own reward.
 
     The baseline of turn k is a function of the other trajectories alone, so the gradient is unbiased. One that ended
     before turn k stands in with the return of its last turn, so that each turn is compared with all of them.
