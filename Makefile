@@ -22,10 +22,11 @@ SGLANG := plugins/engines/agentrl-engine-sglang
 VLLM := plugins/engines/agentrl-engine-vllm
 TESTING := plugins/testing/agentrl-testing
 TINKER := plugins/cli/agentrl-tinker
+TINKER_BACKEND := plugins/backends/agentrl-backend-tinker
 MEGATRON := plugins/backends/agentrl-backend-megatron
 
 .PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu two-nodes release clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
-	megatron-env test-megatron test-megatron-learn tinker-env test-tinker vision-env test-vision test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-fleet test-engines-learn
+	megatron-env test-megatron test-megatron-learn tinker-env test-tinker test-tinker-learn vision-env test-vision test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-fleet test-engines-learn
 
 help:
 	@echo "make demo    install, make a tiny model and its data, train it, show the curve and sample trajectories"
@@ -45,6 +46,7 @@ help:
 	@echo "make test-engine-sglang, make test-engine-vllm   one of them"
 	@echo "make test-engines-learn   train the calculator example with both, for ten minutes"
 	@echo "make test-tinker   the Tinker SDK and recipes of its cookbook against agentrl tinker serve, on the CPU"
+	@echo "make test-tinker-learn   train two examples at agentrl tinker serve, for ten minutes"
 	@echo "make test-megatron   the training backend on Megatron-Core, on 1, 2 and 4 ranks, on the CPU"
 	@echo "make test-vision   families of vision-language models whose processors need torchvision or num2words"
 	@echo "make test-engines-fleet   two replicas of each, with faults, for many minutes"
@@ -179,6 +181,10 @@ tinker-env: .engines/tinker/.installed
 
 test-tinker: .engines/tinker/.installed $(VENV)/.installed
 	AGENTRL_PYTHON=$(CURDIR)/$(BIN)/python .engines/tinker/bin/python -m pytest -c /dev/null --rootdir $(TINKER)/tests_real $(TINKER)/tests_real
+
+# Slow: the calculator and guess_number are trained at a server, from the trainer's environment.
+test-tinker-learn: $(VENV)/.installed
+	$(BIN)/python -m pytest $(TINKER_BACKEND)/tests_real
 
 # An environment with what processors of images ask for beyond Pillow. torchvision is built for CUDA: hence the stand-in.
 vision-env: .engines/vision/.installed

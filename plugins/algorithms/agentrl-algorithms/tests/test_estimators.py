@@ -309,19 +309,24 @@ def whitened(plain: Advantages) -> Advantages:
     return [[[(value - centre) / scale for value in tokens] for tokens in turns] for turns in plain]
 
 
-def turn_rloo(samples: Samples) -> Advantages:
+def turn_rloo(turn_gamma: float) -> Callable[[Samples], Advantages]:
     def from_turn(sample: Sample, k: int) -> float:
-        return sample.score - sum(turn.reward for turn in sample.turns[:k])
+        rest = sample.score - sum(turn.reward for turn in sample.turns)
+        earned = [turn.reward for turn in sample.turns[:-1]] + [sample.turns[-1].reward + rest]
+        return sum(turn_gamma**later * reward for later, reward in enumerate(earned[k:]))
 
-    results = []
-    for sample in samples:
-        others = [other for other in group(samples, sample) if other is not sample]
-        of_turns = []
-        for k, turn in enumerate(sample.turns):
-            returns = [from_turn(other, min(k, len(other.turns) - 1)) for other in others]
-            of_turns.append([from_turn(sample, k) - mean(returns) if others else 0.0] * len(turn.tokens))
-        results.append(of_turns)
-    return results
+    def reference(samples: Samples) -> Advantages:
+        results = []
+        for sample in samples:
+            others = [other for other in group(samples, sample) if other is not sample]
+            of_turns = []
+            for k, turn in enumerate(sample.turns):
+                returns = [from_turn(other, min(k, len(other.turns) - 1)) for other in others]
+                of_turns.append([from_turn(sample, k) - mean(returns) if others else 0.0] * len(turn.tokens))
+            results.append(of_turns)
+        return results
+
+    return reference
 
 
 def energy(token: Token) -> float:
@@ -383,7 +388,9 @@ TABLE: list[tuple[str, dict[str, Any], Callable[[Samples], Advantages]]] = [
     ("grpo", {}, flat(grpo)),
     ("grpo", {"norm_by_std": False}, flat(dr_grpo)),
     ("rloo", {}, flat(rloo)),
-    ("turn_rloo", {}, turn_rloo),
+    ("turn_rloo", {}, turn_rloo(1.0)),
+    ("turn_rloo", {"turn_gamma": 0.5}, turn_rloo(0.5)),
+    ("turn_rloo", {"turn_gamma": 0.0}, turn_rloo(0.0)),
     ("reinforce_plus_plus", {}, flat(reinforce_plus_plus)),
     ("reinforce_plus_plus", {"gamma": 0.9}, discounted_reinforce),
     ("reinforce_plus_plus_baseline", {}, flat(reinforce_plus_plus_baseline)),

@@ -1,13 +1,9 @@
 """``agentrl tinker serve`` in a process, which tests kill and start again, and a proxy with faults in front of it."""
 
-import os
-import subprocess
 import sys
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from time import monotonic, sleep
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,6 +13,8 @@ import torch
 # Beside this file, whose folder is on no path.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from tinker_support.server import Server
+
 from agentrl_backend_tinker.backend import TinkerBackend
 from agentrl_backend_tinker.config import TinkerBackendConfig
 from agentrl_core.api.training_backend import AdapterPlan, TrainingContext
@@ -24,49 +22,6 @@ from agentrl_core.engine_kit.ports import free_port
 from agentrl_testing.tiny_model import save_tiny_model
 
 RANK = 4
-
-
-@dataclass
-class Server:
-    """One that can be killed, and started again at the same address with the same states."""
-
-    model: str
-    state: Path
-    port: int
-    options: tuple[str, ...] = ()
-    process: "subprocess.Popen[bytes] | None" = None
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def start(self, wait: bool = True) -> None:
-        command = [
-            sys.executable, "-m", "agentrl_core.cli.main", "tinker", "serve", "--model", self.model,
-            "--state", str(self.state), "--port", str(self.port), "--device", "cpu", "--max-model-len", "256",
-            *self.options,
-        ]  # fmt: skip
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        self.process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL)
-        if wait:
-            self.wait()
-
-    def wait(self) -> None:
-        end = monotonic() + 250
-        while True:
-            assert self.process is not None and self.process.poll() is None, "the server ended"
-            try:
-                urllib.request.urlopen(f"{self.url}/api/v1/healthz", timeout=5).close()
-                return
-            except OSError:
-                assert monotonic() < end, "the server did not start"
-                sleep(0.1)
-
-    def kill(self) -> None:
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait()
-            self.process = None
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ import asyncio
 import shutil
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 from tinker_support.policy import saved_at, train
 from tinker_support.proxy import Proxy, every
 
+from agentrl_backend_tinker import model as model_module
 from agentrl_backend_tinker.config import TinkerEngineConfig
 from agentrl_backend_tinker.engine import TinkerEngine
 from agentrl_backend_tinker.paths import NAME
@@ -25,7 +27,7 @@ from agentrl_core.api import (
     WeightUpdate,
     together,
 )
-from agentrl_core.api.errors import WorkerError
+from agentrl_core.api.errors import ConfigError, WorkerError
 
 FAULTS = ["before", "after", 408, 429, 500, 503]
 SLOTS = AdapterSlots(("policy",), 2, 4, ("q_proj",))
@@ -203,11 +205,57 @@ def test_a_server_that_lost_its_states_too_is_a_clear_error(make: Any, own_serve
 
 
 def test_a_server_that_stays_away_is_a_clear_error(make: Any, proxied: Any, server: Any) -> None:
-    with pytest.raises(
-        WorkerError, match=r"gave no usable answer to create_session for .*trainer.backend.config.patience"
-    ):
-        make.loaded(f"http://127.0.0.1:{_free_port()}", options={"patience": 0.3})
     proxy = proxied(server.port, lambda route, before: 503 if route == "optim_step" else None)
     backend = make.loaded(proxy.url, options={"patience": 0.3})
-    with pytest.raises(WorkerError, match=r"optim_step.*status 503: a fault"):
+    with pytest.raises(WorkerError, match=r"optim_step.*status 503: a fault.*trainer.backend.config.patience"):
         train(backend, 1)
+
+
+def test_an_address_without_a_server_is_refused_at_the_start(
+    make: Any, proxied: Any, server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long before patience has run out: later it is a server that went away."""
+    monkeypatch.setattr("agentrl_backend_tinker.connection.FIRST_PATIENCE", 0.3)
+    with pytest.raises(ConfigError, match=r"backend.config.url: .* opens no session .*no usable answer to create_ses"):
+        make.loaded(f"http://127.0.0.1:{_free_port()}")
+    for status in (401, 404, 501):
+        proxy = proxied(server.port, lambda route, before, status=status: status)
+        with pytest.raises(ConfigError, match=rf"opens no session .*status {status}.*an API key that it knows"):
+            make.loaded(proxy.url)
+
+
+def test_a_server_that_asks_to_wait_is_waited_for(make: Any, proxied: Any, server: Any, expected: Any) -> None:
+    """429 for several tries in a row, of every route."""
+    proxy = proxied(server.port, lambda route, before: 429 if before % 4 != 3 else None)
+    backend = make.loaded(proxy.url)
+    for step in range(3):
+        train(backend, 1, step)
+        path = path_in(backend)
+    assert {fault for _, fault in proxy.faults} == {429}
+    check_same(saved_at(server, path), expected)
+
+
+def test_a_state_is_loaded_into_a_new_model_where_the_server_wants_that(
+    make: Any, proxied: Any, server: Any, tmp_path: Path
+) -> None:
+    one = make.loaded(server.url)
+    train(one, 1)
+    one.snapshot()(str(tmp_path))
+    proxy = proxied(server.port, lambda route, before: 400 if route == "load_weights" and before == 0 else None)
+    other = make.loaded(proxy.url)
+    other.restore(str(tmp_path))
+    assert ("load_weights", 400) in proxy.faults and proxy.seen.count("create_model") == 2
+    for backend in (one, other):
+        train(backend, 1, 1)
+    check_same(saved_at(server, path_in(other)), saved_at(server, path_in(one)))
+
+
+@pytest.mark.parametrize(("metrics", "shown"), [({}, "is missing"), ({"loss:sum": 3.0}, "is 3")])
+def test_a_server_with_another_loss_is_refused_at_the_start(
+    make: Any, server: Any, monkeypatch: pytest.MonkeyPatch, metrics: dict[str, float], shown: str
+) -> None:
+    """One that divides by the weights, as SkyRL's does: gradients that are sums would be trained wrongly."""
+    real = model_module.passed
+    monkeypatch.setattr(model_module, "passed", lambda content: replace(real(content), metrics=metrics))
+    with pytest.raises(ConfigError, match=rf"url: {server.url} cannot be used: .*loss:sum {shown}.*tinker check"):
+        make.loaded(server.url)

@@ -8,6 +8,7 @@ import pytest
 from agentrl_backend_tinker.config import LimitsConfig
 from agentrl_backend_tinker.limits import Limits
 from agentrl_core.api import HookContext
+from agentrl_core.api.errors import ConfigError
 
 STEP = {
     "rollout/engine/total_prompt_tokens": 1000.0,
@@ -52,6 +53,15 @@ def test_a_resumed_run_goes_on_counting(tmp_path: Path) -> None:
     hook(tmp_path, reasons).on_step_end(1, grown(1))
     hook(tmp_path, reasons, max_tokens=2560).on_step_end(2, grown(1))
     assert len(reasons) == 1
+
+
+def test_a_run_that_has_reached_its_limit_is_not_resumed_for_another_step(tmp_path: Path) -> None:
+    reasons: list[str] = []
+    hook(tmp_path, reasons).on_step_end(1, grown(1))
+    with pytest.raises(ConfigError, match=r"1280 tokens reach max_tokens=1280 .* Raise the limit to continue"):
+        hook(tmp_path, reasons, max_tokens=1280)
+    hook(tmp_path, reasons, max_tokens=1281)
+    assert reasons == []
 
 
 def test_engines_that_are_restarted_begin_again_and_policies_add_up(tmp_path: Path) -> None:

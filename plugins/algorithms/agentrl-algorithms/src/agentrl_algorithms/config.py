@@ -31,6 +31,11 @@ class TurnGAEConfig(GAEConfig):
 
 
 @dataclass
+class TurnRLOOConfig:
+    turn_gamma: float = option(1.0, ge=0, le=1, help="discount from a turn to the next; 0: a turn's own reward alone")
+
+
+@dataclass
 class GDPOConfig:
     weights: dict[str, float] = option(
         default_factory=dict, help="weight of each component after its normalisation, by name; 1 for those left out"

@@ -25,6 +25,7 @@ from agentrl_algorithms.config import (
     SFTConfig,
     TISReinforceConfig,
     TurnGAEConfig,
+    TurnRLOOConfig,
 )
 from agentrl_core.api import NoConfig, PluginSpec
 
@@ -78,6 +79,7 @@ TURN_RLOO = _estimator(
     "credit per turn: what is earned from a turn on, minus that of the prompt's other samples",
     "groups",
     "separate_groups",
+    config=TurnRLOOConfig,
 )
 REINFORCE_PLUS_PLUS = _estimator(
     "reinforce_plus_plus",

@@ -5,6 +5,7 @@ Shapes: B rows, R response tokens, T turns, M trajectories.
 
 import torch
 
+from agentrl_algorithms.config import TurnRLOOConfig
 from agentrl_algorithms.groups import Trajectories, means
 from agentrl_core.api import AdvantageEstimator, AdvantageInput, AdvantageOutput
 
@@ -12,11 +13,13 @@ from agentrl_core.api import AdvantageEstimator, AdvantageInput, AdvantageOutput
 class TurnRLOO(AdvantageEstimator):
     r"""Leave-one-out over the returns of turns; RLOO (arXiv 2402.14740) applied to each turn of a multi-turn task.
 
-        G_ik = s_i - (sum of r_ij over turns j < k)                 what trajectory i earns from turn k on
+        G_ik = r_ik + turn_gamma * G_i,k+1                          what trajectory i earns from turn k on
         A_ik = G_ik - (sum of G_jm over j ≠ i) / (n - 1),   m = min(k, last turn of j)
 
     ``s_i`` is the score of trajectory i of a group of n and ``r_ij`` the reward of its turn j. Every sampled token of
-    turn k gets A_ik. With outcome rewards only it is ``rloo``.
+    turn k gets A_ik. The rest of s_i, which is of no turn, comes with the last turn. With ``turn_gamma=1`` G_ik is s_i
+    minus what was earned before turn k, and with outcome rewards only this is ``rloo``. With ``turn_gamma=0`` each turn
+    is credited with its own reward.
 
     The baseline of turn k is a function of the other trajectories alone, so the gradient is unbiased. One that ended
     before turn k stands in with the return of its last turn, so that each turn is compared with all of them.
@@ -28,19 +31,24 @@ class TurnRLOO(AdvantageEstimator):
     Dividing by a standard deviation would add another bias.
 
     A turn at which all stand-ins are equal gets exactly 0, and so does a group of one usable trajectory. Rewards of
-    single tokens count for all turns of their trajectory, because they are part of s_i and of no turn.
+    single tokens count as if they came with the last turn, because they are part of s_i and of no turn.
 
-    Left out: discounting; the comparison of turns with equal histories only, which needs sampling from the same turn.
+    Left out: the comparison of turns with equal histories only, which needs sampling from the same turn.
 
     ``returns`` are G.
     """
 
+    config: TurnRLOOConfig
+
     def __call__(self, batch: AdvantageInput) -> AdvantageOutput:
         trajectories = Trajectories(batch)
         rewards_MT = trajectories.of_rows(batch.turn_rewards)
-        returns_MT = trajectories.scores_M[:, None] - (rewards_MT.cumsum(-1) - rewards_MT)
         turns_T = torch.arange(rewards_MT.shape[1])
         last_M = trajectories.last_turns(batch.turn_ids)
+        rest_M = trajectories.scores_M - rewards_MT.sum(-1)
+        returns_MT = rewards_MT.scatter_add(1, last_M[:, None], rest_M[:, None])
+        for turn in reversed(range(len(turns_T) - 1)):
+            returns_MT[:, turn] += self.config.turn_gamma * returns_MT[:, turn + 1]
         stand_in_MT = returns_MT.gather(1, torch.minimum(turns_T, last_M[:, None]))
 
         group_turn_MT = trajectories.group_M[:, None] * len(turns_T) + turns_T

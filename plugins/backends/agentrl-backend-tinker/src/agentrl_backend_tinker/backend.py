@@ -23,7 +23,7 @@ from torch import Tensor
 
 from agentrl_backend_tinker.checkpoints import Saved, read_saved, write_checkpoint
 from agentrl_backend_tinker.config import TinkerBackendConfig
-from agentrl_backend_tinker.connection import Connection, LostError
+from agentrl_backend_tinker.connection import Connection, LostError, RefusedError, server_of
 from agentrl_backend_tinker.loop import LoopThread
 from agentrl_backend_tinker.messages import Datum
 from agentrl_backend_tinker.model import Adam, Shape, State, TrainedModel
@@ -71,6 +71,10 @@ class TinkerBackend(TrainingBackend):
         self._told = (0, 0, 0)
         self._warned = False
 
+    @classmethod
+    def check(cls, config: TinkerBackendConfig, model: Any, adapted: bool, ranks: int, key: str) -> None:
+        server_of(config, WHERE)
+
     def load(self) -> None:
         self._check()
         config, context = self.config, self.context
@@ -93,6 +97,14 @@ class TinkerBackend(TrainingBackend):
                 f"model.adapter.path: {self._connection.url} lacks {path}, which the adapter begins with ({error})"
                 if path
                 else f"{WHERE}.url: {self._connection.url} is no server of the Tinker API ({error})"
+            ) from error
+        try:
+            self._run(self._model.check_loss())
+        except RefusedError as error:
+            url = self._connection.url
+            raise ConfigError(
+                f"{WHERE}.url: {url} cannot be used: {error}. Gradients would be wrong. Choose another server; "
+                f"`agentrl tinker check {url}` says what differs"
             ) from error
 
     def _new(self) -> TrainedModel:

@@ -26,11 +26,14 @@ SDK_VERSION = "0.38.0"
 PREFIX = "/api/v1/"
 PROTOBUF = "application/x-protobuf"
 HEARTBEAT = 10.0
+FIRST_PATIENCE = 60.0
+"""Seconds for the first answer of all: later the address is known to be right."""
 LONGEST_WAIT = 10.0
 """Seconds between two tries, at most."""
 REPORTED = 30.0
 """Seconds without an answer, after which a line says so."""
 _AGAIN = (408, 409, 425, 429)
+_NEVER = (501, 505)
 _BAD_ANSWERS = 3
 """Tries of a result that is refused with 400, as proxies do."""
 
@@ -47,6 +50,29 @@ class UnreachableError(WorkerError):
     """The server gave no usable answer in ``patience`` seconds."""
 
 
+def server_of(options: ServerConfig, where: str) -> tuple[str, str]:
+    """Address and API key.
+
+    Raises:
+        ConfigError: one of them is missing.
+    """
+    url = (options.url or os.environ.get("TINKER_BASE_URL", "")).rstrip("/").removesuffix(PREFIX.rstrip("/"))
+    key = os.environ.get(options.key_variable, "")
+    if not url.startswith(("http://", "https://")):
+        found = f"found {url!r}" if url else "found none"
+        raise ConfigError(
+            f"{where}.url: {found}, but the address of a server of the Tinker API is needed, such as "
+            "http://127.0.0.1:8000. Set it, or the environment variable TINKER_BASE_URL; `agentrl tinker serve` "
+            "starts a server"
+        )
+    if not key:
+        raise ConfigError(
+            f"{where}.key_variable: the environment variable {options.key_variable} is not set; it has the API key "
+            f"for {url}. A server without --keys takes any: export {options.key_variable}=tml-anything"
+        )
+    return url, key
+
+
 class Connection:
     """One session. Everything runs in one event loop.
 
@@ -59,22 +85,10 @@ class Connection:
     """
 
     def __init__(self, options: ServerConfig, where: str) -> None:
-        self.url = options.url or os.environ.get("TINKER_BASE_URL", "")
-        key = os.environ.get(options.key_variable, "")
+        self.url, key = server_of(options, where)
         self._where = where
-        if not self.url.startswith(("http://", "https://")):
-            found = f"found {self.url!r}" if self.url else "found none"
-            raise ConfigError(
-                f"{where}.url: {found}, but the address of a server of the Tinker API is needed, such as "
-                "http://127.0.0.1:8000. Set it, or the environment variable TINKER_BASE_URL; `agentrl tinker serve` "
-                "starts a server"
-            )
-        if not key:
-            raise ConfigError(
-                f"{where}.key_variable: the environment variable {options.key_variable} is not set; it has the API key "
-                f"for {self.url}. A server without --keys takes any: export {options.key_variable}=tml-anything"
-            )
         self._patience = options.patience
+        self._answered = False
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"X-API-Key": key},
@@ -104,7 +118,15 @@ class Connection:
                 "sdk_version": SDK_VERSION,
                 "type": "create_session",
             }
-            self.session_id = str((await self.post("create_session", body))["session_id"])
+            try:
+                self.session_id = str((await self.post("create_session", body))["session_id"])
+            except (LostError, RefusedError, UnreachableError, KeyError, TypeError) as error:
+                if self.epoch:
+                    raise
+                raise ConfigError(
+                    f"{self._where}.url: {self.url} opens no session of the Tinker API ({error}). Set the address of a "
+                    f"server that runs, and an API key that it knows"
+                ) from error
             self.epoch += 1
             self._numbers = 0
             if self._heartbeats is None:
@@ -246,21 +268,24 @@ class Connection:
                 problem = f"{type(error).__name__}: {error}"
             else:
                 status = response.status_code
-                if (pending and status == 408) or not (status in _AGAIN or status >= 500):
+                again = status in _AGAIN or (status >= 500 and status not in _NEVER)
+                if not again or (pending and status == 408):
+                    self._answered = True
                     return response
                 problem = f"status {status}: {_text(response)}"
                 wait = max(wait, _retry_after(response))
             waited = loop.time() - began
-            if waited > self._patience:
+            patience = self._patience if self._answered else min(self._patience, FIRST_PATIENCE)
+            if waited > patience:
                 raise UnreachableError(
                     f"{self.url} gave no usable answer to {path} for {waited:.0f} s ({problem}). Check the server and "
-                    f"the network, or raise {self._where}.patience"
+                    f"the network{f', or raise {self._where}.patience' if self._answered else ''}"
                 )
             if waited > REPORTED and not told:
                 told = True
                 logger.warning(
                     "%s has not answered %s for %.0f s (%s); trying for %g s in all",
-                    self.url, path, waited, problem, self._patience,
+                    self.url, path, waited, problem, patience,
                 )  # fmt: skip
             await asyncio.sleep(min(wait, LONGEST_WAIT))
             wait *= 2

@@ -157,10 +157,10 @@ class TinkerEngine(InferenceEngine):
                 return
             body: dict[str, Any] = {
                 "session_id": connection.session_id, "sampling_session_seq_id": connection.next_number(),
-                "base_model": self._base, "type": "create_sampling_session",
+                "type": "create_sampling_session",
             }  # fmt: skip
-            if sampler.path:
-                body["model_path"] = sampler.path
+            # One of them: some servers refuse both.
+            body |= {"model_path": sampler.path} if sampler.path else {"base_model": self._base}
             found = await connection.post("create_sampling_session", body)
             sampler.sampler_id, sampler.epoch = str(found["sampling_session_id"]), epoch
             sampler.numbers = count()

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from agentrl_backend_tinker.config import LimitsConfig
+from agentrl_core.api.errors import ConfigError
 from agentrl_core.api.hooks import HookContext, hookimpl
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,9 @@ class Limits:
         self._file = context.run_dir / FILE
         self._spent = _read(self._file)
         self._seen: dict[str, float] = {}
+        if reason := self._reached():
+            # Each try to resume would cost a step.
+            raise ConfigError(f"{reason} already before this run is resumed. Raise the limit to continue")
 
     @hookimpl
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -62,13 +66,18 @@ class Limits:
         aside = self._file.with_suffix(".writing")
         aside.write_text(json.dumps(asdict(spent)) + "\n", encoding="utf-8")
         aside.replace(self._file)
-        cost = spent.cost(self._config)
-        logger.info("step %d: %.0f tokens so far, cost %.4g", step, spent.tokens, cost)
-        config = self._config
+        logger.info("step %d: %.0f tokens so far, cost %.4g", step, spent.tokens, spent.cost(self._config))
+        if reason := self._reached():
+            self._stop(reason)
+
+    def _reached(self) -> str | None:
+        config, spent = self._config, self._spent
+        cost = spent.cost(config)
         if config.max_tokens is not None and spent.tokens >= config.max_tokens:
-            self._stop(f"{spent.tokens:.0f} tokens reach max_tokens={config.max_tokens} of the hook tinker_limits")
-        elif config.max_cost is not None and cost >= config.max_cost:
-            self._stop(f"a cost of {cost:.4g} reaches max_cost={config.max_cost:g} of the hook tinker_limits")
+            return f"{spent.tokens:.0f} tokens reach max_tokens={config.max_tokens} of the hook tinker_limits"
+        if config.max_cost is not None and cost >= config.max_cost:
+            return f"a cost of {cost:.4g} reaches max_cost={config.max_cost:g} of the hook tinker_limits"
+        return None
 
     def _new(self, metrics: Mapping[str, float], name: str) -> float:
         """What a total has grown by. Engines that were restarted begin again at 0."""

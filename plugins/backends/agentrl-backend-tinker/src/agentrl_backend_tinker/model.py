@@ -7,10 +7,13 @@ state: nothing is lost, and nothing counts twice, whether the server had done th
 
 import asyncio
 import logging
+import math
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any, TypeVar
+
+import numpy as np
 
 from agentrl_backend_tinker.connection import Connection, LostError, RefusedError
 from agentrl_backend_tinker.messages import Datum, Passed, passed, training_request
@@ -21,6 +24,8 @@ T = TypeVar("T")
 
 MOST_DATUMS, MOST_BYTES = 1024, 5_000_000
 """Of a request, as the API has them."""
+LOSS = "loss:sum"
+"""The metric of ``forward_backward`` that every server reports."""
 REBUILDS = 5
 """Tries to build a model again for one request, in case the server is lost again meanwhile."""
 
@@ -119,6 +124,21 @@ class TrainedModel:
 
     # What is done with it -----------------------------------------------------------------------------------------
 
+    async def check_loss(self) -> None:
+        """Compare the loss that the server reports with the sum of -weight * log-prob. Nothing is trained.
+
+        Raises:
+            RefusedError: they differ, so gradients would.
+        """
+        datum = Datum(np.array([1, 2, 3], np.int32), np.array([-1.0, -2.0], np.float32))
+        found = await self._kept(lambda: self._pass([datum], forward_only=True))
+        expected, reported = -float(datum.weights @ found.log_probs[0]), found.metrics.get(LOSS)
+        if reported is None or not math.isclose(reported, expected, rel_tol=0.05, abs_tol=0.05):
+            raise RefusedError(
+                f"its loss cross_entropy must be a sum over tokens, here {expected:.4g}, but its {LOSS} is "
+                f"{'missing' if reported is None else f'{reported:.4g}'}"
+            )
+
     async def forward(self, data: Sequence[Datum]) -> Passed:
         """Log-probabilities of all targets, without gradients."""
         found = await self._kept(lambda: self._pass(data, forward_only=True))
@@ -192,6 +212,9 @@ class TrainedModel:
         except LostError:
             # It may have been the session.
             await self.connection.open(self._epoch)
+            await self.create()
+        except RefusedError as error:
+            logger.info("%s: loading into a new model (%s)", self.connection.url, error)
             await self.create()
 
     async def delete(self, path: str) -> None:
