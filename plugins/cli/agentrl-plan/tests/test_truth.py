@@ -18,7 +18,12 @@ MESHES = {
     "tensor": Case(width=128, layers=3, packing=False, checkpointing=True, mesh={"tensor_parallel": 2}),
     "copies": Case(width=128, layers=3, packing=False, checkpointing=True, mesh={"replicas": 2}),
     "experts": Case(
-        width=128, layers=3, packing=False, checkpointing=True, mesh={"expert_parallel": 2}, experts=8,
+        width=128,
+        layers=3,
+        packing=False,
+        checkpointing=True,
+        mesh={"expert_parallel": 2},
+        experts=8,
     ),
     "sequence": Case(width=128, layers=3, packing=True, checkpointing=False, mesh={"sequence_parallel": 2}),
 }

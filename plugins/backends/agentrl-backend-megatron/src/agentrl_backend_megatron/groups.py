@@ -4,6 +4,8 @@ The order is that of Megatron-Core, tensor before context before data before pip
 to each other.
 """
 
+import gc
+
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
@@ -47,7 +49,14 @@ def leave(mesh: Mesh) -> None:
     """The last model ends the groups."""
     _users.remove(mesh)
     if not _users:
+        # Megatron-Core only forgets them, and each has threads until the process ends.
+        made = [group for group in parallel_state._global_process_group_list or [] if group is not None]
         parallel_state.destroy_model_parallel()
+        # Modules that refer to each other hold them, too.
+        gc.collect()
+        for group in made:
+            if group is not dist.GroupMember.NON_GROUP_MEMBER:
+                dist.destroy_process_group(group)
         if _owns_ranks:
             dist.destroy_process_group()
 
