@@ -46,7 +46,7 @@ def test_the_trainer_takes_the_experts_of_the_engine(fit: Callable[..., RunDir],
 def test_an_engine_in_bfloat16_chooses_others_and_is_followed(fit: Callable[..., RunDir], model: str) -> None:
     changes = {
         "model.path": model, "algorithm.old_log_probs": "actor", "rollout.engine": {"name": "hf", "dtype": "bfloat16"},
-        "cluster.runtime": "ray", "rollout.max_logprob_gap": None,
+        "cluster.runtime": "ray", "rollout.max_logprob_gap": None, "rollout.max_response_length": 64,
     }  # fmt: skip
     followed = fit({**REPLAY, **changes, "trainer.name": "followed", "trainer.steps": 1}).read_metrics()[0]
     alone = fit(
