@@ -15,6 +15,7 @@ import torch.multiprocessing as mp
 from torch.distributed import _functional_collectives
 from torch.distributed.tensor import DTensor
 from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from agentrl_core.config import ResolvedConfig, load_config
 from agentrl_core.workers.actor import ActorWorker
@@ -146,11 +147,27 @@ def _measured(config: ResolvedConfig, ranks: int) -> int:
         shapes.append(shared)
     batches = [batch_of(shape, actor._backend.share.count) for shape in shapes]
     model = actor.module
+    for module in model.modules():
+        if isinstance(module, Qwen3MoeTopKRouter):
+            module.forward = _equally(module)
     weights = {_local(each).untyped_storage() for each in (*model.parameters(), *model.buffers())}
     # The first step makes the moments.
     _, grown = _allocations(lambda: actor.update(batches[0]))
     resting = sum(each.nbytes() for each in weights) + grown
     return max(resting + _allocations(lambda each=batch: actor.update(each))[0] for batch in batches)
+
+
+def _equally(router: Qwen3MoeTopKRouter) -> Callable[[torch.Tensor], tuple[torch.Tensor, ...]]:
+    """A forward that chooses all experts equally often, as a prediction assumes; a new router sends most tokens of a
+    made-up batch to the same ones."""
+
+    def forward(hidden: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        logits = torch.nn.functional.linear(hidden.reshape(-1, router.hidden_dim), router.weight)
+        chosen = torch.arange(len(logits) * router.top_k).view(-1, router.top_k) % router.num_experts
+        weights = logits.softmax(-1, dtype=torch.float).gather(-1, chosen)
+        return logits, weights / weights.sum(-1, keepdim=True), chosen
+
+    return forward
 
 
 def _local(tensor: Any) -> Any:
