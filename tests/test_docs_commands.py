@@ -38,6 +38,7 @@ NOT_RUN = {
     "agentrl train config.yaml cluster.runtime=ray": "needs SGLang, eight GPUs or a second host",
     "agentrl train examples/calculator/config.yaml cluster.runtime=ray": "starts Ray; tests/e2e trains with it",
     "agentrl bench config.yaml": "trains several times in processes of their own; tests/e2e measures with it",
+    "python examples/calculator/prepare.py": "makes a model for a minute; tests/examples try the script",
     "agentrl train examples/calculator/tinker.yaml": "needs a server; the tests of agentrl-backend-tinker start one",
     "agentrl eval config.yaml --checkpoint runs/NAME/checkpoints/latest rollout.engine.name=hf": "needs such a run",
     "agentrl tinker serve": "serves until it is stopped; the tests of agentrl-tinker start one",

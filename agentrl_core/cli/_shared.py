@@ -61,7 +61,8 @@ def console_of_stdout() -> "Console":
     """
     from rich.console import Console
 
-    return Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE)
+    width = None if sys.stdout.isatty() else _WIDTH_OF_A_PIPE
+    return Console(highlight=False, markup=False, emoji=False, width=width)
 
 
 def new_table(*columns: str, right: Sequence[str] = (), title: str | None = None) -> "Table":
@@ -80,10 +81,10 @@ def warn(line: str) -> None:
 
 
 def say(line: str) -> None:
-    """Print a line that can be copied: it isn't wrapped, and brackets have no meaning."""
+    """Print a line that can be copied: it isn't wrapped, and brackets and names between colons have no meaning."""
     import rich
 
-    rich.get_console().print(line, markup=False, highlight=False, soft_wrap=True)
+    rich.get_console().print(line, markup=False, emoji=False, highlight=False, soft_wrap=True)
 
 
 class _LineHandler(logging.Handler):

@@ -23,6 +23,17 @@ def test_pip_install_keeps_its_extra_in_brackets_in_tables(capsys: pytest.Captur
     assert "agentrl-core[ray]" in capsys.readouterr().out
 
 
+def test_names_between_colons_are_no_emoji(handlers: None, capsys: pytest.CaptureFixture[str]) -> None:
+    """Servers of the Tinker API name models so."""
+    set_up_logging()
+    path = "tinker://0a1b:train:1/weights/age"
+    logging.getLogger("agentrl_core.trainer").warning(path)
+    table = new_table("STATE")
+    table.add_row(path)
+    console_of_stdout().print(table)
+    assert capsys.readouterr().out.count(path) == 2
+
+
 def test_a_long_warning_is_not_wrapped_at_80_columns_where_the_output_is_a_pipe(
     handlers: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
