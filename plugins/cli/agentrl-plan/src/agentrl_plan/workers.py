@@ -204,8 +204,8 @@ class _Step:
         roles = (self._actor, self._critic, self._reference, self._teacher)
         models = list(dict.fromkeys(each for each in roles if each is not None))
         # Values are not compared here: whether a model can train is found out before a run, and in it.
-        checks = "check_padding", "replayed_routers"
-        with patch.multiple("agentrl_core.fsdp2.backend", **{name: lambda *given: None for name in checks}):
+        module = "agentrl_core.fsdp2.backend"
+        with patch(f"{module}.check_padding"), patch(f"{module}.replayed_routers", return_value=None):
             for worker in models:
                 worker.init_model()
                 self._name(worker)
