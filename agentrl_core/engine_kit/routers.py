@@ -6,24 +6,22 @@ choice is kept, or replaced by another one, whose scores then become weights as 
 Shapes: T tokens of a forward pass, N layers of the model, E experts, k chosen ones of each token.
 """
 
+import functools
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from typing import TYPE_CHECKING, Any
 
 from agentrl_core.api.errors import ConfigError
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _ROUTER = re.compile(r"Top[kK]Router$")
 _LAYER = re.compile(r"(?:^|\.)layers\.(\d+)\.")
-_CHOICES = (torch.topk, Tensor.topk)
 
 
-class _Choice(TorchFunctionMode):
+class _Choice:
     """What a router chooses, and what it is given instead.
 
     Args:
@@ -31,23 +29,42 @@ class _Choice(TorchFunctionMode):
         given: [T, k] int64; where it is not below E the router chooses. None: everywhere.
     """
 
-    def __init__(self, experts: int, given: Tensor | None) -> None:
-        super().__init__()
-        self._experts, self._given = experts, given
+    def __init__(self, experts: int, given: "Tensor | None") -> None:
+        self._experts, self.given = experts, given
         self.own: Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def result(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Of a call of torch that the router makes."""
+        import torch
+
+        result = func(*args, **kwargs)
         # Groups of experts may be chosen before.
-        if func not in _CHOICES or result.indices.ndim != 2 or args[0].shape[-1] != self._experts:
+        if func not in (torch.topk, torch.Tensor.topk) or args[0].shape[-1] != self._experts:
             return result
-        if self._given is not None and self._given.shape != result.indices.shape:
+        if result.indices.ndim != 2 or (self.given is not None and self.given.shape != result.indices.shape):
             return result
         self.own = result.indices
-        if self._given is None:
+        if self.given is None:
             return result
-        chosen = torch.where(self._given < self._experts, self._given, result.indices)
+        chosen = torch.where(self.given < self._experts, self.given, result.indices)
         return torch.return_types.topk((args[0].gather(-1, chosen), chosen))
+
+
+@functools.cache
+def _watching() -> Any:
+    """A context in which a :class:`_Choice` sees all calls of torch."""
+    # Engines in other interpreters import this package without torch.
+    from torch.overrides import TorchFunctionMode
+
+    class Watching(TorchFunctionMode):
+        def __init__(self, choice: _Choice) -> None:
+            super().__init__()
+            self._choice = choice
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return self._choice.result(func, args, kwargs or {})
+
+    return Watching
 
 
 class Routers:
@@ -72,11 +89,11 @@ class Routers:
         self.layers = int(model.config.get_text_config(decoder=True).num_hidden_layers)
         self.experts = 0
         self._kept: dict[int, Tensor] | None = None
-        self._differing: list[Tensor] = []
+        self._differing: list[tuple[Tensor, Tensor]] = []
         for name, module in model.named_modules():
             if (layer := _LAYER.search(name)) and _ROUTER.search(type(module).__name__):
                 self.experts = int(module.weight.shape[0])
-                module.forward = partial(self._forward, int(layer[1]), module.forward)
+                module.forward = functools.partial(self._forward, int(layer[1]), module.forward)
         if not self.experts:
             raise ConfigError(
                 f"{key}: {type(model).__name__} has no routers that choose experts for each token; remove the key"
@@ -86,19 +103,19 @@ class Routers:
         if self.given is None and self._kept is None:
             return forward(*args, **kwargs)
         choice = _Choice(self.experts, None if self.given is None else self.given[:, layer].long())
-        with choice:
+        with _watching()(choice):
             result = forward(*args, **kwargs)
-        own, given = choice.own, choice._given
+        own, given = choice.own, choice.given
         if own is not None and self._kept is not None:
             self._kept[layer] = own
         if own is not None and given is not None:
             known = given < self.experts
             missed = known & (given.unsqueeze(-1) != own.unsqueeze(-2)).all(-1)
-            self._differing.append(torch.stack([missed.sum(), known.sum()]))
+            self._differing.append((missed.sum(), known.sum()))
         return result
 
     @contextmanager
-    def kept(self) -> Iterator[dict[int, Tensor]]:
+    def kept(self) -> "Iterator[dict[int, Tensor]]":
         """Inside, forward passes leave here what each layer's router chose itself, [T, k]."""
         self._kept = {}
         try:
@@ -106,16 +123,17 @@ class Routers:
         finally:
             self._kept = None
 
-    def stacked(self, kept: dict[int, Tensor]) -> Tensor:
+    def stacked(self, kept: "dict[int, Tensor]") -> "Tensor":
         """[T, N, k] int16 of what :meth:`kept` gives; 0 for layers without experts."""
-        known = next(iter(kept.values()))
-        nothing = torch.zeros_like(known)
+        import torch
+
+        nothing = torch.zeros_like(next(iter(kept.values())))
         return torch.stack([kept.get(layer, nothing) for layer in range(self.layers)], 1).to(torch.int16)
 
     def share_that_differs(self) -> float | None:
         """Of the experts that were given since the last call, those that the routers would not have chosen."""
         if not self._differing:
             return None
-        missed, known = torch.stack(self._differing).sum(0).tolist()
+        missed, known = (int(sum(each)) for each in zip(*self._differing, strict=True))
         self._differing.clear()
-        return float(missed / max(known, 1))
+        return missed / max(known, 1)
