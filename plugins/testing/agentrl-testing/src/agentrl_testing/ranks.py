@@ -4,9 +4,11 @@ results = on_ranks(2, train, path)        # train(rank, size, path) in each of t
 """
 
 import pickle
+import time
 import traceback
 from collections.abc import Callable
 from multiprocessing import get_context
+from multiprocessing.connection import wait
 from typing import Any, ClassVar
 
 import torch
@@ -51,15 +53,18 @@ class _Ranks:
         return cls._known[size]
 
     def run(self, function: Callable[..., Any], args: Any) -> list[Any]:
-        answers: list[tuple[Any, Exception | None]] = []
+        answers: dict[int, tuple[Any, Exception | None]] = {}
+        start, waiting = time.monotonic(), dict(enumerate(self._ends))
         try:
             for end in self._ends:
                 end.send_bytes(pickle.dumps((function, args)))
-            for rank, end in enumerate(self._ends):
+            while waiting:
                 # One that failed may keep the others waiting.
-                if not end.poll(DEADLINE if not _failure(answers) else 5.0):
-                    raise _failure(answers) or TimeoutError(f"rank {rank} of {len(self._ends)} has not answered")
-                answers.append(pickle.loads(end.recv_bytes()))
+                left = DEADLINE + start - time.monotonic() if _failure(answers) is None else 5.0
+                if not (ready := wait(waiting.values(), max(left, 0.0))):
+                    raise _failure(answers) or TimeoutError(f"ranks {list(waiting)} have not answered")
+                for rank in [rank for rank, end in waiting.items() if end in ready]:
+                    answers[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
             if (failure := _failure(answers)) is not None:
                 raise failure
         except BaseException:
@@ -68,11 +73,11 @@ class _Ranks:
                 process.kill()
             del self._known[len(self._ends)]
             raise
-        return [result for result, _ in answers]
+        return [answers[rank][0] for rank in range(len(self._ends))]
 
 
-def _failure(answers: list[tuple[Any, Exception | None]]) -> Exception | None:
-    return next((error for _, error in answers if error is not None), None)
+def _failure(answers: dict[int, tuple[Any, Exception | None]]) -> Exception | None:
+    return next((answers[rank][1] for rank in sorted(answers) if answers[rank][1] is not None), None)
 
 
 def _serve(rank: int, size: int, port: int, end: Any) -> None:

@@ -52,6 +52,7 @@ def test_every_check_catches_a_broken_backend(catches) -> None:
             "test_gradients_that_are_not_finite_change_nothing": [case("StepsAnyway")],
             "test_forgotten_gradients_are_forgotten": [case("KeepsGradients")],
             "test_a_loss_is_called_once_for_each_micro_batch": [case("CallsTwice")],
+            "test_what_a_loss_raises_is_raised": [case("Swallows")],
             "test_what_is_handed_out_is_what_is_trained": [case("HandsOutTheFirst")],
             "test_weights_leave_in_the_data_type_of_the_engines": [case("Uncast")],
             "test_a_snapshot_goes_on_bit_for_bit": [case("CopiesLate"), case("ForgetsMoments"), case("ForgetsSteps")],

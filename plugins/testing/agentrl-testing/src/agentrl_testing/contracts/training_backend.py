@@ -137,6 +137,13 @@ class TrainingBackendContract(PluginContract):
             backend.zero_grad()
         assert sorted(seen) == [0, 1, 2], f"the loss was called for the micro-batches {seen}, not once for each of 3"
 
+    def test_what_a_loss_raises_is_raised(self, plugin: TrainingBackendCase) -> None:
+        """Also where one of several ranks raises it: the run ends, and no step is made from the others' gradients."""
+        needs(plugin, "all_weights")
+        for size in (1, *(plugin.ranks[:1] if plugin.has("ranks") else ())):
+            with pytest.raises(ArithmeticError, match="on purpose"):
+                on_ranks(size, _failing, plugin, plugin.path)
+
     def test_what_is_handed_out_is_what_is_trained(self, plugin: TrainingBackendCase, tmp_path: Path) -> None:
         """Weights after a step, in a model of transformers, compute what the backend computes."""
         needs(plugin, "all_weights")
@@ -236,6 +243,19 @@ def _train(
             Path(save).mkdir(exist_ok=True)
             backend.snapshot()(save)
         return Trained(norms, gathered(backend), [], backend.steps)
+
+
+def _failing(rank: int, size: int, plugin: TrainingBackendCase, path: str) -> None:
+    """The loss of the first part of the rows raises."""
+    micros = [micro_batch([0, 1])]
+    with closing(plugin.made(path, rank=rank, size=size)) as backend, backend.on_device():
+
+        def loss(number: int, outputs: Outputs) -> Tensor:
+            if backend.share.index == 0:
+                raise ArithmeticError("on purpose")
+            return loss_of(0, micros, False)(number, outputs)
+
+        backend.forward_backward(micros, Wanted(), loss)
 
 
 def _sampled(row: int) -> Tensor:
