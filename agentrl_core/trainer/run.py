@@ -301,10 +301,11 @@ class Run:
 
         The training processes write it in the background; :meth:`publish_checkpoint` makes it one.
         """
-
-        # Somebody may have deleted it meanwhile.
-        last = self._checkpoint
-        self._shared = {} if last is None or not last.is_dir() else read_checksums(last)
+        # Somebody may have deleted or damaged it meanwhile: then nothing is shared.
+        self._shared = {}
+        if self._checkpoint is not None:
+            with suppress(CheckpointError):
+                self._shared = read_checksums(self._checkpoint)
 
         def write(directory: Path) -> None:
             self._disks.clear(directory)
