@@ -46,7 +46,7 @@ IMAGES = "images"
 them."""
 EXPERTS = "routed_experts"
 """Non-tensor column of a batch with the experts that an engine sent each token of a row to, [tokens, layers, k], and
-column [b, p+r, layers, k] of a micro-batch: what is not below the number of experts is not known. See
+column [b, p+r, layers, k] of a micro-batch, where the largest number of the type says that none is known. See
 ``TokenOutput.routed_experts``."""
 
 

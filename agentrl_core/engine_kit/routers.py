@@ -72,8 +72,8 @@ class Routers:
     set.
 
     Attributes:
-        given: [T, N, k] integers, the experts of the tokens of forward passes, and of their backward passes; those
-            that are not below E are left to the router. None: all are.
+        given: [T, N, k] integers, the experts of the tokens of forward passes, and of their backward passes. The
+            largest number of their type, and what is not below E, are left to the router. None: all are.
         layers: N.
         experts: E.
 
@@ -102,7 +102,7 @@ class Routers:
     def _forward(self, layer: int, forward: Any, *args: Any, **kwargs: Any) -> Any:
         if self.given is None and self._kept is None:
             return forward(*args, **kwargs)
-        choice = _Choice(self.experts, None if self.given is None else self.given[:, layer].long())
+        choice = _Choice(self.experts, self._given_to(layer))
         with _watching()(choice):
             result = forward(*args, **kwargs)
         own, given = choice.own, choice.given
@@ -113,6 +113,14 @@ class Routers:
             missed = known & (given.unsqueeze(-1) != own.unsqueeze(-2)).all(-1)
             self._differing.append((missed.sum(), known.sum()))
         return result
+
+    def _given_to(self, layer: int) -> "Tensor | None":
+        if self.given is None:
+            return None
+        import torch
+
+        own = self.given[:, layer]
+        return own.long().masked_fill(own == torch.iinfo(own.dtype).max, self.experts)
 
     @contextmanager
     def kept(self) -> "Iterator[dict[int, Tensor]]":

@@ -475,7 +475,8 @@ class Fsdp2(TrainingBackend):
             save_file(head, Path(path) / VALUE_HEAD_FILE)
 
     def close(self) -> None:
-        if self._model is not None and self.context.trains:
+        # Without them where loading has failed.
+        if self._model is not None and hasattr(self, "_weights"):
             self._weights.close()
         _SHARED.pop(self._shared, None)
         self._model = None

@@ -170,7 +170,7 @@ def check_files(config: ResolvedConfig, *, training: bool) -> Any:
             if backend is not None:
                 with of(""):
                     backend.check(config.trainer.backend.config, built, adapted, config.cluster.processes, key)
-        if "model.path" in models and any(own.actor.router_replay for own in config.trained.values()):
+        if training and "model.path" in models and any(own.actor.router_replay for own in config.trained.values()):
             with of(""):
                 Routers(models["model.path"], "actor.router_replay")
         for name, named in config.engines.items():

@@ -221,7 +221,7 @@ class ModelColumns:
         if self._actor.reads and EXPERTS not in batch.non_tensor_batch and len(batch):
             raise ConfigError(
                 "actor.router_replay=true: some trajectories of this step have no experts of the engine: an agent loop "
-                "made rows by hand; set actor.router_replay=false"
+                "made or changed rows by hand, or the engine answered without; set actor.router_replay=false"
             )
         version = self._version if self._config.rollout.max_staleness else None
         batch.meta_info["calculate_entropy"] = self._with_entropies

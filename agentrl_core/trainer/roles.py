@@ -259,7 +259,7 @@ def start_engines(
         vocab_size=preparation.vocab_size,
         reserved_ids=() if preparation.chat.media is None else preparation.chat.media.reserved,
         max_images=0 if preparation.chat.media is None else config.model.images.max_count,
-        routed_experts=any(own.actor.router_replay for own in config.trained.values()),
+        routed_experts=training is not None and any(own.actor.router_replay for own in config.trained.values()),
         adapters=adapter_slots(adapters, config.rollout.max_staleness + 1) if adapters else None,
         shared_module=workers[0].module if workers and config.shares_module else None,
         **(_gpu_memory(config, training or {}) if on_gpus else {}),

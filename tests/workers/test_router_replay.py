@@ -245,3 +245,27 @@ def test_only_who_reads_experts_gets_them(make_batch):
     batch = with_experts(make_batch(ROWS), experts_of(ROWS))
     assert EXPERTS not in narrowed(batch, ()).non_tensor_batch
     assert EXPERTS in narrowed(batch, (EXPERTS,)).non_tensor_batch
+
+
+def test_unknown_experts_of_a_model_of_256_are_left_to_the_router(tmp_path):
+    """In one byte the number of its last expert says that none is known."""
+    config = Qwen3MoeConfig(**SHAPE, num_experts=256, num_experts_per_tok=K, moe_intermediate_size=8)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    routers, ids = Routers(model, "test"), torch.tensor([[3, 4, 5]])
+    with torch.no_grad():
+        expected = model(ids).logits
+        routers.given = torch.full((3, N, K), 255, dtype=torch.uint8)
+        assert torch.equal(model(ids).logits, expected)
+        assert routers.share_that_differs() == 0
+        routers.given = torch.full((3, N, K), 255, dtype=torch.int16)
+        assert not torch.equal(model(ids).logits, expected)
+
+
+def test_routers_that_choose_all_experts_are_refused_and_leave_nothing(tmp_path, make_config):
+    config = Qwen3MoeConfig(**SHAPE, num_experts=K, num_experts_per_tok=K, moe_intermediate_size=8)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    actor = ActorWorker(make_config(actor={"router_replay": True}, path=str(tmp_path)), 10)
+    with pytest.raises(ConfigError, match="sends every token to all 2 experts"):
+        actor.init_model()
+    actor.close()

@@ -236,3 +236,10 @@ def test_meshes_are_tried_and_the_best_one_is_named(config_file: ConfigFile) -> 
     found = json.loads(plan(config_file(), *arguments, "--json").stdout)
     assert {tuple(each["options"].values()) for each in found["meshes"]} >= {(1, 1, 1, 1), (2, 1, 1, 1), (1, 1, 2, 1)}
     assert all(each["bytes"] > 0 and each["seconds"] > 0 for each in found["meshes"])
+
+
+def test_a_run_with_router_replay_is_predicted(config_file: ConfigFile) -> None:
+    experts = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    result = plan(config_file(**experts), "actor.router_replay=true", "--json", "--no-advise")
+    content = json.loads(result.stdout)
+    assert not content.get("estimated") and content["phases"]["update"]["memory"], result.output
