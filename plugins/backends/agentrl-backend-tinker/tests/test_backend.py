@@ -10,6 +10,8 @@ import torch
 from safetensors.torch import load_file
 from tinker_support.policy import Reference, batch, loss_of, saved_at, train
 
+from agentrl_backend_tinker.backend import TinkerBackend
+from agentrl_backend_tinker.config import TinkerBackendConfig
 from agentrl_backend_tinker.paths import NAME, SIZE
 from agentrl_core.api.errors import CheckpointError, ConfigError, WorkerError
 from agentrl_core.api.training_backend import Wanted
@@ -222,6 +224,9 @@ def test_a_server_needs_an_address_a_key_and_the_model(make: Any, server: Any, m
         make.loaded(None)
     with pytest.raises(ConfigError, match="url: found 'localhost'"):
         make.loaded("localhost")
+    with pytest.raises(ConfigError, match=r"url: found none"):
+        TinkerBackend.check(TinkerBackendConfig(), None, True, 1, "model.path")
+    assert make.loaded(f"{server.url}/api/v1/")._connection.url == server.url
     with pytest.raises(ConfigError, match="base_model: .* has no model 'Qwen/Qwen3'"):
         make.loaded(server.url, options={"base_model": "Qwen/Qwen3"})
     with pytest.raises(WorkerError, match="rank: 512 is more than"):

@@ -235,6 +235,23 @@ def test_a_server_that_asks_to_wait_is_waited_for(make: Any, proxied: Any, serve
     check_same(saved_at(server, path), expected)
 
 
+def test_requests_that_wait_are_reported_in_one_line(
+    make: Any, proxied: Any, server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Thousands of trajectories may wait for a server that restarts."""
+    proxy = proxied(server.port, lambda route, before: 503 if route == "get_info" else None)
+    connection = make.loaded(proxy.url, options={"patience": 4.0})._connection
+    monkeypatch.setattr("agentrl_backend_tinker.connection.REPORTED", 0.5)
+
+    async def ask() -> None:
+        found = await asyncio.gather(*(connection.get("get_info") for _ in range(20)), return_exceptions=True)
+        assert {type(each).__name__ for each in found} == {"UnreachableError"}
+
+    make.backends[-1]._run(ask())
+    lines = [record.message for record in caplog.records if "has not answered" in record.message]
+    assert 1 <= len(lines) <= 10 and all("get_info" in line and "503" in line for line in lines)
+
+
 def test_a_state_is_loaded_into_a_new_model_where_the_server_wants_that(
     make: Any, proxied: Any, server: Any, tmp_path: Path
 ) -> None:

@@ -10,6 +10,7 @@ import asyncio
 import difflib
 import json
 import logging
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -31,7 +32,7 @@ FIRST_PATIENCE = 60.0
 LONGEST_WAIT = 10.0
 """Seconds between two tries, at most."""
 REPORTED = 30.0
-"""Seconds without an answer, after which a line says so."""
+"""Seconds without an answer, after which a line says so: one for all requests that wait, as often as this again."""
 _AGAIN = (408, 409, 425, 429)
 _NEVER = (501, 505)
 _BAD_ANSWERS = 3
@@ -89,6 +90,7 @@ class Connection:
         self._where = where
         self._patience = options.patience
         self._answered = False
+        self._reported = -math.inf
         self._http = httpx.AsyncClient(
             base_url=self.url,
             headers={"X-API-Key": key},
@@ -258,7 +260,7 @@ class Connection:
             pending: 408 is an answer: the result is not there yet.
         """
         loop = asyncio.get_running_loop()
-        began, told, wait = loop.time(), False, 0.1
+        began, wait = loop.time(), 0.1
         where = path if path.startswith("/") else PREFIX + path
         while True:
             self.requests += 1
@@ -281,8 +283,8 @@ class Connection:
                     f"{self.url} gave no usable answer to {path} for {waited:.0f} s ({problem}). Check the server and "
                     f"the network{f', or raise {self._where}.patience' if self._answered else ''}"
                 )
-            if waited > REPORTED and not told:
-                told = True
+            if waited > REPORTED and loop.time() - self._reported > REPORTED:
+                self._reported = loop.time()
                 logger.warning(
                     "%s has not answered %s for %.0f s (%s); trying for %g s in all",
                     self.url, path, waited, problem, patience,
