@@ -64,7 +64,11 @@ class _Ranks:
                 if not (ready := wait(waiting.values(), max(left, 0.0))):
                     raise _failure(answers) or TimeoutError(f"ranks {list(waiting)} have not answered")
                 for rank in [rank for rank, end in waiting.items() if end in ready]:
-                    answers[rank] = pickle.loads(waiting.pop(rank).recv_bytes())
+                    end = waiting.pop(rank)
+                    try:
+                        answers[rank] = pickle.loads(end.recv_bytes())
+                    except EOFError:
+                        answers[rank] = None, ChildProcessError(f"rank {rank} of {len(self._ends)} has died")
             if (failure := _failure(answers)) is not None:
                 raise failure
         except BaseException:
@@ -77,7 +81,9 @@ class _Ranks:
 
 
 def _failure(answers: dict[int, tuple[Any, Exception | None]]) -> Exception | None:
-    return next((answers[rank][1] for rank in sorted(answers) if answers[rank][1] is not None), None)
+    found = [error for _, (_, error) in sorted(answers.items()) if error is not None]
+    # A rank may die because another one failed.
+    return next((error for error in found if not isinstance(error, ChildProcessError)), found[0] if found else None)
 
 
 def _serve(rank: int, size: int, port: int, end: Any) -> None:
