@@ -126,7 +126,8 @@ def test_unknown_capability(isolated_plugins: IsolatedPlugins) -> None:
     message = (
         f"{BROKEN}acme_tools.plugin:PLUGIN for inference engine 'shout': unknown capability 'log_probs': did you mean "
         "'logprobs'? allowed are logprobs, seeds, abort, pause, sleep, weight_update, live_update, old_cache, "
-        "routed_experts, images, adapters, broadcast, ipc, parallel, multi_node, shared_module, deterministic, sessions, "
+        "routed_experts, "
+        "images, adapters, broadcast, ipc, parallel, multi_node, shared_module, deterministic, sessions, "
         "min_p, chained_truncation, presence_penalty, frequency_penalty, repetition_penalty, logit_bias, json_schema, "
         "remote_weights"
     )
