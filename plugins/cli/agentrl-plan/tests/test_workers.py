@@ -35,8 +35,6 @@ MESHES = {
 def test_a_rank_of_a_mesh_has_its_share(
     make_config: MakeConfig, options: dict[str, int], model: dict[str, Any], device: str
 ) -> None:
-    if device == "cpu" and model == EXPERTS:
-        pytest.skip("torch's simulated grouped_mm takes only bfloat16, which a simulated CPU does not compute in")
     overrides = [f"trainer.backend.config.{name}={value}" for name, value in options.items()]
     found = simulate(make_config(*overrides, *FEW_TOKENS, "model.packing=false", **model), device, ranks=4)
     copies, same_rows = options.get("replicas", 1), options.get("tensor_parallel", 1)
