@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from agentrl_core.api.errors import ConfigError
+from agentrl_core.api.errors import ConfigError, WorkerError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -34,7 +34,7 @@ class _Choice:
         self.own: Tensor | None = None
 
     def result(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Of a call of torch that the router makes."""
+        """The result of a call that the router makes to torch."""
         import torch
 
         result = func(*args, **kwargs)
@@ -106,6 +106,11 @@ class Routers:
         with _watching()(choice):
             result = forward(*args, **kwargs)
         own, given = choice.own, choice.given
+        if own is None and given is not None:
+            raise WorkerError(
+                f"router replay: the router of layer {layer} did not take the experts of {len(given)} tokens; set "
+                "actor.router_replay=false"
+            )
         if own is not None and self._kept is not None:
             self._kept[layer] = own
         if own is not None and given is not None:

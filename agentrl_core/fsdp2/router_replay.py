@@ -23,8 +23,8 @@ KEY = "actor.router_replay"
 def replayed_routers(
     model: Any, media: Media | None, compute: Callable[[MicroBatch], tuple[Tensor, Tensor]], device: torch.device
 ) -> Routers:
-    """The routers of a model, if it can be told which experts to take: a few rows are computed with those that it
-    chooses itself, and with others.
+    """The routers of a model, if it takes given experts: a few rows are computed with those that it chooses itself,
+    and with others.
 
     Args:
         model: of transformers.

@@ -15,7 +15,7 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from agentrl_core.api.errors import ConfigError, ProtocolError
+from agentrl_core.api.errors import ConfigError, ProtocolError, WorkerError
 from agentrl_core.api.training_backend import EXPERTS, Wanted
 from agentrl_core.engine_kit.routers import Routers
 from agentrl_core.protocol import DataProto
@@ -260,6 +260,17 @@ def test_unknown_experts_of_a_model_of_256_are_left_to_the_router(tmp_path):
         assert routers.share_that_differs() == 0
         routers.given = torch.full((3, N, K), 255, dtype=torch.int16)
         assert not torch.equal(model(ids).logits, expected)
+
+
+def test_experts_of_other_tokens_are_an_error(paths):
+    model = AutoModelForCausalLM.from_pretrained(paths["qwen3"]).eval()
+    routers = Routers(model, "test")
+    routers.given = torch.zeros(4, N, K, dtype=torch.uint8)
+    with (
+        torch.no_grad(),
+        pytest.raises(WorkerError, match="layer 0 did not take the experts of 4 tokens"),
+    ):
+        model(torch.tensor([[3, 4, 5]]))
 
 
 def test_routers_that_choose_all_experts_are_refused_and_leave_nothing(tmp_path, make_config):
