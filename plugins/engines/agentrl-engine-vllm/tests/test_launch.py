@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import sys
+from typing import Any
 
 import pytest
 
@@ -129,3 +130,25 @@ def test_an_engine_that_was_not_started_says_so(make_engine) -> None:
         await engine.close()
 
     asyncio.run(main())
+
+
+def test_experts_of_tokens_are_asked_for_on_gpus() -> None:
+    context = EngineContext("m", device="cuda", routed_experts=True)
+    assert engine_arguments(VLLMConfig(), context, MODEL)["enable_return_routed_experts"]
+    plain = EngineContext("m", device="cuda")
+    assert "enable_return_routed_experts" not in engine_arguments(VLLMConfig(), plain, MODEL)
+
+
+@pytest.mark.parametrize(
+    ("config", "context", "problem"),
+    [
+        (VLLMConfig(), {"device": "cpu"}, "device=cpu"),
+        (VLLMConfig(), {"device": "cuda", "pipeline_parallel": 2}, "pipeline_parallel=2"),
+        (VLLMConfig(prefix_caching=False), {"device": "cuda"}, "prefix_caching=false"),
+    ],
+)
+def test_where_vllm_has_no_experts_of_tokens_it_does_not_start(
+    config: VLLMConfig, context: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(EngineError, match=f"does not return the experts of tokens with {problem}"):
+        engine_arguments(config, EngineContext("m", routed_experts=True, **context), MODEL)

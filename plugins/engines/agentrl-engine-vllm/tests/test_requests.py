@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -69,3 +70,10 @@ def test_log_probs_of_other_tokens_are_an_error() -> None:
 def test_an_unknown_reason_is_an_error() -> None:
     with pytest.raises(EngineError, match="'error'"):
         token_output(completion([5], None, "error"), 0)
+
+
+def test_experts_of_tokens_are_passed_on() -> None:
+    found = completion([5, 6], None)
+    assert token_output(found, 9).routed_experts is None
+    found.routed_experts = np.zeros((4, 2, 2), np.uint8)
+    assert token_output(found, 9).routed_experts is found.routed_experts
