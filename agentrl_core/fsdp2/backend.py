@@ -106,7 +106,7 @@ class Fsdp2(TrainingBackend):
         self._media: Media | None = None
         self._checkpoint_group: ProcessGroup | None = None
         self._has_saved_frozen = False
-        """The last checkpoint has the frozen weights in files of their own."""
+        """The last checkpoint has the frozen weights in separate files."""
         self._optimizer: AdamW
         self._partial: list[nn.Parameter] = []
         self._offload: Offload

@@ -2,7 +2,7 @@
 
 Each rank writes its own shards of model and optimizer, and a checkpoint is read by any number of ranks, one included.
 It is written from a copy in host memory, so that training goes on meanwhile and nothing comes back to the device.
-Frozen weights have a DCP of their own next to the other one, which later checkpoints take over as it is.
+Frozen weights have a separate DCP next to the other one. Later checkpoints take it over as it is.
 """
 
 import pickle

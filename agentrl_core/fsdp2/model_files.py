@@ -53,7 +53,7 @@ def save_model(
     Args:
         tensors: its weights, in place of those that the model has now.
         file_bytes: of a file; None: :data:`FILE_BYTES`.
-        frozen: weights that get files of their own. If ``tensors`` lack them these files exist elsewhere, and only the
+        frozen: weights that get separate files. If ``tensors`` lack them these files exist elsewhere, and only the
             index names them.
     """
     own, frozen = model.state_dict(keep_vars=True) if tensors is None else tensors, frozen or {}
