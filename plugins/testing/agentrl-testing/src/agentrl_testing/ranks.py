@@ -4,6 +4,7 @@ results = on_ranks(2, train, path)        # train(rank, size, path) in each of t
 """
 
 import pickle
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -57,7 +58,8 @@ class _Ranks:
         start, waiting = time.monotonic(), dict(enumerate(self._ends))
         try:
             for end in self._ends:
-                end.send_bytes(pickle.dumps((function, args)))
+                # The path as it is now: it may have grown since these processes were started.
+                end.send_bytes(pickle.dumps((sys.path, pickle.dumps((function, args)))))
             while waiting:
                 # One that failed may keep the others waiting.
                 left = DEADLINE + start - time.monotonic() if _failure(answers) is None else 5.0
@@ -90,8 +92,9 @@ def _serve(rank: int, size: int, port: int, end: Any) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=size)
     while True:
-        function, args = pickle.loads(end.recv_bytes())
+        sys.path[:], call = pickle.loads(end.recv_bytes())
         try:
+            function, args = pickle.loads(call)
             answer = pickle.dumps((function(rank, size, *args), None))
         except Exception as error:  # noqa: BLE001 - it is raised where the results are asked for
             error.add_note(f"on rank {rank} of {size}:\n{traceback.format_exc()}")
