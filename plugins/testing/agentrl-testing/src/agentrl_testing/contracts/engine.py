@@ -23,6 +23,7 @@ from agentrl_core.api import (
 )
 from agentrl_testing.contracts.case import PluginContract, needs
 from agentrl_testing.contracts.engine_adapters import AdapterCases
+from agentrl_testing.contracts.engine_experts import ExpertCases
 from agentrl_testing.contracts.engine_images import ImageCases
 from agentrl_testing.contracts.engine_served import (
     DEADLINE,
@@ -40,9 +41,9 @@ from agentrl_testing.contracts.engine_weights import WeightCases
 __all__ = ["EngineCase", "EngineContract"]
 
 
-class EngineContract(WeightCases, AdapterCases, ImageCases, PluginContract):
-    """What every engine must do. One engine is started per class, and one more each for adapters and images, where it
-    serves them."""
+class EngineContract(WeightCases, AdapterCases, ImageCases, ExpertCases, PluginContract):
+    """What every engine must do. One engine is started per class, and one more each for adapters, images and experts,
+    where it serves them."""
 
     kind = "engine"
 

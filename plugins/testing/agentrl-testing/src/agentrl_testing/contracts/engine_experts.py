@@ -1,0 +1,125 @@
+"""What engines must say of a model with experts: to which ones each token went."""
+
+import asyncio
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from agentrl_core.api import SamplingParams, TokenOutput
+from agentrl_testing.contracts.case import needs
+from agentrl_testing.contracts.engine_served import PROMPTS, EngineCase, Model, Served, of_class
+
+EXPERTS, CHOSEN, LAYERS, DENSE = 8, 2, 3, 1
+"""Of each layer; of these for a token; layers; the one of them without experts."""
+
+
+class ExpertModel(Model):
+    """A tiny Qwen3-MoE, and where transformers sends its tokens."""
+
+    def __init__(self, seed: int, tied: bool) -> None:
+        import torch
+        from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            config = Qwen3MoeConfig(
+                vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS,
+                num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=512,
+                initializer_range=0.12, tie_word_embeddings=tied, eos_token_id=None, pad_token_id=0, bos_token_id=None,
+                num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=64, mlp_only_layers=[DENSE],
+            )  # fmt: skip
+            self.module = Qwen3MoeForCausalLM(config).eval()
+
+    def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
+        """Under the names of its checkpoint, tied ones once."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        named = revert_weight_conversion(self.module, dict(self.module.named_parameters()))
+        return {name: value.detach().numpy() for name, value in named.items()}
+
+    def experts(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
+        """[len(ids), LAYERS, CHOSEN], sorted; zeros for the layer without experts."""
+        import torch
+
+        with torch.no_grad():
+            logits = iter(self.module(torch.tensor([list(ids)]), output_router_logits=True).router_logits)
+        chosen = np.zeros((len(ids), LAYERS, CHOSEN), np.int64)
+        for layer in range(LAYERS):
+            if layer != DENSE:
+                chosen[:, layer] = next(logits).view(-1, EXPERTS).topk(CHOSEN).indices.sort(-1).values.numpy()
+        return chosen
+
+
+class Routing(Served):
+    """An engine that says where it sent its tokens."""
+
+    model: ExpertModel
+
+    def __init__(self, plugin: EngineCase, folder: Path) -> None:
+        super().__init__(replace(plugin, context={**plugin.context, "routed_experts": True}), folder)
+
+    def first(self) -> Model:
+        return ExpertModel(0, self.plugin.tie_word_embeddings)
+
+    def check(self, prompt: Sequence[int], output: TokenOutput, what: str) -> None:
+        """The experts of an output are those of transformers, for this sequence alone."""
+        found, ids = output.routed_experts, [*prompt, *output.token_ids][:-1]
+        assert found is not None, f"{what}: the engine returned no routed_experts"
+        shape = len(ids), LAYERS, CHOSEN
+        assert found.shape == shape, f"{what}: routed_experts of shape {list(found.shape)}, expected {list(shape)}"
+        differ = (np.sort(found, -1) != self.model.experts(ids)).any((1, 2)).nonzero()[0]
+        assert not len(differ), (
+            f"{what}: of {len(ids)} tokens those at {differ[:5].tolist()} and {len(differ[5:])} more have other experts"
+        )
+
+
+class ExpertCases:
+    """Cases of :class:`EngineContract`."""
+
+    @pytest.fixture
+    def routing(self, request: pytest.FixtureRequest, plugin: EngineCase) -> Iterator[Routing]:
+        """An engine of a model with experts, for all tests of this class, with the weights that it began with."""
+        needs(plugin, "routed_experts")
+        routing = of_class(request, "_routing", lambda folder: Routing(plugin, folder))
+        routing.fresh()
+        yield routing
+
+    def test_experts_are_those_of_each_sequence_alone(self, routing: Routing) -> None:
+        """Prompts of many lengths in one batch, each twice, so that the second may come from a cache."""
+        prompts = [*PROMPTS, *PROMPTS]
+        for limit in (1, 12):
+            outputs = routing.run(routing.together(prompts, max_tokens=limit))
+            for number, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+                routing.check(prompt, output, f"request {number} of {len(prompts)}, {limit} tokens")
+
+    def test_a_later_turn_has_the_experts_of_all_its_tokens(self, routing: Routing) -> None:
+        """Also of the turns before, which an engine may have cached."""
+
+        async def turns(number: int) -> list[tuple[list[int], TokenOutput]]:
+            name, prompt, done = f"session-{number}", list(PROMPTS[number]), []
+            async with routing.session(name):
+                for turn in range(3):
+                    params = SamplingParams(max_tokens=6 + number, seed=turn)
+                    done.append((prompt, await routing.engine.generate(prompt, params, name)))
+                    prompt = [*prompt, *done[-1][1].token_ids, 20 + turn, 30 + number]
+            return done
+
+        async def sessions() -> list[list[tuple[list[int], TokenOutput]]]:
+            return await asyncio.gather(*(turns(number) for number in range(4)))
+
+        for number, done in enumerate(routing.run(sessions())):
+            for turn, (prompt, output) in enumerate(done):
+                routing.check(prompt, output, f"turn {turn} of session {number}")
+
+    def test_new_weights_choose_experts_anew(self, routing: Routing) -> None:
+        """For prompts that the old weights have seen, too."""
+        needs(routing.plugin, "weight_update")
+        routing.run(routing.together(PROMPTS))
+        model = ExpertModel(1, routing.plugin.tie_word_embeddings)
+        routing.take(model, model.buckets())
+        for number, output in enumerate(routing.run(routing.together(PROMPTS))):
+            routing.check(PROMPTS[number], output, f"request {number} after an update")
