@@ -1,15 +1,17 @@
 """Requests and replies against exchanges that were recorded from SGLang 0.5.23."""
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from agentrl_core.api import PolicySpan, SamplingParams
 from agentrl_core.api.errors import EngineError
 from agentrl_engine_sglang.client import _reason
-from agentrl_engine_sglang.requests import request_body, token_output
+from agentrl_engine_sglang.requests import request_body, routed_experts_shape, token_output
 
 RECORDED = json.loads((Path(__file__).parent / "data" / "recorded.json").read_text())
 
@@ -77,6 +79,25 @@ def reply(ids: list[int], spans: list[tuple[str, int, int]], kind: str = "length
             "weight_versions": [{"version": v, "start": a, "end": b} for v, a, b in spans],
         },
     }
+
+
+def test_experts_of_tokens_are_asked_for_and_read() -> None:
+    """Base64 of 32-bit integers, [tokens - 1, layers, experts of a token]."""
+    params = SamplingParams(4)
+    assert "return_routed_experts" not in request_body("r", [1, 2, 3], params, 20, seeded=False)
+    assert request_body("r", [1, 2, 3], params, 20, seeded=False, routed_experts=True)["return_routed_experts"] is True
+    experts = np.arange(4 * 3 * 2, dtype=np.int32).reshape(4, 3, 2)
+    found = reply([1, 2], [])
+    found["meta_info"]["routed_experts"] = base64.b64encode(experts.tobytes()).decode()
+    assert token_output(found, 5).routed_experts is None
+    np.testing.assert_array_equal(token_output(found, 5, (3, 2)).routed_experts, experts)
+    assert token_output(reply([], [], "abort"), 5, (3, 2)).routed_experts is None
+
+
+def test_a_model_without_experts_has_none_to_return() -> None:
+    assert routed_experts_shape({"num_hidden_layers": 3, "num_experts_per_tok": 2}) == (3, 2)
+    with pytest.raises(EngineError, match=r"actor.router_replay.*num_experts_per_tok"):
+        routed_experts_shape({"num_hidden_layers": 3})
 
 
 def test_spans_cover_what_there_is() -> None:

@@ -259,3 +259,11 @@ def test_the_server_dies_with_the_process_that_started_it() -> None:
 def test_a_command_that_cannot_be_run_is_an_error(tmp_path) -> None:
     with pytest.raises(FileNotFoundError):
         ServerProcess([str(tmp_path / "missing")], {}, str(tmp_path / "log")).start()
+
+
+def test_experts_of_tokens_are_asked_for_and_need_all_layers_in_one_place() -> None:
+    asked = server_arguments(SGLangConfig(), EngineContext("m", routed_experts=True, tensor_parallel=2), "m", 1)
+    assert asked["enable_return_routed_experts"] is True
+    assert "enable_return_routed_experts" not in server_arguments(SGLangConfig(), EngineContext("m"), "m", 1)
+    with pytest.raises(EngineError, match="pipeline_parallel=2; set it to 1"):
+        server_arguments(SGLangConfig(), EngineContext("m", routed_experts=True, pipeline_parallel=2), "m", 1)

@@ -7,7 +7,6 @@ import pytest
 from agentrl_engine_vllm.plugin import PLUGIN
 from agentrl_testing.contracts import EngineCase, EngineContract
 
-
 # On a CPU vLLM does not say to which experts it sent tokens.
 ON_CPU = PLUGIN.capabilities - {"routed_experts"}
 

@@ -42,7 +42,13 @@ from agentrl_engine_sglang.launch import (
     server_environment,
 )
 from agentrl_engine_sglang.process import ServerProcess
-from agentrl_engine_sglang.requests import check_expansion, request_body, shown, token_output
+from agentrl_engine_sglang.requests import (
+    check_expansion,
+    request_body,
+    routed_experts_shape,
+    shown,
+    token_output,
+)
 from agentrl_engine_sglang.weights import ServerWeights
 
 logger = logging.getLogger(__name__)
@@ -98,6 +104,7 @@ class SGLangEngine(InferenceEngine):
         self._version = 0
         self._stopped_because = ""
         self._vocab_size = 0
+        self._experts: tuple[int, int] | None = None
         self._process: ServerProcess | None = None
         self._client: SGLangClient | None = None
         self._folder: MemoryFolder | None = None
@@ -120,7 +127,9 @@ class SGLangEngine(InferenceEngine):
                 "false, or cluster.device to cuda"
             )
         model = read_model_config(context.model_path)
-        size = (model.get("text_config") or model).get("vocab_size") or context.vocab_size
+        text = model.get("text_config") or model
+        self._experts = routed_experts_shape(text) if context.routed_experts else None
+        size = text.get("vocab_size") or context.vocab_size
         self._vocab_size = min(int(size), context.vocab_size or int(size))
         self._tensors = ModelTensors.read(context.model_path, model)
         self._adapters = self._folders(linear_modules(self._tensors.shapes))
@@ -261,7 +270,7 @@ class SGLangEngine(InferenceEngine):
             rid = f"{request_id}#{next(self._numbers)}"
             seeded = self._config.deterministic_inference
             name = "" if adapter is None else adapter.held.name
-            body = request_body(rid, prompt_ids, sampling_params, length, seeded, name)
+            body = request_body(rid, prompt_ids, sampling_params, length, seeded, name, self._context.routed_experts)
             expanded = None
             if multi_modal is not None and multi_modal.images:
                 body |= shown(multi_modal)
@@ -297,7 +306,7 @@ class SGLangEngine(InferenceEngine):
         try:
             if expanded is not None:
                 check_expansion(reply, expanded, request_id)
-            output = token_output(reply, self._version)
+            output = token_output(reply, self._version, self._experts)
             if version is not None:
                 output.spans = covering_spans([], len(output.token_ids), version)
         except BaseException:

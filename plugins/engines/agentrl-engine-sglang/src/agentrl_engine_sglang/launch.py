@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from agentrl_core.api.engine import EngineContext
+from agentrl_core.api.errors import EngineError
 from agentrl_core.engine_kit.memory_files import MemoryFolder
 from agentrl_core.engine_kit.requests import read_model_config
 from agentrl_engine_sglang.adapters import adapter_arguments
@@ -28,7 +29,11 @@ NOT_SERVED = {"config.json", "generation_config.json"}
 
 
 def server_arguments(config: SGLangConfig, context: EngineContext, model: str, port: int) -> dict[str, Any]:
-    """Arguments of ``sglang.launch_server`` by name; ``config.server_args`` has the last word."""
+    """Arguments of ``sglang.launch_server`` by name; ``config.server_args`` has the last word.
+
+    Raises:
+        EngineError: SGLang cannot return the experts of tokens like that.
+    """
     length = context.max_model_len + CONTEXT_MARGIN
     requests = config.max_running_requests or (64 if on_cpu(context) else 256)
     arguments: dict[str, Any] = {
@@ -57,6 +62,13 @@ def server_arguments(config: SGLangConfig, context: EngineContext, model: str, p
     share = STATIC_SHARE * context.memory_share / context.memory_free
     if context.max_images:
         arguments |= {"enable_multimodal": True, "limit_mm_data_per_request": {"image": context.max_images}}
+    if context.routed_experts:
+        if context.pipeline_parallel > 1:
+            raise EngineError(
+                f"actor.router_replay: SGLang does not return the experts of all layers with pipeline_parallel="
+                f"{context.pipeline_parallel}; set it to 1"
+            )
+        arguments["enable_return_routed_experts"] = True
     if fraction := config.mem_fraction or math.floor(1000 * share) / 1000:
         arguments["mem_fraction_static"] = fraction
     if config.max_total_tokens:

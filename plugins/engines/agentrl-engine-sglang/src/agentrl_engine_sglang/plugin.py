@@ -31,6 +31,7 @@ PLUGIN = PluginSpec(
             "multi_node",
             "adapters",
             "images",
+            "routed_experts",
         }
     ),
 )

@@ -1,7 +1,10 @@
 """agentrl's requests and outputs, and what SGLang makes of them."""
 
-from collections.abc import Iterator, Sequence
+import base64
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+import numpy as np
 
 from agentrl_core.api.engine import FinishReason, MultiModal, PolicySpan, SamplingParams, TokenOutput
 from agentrl_core.api.errors import EngineError
@@ -13,12 +16,19 @@ FINISH_REASONS: dict[str, FinishReason] = {"stop": "stop", "length": "length", "
 
 
 def request_body(
-    rid: str, prompt_ids: Sequence[int], params: SamplingParams, max_model_len: int, seeded: bool, adapter: str = ""
+    rid: str,
+    prompt_ids: Sequence[int],
+    params: SamplingParams,
+    max_model_len: int,
+    seeded: bool,
+    adapter: str = "",
+    routed_experts: bool = False,
 ) -> dict[str, Any]:
     """The body of ``/generate``. Everything is said, so that no default of the server or the model applies.
 
     Args:
         adapter: by which the server knows it.
+        routed_experts: the reply shall say to which experts each token was sent.
     """
     sampling: dict[str, Any] = {
         "max_new_tokens": int(min(params.max_tokens, max_model_len - len(prompt_ids))),
@@ -38,6 +48,8 @@ def request_body(
         "sampling_params": sampling,
         "return_logprob": True,
     }
+    if routed_experts:
+        body["return_routed_experts"] = True
     # The server finds it by its name, in a field that is named after the path.
     return body | ({"lora_path": adapter} if adapter else {})
 
@@ -59,8 +71,12 @@ def check_expansion(reply: dict[str, Any], prompt_ids: Sequence[int], request_id
         raise EngineError(f"request {request_id!r}: SGLang expands its images to other tokens: {problem}")
 
 
-def token_output(reply: dict[str, Any], version: int) -> TokenOutput:
-    """The reply of ``/generate``; ``version`` is that of a reply which names none because nothing was sampled.
+def token_output(reply: dict[str, Any], version: int, experts: tuple[int, int] | None = None) -> TokenOutput:
+    """The reply of ``/generate``.
+
+    Args:
+        version: that of a reply which names none because nothing was sampled.
+        experts: the shape of a token's experts, [layers, experts of a token]; None where they were not asked for.
 
     Raises:
         EngineError: ids and log-probabilities don't belong together, or nobody knows why the request ended.
@@ -78,7 +94,29 @@ def token_output(reply: dict[str, Any], version: int) -> TokenOutput:
         log_probs=[float(entry[0]) for entry in scored],
         finish_reason=FINISH_REASONS[kind],
         spans=covering_spans(_spans(meta, len(token_ids)), len(token_ids), version),
+        routed_experts=None if experts is None else _routed_experts(meta, experts),
     )
+
+
+def routed_experts_shape(model: Mapping[str, Any]) -> tuple[int, int]:
+    """[layers, experts of a token] of a model's text ``config.json``, as SGLang reads it.
+
+    Raises:
+        EngineError: the model has no experts.
+    """
+    try:
+        return int(model["num_hidden_layers"]), int(model["num_experts_per_tok"])
+    except (KeyError, TypeError) as error:
+        raise EngineError(
+            "actor.router_replay: config.json of the model has no num_experts_per_tok, by which SGLang knows models "
+            "with experts; set it to false"
+        ) from error
+
+
+def _routed_experts(meta: dict[str, Any], shape: tuple[int, int]) -> "np.ndarray[Any, Any] | None":
+    # None of a request that was aborted before it was computed.
+    found = meta.get("routed_experts")
+    return None if found is None else np.frombuffer(base64.b64decode(found), np.int32).reshape(-1, *shape)
 
 
 def _spans(meta: dict[str, Any], length: int) -> Iterator[PolicySpan]:

@@ -1,4 +1,5 @@
-"""Makes SGLang run with a torch that is built for CPUs: torchvision, models with images and adapters can be loaded.
+"""Makes SGLang run with a torch that is built for CPUs: torchvision, models with images and adapters can be loaded,
+and the experts of tokens kept.
 
 A ``.pth`` file of the environment imports this when its interpreter starts, so it must cost nothing: what it stands in
 for is put in place when the module that needs it is imported.
@@ -33,6 +34,8 @@ class StandIns(MetaPathFinder):
             _define_operators()
         if fullname == "sglang.srt.lora.layers":
             _forget_pinned_memory()
+        if fullname == "sglang.srt.state_capturer.base":
+            _register_nothing()
 
 
 def _define_schemas() -> None:
@@ -55,6 +58,16 @@ def _define_operators() -> None:
     _libraries.append(library)
     for name in missing:
         library.define(f"{name}(Tensor x) -> Tensor")
+
+
+def _register_nothing() -> None:
+    """SGLang registers the memory for the experts of tokens with CUDA."""
+    from sglang.srt.mem_cache.pool_host import common
+
+    def plain(dims: Any, dtype: Any, device: str, pin_memory: bool, allocator: Any) -> Any:
+        return allocator.allocate(dims, dtype=dtype, device=device)
+
+    common.ALLOC_MEMORY_FUNCS["cpu"] = plain
 
 
 def _forget_pinned_memory() -> None:

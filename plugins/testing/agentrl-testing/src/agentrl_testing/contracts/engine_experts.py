@@ -13,14 +13,17 @@ from agentrl_core.api import SamplingParams, TokenOutput
 from agentrl_testing.contracts.case import needs
 from agentrl_testing.contracts.engine_served import PROMPTS, EngineCase, Model, Served, of_class
 
-EXPERTS, CHOSEN, LAYERS, DENSE = 8, 2, 3, 1
-"""Of each layer; of these for a token; layers; the one of them without experts."""
+EXPERTS, CHOSEN, LAYERS = 8, 2, 3
+"""Of each layer; of these for a token; layers."""
 
 
 class ExpertModel(Model):
-    """A tiny Qwen3-MoE, and where transformers sends its tokens."""
+    """A tiny Qwen3-MoE, and where transformers sends its tokens.
 
-    def __init__(self, seed: int, tied: bool) -> None:
+    As SGLang takes it: embeddings are not tied, and all layers have experts.
+    """
+
+    def __init__(self, seed: int) -> None:
         import torch
         from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
@@ -29,8 +32,8 @@ class ExpertModel(Model):
             config = Qwen3MoeConfig(
                 vocab_size=256, hidden_size=128, intermediate_size=256, num_hidden_layers=LAYERS,
                 num_attention_heads=4, num_key_value_heads=4, head_dim=32, max_position_embeddings=512,
-                initializer_range=0.12, tie_word_embeddings=tied, eos_token_id=None, pad_token_id=0, bos_token_id=None,
-                num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=64, mlp_only_layers=[DENSE],
+                initializer_range=0.12, tie_word_embeddings=False, eos_token_id=None, pad_token_id=0, bos_token_id=None,
+                num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=64, norm_topk_prob=True,
             )  # fmt: skip
             self.module = Qwen3MoeForCausalLM(config).eval()
 
@@ -42,15 +45,14 @@ class ExpertModel(Model):
         return {name: value.detach().numpy() for name, value in named.items()}
 
     def experts(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
-        """[len(ids), LAYERS, CHOSEN], sorted; zeros for the layer without experts."""
+        """[len(ids), LAYERS, CHOSEN], sorted."""
         import torch
 
         with torch.no_grad():
-            logits = iter(self.module(torch.tensor([list(ids)]), output_router_logits=True).router_logits)
-        chosen = np.zeros((len(ids), LAYERS, CHOSEN), np.int64)
-        for layer in range(LAYERS):
-            if layer != DENSE:
-                chosen[:, layer] = next(logits).view(-1, EXPERTS).topk(CHOSEN).indices.sort(-1).values.numpy()
+            layers = self.module(torch.tensor([list(ids)]), output_router_logits=True).router_logits
+        chosen: np.ndarray[Any, Any] = (
+            torch.stack([each.topk(CHOSEN).indices for each in layers], 1).sort(-1).values.numpy()
+        )
         return chosen
 
 
@@ -63,7 +65,7 @@ class Routing(Served):
         super().__init__(replace(plugin, context={**plugin.context, "routed_experts": True}), folder)
 
     def first(self) -> Model:
-        return ExpertModel(0, self.plugin.tie_word_embeddings)
+        return ExpertModel(0)
 
     def check(self, prompt: Sequence[int], output: TokenOutput, what: str) -> None:
         """The experts of an output are those of transformers, for this sequence alone."""
@@ -119,7 +121,7 @@ class ExpertCases:
         """For prompts that the old weights have seen, too."""
         needs(routing.plugin, "weight_update")
         routing.run(routing.together(PROMPTS))
-        model = ExpertModel(1, routing.plugin.tie_word_embeddings)
+        model = ExpertModel(1)
         routing.take(model, model.buckets())
         for number, output in enumerate(routing.run(routing.together(PROMPTS))):
             routing.check(PROMPTS[number], output, f"request {number} after an update")
