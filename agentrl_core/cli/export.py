@@ -58,6 +58,8 @@ def run(
                 "that the adapter was trained on with --base"
             )
         save_merged(str(source), str(output), str(base or named))
+        if base is not None and base.resolve() != named.resolve():
+            say(f"merged into {base}; the run trained this adapter on {named}")
     left_out = shutil.ignore_patterns(TRAINING_FOLDER, "later-*", "versions.json", *(["adapter_*"] if merge else []))
     shutil.copytree(source, output, ignore=left_out, dirs_exist_ok=True)
     shows = has_processor(output)

@@ -48,7 +48,7 @@ CHECKSUM_FILE = "checksums.json"
 _ORDER_OF_DATA = ("trainer.seed", "data.batch_size", "data.sampler", "data.streaming")
 _ADAPTER_OF_POLICY = re.compile(r"policies\.\w+\.(adapter|copy_of|updates_ago|frozen)\b(?!\.dropout)")
 _REQUIRED = (CHECKSUM_FILE, "config.yaml", "plugins.lock.json")
-_REMEDY = "resume from another one (trainer.resume=PATH), or from the newest undamaged one (trainer.resume=intact)"
+_REMEDY = "take another one (to resume: trainer.resume=PATH, or trainer.resume=intact for the newest undamaged one)"
 logger = logging.getLogger(__name__)
 
 

@@ -1,5 +1,6 @@
 """Real runs that train an adapter: sampled, checkpointed, resumed, exported."""
 
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -61,6 +62,8 @@ def test_an_adapter_is_evaluated_and_exported(fit: Fit, tiny_run: Any) -> None:
     assert result.exit_code == 1 and "--base: names the model for --merge" in result.output
     result = CliRunner().invoke(app, [*command, "--base", str(folder / "moved")])
     assert result.exit_code == 0 and (folder / "again" / "model.safetensors").is_file(), result.output
+    # Nobody can see that another model of the same shape is not the one that was trained.
+    assert re.search(r"merged into .*moved; the run trained this adapter on .*own", " ".join(result.output.split()))
 
 
 @pytest.mark.ray

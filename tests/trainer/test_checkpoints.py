@@ -233,10 +233,10 @@ def truncate(file: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "damage", "message"),
     [
-        ("actor/training/.metadata", Path.unlink, r"actor/training: cannot be read .*resume from another one"),
-        ("actor/training/.metadata", truncate, r"actor/training: cannot be read .*resume from another one"),
-        ("actor/training/__0_0.distcp", Path.unlink, r"actor/training: cannot be read .*resume from another one"),
-        ("actor/training/__0_0.distcp", truncate, r"actor/training: cannot be read .*resume from another one"),
+        ("actor/training/.metadata", Path.unlink, r"actor/training: cannot be read .*take another one"),
+        ("actor/training/.metadata", truncate, r"actor/training: cannot be read .*take another one"),
+        ("actor/training/__0_0.distcp", Path.unlink, r"actor/training: cannot be read .*take another one"),
+        ("actor/training/__0_0.distcp", truncate, r"actor/training: cannot be read .*take another one"),
         ("trainer.json", truncate, r"trainer.json is damaged: .*trainer.resume=PATH"),
         ("plugins.lock.json", truncate, r"plugins.lock.json is damaged: .*trainer.resume=PATH"),
     ],
