@@ -135,7 +135,7 @@ def _load(auto_class: Any, path: str, config: ModelConfig, key: str, device: tor
                 trust_remote_code=config.trust_remote_code,
                 local_files_only=True,
                 output_loading_info=True,
-                **_quantization(config, device),
+                **_load_arguments(config, device),
             )
     except (OSError, ValueError, KeyError, ImportError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{key}: transformers cannot load a model from {path!r}: {error}") from error
@@ -186,7 +186,7 @@ def freeze(model: Any, parts: Sequence[str]) -> Any:
     return model
 
 
-def _quantization(config: ModelConfig, device: torch.device | None) -> dict[str, Any]:
+def _load_arguments(config: ModelConfig, device: torch.device | None) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` for ``model.quantize``, and for a model without weights."""
     if device is not None and device.type == "meta":
         return {"device_map": {"": device}}

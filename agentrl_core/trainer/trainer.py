@@ -45,7 +45,7 @@ from agentrl_core.trainer.run import Run
 from agentrl_core.trainer.signals import StopRequest
 from agentrl_core.trainer.skipped_updates import SkippedUpdates
 from agentrl_core.trainer.validation import validate
-from agentrl_core.workers.actor import FREE_COLUMNS, update_columns
+from agentrl_core.workers.actor import OPTIONAL_COLUMNS, update_columns
 from agentrl_core.workers.critic import UPDATE_COLUMNS
 from agentrl_core.workers.micro_batching import narrowed
 from agentrl_core.workers.profiling import stacks_sampled, start_profile, stop_profile
@@ -319,7 +319,7 @@ class Trainer:
         batch.meta_info["measure_only"] = warming_up
         batch.meta_info["entropy_coef"] = policy.algorithm.entropy_coef
         with self.timer.phase("update_actor"):
-            names = (*update_columns(policy.config), *FREE_COLUMNS)
+            names = (*update_columns(policy.config), *OPTIONAL_COLUMNS)
             metrics |= mean_of(policy.actor.update(narrowed(batch, names)))
         policy.algorithm.note(metrics)
         policy.skipped.note(self.step + 1, metrics)

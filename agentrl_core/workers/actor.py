@@ -43,7 +43,8 @@ from agentrl_core.workers.update import MicroLoss, Share, seed_of, temperature_o
 
 CORRECTION = "correction_weights"
 """[B, R] column of the batch with what ``algorithm.correction`` multiplies the losses by."""
-FREE_COLUMNS = ("policy_versions", "turn_ids", EXPERTS)
+OPTIONAL_COLUMNS = ("policy_versions", "turn_ids", EXPERTS)
+"""That an update reads where a batch has them."""
 GROUPS, PREPARED = "group number", "prepared "
 """Names of columns that the actor adds to a batch."""
 
@@ -197,10 +198,10 @@ class ActorWorker(FarFiles, TrainingWorker):
         return {f"actor/{name}": value for name, value in self._backend.metrics().items()}
 
     def _columns(self, batch: DataProto) -> Columns:
-        """What the update reads: the columns that the loss and its KL term need, and those that cost nothing."""
+        """What the update reads: the columns that the loss and its KL term need, and the optional ones that it has."""
         present = set(batch.batch.keys()) if batch.batch is not None else set()
-        free = [name for name in FREE_COLUMNS if name in present]
-        return self._columns_of(batch, (*update_columns(self.config), *free), "update")
+        optional = [name for name in OPTIONAL_COLUMNS if name in present]
+        return self._columns_of(batch, (*update_columns(self.config), *optional), "update")
 
     def _prepare(self, part: Columns, rows: Tensor, temperature: float) -> tuple[Columns, Mapping[str, float]]:
         """What the loss finds out about a whole mini-batch: its columns under :data:`PREPARED` names."""
@@ -307,7 +308,7 @@ class ActorWorker(FarFiles, TrainingWorker):
 
 
 def update_columns(config: ResolvedConfig) -> tuple[str, ...]:
-    """Columns that an update of the policy needs, besides those of every batch and :data:`FREE_COLUMNS`."""
+    """Columns that an update of the policy needs, besides those of every batch and :data:`OPTIONAL_COLUMNS`."""
     algorithm = config.algorithm
     in_loss = algorithm.kl_coef and algorithm.kl_placement != "reward"
     needed = {

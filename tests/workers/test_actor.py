@@ -14,7 +14,7 @@ from agentrl_core.algorithms.aggregation import Aggregation
 from agentrl_core.api import CheckpointError, ConfigError, ProtocolError, WorkerError
 from agentrl_core.config.schema import OptimizerConfig
 from agentrl_core.controller.worker import WorkerContext, worker_context
-from agentrl_core.workers.actor import FREE_COLUMNS, ActorWorker, update_columns
+from agentrl_core.workers.actor import OPTIONAL_COLUMNS, ActorWorker, update_columns
 from agentrl_core.workers.micro_batching import narrowed
 
 
@@ -391,7 +391,7 @@ def test_an_update_of_what_the_trainer_sends_is_the_same_in_half_the_bytes(make_
     whole = trainable(make_actor())
     whole.batch["rm_scores"] = torch.randn(whole.batch["response_mask"].shape)
     whole.non_tensor_batch["messages"] = np.array(["long " * 100] * len(whole), dtype=object)
-    sent = narrowed(whole, (*update_columns(make_actor().config), *FREE_COLUMNS))
+    sent = narrowed(whole, (*update_columns(make_actor().config), *OPTIONAL_COLUMNS))
 
     def size(batch) -> int:
         return sum(batch.batch[name].nbytes for name in batch.batch.keys())
