@@ -47,6 +47,17 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         faulthandler.cancel_dump_traceback_later()
 
 
+@pytest.fixture(autouse=True)
+def console_of_stdout() -> None:
+    """A command with ``--json`` leaves rich's console at standard error, where the next test in this process would not
+    look."""
+    # Not in the environments of engines.
+    with suppress(ImportError):
+        import rich
+
+        rich.get_console().stderr = False
+
+
 @pytest.fixture(scope="session")
 def warm_ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
     """Environment with which the processes of a Ray that starts are forked from one that has imported everything."""

@@ -3,7 +3,6 @@
 import logging
 
 import pytest
-import rich
 
 from agentrl_core.cli._shared import console_of_stdout, new_table, set_up_logging
 
@@ -58,4 +57,3 @@ def test_warnings_of_other_libraries_stay_out_of_the_console(
     shown = capsys.readouterr().out
     assert "vllm.worker is slow" not in shown and "agentrl_engine_vllm.engine is slow" in shown
     assert "out of memory" in shown and seen[0] == "vllm.worker is slow"
-    rich.get_console().stderr = False
