@@ -70,6 +70,14 @@ class ForgetsTurns(SaysOther):
         return experts
 
 
+class ForgetsWhatIsAborted(HFEngine):
+    async def generate(self, prompt_ids, sampling_params, request_id, multi_modal=None):
+        output = await super().generate(prompt_ids, sampling_params, request_id, multi_modal)
+        if output.finish_reason == "abort":
+            output.routed_experts = None
+        return output
+
+
 class KeepsOldOnes(SaysOther):
     """The experts of a prompt that it has seen are those of then."""
 
@@ -87,6 +95,7 @@ BROKEN: dict[str, list[type[HFEngine]]] = {
         SaysNothing, LeavesOutThePrompt, HasOneMore, LeavesOutALayer, IsOneTokenLate, SaysOneExpertTwice,
     ],
     "test_a_later_turn_has_the_experts_of_all_its_tokens": [ForgetsTurns],
+    "test_what_is_aborted_has_the_experts_of_its_tokens": [ForgetsWhatIsAborted],
     "test_new_weights_choose_experts_anew": [KeepsOldOnes],
 }  # fmt: skip
 
@@ -97,7 +106,7 @@ def test_every_check_has_a_broken_engine() -> None:
 
 @pytest.mark.parametrize(("check", "engine"), [(check, each) for check in BROKEN for each in BROKEN[check]])
 def test_the_check_catches_its_broken_engine(spec: Any, tmp_path: Path, check: str, engine: type[HFEngine]) -> None:
-    capabilities = ("weight_update", "routed_experts")
+    capabilities = ("weight_update", "abort", "routed_experts")
     routing = Routing(EngineCase(spec("engine", engine, *capabilities, config=HFEngineConfig)), tmp_path)
     try:
         with pytest.raises(AssertionError):

@@ -117,6 +117,21 @@ class ExpertCases:
             for turn, (prompt, output) in enumerate(done):
                 routing.check(prompt, output, f"turn {turn} of session {number}")
 
+    def test_what_is_aborted_has_the_experts_of_its_tokens(self, routing: Routing) -> None:
+        """It may be asked for again, and goes on."""
+        needs(routing.plugin, "abort")
+
+        async def main() -> TokenOutput:
+            long = asyncio.ensure_future(routing.generate(PROMPTS[0], "long", max_tokens=450))
+            # When it is answered, the other one has some tokens.
+            await routing.generate(PROMPTS[1], "clock", max_tokens=8)
+            await routing.engine.abort("long")
+            return await long
+
+        output = routing.run(main())
+        assert output.token_ids, "an aborted request returned nothing of what it had"
+        routing.check(PROMPTS[0], output, f"after {len(output.token_ids)} tokens, {output.finish_reason}")
+
     def test_new_weights_choose_experts_anew(self, routing: Routing) -> None:
         """For prompts that the old weights have seen, too."""
         needs(routing.plugin, "weight_update")
