@@ -9,9 +9,9 @@ from agentrl_core.api.errors import ConfigError
 from agentrl_core.config import ResolvedConfig
 from agentrl_core.fsdp2.config import Fsdp2Config
 from agentrl_core.fsdp2.models import empty_causal_lm
-from agentrl_plan.devices import GIB, Device
-from agentrl_plan.meshes import best_mesh, is_possible
-from agentrl_plan.prediction import PhaseFigures, Prediction
+from agentrl_plan.devices import DEVICES, GIB, Device
+from agentrl_plan.meshes import best_mesh, is_possible, with_options
+from agentrl_plan.prediction import PhaseFigures, Prediction, predict
 
 MakeConfig = Callable[..., ResolvedConfig]
 ON_EIGHT = (
@@ -99,3 +99,22 @@ def test_estimates_are_not_compared(make_config: MakeConfig) -> None:
     found = replace(predicted(10, computing=3.0), estimated="trainer.backend.name: tinker cannot be simulated")
     with pytest.raises(ConfigError, match=r"--mesh: meshes cannot be compared, .*tinker cannot be simulated"):
         best_mesh(make_config(*ON_EIGHT), attempts({}, found))
+
+
+def test_a_mesh_that_is_an_estimate_is_not_the_best(make_config: MakeConfig) -> None:
+    """It lacks what processes send each other."""
+    estimate = replace(predicted(5, computing=0.1), estimated="RuntimeError: no data")
+    found = {(): predicted(50, computing=5.0), (("tensor_parallel", 2),): estimate}
+    ranked, reason = best_mesh(make_config(*ON_EIGHT), attempts(found, predicted(60, computing=90.0)))
+    assert ranked[0].options == Fsdp2Config() and reason.startswith("cheapest: FSDP2 over all processes")
+    shown = str(ranked[-1])
+    assert shown.endswith("tensor_parallel=2: not compared, because it cannot be simulated: RuntimeError: no data")
+
+
+def test_a_prediction_does_not_depend_on_those_before_it(make_config: MakeConfig) -> None:
+    """Torch remembers what it has found out for a mesh, and with it the mesh, whose groups are gone."""
+    config = make_config(*ON_EIGHT)
+    options = {"tensor_parallel": 2, "replicas": 2}
+    each = [Fsdp2Config(**{name: value}) for name, value in options.items()]
+    found = [predict(with_options(config, one), DEVICES["h100-80g"]) for one in (*each, Fsdp2Config(**options))]
+    assert [one.estimated for one in found] == ["", "", ""]

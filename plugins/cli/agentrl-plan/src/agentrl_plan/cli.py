@@ -83,7 +83,7 @@ def run(
         advice = advice or [f"no change of the configuration makes it fit; {largest_model(prediction)}"]
     if as_json:
         meshes = [{"options": vars(each.options), "bytes": each.peak, "seconds": each.seconds,
-                   "fits": each.prediction.fits} for each in tried]  # fmt: skip
+                   "fits": each.prediction.fits, "estimated": each.prediction.estimated} for each in tried]  # fmt: skip
         content = {**prediction.to_dict(), "advice": advice, **({"meshes": meshes} if mesh else {})}
         typer.echo(json.dumps({"schema_version": 1, **content}, indent=2))
     else:

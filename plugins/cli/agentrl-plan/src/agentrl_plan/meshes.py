@@ -44,15 +44,18 @@ class Tried:
         return max(phase.total for name, phase in self.prediction.phases.items() if name != "rollout")
 
     @property
-    def cost(self) -> tuple[bool, float]:
-        """What the best one has the least of."""
-        return not self.prediction.fits, round(self.seconds, 2) if self.prediction.fits else float(self.peak)
+    def cost(self) -> tuple[bool, bool, float]:
+        """What the best one has the least of. Estimates do not depend on a mesh: they come last."""
+        cost = round(self.seconds, 2) if self.prediction.fits else float(self.peak)
+        return bool(self.prediction.estimated), not self.prediction.fits, cost
 
     def seconds_of(self, what: str) -> float:
         """Of a step: see :attr:`agentrl_plan.prediction.PhaseFigures.seconds_of`."""
         return sum(phase.seconds_of.get(what, 0.0) for phase in self.prediction.phases.values())
 
     def __str__(self) -> str:
+        if self.prediction.estimated:
+            return f"{shown(self.options)}: not compared, because it cannot be simulated: {self.prediction.estimated}"
         verdict = "" if self.prediction.fits else ", does not fit"
         return f"{shown(self.options)}: {self.peak / GIB:.1f} GiB, {in_seconds(self.seconds)}{verdict}"
 

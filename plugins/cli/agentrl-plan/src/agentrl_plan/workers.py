@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from agentrl_core.api.errors import SimulationError
@@ -363,3 +364,5 @@ def _ranks(count: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+        # It holds meshes of groups that are gone, and the next simulation's may be equal to them.
+        _clear_sharding_prop_cache()
