@@ -365,4 +365,4 @@ def _ranks(count: int) -> Iterator[None]:
     finally:
         dist.destroy_process_group()
         # It holds meshes of groups that are gone, and the next simulation's may be equal to them.
-        _clear_sharding_prop_cache()
+        _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
