@@ -308,7 +308,7 @@ class ActorWorker(FarFiles, TrainingWorker):
 
 
 def update_columns(config: ResolvedConfig) -> tuple[str, ...]:
-    """Columns that an update of the policy needs, besides those of every batch and :data:`OPTIONAL_COLUMNS`."""
+    """Columns that an update of the policy needs, other than those of every batch and :data:`OPTIONAL_COLUMNS`."""
     algorithm = config.algorithm
     in_loss = algorithm.kl_coef and algorithm.kl_placement != "reward"
     needed = {

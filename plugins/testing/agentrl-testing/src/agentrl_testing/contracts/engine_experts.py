@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from agentrl_core.api import SamplingParams, TokenOutput
+from agentrl_core.api import SamplingParams, TokenOutput, together
 from agentrl_testing.contracts.case import needs
 from agentrl_testing.contracts.engine_served import PROMPTS, EngineCase, Model, Served, of_class
 
 EXPERTS, CHOSEN, LAYERS = 8, 2, 3
-"""Of each layer; of these for a token; layers."""
+"""Experts of a layer, those that a token is sent to, layers."""
 
 
 class ExpertModel(Model):
@@ -36,13 +36,6 @@ class ExpertModel(Model):
                 num_experts=EXPERTS, num_experts_per_tok=CHOSEN, moe_intermediate_size=64, norm_topk_prob=True,
             )  # fmt: skip
             self.module = Qwen3MoeForCausalLM(config).eval()
-
-    def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Under the names of its checkpoint, tied ones once."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        named = revert_weight_conversion(self.module, dict(self.module.named_parameters()))
-        return {name: value.detach().numpy() for name, value in named.items()}
 
     def experts(self, ids: Sequence[int]) -> np.ndarray[Any, Any]:
         """[len(ids), LAYERS, CHOSEN], sorted."""
@@ -111,7 +104,7 @@ class ExpertCases:
             return done
 
         async def sessions() -> list[list[tuple[list[int], TokenOutput]]]:
-            return await asyncio.gather(*(turns(number) for number in range(4)))
+            return await together(turns(number) for number in range(4))
 
         for number, done in enumerate(routing.run(sessions())):
             for turn, (prompt, output) in enumerate(done):

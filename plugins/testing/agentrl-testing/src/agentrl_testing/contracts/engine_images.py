@@ -128,13 +128,6 @@ class ImageModel(Model):
         log_probs = torch.log_softmax(logits / temperature, -1)
         return [float(row[token]) for row, token in zip(log_probs, output, strict=True)]
 
-    def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Under the names of its checkpoint, tied ones once."""
-        from transformers.core_model_loading import revert_weight_conversion
-
-        named = revert_weight_conversion(self.module, dict(self.module.named_parameters()))
-        return {name: value.detach().numpy() for name, value in named.items()}
-
 
 class Seeing(Served):
     """An engine that serves a model with images."""

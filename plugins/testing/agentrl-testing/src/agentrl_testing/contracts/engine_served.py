@@ -158,8 +158,11 @@ class Model:
         return ids[len(prompt) :]
 
     def tensors(self) -> dict[str, np.ndarray[Any, Any]]:
-        """Weights by name, tied ones once."""
-        return {name: value.detach().numpy() for name, value in self.module.named_parameters()}
+        """Weights under the names of the checkpoint, tied ones once."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        named = revert_weight_conversion(self.module, dict(self.module.named_parameters()))
+        return {name: value.detach().numpy() for name, value in named.items()}
 
     def buckets(self) -> WeightUpdate:
         """An update as two buckets of bytes."""
