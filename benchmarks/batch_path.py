@@ -199,7 +199,7 @@ def measure(folder: Path, rows: int, ranks: int) -> None:
     from agentrl_core.trainer import outcomes
     from agentrl_core.trainer.algorithm import Algorithm
     from agentrl_core.trainer.metrics import batch_metrics, signal_metrics, throughput
-    from agentrl_core.workers.actor import FREE_COLUMNS, ActorWorker
+    from agentrl_core.workers.actor import OPTIONAL_COLUMNS, ActorWorker
     from agentrl_core.workers.micro_batching import narrowed
 
     figures: dict[str, float] = {}
@@ -230,7 +230,7 @@ def measure(folder: Path, rows: int, ranks: int) -> None:
         batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         algorithm.estimate(batch)
         metrics = signal_metrics(batch) | batch_metrics(batch) | throughput(batch, 1.0, 1)
-    names = ("old_log_probs", "advantages", *FREE_COLUMNS)
+    names = ("old_log_probs", "advantages", *OPTIONAL_COLUMNS)
     sent: dict[int, int] = {}
     most = 0
     with part("send"):

@@ -13,6 +13,7 @@ from agentrl_engine_hf.config import HFEngineConfig
 from agentrl_engine_hf.engine import HFEngine
 from agentrl_testing.contracts import EngineCase, EngineContract, PluginContract
 from agentrl_testing.contracts.engine_adapters import AdapterCases
+from agentrl_testing.contracts.engine_experts import ExpertCases
 from agentrl_testing.contracts.engine_images import ImageCases
 from agentrl_testing.contracts.engine_served import Model, Served
 
@@ -231,8 +232,8 @@ BROKEN: dict[str, type[HFEngine]] = {
 
 
 def test_every_check_has_a_broken_engine() -> None:
-    # Those of adapters and images are in files of their own.
-    others = (PluginContract, AdapterCases, ImageCases)
+    # Those of adapters, experts and images are in files of their own.
+    others = (PluginContract, AdapterCases, ExpertCases, ImageCases)
     shared = {name for cases in others for name in dir(cases) if name.startswith("test_")}
     own = {name for name in dir(EngineContract) if name.startswith("test_")} - shared
     assert own == BROKEN.keys()
