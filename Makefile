@@ -25,12 +25,13 @@ TINKER := plugins/cli/agentrl-tinker
 TINKER_BACKEND := plugins/backends/agentrl-backend-tinker
 MEGATRON := plugins/backends/agentrl-backend-megatron
 
-.PHONY: help env wheels demo demo-ray demo-ppo test check lint format changelog bench browser chaos proof fuzz gpu two-nodes release clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
+.PHONY: help env wheels demo demo-ray demo-ppo test test-slow check lint format changelog bench browser chaos proof fuzz gpu two-nodes release clean engines-cpu engines-cpu-sglang engines-cpu-vllm \
 	megatron-env test-megatron test-megatron-learn tinker-env test-tinker test-tinker-learn vision-env test-vision test-engines test-engine-sglang test-engine-vllm test-engines-benchmark test-engines-fleet test-engines-learn
 
 help:
 	@echo "make demo    install, make a tiny model and its data, train it, show the curve and sample trajectories"
-	@echo "make test    install, run all tests"
+	@echo "make test    install, run the tests but the slow ones"
+	@echo "make test-slow   the slow ones: runs that are killed, learning, the examples, predictions of large models"
 	@echo "make check   install, lint, types, import rules, example configurations"
 	@echo "make env     install only: .venv with everything editable"
 	@echo "make wheels  every package as a wheel in dist, for: pip install --find-links dist agentrl-all"
@@ -93,9 +94,16 @@ browser:
 
 # The slowest file begins first; --dist loadfile keeps what shares a Ray cluster in one process. With plugins/*/*/tests
 # the process that only hands out tests would import their conftest files, and torch, before any other starts.
+TESTS := $(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests/scaffold tests plugins \
+	--ignore-glob='*/tests_real' --ignore-glob='*/src'
+
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadfile --no-loadscope-reorder tests/scaffold tests plugins \
-		--ignore-glob='*/tests_real' --ignore-glob='*/src'
+	$(TESTS) -m "not slow"
+
+# Each of them takes more than six seconds: runs that learn or are killed on Ray, predictions of large models, the
+# benchmarks on a small scale, the examples, clean environments.
+test-slow: $(VENV)/.installed
+	$(TESTS) -m slow
 
 fuzz: $(VENV)/.installed
 	$(BIN)/python benchmarks/fuzz.py --minutes $(FUZZ_MINUTES)

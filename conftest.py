@@ -6,6 +6,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Generator, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -29,6 +30,11 @@ HANG_SECONDS = 60.0
 def pytest_configure(config: pytest.Config) -> None:
     # Nothing is captured yet.
     config.stash[STDERR] = os.dup(2)
+
+
+def pytest_runtest_setup() -> None:
+    if time.time() > float(os.environ.get("AGENTRL_TESTS_END", "inf")):
+        pytest.skip("no time is left: AGENTRL_TESTS_END, in seconds since 1970, has passed")
 
 
 @pytest.hookimpl(wrapper=True, trylast=True)

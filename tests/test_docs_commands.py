@@ -108,6 +108,7 @@ def site(workplace: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return site
 
 
+@pytest.mark.slow
 def test_commands_of_the_docs_run(workplace: Path, site: Path) -> None:
     for line in filter(runs, shell_lines()):
         words = line + "".join(f" {more}" for begin, more in SMALLER.items() if line.startswith(begin))

@@ -27,6 +27,7 @@ def test_example_config_loads(path: Path) -> None:
     assert config.trainer.name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: str(path.relative_to(ROOT)))
 def test_example_config_trains_for_a_step(path: Path, tmp_path: Path) -> None:
     """With a tiny model and two rows in place of what the example's prepare.py makes."""

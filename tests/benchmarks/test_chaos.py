@@ -12,6 +12,7 @@ import pytest
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "chaos.py"
 
 
+@pytest.mark.slow
 def test_every_fault_is_survived_as_promised(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     arguments = ["--parts", "local", "--faults", "9", "--steps", "12", "--results", str(results)]

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_tiny_run_reports_every_figure_also_of_a_peer(
     run_script: Callable[..., Any], tmp_path: Path, warm_ray: dict[str, str]

@@ -43,6 +43,7 @@ CASES = {
 RunScript = Callable[..., Any]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SMALL)
 def test_every_part_reports_its_figures(run_script: RunScript, tmp_path: Path, name: str) -> None:
     report = tmp_path / "figures.json"
@@ -73,6 +74,7 @@ class GRPOTrainer:
 """
 
 
+@pytest.mark.slow
 def test_steps_take_turns_with_those_of_a_peer(run_script: RunScript, tmp_path: Path) -> None:
     """TRL is not installed here: a module of its names stands for it."""
     (tmp_path / "trl.py").write_text(TRL)

@@ -71,6 +71,7 @@ for name in ("train", "validation"):
 REWARD = "def acc(trajectory):\n    return float('2' in trajectory.model_text)\n"
 
 
+@pytest.mark.slow
 def test_small_runs_are_trained_for_real(tmp_path: Path, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a tiny model and a step or two, in the place of the example's minutes."""
     example = tmp_path / "example"

@@ -360,6 +360,7 @@ def test_a_frozen_rank_is_named_instead_of_hanging_the_run(
                 call()
 
 
+@pytest.mark.slow
 def test_a_rank_that_freezes_in_its_constructor_is_named_instead_of_hanging_the_start(
     runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -452,6 +453,7 @@ def test_a_runtime_leaves_a_ray_that_it_did_not_start(runtime: RayRuntime) -> No
     assert ray.is_initialized()
 
 
+@pytest.mark.slow
 def test_a_ray_that_a_run_starts_listens_on_loopback_only() -> None:
     """In a process of its own: here the fixture's Ray may have been started by another test."""
     code = """

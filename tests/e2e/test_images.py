@@ -236,6 +236,7 @@ def test_the_first_messages_of_an_episode_show_images(
     assert len(lines) == 4 and all(len(nodes[0]["images"]) == 1 for nodes in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_two_ranks_on_ray_train_as_one_process_does(show: Fit) -> None:
     changes = {"trainer.checkpoint.interval": 2, "actor.micro_batch_tokens": 150}

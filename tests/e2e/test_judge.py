@@ -43,6 +43,7 @@ class KillsTheJudge(Trainer):
         return super().rollout(step)
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.usefixtures("ray_runtime")
 def test_a_judge_on_the_embedded_engine_is_killed_and_the_run_survives(

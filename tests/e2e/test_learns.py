@@ -29,6 +29,7 @@ def drawn(run: RunDir, step: int) -> list[tuple[str, str, float | None]]:
     return [(record.uid, record.prompt_text, record.reward) for record in records]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_ray_trains_on_what_the_local_runtime_does_also_after_a_resume(
     fit: Callable[..., RunDir], monkeypatch: pytest.MonkeyPatch

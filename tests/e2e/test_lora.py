@@ -66,6 +66,7 @@ def test_an_adapter_is_evaluated_and_exported(fit: Fit, tiny_run: Any) -> None:
     assert re.search(r"merged into .*moved; the run trained this adapter on .*own", " ".join(result.output.split()))
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_a_trajectory_ends_with_the_version_with_which_it_began(fit: Fit) -> None:
     run = fit({

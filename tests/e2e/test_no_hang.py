@@ -425,6 +425,7 @@ def sleeping(fit: Callable[..., RunDir], tiny_run: Any, monkeypatch: pytest.Monk
         logging.getLogger().removeHandler(handler)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sleeper", IN_RECORDS)
 def test_what_sleeps_in_a_trajectory_costs_that_trajectory_and_is_in_its_record(sleeping: Any, sleeper: str) -> None:
     changes, who = IN_RECORDS[sleeper]
@@ -434,6 +435,7 @@ def test_what_sleeps_in_a_trajectory_costs_that_trajectory_and_is_in_its_record(
     assert len(said) == 4 and all(re.search(who, each) for each in said), said
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sleeper", IN_LOG)
 def test_what_sleeps_as_it_is_closed_is_left_behind_and_named(sleeping: Any, sleeper: str) -> None:
     run, named = sleeping(sleeper, *IN_LOG[sleeper])

@@ -232,6 +232,7 @@ def run(started: Run, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     logging.getLogger().removeHandler(started.log)
 
 
+@pytest.mark.slow
 def test_what_waits_in_a_trajectory_costs_that_trajectory_and_is_in_its_record(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -256,6 +257,7 @@ def test_what_waits_in_a_trajectory_costs_that_trajectory_and_is_in_its_record(
     run.goes_on()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sleeper", "who"),
     [

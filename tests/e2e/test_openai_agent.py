@@ -26,6 +26,7 @@ async def solve(base_url, api_key, model, messages, row):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_an_agent_of_the_official_client_trains(fit, tiny_run, runtime: str) -> None:
     (tiny_run.folder / "agent.py").write_text(AGENT)

@@ -73,6 +73,7 @@ def test_every_prompt_is_trained_once_and_no_token_is_too_old(fit: Callable[...,
     assert max(row["staleness/max"] for row in rows) >= 1
 
 
+@pytest.mark.slow
 def test_a_killed_run_goes_on_with_the_prompts_that_it_has_not_trained(
     tiny_run: Any, start_agentrl: Callable[..., Any], warm_ray: dict[str, str]
 ) -> None:
@@ -119,6 +120,7 @@ class Gate(AgentLoopBase):
 """
 
 
+@pytest.mark.slow
 def test_log_probs_and_values_computed_as_groups_end_are_those_of_the_whole_batch(
     fit: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shares: list[float]
 ) -> None:
@@ -171,6 +173,7 @@ class Mortal(ScriptedEngine):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("always", [False, True])
 def test_a_replica_that_dies_in_an_update_is_replaced_and_a_run_without_any_ends(
     fit: Callable[..., RunDir], tmp_path: Path, always: bool

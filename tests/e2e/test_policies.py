@@ -271,6 +271,7 @@ def test_a_resume_keeps_the_reference_that_a_policy_alone_has(trio: Fit, adapter
         trio({}, policies=policies, **{"trainer.resume": "auto", "model.adapter": {"rank": 16}})
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_ranks_and_processes_train_the_same_policies(trio: Fit) -> None:
     ghost = {"copy_of": "white", "updates_ago": 1}

@@ -43,6 +43,7 @@ def test_the_trainer_takes_the_experts_of_the_engine(fit: Callable[..., RunDir],
         assert row["rollout/logprob_gap_max"] < 1e-4
 
 
+@pytest.mark.slow
 def test_an_engine_in_bfloat16_chooses_others_and_is_followed(fit: Callable[..., RunDir], model: str) -> None:
     changes = {
         "model.path": model, "algorithm.old_log_probs": "actor", "rollout.engine": {"name": "hf", "dtype": "bfloat16"},

@@ -70,6 +70,7 @@ asyncio.run(main())
     assert str(folder) not in listed and not folder.exists()
 
 
+@pytest.mark.slow
 @needs_git
 def test_bench_compares_two_commits(tiny_run: Any) -> None:
     config = tiny_run({"rollout.engine": {"name": "scripted"}})

@@ -37,6 +37,7 @@ CALLS: list[tuple[str, dict[str, Any], str]] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("runtime", ["local", "ray"])
 def test_the_policy_calls_every_tool(fit: Callable[..., RunDir], tiny_run: Any, runtime: str) -> None:

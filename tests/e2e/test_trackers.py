@@ -11,6 +11,7 @@ import pytest
 from agentrl_core.runs.run_dir import RunDir
 
 
+@pytest.mark.slow
 def test_a_run_and_its_resumption_with_all_trackers(
     fit: Callable[..., RunDir], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -3,6 +3,7 @@
 import json
 from typing import Any
 
+import pytest
 from typer.testing import CliRunner, Result
 
 from agentrl_core.cli.main import app
@@ -12,6 +13,7 @@ def agentrl(*arguments: object) -> Result:
     return CliRunner().invoke(app, [str(argument) for argument in arguments], env={"COLUMNS": "300"})
 
 
+@pytest.mark.slow
 def test_a_tool_that_always_raises_is_seen_before_training(tiny_run: Any) -> None:
     (tiny_run.folder / "broken.py").write_text(
         "def lookup(city: str) -> str:\n    'Looks up.'\n    return {}[city]\n\n"

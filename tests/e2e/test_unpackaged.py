@@ -156,6 +156,7 @@ EVERY_SLOT: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("runtime", ["local", pytest.param("ray", marks=pytest.mark.ray)])
 def test_every_plugin_may_come_from_a_file(
     fit: Callable[..., RunDir], tiny_run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, runtime: str

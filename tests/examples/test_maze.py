@@ -63,6 +63,7 @@ def test_each_room_is_a_reward_or_the_whole_way_is(modules: dict[str, Any]) -> N
     assert walk(modules, "OutcomeMaze", wrong) == ([None] * 3, 0.0, "room C")
 
 
+@pytest.mark.slow
 def test_a_random_walk_gets_further_within_a_few_steps(
     modules: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

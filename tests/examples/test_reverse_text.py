@@ -49,6 +49,7 @@ def rewards(made: Path, folder: Path) -> list[float]:
     return [line["reward/mean"] for line in run.read_metrics() if "reward/mean" in line]
 
 
+@pytest.mark.slow
 def test_a_speller_who_is_seldom_right_learns(made: Path, tmp_path: Path) -> None:
     values = rewards(made, tmp_path)
     assert values[0] < 0.25

@@ -190,6 +190,7 @@ def steps_of(made: Path, folder: Path, config: str, rows: str, steps: int) -> li
     return [line for line in run.read_metrics() if "reward/mean" in line]
 
 
+@pytest.mark.slow
 def test_the_images_that_were_sampled_from_are_those_that_train(made: Path, tmp_path: Path) -> None:
     steps = steps_of(made, tmp_path, "config.yaml", "train", 2)
     assert [step["rollout/logprob_gap_max"] < 1e-4 for step in steps] == [True, True]
@@ -197,6 +198,7 @@ def test_the_images_that_were_sampled_from_are_those_that_train(made: Path, tmp_
     assert steps[0]["images/new"] > 32 + 8 and steps[0]["rollout/tool_call_share"] > 0.1
 
 
+@pytest.mark.slow
 def test_a_model_that_seldom_looks_learns_to_look(made: Path, tmp_path: Path) -> None:
     steps = steps_of(made, tmp_path, "config.yaml", "train", STEPS)
     assert steps[0]["reward/mean"] < 0.45
@@ -204,6 +206,7 @@ def test_a_model_that_seldom_looks_learns_to_look(made: Path, tmp_path: Path) ->
     assert steps[-1]["rollout/tool_call_share"] > 0.8
 
 
+@pytest.mark.slow
 def test_with_the_drawings_of_other_rows_it_learns_nothing(made: Path, tmp_path: Path) -> None:
     steps = steps_of(made, tmp_path, "shuffled.yaml", "shuffled-train", STEPS)
     assert sum(step["reward/mean"] for step in steps[-3:]) / 3 < CHANCE

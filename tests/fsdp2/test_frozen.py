@@ -85,6 +85,7 @@ def files_in(folder: Path) -> set[str]:
     return {str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after", "head", "options"),
     [

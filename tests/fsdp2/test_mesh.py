@@ -104,6 +104,7 @@ def packed(rows: Sequence[Row]) -> int:
                 range(1, len(prompt) + len(response) + 1)})  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "ranks", "options", "other_ranks", "others"),
     [

@@ -27,6 +27,7 @@ def groups(ray_runtime: Runtime) -> Iterator[dict[int, VerlGroup]]:
         group.close()
 
 
+@pytest.mark.slow
 @fuzz
 @given(batches(st.integers(0, 13)), st.permutations([2, 3]), st.booleans(), st.integers(1, 3))
 def test_futures_reach_the_next_group_as_the_batch_would(

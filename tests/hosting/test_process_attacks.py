@@ -213,6 +213,7 @@ def test_what_nobody_has_read_keeps_no_later_call_waiting(tool, tmp_path) -> Non
     tool(ANSWERS, "Liar", scenario)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("megabytes", [2, 8, 24, 60])
 def test_a_limit_that_passes_while_an_answer_is_read_leaves_nothing_to_wait_for(tool, megabytes: int) -> None:
     """The limits are spread over the whole transfer. A call that waits for the unread rest would never return."""

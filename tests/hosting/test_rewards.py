@@ -109,6 +109,7 @@ def test_a_score_outside_of_the_declared_range_is_a_reward_error(score) -> None:
         score("length", range=[0.0, 0.5])
 
 
+@pytest.mark.slow
 def test_a_reward_that_spins_or_dies_or_raises_in_its_process(score) -> None:
     start = time.monotonic()
     with pytest.raises(RewardError, match="no answer within 0.2 s; its process was killed"):

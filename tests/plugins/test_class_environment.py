@@ -245,6 +245,7 @@ def test_observations_that_are_no_prompt_are_refused(make: Any, name: str, messa
         run(make(name), {})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("own_tasks", "runtime"),
     [(True, "local"), (False, "local"), pytest.param(True, "ray", marks=pytest.mark.ray)],

@@ -121,6 +121,7 @@ def run(fit: Callable[..., RunDir], tmp_path: Path) -> RunDir:
     return fit(changes, None)
 
 
+@pytest.mark.slow
 def test_every_planted_fault_is_counted_once_and_what_it_excludes_is_not_trained(run: RunDir) -> None:
     trajectories = [(prompt, sample) for prompt in range(PROMPTS) for sample in range(SAMPLES)]
     plans = [plan(*each) for each in trajectories]

@@ -107,6 +107,7 @@ def prompts(count: int, step: int = 1) -> PromptBatch:
     return PromptBatch.sampled([row] * count, step, "train", 1, {"temperature": 1.0})
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_or_freezes_costs_only_what_ran_there(
     make_manager: Any, tiny_run: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -271,6 +271,7 @@ class Shows:
         return ray.get_runtime_context().get_node_id(), self.seen
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_ranks_tell_their_gpus_and_actors_go_where_they_are_told(
     warm_ray: dict[str, str], monkeypatch: pytest.MonkeyPatch

@@ -202,6 +202,7 @@ def test_a_killed_replica_loses_nothing_and_comes_back_with_current_weights(
     assert all(requests > 0 for requests in served)
 
 
+@pytest.mark.slow
 def test_replicas_are_added_and_drained_while_a_run_runs(
     make_manager: Any, weights: TokenFile, tiny_run: Any, ray_runtime: Runtime
 ) -> None:

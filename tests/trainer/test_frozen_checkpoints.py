@@ -180,6 +180,7 @@ Trainer(load_config(sys.argv[1], ["trainer.steps=3", "trainer.checkpoint.interva
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("at", "arguments"), [(2, 2), (1, 3)], ids=["the second", "the first, at its frozen weights"])
 def test_a_kill_during_the_write_leaves_the_older_checkpoint_whole(
     tiny_run: Any, frozen: Frozen, vision_model: str, tmp_path: Path, at: int, arguments: int

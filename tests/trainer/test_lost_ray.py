@@ -63,6 +63,7 @@ class Heard:
 QUIET = ("the engine prints", "the engine warns", "the engine has answered", "the driver warns")
 
 
+@pytest.mark.slow
 def test_engines_print_to_the_log_only_and_a_run_whose_ray_was_killed_has_failed(
     tiny_run: Any, start_agentrl: Callable[..., Any]
 ) -> None:

@@ -54,6 +54,7 @@ class Mortal(HFEngine):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.parametrize("backend", ["gloo", "ipc"])
 def test_sharded_weights_are_sent_to_replicas_until_one_refuses_them_and_one_that_comes_back_joins_again(

@@ -188,6 +188,7 @@ def assert_same_weights(first: Groups, second: Groups, tolerance: float = 1e-5) 
         np.testing.assert_allclose(found[name], tensor, atol=tolerance, rtol=0, err_msg=name)
 
 
+@pytest.mark.slow
 def test_every_loss_is_the_same_over_ranks_and_micro_batches(groups_of: Any, batches: list[Any]) -> None:
     cases = []
     for ranks, micro_batch_tokens in ((1, 1000), (1, 40), (2, 40), (4, 40)):

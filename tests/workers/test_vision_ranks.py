@@ -141,6 +141,7 @@ def assert_same(first: dict[str, np.ndarray], second: dict[str, np.ndarray]) -> 
         np.testing.assert_allclose(second[name], expected, atol=2e-5, rtol=0, err_msg=name)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("freeze", [[], ["vision"]])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "gemma3"])
 def test_a_rank_without_images_runs_the_tower_for_nothing(

@@ -96,6 +96,7 @@ def check_output(found: TokenOutput, wanted: TokenOutput) -> None:
     assert found.log_probs == pytest.approx(wanted.log_probs, abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_request_fails_once_and_trains_once(
     make: Any, server: Any, proxied: Any, expected: dict[str, torch.Tensor], fault: Any
@@ -110,6 +111,7 @@ def test_each_request_fails_once_and_trains_once(
     assert {"create_model", "forward_backward", "optim_step", "save_weights", "retrieve_future"} <= failed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", FAULTS)
 def test_each_request_fails_once_and_samples_the_same(
     make: Any, server: Any, proxied: Any, model: str, fault: Any
@@ -140,6 +142,7 @@ def restart(server: Any) -> None:
     threading.Thread(target=server.start, kwargs={"wait": False}).start()
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed_loses_nothing(
     make: Any, own_server: Any, proxied: Any, expected: dict[str, torch.Tensor], model: str
 ) -> None:
@@ -191,6 +194,7 @@ def test_a_server_that_is_killed_loses_nothing(
     check_same(saved_at(own_server, path_in(backend)), expected)
 
 
+@pytest.mark.slow
 def test_a_server_that_lost_its_states_too_is_a_clear_error(make: Any, own_server: Any) -> None:
     backend = make.loaded(own_server.url)
     train(backend, 1)
@@ -224,6 +228,7 @@ def test_an_address_without_a_server_is_refused_at_the_start(
             make.loaded(proxy.url)
 
 
+@pytest.mark.slow
 def test_a_server_that_asks_to_wait_is_waited_for(make: Any, proxied: Any, server: Any, expected: Any) -> None:
     """429 for several tries in a row, of every route."""
     proxy = proxied(server.port, lambda route, before: 429 if before % 4 != 3 else None)
@@ -235,6 +240,7 @@ def test_a_server_that_asks_to_wait_is_waited_for(make: Any, proxied: Any, serve
     check_same(saved_at(server, path), expected)
 
 
+@pytest.mark.slow
 def test_requests_that_wait_are_reported_in_one_line(
     make: Any, proxied: Any, server: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

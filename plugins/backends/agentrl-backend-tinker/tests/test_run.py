@@ -33,6 +33,7 @@ def folder(tmp_path: Path, model: str) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_a_limit_ends_a_run_that_goes_on_with_a_higher_one(folder: Path, server: Any) -> None:
     def train(*overrides: str) -> tuple[list[dict[str, Any]], str]:
         where = [f"{key}.config.url={server.url}" for key in ("trainer.backend", "rollout.engine")]

@@ -36,6 +36,7 @@ def test_json_has_bytes_seconds_and_the_verdict(config_file: ConfigFile) -> None
     assert update["total"] == sum(update["memory"].values()) and update["operations"] > 0
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_names_changes_that_fit(config_file: ConfigFile) -> None:
     overrides = ["actor.micro_batch_tokens=65536", "rollout.max_response_length=3000"]
     result = plan(config_file(intermediate_size=8192), *overrides, "--gpu", "small:6:1:100")
@@ -227,6 +228,7 @@ def test_a_model_that_the_hub_does_not_give_says_what_to_do(
     assert "HF_HUB_OFFLINE is set" in result.stderr and "`hf download org/name` fetches it" in result.stderr
 
 
+@pytest.mark.slow
 def test_meshes_are_tried_and_the_best_one_is_named(config_file: ConfigFile) -> None:
     arguments = ["rollout.engine.placement=standalone", "--gpus-per-node", "2", "--mesh"]
     result = plan(config_file(), *arguments)

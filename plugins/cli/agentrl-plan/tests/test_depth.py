@@ -22,6 +22,7 @@ ALTERNATING = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "overrides", "ranks"),
     [

@@ -10,6 +10,7 @@ from agentrl_plan.prediction import predict
 from benchmarks._plan_documented import MODELS, PAGE, ROWS, Documented, config_in, line_of, prediction_of
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS, ids=[row.model for row in ROWS])
 def test_a_documented_configuration_fits_as_the_page_says(row: Documented) -> None:
     found = prediction_of(row)
@@ -22,6 +23,7 @@ def test_a_documented_configuration_fits_as_the_page_says(row: Documented) -> No
     assert line_of(row, found) in PAGE.read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 def test_the_configuration_of_the_page_on_lora_fits_as_it_says() -> None:
     page = PAGE.with_name("lora.md")
     with config_in(page, "Qwen2.5-7B", first=1) as config:

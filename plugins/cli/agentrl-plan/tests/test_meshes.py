@@ -111,6 +111,7 @@ def test_a_mesh_that_is_an_estimate_is_not_the_best(make_config: MakeConfig) -> 
     assert shown.endswith("tensor_parallel=2: not compared, because it cannot be simulated: RuntimeError: no data")
 
 
+@pytest.mark.slow
 def test_a_prediction_does_not_depend_on_those_before_it(make_config: MakeConfig) -> None:
     """Torch remembers what it has found out for a mesh, and with it the mesh, whose groups are gone."""
     config = make_config(*ON_EIGHT)

@@ -53,6 +53,7 @@ def test_rows_that_share_their_prompt_make_fewer_micro_batches(make_config: Make
     assert sent == pytest.approx({"true": 2, "false": 4}, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_epochs_and_mini_batches_send_as_often(make_config: MakeConfig) -> None:
     overrides = (*ON_FOUR, "data.batch_size=16", "actor.micro_batch_tokens=512")
     once, more = (

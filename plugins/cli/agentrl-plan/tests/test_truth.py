@@ -29,12 +29,14 @@ MESHES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", MESHES.values(), ids=MESHES.keys())
 def test_the_predicted_peak_is_within_a_tenth_of_a_real_update_on_two_ranks(case: Case) -> None:
     with config_of(case) as config:
         assert predicted_peak(config, 2) == pytest.approx(measured_peak(config, 2), rel=0.1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_the_predicted_peak_is_within_a_tenth_of_a_real_update(case: Case) -> None:
     threads = torch.get_num_threads()

@@ -212,6 +212,7 @@ def test_a_client_that_leaves_in_the_middle_of_a_step_leaves_nothing_half_done(s
     serve(scenario)
 
 
+@pytest.mark.slow
 def test_another_server_goes_on_where_a_killed_one_saved_its_state(model: str, tmp_path: Path, serve: Serve) -> None:
     script = (
         "import socket, sys; from agentrl_core.cli.main import main; s = socket.create_server(('127.0.0.1', 0));"

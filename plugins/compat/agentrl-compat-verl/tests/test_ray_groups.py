@@ -133,6 +133,7 @@ group.close()
 """
 
 
+@pytest.mark.slow
 def test_another_driver_attaches_to_detached_actors_by_name(runtime: Runtime, tmp_path: Path) -> None:
     pool = RayResourcePool([2], strategy="PACK", detached=True)
     cls = RayClassWithInitArgs(worker_class())

@@ -153,6 +153,7 @@ def listening() -> socket.socket:
     return other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mode", "lost"), [("", 1), ("bind-hangs", 1), ("bind-hangs", 3)])
 def test_a_port_lost_while_the_server_starts_is_tried_again_elsewhere(
     mode, lost, make_engine, run, tmp_path, monkeypatch

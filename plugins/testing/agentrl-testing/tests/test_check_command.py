@@ -146,6 +146,7 @@ def test_misspelt_name(isolated_plugins: IsolatedPlugins) -> None:
     )
 
 
+@pytest.mark.slow
 def test_in_a_ray_worker(isolated_plugins: IsolatedPlugins, tmp_path: Path) -> None:
     wait = "import threading\nif in_a_worker: threading.Event().wait()\n"
     add_plugin(isolated_plugins, "acme-good", "a-good")

@@ -192,6 +192,7 @@ def test_only_a_few_sandboxes_start_at_once(any_boundary, monkeypatch) -> None:
     assert most == 2
 
 
+@pytest.mark.slow
 def test_many_calls_leave_nothing_behind(confined, folder) -> None:
     """No process, directory, mount or open file; the benchmark `sandbox.py` does the same with more."""
     mounts, mine = Path("/proc/self/mountinfo"), Path("/proc/self/fd")
