@@ -20,7 +20,7 @@ from agentrl_plan.prediction import predict
 GPU = "h100-80g"
 PER_NODE = 8
 GPUS = (1, 8, 64, 256)
-MODELS = {"Qwen2.5-0.5B": 1, "Qwen3-8B": 1, "Qwen3-30B-A3B": 2, "Llama-3.3-70B": 4, "Qwen3-235B-A22B": 8}
+MODELS = {"Qwen2.5-0.5B": 1, "Qwen3-8B": 1, "Qwen3-30B-A3B": 2, "Llama-3.3-70B": 4, "Qwen3-235B-A22B": 16}
 """GPUs of an engine replica."""
 ROWS = ("data.batch_size=128", "rollout.n=8")
 PAGE = Path(__file__).parents[1] / "docs/training-on-many-gpus.md"
@@ -48,7 +48,7 @@ def _row(model: str, gpus: int) -> str:
     nodes, engine = max(gpus // PER_NODE, 1), min(MODELS[model], gpus)
     keys = (
         *ROWS, f"cluster.nodes={nodes}", f"cluster.processes_per_node={gpus // nodes}",
-        f"rollout.engine.tensor_parallel={engine}",
+        f"rollout.engine.tensor_parallel={engine}", f"rollout.engine.nodes={max(engine // PER_NODE, 1)}",
     )  # fmt: skip
     with config_in(FILES, model, True, keys) as config:
         tried, _ = best_mesh(config, lambda options: predict(with_options(config, options), DEVICES[GPU]))
