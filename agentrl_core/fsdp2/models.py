@@ -96,7 +96,11 @@ def check_architecture(path: str, config: ModelConfig) -> Any:
     """
     message = f"transformers cannot build a model from {Path(path) / 'config.json'}:"
     with boundary(ConfigError, message, describe=_with_key), quiet_progress():
-        return empty_causal_lm(path, config)
+        model = empty_causal_lm(path, config)
+        layers = getattr(model.config.get_text_config(decoder=True), "num_hidden_layers", 1)
+        if layers < 1:
+            raise ValueError(f"num_hidden_layers: expected 1 or more, found {layers}")
+        return model
 
 
 def _with_key(failure: Exception) -> str:

@@ -273,6 +273,27 @@ def read_checksums(path: Path) -> dict[str, str]:
     return checksums
 
 
+def unchanged_files(path: Path) -> dict[str, str]:
+    """The files of a checkpoint with the SHA-256 of each; none if somebody has deleted, damaged or written one of them
+    since it became whole, as far as their times say it: their content is not read."""
+    try:
+        checksums, whole = read_checksums(path), (path / CHECKSUM_FILE).stat().st_mtime_ns
+    except (CheckpointError, OSError):
+        return {}
+    changed = [name for name in checksums if not _is_older(path / name, whole)]
+    if changed:
+        shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
+        logger.warning("%s: missing or changed: %s; the next checkpoint shares no file with it", path, shown)
+    return {} if changed else checksums
+
+
+def _is_older(file: Path, nanoseconds: int) -> bool:
+    try:
+        return file.stat().st_mtime_ns <= nanoseconds
+    except OSError:
+        return False
+
+
 def share_files(last: Path, directory: Path, names: Iterable[str]) -> None:
     """Give a checkpoint files of the last one: as hard links, so that either may be deleted, or as copies where the
     file system has no links."""
@@ -377,6 +398,12 @@ def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
         raise ConfigError(
             f"{checkpoint} was made with another order of the data:\n  " + "\n  ".join(order) + "\n"
             "Set the old values again, or start a new run with trainer.resume=never"
+        )
+    frozen, left = ({values[key] for key in values if key.startswith("model.freeze.")} for values in (before, now))
+    if frozen - left:
+        raise ConfigError(
+            f"model.freeze: found {sorted(left)}, but {checkpoint} was made with {sorted(frozen)}, and has no moments "
+            f"of what trains now. Set it again, or start a new run with model.path={checkpoint / 'actor'}"
         )
     free, begun = ["model.adapter.dropout"], "model.adapter.path"
     # Without the adapter that the run began with its reference would be another policy.

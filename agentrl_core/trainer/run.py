@@ -42,9 +42,9 @@ from agentrl_core.trainer.checkpoint import (
     TrainerState,
     actor_folders,
     plugin_refs,
-    read_checksums,
     resumed_state,
     share_files,
+    unchanged_files,
 )
 from agentrl_core.trainer.copies import Copy
 from agentrl_core.trainer.disks import Disks
@@ -301,11 +301,7 @@ class Run:
 
         The training processes write it in the background; :meth:`publish_checkpoint` makes it one.
         """
-        # Somebody may have deleted or damaged it meanwhile: then nothing is shared.
-        self._shared = {}
-        if self._checkpoint is not None:
-            with suppress(CheckpointError):
-                self._shared = read_checksums(self._checkpoint)
+        self._shared = unchanged_files(self._checkpoint) if self._checkpoint is not None else {}
 
         def write(directory: Path) -> None:
             self._disks.clear(directory)

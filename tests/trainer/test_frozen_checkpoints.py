@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl_core.api import CheckpointError
+from agentrl_core.api.errors import ConfigError
 from agentrl_core.runs.atomic import flushed_checksum
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_core.trainer.checkpoint import checkpoint_path, read_checksums
@@ -95,20 +97,48 @@ def test_older_checkpoints_may_go(frozen: Frozen) -> None:
     assert kept == {file: (checkpoint_path(step(run, 4)) / file).stat().st_ino for file in FILES}
 
 
-def test_a_checkpoint_that_somebody_deleted_is_not_needed(frozen: Frozen, monkeypatch: pytest.MonkeyPatch) -> None:
+def deleted(checkpoint: Path) -> None:
+    checkpoint.rename(checkpoint.with_name("deleted"))
+
+
+def lost(checkpoint: Path) -> None:
+    (checkpoint / FILES[0]).unlink()
+
+
+def cut(checkpoint: Path) -> None:
+    # The clock of a file system may stand still for milliseconds.
+    os.truncate(checkpoint / FILES[1], 10)
+    os.utime(checkpoint / FILES[1], (later := time.time() + 1.0, later))
+
+
+@pytest.mark.parametrize("harm", [deleted, lost, cut])
+def test_a_checkpoint_that_somebody_deletes_or_damages_is_not_needed(
+    frozen: Frozen, monkeypatch: pytest.MonkeyPatch, harm: Callable[[Path], None], vision_model: str
+) -> None:
     from agentrl_core.trainer.run import Run
 
     publish = Run.publish_checkpoint
 
-    def deleted(run: Run, wait: bool) -> Any:
+    def harmed(run: Run, wait: bool) -> Any:
         published = publish(run, True)
         if published is not None and published[0] == 1:
-            (published[1]).rename(published[1].with_name("deleted"))
+            harm(published[1])
         return published
 
-    monkeypatch.setattr(Run, "publish_checkpoint", deleted)
+    monkeypatch.setattr(Run, "publish_checkpoint", harmed)
     run = frozen(**{"trainer.steps": 2})
     assert all((checkpoint_path(step(run, 2)) / file).stat().st_nlink == 1 for file in FILES)
+    assert weights_of(step(run, 2) / "actor").keys() == weights_of(Path(vision_model)).keys()
+
+
+def test_weights_that_were_frozen_have_no_moments_to_go_on_with(frozen: Frozen) -> None:
+    run = frozen(**{"trainer.steps": 1})
+    with pytest.raises(ConfigError, match=r"model.freeze: found \[\], but .*step-000001 was made with \['vision'\]"):
+        frozen(**{"trainer.steps": 2, "trainer.resume": "auto", "model.freeze": []})
+    frozen(**{
+        "trainer.steps": 1, "trainer.name": "thawed", "trainer.resume": "never", "model.freeze": [],
+        "model.path": str(step(run, 1) / "actor"),
+    })  # fmt: skip
 
 
 def test_without_hard_links_they_are_copied(frozen: Frozen, monkeypatch: pytest.MonkeyPatch) -> None:

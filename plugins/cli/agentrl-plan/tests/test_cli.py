@@ -92,6 +92,7 @@ def test_a_gpu_that_cannot_be_is_an_error(config_file: ConfigFile, figures: str)
         ('{"model_type": "no-such-model"}', "`no-such-model`"),
         ('{"model_type": "t5"}', "T5Config"),
         ('{"model_type": "qwen3", "num_hidden_layers": "two"}', "expected int, got str"),
+        ('{"model_type": "qwen3_moe", "num_hidden_layers": -1}', "num_hidden_layers: expected 1 or more, found -1"),
         ('{"model_type": "mamba"}', "In agentrl this argument is the key model.attn_implementation"),
         (
             '{"model_type": "x", "auto_map": {"AutoConfig": "own.Config", "AutoModelForCausalLM": "own.Model"}}',

@@ -64,6 +64,18 @@ def test_nothing_is_split_for_nothing(make_config: MakeConfig) -> None:
     assert ranked[0].options == Fsdp2Config() and reason.startswith("cheapest: FSDP2 over all processes: 10.0 GiB")
 
 
+def test_what_divides_three_nodes_of_six_is_tried(make_config: MakeConfig) -> None:
+    config = make_config(*ON_EIGHT, "cluster.nodes=3", "cluster.processes_per_node=6")
+    found = {
+        (("replicas", 3),): predicted(50, computing=1.0),
+        (("sequence_parallel", 2),): predicted(50, computing=5.0),
+    }
+    ranked, _ = best_mesh(config, attempts(found, predicted(60, computing=9.0)))
+    assert ranked[0].options == Fsdp2Config(replicas=3)
+    tried = {(name, value) for each in ranked for name, value in vars(each.options).items() if value != 1}
+    assert tried == {("replicas", 3), ("sequence_parallel", 2), ("tensor_parallel", 2)}
+
+
 def test_where_nothing_fits_the_smallest_is_named(make_config: MakeConfig) -> None:
     found = {(("replicas", 2),): predicted(130, computing=1.0)}
     _, reason = best_mesh(make_config(*ON_EIGHT), attempts(found, predicted(200, computing=1.0)))

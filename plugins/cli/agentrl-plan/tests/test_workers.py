@@ -72,6 +72,14 @@ def test_collectives_say_whether_they_cross_nodes(make_config: MakeConfig) -> No
     assert "all-gather, between nodes" not in calls and "reduce-scatter, between nodes" not in calls
 
 
+def test_a_pair_of_any_rank_on_two_nodes_keeps_all_ranks_waiting(make_config: MakeConfig) -> None:
+    options = ("trainer.backend.config.tensor_parallel=2", "cluster.processes_per_node=3", "cluster.nodes=2")
+    config = make_config(*options, *FEW_TOKENS, "cluster.runtime=ray", "rollout.engine.placement=standalone")
+    calls = simulate(config).phases["update"].calls
+    # The pairs are 0 and 1, 2 and 3, 4 and 5; the first rank of the second node is 3.
+    assert calls["all-reduce, between nodes"] and "all-reduce" not in calls
+
+
 def test_a_mesh_that_divides_nothing_is_a_configuration_error(make_config: MakeConfig) -> None:
     with pytest.raises(ConfigError, match=r"which is no multiple of 3"):
         simulate(make_config("trainer.backend.config.tensor_parallel=3"), ranks=4)

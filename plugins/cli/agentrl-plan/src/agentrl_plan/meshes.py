@@ -80,7 +80,7 @@ def with_options(config: ResolvedConfig, options: Fsdp2Config) -> ResolvedConfig
 def best_mesh(config: ResolvedConfig, attempt: Attempt) -> tuple[list[Tried], str]:
     """Meshes that were tried, the best one first, and why that is the best.
 
-    First each option alone, doubled as long as that is better, then those that are better than none together. The best
+    First each option alone, raised as long as that is better, then those that are better than none together. The best
     one fits and takes the least time for training, or the least memory if none fits. Of equal ones it is the one with
     the fewest options.
 
@@ -116,23 +116,18 @@ def best_mesh(config: ResolvedConfig, attempt: Attempt) -> tuple[list[Tried], st
 
 
 def _values(config: ResolvedConfig, model: Any) -> dict[str, list[int]]:
-    """Numbers to try of each option, powers of two."""
+    """Numbers to try of each option: what divides processes, nodes or experts."""
     cluster = config.cluster
     text = model.config.get_text_config(decoder=True)
-    near = list(_powers(min(cluster.processes_per_node, MOST_SPLIT)))
-    values = {"tensor_parallel": near, "sequence_parallel": near}
-    if experts_of(text):
-        values["expert_parallel"] = list(_powers(min(cluster.processes, experts_of(text))))
-    if cluster.nodes > 1:
-        values["replicas"] = list(_powers(cluster.nodes))
-    return values
+    near = [value for value in _divisors(cluster.processes_per_node) if value <= MOST_SPLIT]
+    experts = [value for value in _divisors(experts_of(text) or 1) if cluster.processes % value == 0]
+    replicas = _divisors(cluster.nodes)
+    return {"tensor_parallel": near, "sequence_parallel": near, "expert_parallel": experts, "replicas": replicas}
 
 
-def _powers(most: int) -> Iterator[int]:
-    value = 2
-    while value <= most:
-        yield value
-        value *= 2
+def _divisors(number: int) -> list[int]:
+    """But 1, ascending."""
+    return [value for value in range(2, number + 1) if number % value == 0]
 
 
 def _together(alone: dict[str, int]) -> Iterator[Fsdp2Config]:

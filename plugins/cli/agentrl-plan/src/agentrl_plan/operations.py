@@ -88,7 +88,7 @@ class GroupRanks:
     Args:
         count: of them.
         are_neighbours: no other rank is between them.
-        nodes: that they are on.
+        nodes: that they are on; of the groups of other ranks, which are the same further on, the most.
     """
 
     count: int
@@ -118,9 +118,20 @@ class Groups:
         if found.group_name not in self._known:
             ranks = dist.get_process_group_ranks(found)
             self._known[found.group_name] = GroupRanks(
-                len(ranks), max(ranks) - min(ranks) < len(ranks), len({rank // self._per_node for rank in ranks})
+                len(ranks), max(ranks) - min(ranks) < len(ranks), self._nodes_of(ranks, dist.get_world_size())
             )
         return self._known[found.group_name]
+
+    def _nodes_of(self, ranks: list[int], size: int) -> int:
+        """The ranks of a dimension of a mesh have one distance from each other; those between and behind them have
+        groups alike."""
+        distance = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+        starts = [
+            start + between
+            for start in range(0, size - max(ranks), distance * len(ranks))
+            for between in range(min(distance, size - max(ranks) - start))
+        ]
+        return max(len({(rank + start) // self._per_node for rank in ranks}) for start in starts)
 
 
 def _is_group(value: torch.ScriptObject) -> bool:
