@@ -273,25 +273,24 @@ def read_checksums(path: Path) -> dict[str, str]:
     return checksums
 
 
-def unchanged_files(path: Path) -> dict[str, str]:
-    """The files of a checkpoint with the SHA-256 of each; none if somebody has deleted, damaged or written one of them
-    since it became whole, as far as their times say it: their content is not read."""
+def file_stats(path: Path) -> dict[str, tuple[int, int]]:
+    """Size and time of change of each file of a checkpoint."""
+    files = {str(file.relative_to(path)): file.stat() for file in path.rglob("*") if file.is_file()}
+    return {name: (found.st_size, found.st_mtime_ns) for name, found in files.items()}
+
+
+def unchanged_files(path: Path, stats: Mapping[str, tuple[int, int]]) -> dict[str, str]:
+    """The files of a checkpoint with the SHA-256 of each; none if somebody has deleted or changed one of them since its
+    ``stats``. Their content is not read."""
     try:
-        checksums, whole = read_checksums(path), (path / CHECKSUM_FILE).stat().st_mtime_ns
+        checksums, now = read_checksums(path), file_stats(path)
     except (CheckpointError, OSError):
         return {}
-    changed = [name for name in checksums if not _is_older(path / name, whole)]
+    changed = [name for name in checksums if now.get(name) != stats.get(name)]
     if changed:
         shown = ", ".join(changed[:3]) + (f" and {len(changed) - 3} more" if len(changed) > 3 else "")
         logger.warning("%s: missing or changed: %s; the next checkpoint shares no file with it", path, shown)
     return {} if changed else checksums
-
-
-def _is_older(file: Path, nanoseconds: int) -> bool:
-    try:
-        return file.stat().st_mtime_ns <= nanoseconds
-    except OSError:
-        return False
 
 
 def share_files(last: Path, directory: Path, names: Iterable[str]) -> None:

@@ -41,6 +41,7 @@ from agentrl_core.trainer.checkpoint import (
     Position,
     TrainerState,
     actor_folders,
+    file_stats,
     plugin_refs,
     resumed_state,
     share_files,
@@ -96,6 +97,7 @@ class Run:
         self._store = CheckpointStore(self._directory.checkpoints_dir, config.trainer.checkpoint.keep)
         self._checkpoint: Path | None = None
         """The last one of this run, or the one that it resumes from."""
+        self._stats: Mapping[str, tuple[int, int]] = {}
         self._shared: Mapping[str, str] = {}
         """What the checkpoint that is being written may share with that one: SHA-256 by file."""
         self._state = TrainerState(0, None, None, data_fingerprint)
@@ -158,6 +160,7 @@ class Run:
         self._previous = self._directory.read_state()
         self._checkpoint = self._store.find(self._config.trainer.resume)
         if self._checkpoint is not None:
+            self._stats = file_stats(self._checkpoint)
             self._state = resumed_state(self._config, self._checkpoint, self._state.data_fingerprint)
         elif self._config.trainer.resume == "auto":
             self._point_to_superseded()
@@ -301,7 +304,7 @@ class Run:
 
         The training processes write it in the background; :meth:`publish_checkpoint` makes it one.
         """
-        self._shared = unchanged_files(self._checkpoint) if self._checkpoint is not None else {}
+        self._shared = unchanged_files(self._checkpoint, self._stats) if self._checkpoint is not None else {}
 
         def write(directory: Path) -> None:
             self._disks.clear(directory)
@@ -364,6 +367,7 @@ class Run:
             self._store.publish(state, checksums)
             raise
         self._checkpoint = self._store.publish(state, checksums)
+        self._stats = file_stats(self._checkpoint)
         return state.step, self._checkpoint
 
     def note_best(self, step: int, metrics: Mapping[str, float]) -> bool:

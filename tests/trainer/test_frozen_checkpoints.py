@@ -5,7 +5,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -106,9 +105,7 @@ def lost(checkpoint: Path) -> None:
 
 
 def cut(checkpoint: Path) -> None:
-    # The clock of a file system may stand still for milliseconds.
     os.truncate(checkpoint / FILES[1], 10)
-    os.utime(checkpoint / FILES[1], (later := time.time() + 1.0, later))
 
 
 @pytest.mark.parametrize("harm", [deleted, lost, cut])
