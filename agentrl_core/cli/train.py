@@ -78,9 +78,7 @@ def run(config: Path, overrides: list[str], dry_run: bool, resume: bool, verbose
     try:
         path = trainer.fit()
     except BaseException as error:
-        state = RunDir(trainer.run.path).read_state()
-        has_checkpoint = (trainer.run.path / "checkpoints" / "latest").exists()
-        if state is not None and state.status in ("failed", "stopped") and has_checkpoint:
+        if trainer.run.began and (trainer.run.path / "checkpoints" / "latest").exists():
             error.add_note(f"To continue the run after the last checkpoint: agentrl train {arguments} --resume")
         raise
     shown = path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path

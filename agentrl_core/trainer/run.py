@@ -124,6 +124,11 @@ class Run:
         state = self._directory.read_state()
         return state is not None and state.finished and state.step == self._steps
 
+    @property
+    def began(self) -> bool:
+        """Whether this process has taken over the directory: what is there now is of its run."""
+        return self._finished is not None
+
     @contextmanager
     def recording(self) -> Iterator[None]:
         """Hold the directory, decide what to resume, and report to trackers and hooks how the run ended.

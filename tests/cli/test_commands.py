@@ -193,6 +193,16 @@ def test_a_run_that_fails_says_how_to_continue(tiny_run: Any, monkeypatch: pytes
     ]
 
 
+def test_a_resume_that_cannot_read_its_checkpoint_does_not_advise_itself(fit: Fit, tiny_run: Any) -> None:
+    changes = {**SCRIPTED, "trainer.steps": 1, "trainer.checkpoint.interval": 1}
+    run = fit(changes)
+    run.write_state("stopped", 1, [])
+    (run.checkpoints_dir / "latest" / "trainer.json").write_text("{")
+    result = agentrl("train", tiny_run({**changes, "trainer.steps": 2}), "--resume")
+    assert result.exit_code == 1
+    assert "trainer.resume=intact" in result.output and "To continue" not in result.output
+
+
 def test_failing_run_shows_the_root_traceback_and_no_other(tiny_run: Any) -> None:
     functions = [{"name": "./rewards.py:raises", "isolation": "inline"}]
     result = agentrl("train", tiny_run({**SCRIPTED, "reward.functions": functions}))
