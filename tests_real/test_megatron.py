@@ -7,13 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from agentrl_testing.tiny_model import save_tiny_model
+from tests_real.engine_suite import SHAPE, Models
+from tests_real.families import FamilyModels
+from tests_real.test_fleet import python_of
 
-PYTHON = Path(".engines/megatron/bin/python").absolute()
+PYTHON = python_of("megatron")
 AGENTRL = Path(sys.executable).parent / "agentrl"
 CALCULATOR = Path("examples/calculator")
 CONFIG = """
-model: {path: model}
 data: {train_files: [rows.jsonl], batch_size: 2, max_prompt_length: 64}
 rollout: {agent: {loops: [single_turn]}, n: 2, max_response_length: 8}
 reward: {functions: ["./reward.py:score"]}
@@ -24,15 +25,30 @@ trainer: {steps: 2, trackers: [jsonl], backend: {name: megatron}}
 """
 
 
-@pytest.mark.parametrize("mesh", ["tensor_parallel", "pipeline_parallel", "context_parallel"])
-def test_two_ranks_of_one_model_train_a_run(tmp_path: Path, mesh: str) -> None:
-    """Log-probs, reference, updates, weights to the engine and a checkpoint."""
-    save_tiny_model(tmp_path / "model", tie_word_embeddings=False)
+@pytest.mark.parametrize(
+    ("mesh", "engine", "family"),
+    [
+        ("tensor_parallel", "hf", "dense"),
+        ("pipeline_parallel", "sglang", "dense"),
+        ("context_parallel", "vllm", "dense"),
+        ("expert_parallel", "hf", "qwen3_moe, tied"),
+        ("expert_parallel", "sglang", "qwen3_moe, tied"),
+        ("expert_parallel", "vllm", "qwen3_moe, tied"),
+    ],
+)
+def test_two_ranks_of_one_model_train_a_run(tmp_path: Path, mesh: str, engine: str, family: str) -> None:
+    """Log-probs, reference, updates, a checkpoint, and weights to the engine, whose log-probs stay those of Megatron."""
+    models = Models(tmp_path / "model", tied=False) if family == "dense" else FamilyModels(tmp_path / "model", family)
     row = {"prompt": "say a", "data_source": "tests", "reward_model": {"ground_truth": "a"}}
     (tmp_path / "rows.jsonl").write_text(4 * (json.dumps(row) + "\n"))
     (tmp_path / "reward.py").write_text("def score(trajectory):\n    return float(len(trajectory.last_text) % 3)\n")
     (tmp_path / "config.yaml").write_text(CONFIG)
-    options = [f"trainer.backend.python={PYTHON}", f"trainer.backend.config.{mesh}=2"]
+    options = [
+        f"model.path={models.folder()}", f"trainer.backend.python={PYTHON}", f"trainer.backend.config.{mesh}=2",
+        f"rollout.engine.name={engine}",
+    ]  # fmt: skip
+    if engine != "hf":
+        options.append(f"rollout.engine.python={python_of(engine)}")
     subprocess.run([AGENTRL, "train", "config.yaml", *options], cwd=tmp_path, check=True)
     run = tmp_path / "runs" / "run"
     steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -9,7 +9,7 @@ from agentrl_core.config import ResolvedConfig
 from agentrl_core.data.chat_template import build_renderer
 from agentrl_core.data.renderer import HFChatRenderer
 from agentrl_core.data.template_check import TemplateReport
-from agentrl_core.trainer.checkpoint import CheckpointStore
+from agentrl_core.trainer.checkpoint import CheckpointStore, resumed_state
 from agentrl_core.trainer.checks import (
     build_plugins,
     check_best_metric,
@@ -71,7 +71,8 @@ class Preparation:
             check_best_metric(config, data.validation)
             if listeners:  # A run that starts reads the whole checkpoint itself, before anything else.
                 run = Path(config.trainer.output_dir) / config.trainer.name
-                CheckpointStore(run / "checkpoints", 1).find(config.trainer.resume)
+                if checkpoint := CheckpointStore(run / "checkpoints", 1).find(config.trainer.resume):
+                    resumed_state(config, checkpoint, data.fingerprint())
         chat = cast(HFChatRenderer, renderer.chat)
         return cls(renderer, chat, data, total_steps(config, len(data.train)), vocab_size, template)
 

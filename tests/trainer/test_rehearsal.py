@@ -176,6 +176,15 @@ def test_a_dry_run_reports_a_damaged_teacher(tiny_run: Any) -> None:
     assert "teacher.path" in (output := dry_run(tiny_run(changes)).output) and "no such directory" in output
 
 
+def test_a_dry_run_compares_options_with_those_of_the_checkpoint(fit: Any, tiny_run: Any) -> None:
+    fit({"trainer.steps": 1, "trainer.checkpoint.interval": 1})
+    changes = {"trainer.steps": 2, "trainer.resume": "auto"}
+    assert dry_run(tiny_run(changes)).exit_code == 0
+    result = dry_run(tiny_run({**changes, "data.batch_size": 1}))
+    assert result.exit_code == 2
+    assert "was made with another order of the data: data.batch_size: 2 -> 1" in " ".join(result.output.split())
+
+
 COUNTED = """
 from agentrl_core.api import Tool, ToolResponse, ToolResult, function_schema
 
