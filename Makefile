@@ -171,11 +171,11 @@ megatron-env: .engines/megatron/.installed
 
 test-megatron: .engines/megatron/.installed $(VENV)/.installed
 	.engines/megatron/bin/python -m pytest $(MEGATRON)/tests_real
-	$(BIN)/python -m pytest tests_real/test_megatron.py -k two_ranks
+	$(BIN)/python -m pytest tests_real/test_backends.py -k two_ranks
 
 # The calculator example is trained with it, from the trainer's environment.
 test-megatron-learn: .engines/megatron/.installed $(VENV)/.installed
-	$(BIN)/python -m pytest tests_real/test_megatron.py -k learns
+	$(BIN)/python -m pytest tests_real/test_backends.py -k learns
 
 # An environment with the SDK of Tinker and its cookbook, which pull other versions than the trainer has.
 tinker-env: .engines/tinker/.installed

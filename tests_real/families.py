@@ -18,8 +18,11 @@ from tests_real.engine_suite import SHAPE, VOCAB, Models
 COMMON = {**SHAPE, "vocab_size": VOCAB, "num_hidden_layers": 2, "max_position_embeddings": 512}
 EXPERTS = {**COMMON, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
 DENSE_FIRST = {**EXPERTS, "n_routed_experts": 4, "n_shared_experts": 1, "first_k_dense_replace": 1}
+UNTIED_EXPERTS = "qwen3_moe"
+"""As SGLang takes it, which leaves the output layer of this family without weights where it is tied."""
 FAMILIES: dict[str, Callable[[], Any]] = {
     "qwen3_moe, tied": lambda: transformers.Qwen3MoeConfig(**EXPERTS, num_experts=4, tie_word_embeddings=True),
+    UNTIED_EXPERTS: lambda: transformers.Qwen3MoeConfig(**EXPERTS, num_experts=4, tie_word_embeddings=False),
     "mixtral": lambda: transformers.MixtralConfig(**COMMON, num_local_experts=4, num_experts_per_tok=2),
     "gpt_oss": lambda: transformers.GptOssConfig(
         **COMMON, num_local_experts=4, num_experts_per_tok=2, sliding_window=32, rope_scaling=None,

@@ -75,7 +75,7 @@ def letters(trajectory):
 def python_of(engine: str) -> str:
     python = ROOT / ".engines" / engine / "bin" / "python"
     if not python.exists():
-        pytest.skip(f"make engines-cpu-{engine} has not been run")
+        pytest.skip(f"there is no environment .engines/{engine}: `make help` says how to build it")
     return str(python)
 
 

@@ -2,6 +2,7 @@
 
 import base64
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +93,14 @@ def test_experts_of_tokens_are_asked_for_and_read() -> None:
     assert token_output(found, 5).routed_experts is None
     np.testing.assert_array_equal(token_output(found, 5, (3, 2)).routed_experts, experts)
     assert token_output(reply([], [], "abort"), 5, (3, 2)).routed_experts is None
+
+
+def test_a_log_prob_that_is_not_a_number_stays_one() -> None:
+    """JSON has none; agentrl ends a trajectory with such a log-prob by name."""
+    found = reply([1, 2], [])
+    found["meta_info"]["output_token_logprobs"][1][0] = None
+    first, second = token_output(found, 5).log_probs or ()
+    assert first == -1.0 and math.isnan(second)
 
 
 def test_a_model_without_experts_has_none_to_return() -> None:

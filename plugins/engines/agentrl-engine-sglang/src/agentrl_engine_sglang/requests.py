@@ -1,6 +1,7 @@
 """agentrl's requests and outputs, and what SGLang makes of them."""
 
 import base64
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -91,7 +92,8 @@ def token_output(reply: dict[str, Any], version: int, experts: tuple[int, int] |
         raise EngineError(f"SGLang ended a request for a reason that has no name here: {meta.get('finish_reason')!r}")
     return TokenOutput(
         token_ids=token_ids,
-        log_probs=[float(entry[0]) for entry in scored],
+        # JSON has no NaN: SGLang writes null.
+        log_probs=[math.nan if entry[0] is None else float(entry[0]) for entry in scored],
         finish_reason=FINISH_REASONS[kind],
         spans=covering_spans(_spans(meta, len(token_ids)), len(token_ids), version),
         routed_experts=None if experts is None else _routed_experts(meta, experts),
