@@ -1,6 +1,9 @@
 """``agentrl export``."""
 
+import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated
 
@@ -31,6 +34,7 @@ def run(
     """
     from agentrl_core.api.training_backend import TRAINING_FOLDER
     from agentrl_core.fsdp2.adapters import CONFIG_FILE, read_config
+    from agentrl_core.fsdp2.model_files import save_merged
     from agentrl_core.trainer.checkpoint import actor_folders, checkpoint_path
 
     folders = actor_folders(checkpoint_path(checkpoint))
@@ -49,19 +53,19 @@ def run(
     if merge and not is_adapter:
         raise CheckpointError(f"--merge: {source} is no adapter but a whole model; export it without --merge")
     if merge:
-        from agentrl_core.fsdp2.model_files import save_merged
-
         named = Path(str(read_config(str(source)).get("base_model_name_or_path")))
         if not (base or named).is_dir():
             raise CheckpointError(
                 f"--{'base' if base else 'merge'}: no such directory: {base or named}; name the directory of the model "
                 "that the adapter was trained on with --base"
             )
-        save_merged(str(source), str(output), str(base or named))
-        if base is not None and base.resolve() != named.resolve():
-            say(f"merged into {base}; the run trained this adapter on {named}")
-    left_out = shutil.ignore_patterns(TRAINING_FOLDER, "later-*", "versions.json", *(["adapter_*"] if merge else []))
-    shutil.copytree(source, output, ignore=left_out, dirs_exist_ok=True)
+    left_out = [TRAINING_FOLDER, "later-*", "versions.json", ".*.exporting", *(["adapter_*"] if merge else [])]
+    with _aside(output) as folder:
+        if merge:
+            save_merged(str(source), str(folder), str(base or named))
+        shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*left_out), dirs_exist_ok=True)
+    if merge and base is not None and base.resolve() != named.resolve():
+        say(f"merged into {base}; the run trained this adapter on {named}")
     shows = has_processor(output)
     auto = f"transformers.AutoModelFor{'ImageTextToText' if shows else 'CausalLM'}.from_pretrained"
     loads = f"{auto}({str(output)!r})"
@@ -71,3 +75,26 @@ def run(
         whole = f"peft.PeftModel.from_pretrained({auto}({str(below)!r}), {str(output)!r})"
         loads = whole if shows else f"peft.AutoPeftModelForCausalLM.from_pretrained({str(output)!r})"
     say(f"{output}: load it with {loads}")
+
+
+@contextmanager
+def _aside(output: Path) -> Iterator[Path]:
+    """A directory next to ``output`` that gets its name when it is whole; a mount point, which has no place next to
+    it, is written in place."""
+    from safetensors import SafetensorError
+
+    target = output.resolve()
+    folder = target if os.path.ismount(target) else target.with_name(f".{target.name}.exporting")
+    try:
+        if folder != target and folder.exists():  # of an export that was killed
+            shutil.rmtree(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        yield folder
+        folder.replace(target)
+    except BaseException as error:
+        if folder != target:
+            shutil.rmtree(folder, ignore_errors=True)
+        if not isinstance(error, (OSError, SafetensorError)):
+            raise
+        first = error.args[0][0][2] if isinstance(error, shutil.Error) else getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{output} cannot be written: {str(first).lower()}") from error

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
 from ray._private import services
 from ray.exceptions import AuthenticationError
 
@@ -35,15 +36,18 @@ def patient_start(limit: float) -> Iterator[None]:
     """Let Ray's processes take up to ``limit`` seconds to start. Ray gives each 30 s; for the raylet it has no
     switch, but counts only when a question about it has failed."""
     get_node, name = services.get_node, "RAY_gcs_server_port_wait_time_s"
-    end, before = time.monotonic() + limit, os.environ.get(name)
+    end, before, began = time.monotonic() + limit, os.environ.get(name), time.time()
 
     def patiently(*args: Any, **kwargs: Any) -> Any:
         while True:
             try:
                 return get_node(*args, **kwargs)
-            except RuntimeError:
+            except RuntimeError as error:
                 if time.monotonic() > end:
                     raise
+                if _raylet_exited(began):
+                    logs = "/tmp/ray/session_latest/logs/raylet.err and raylet.out"
+                    raise RuntimeError(f"its raylet exited as it started; {logs} may say why. Try again") from error
                 time.sleep(0.1)
 
     services.get_node = patiently
@@ -54,6 +58,13 @@ def patient_start(limit: float) -> Iterator[None]:
         services.get_node = get_node
         if before is None:
             del os.environ[name]
+
+
+def _raylet_exited(since: float) -> bool:
+    """Whether one that this process has started since then has ended: nobody has waited for it yet."""
+    children = psutil.Process().children()
+    ended = [child for child in children if child.status() == psutil.STATUS_ZOMBIE and child.create_time() >= since - 1]
+    return any(child.name() == "raylet" for child in ended)
 
 
 def environment(cpu_threads: int | None) -> dict[str, Any]:

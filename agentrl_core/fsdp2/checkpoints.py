@@ -144,7 +144,11 @@ def save_training_state(path: str, state: Mapping[str, Tensor], group: ProcessGr
 def frozen_names(path: str) -> set[str]:
     """The names of the weights that a checkpoint has apart because they were frozen."""
     folder = Path(_folder(path)) / FROZEN_FOLDER
-    return set(MetadataReader(folder).read_metadata().state_dict_metadata) if folder.is_dir() else set()
+    return _names(folder) if folder.is_dir() else set()
+
+
+def _names(folder: str | Path) -> set[str]:
+    return set(MetadataReader(folder).read_metadata().state_dict_metadata)
 
 
 def load_training_state(path: str, model: nn.Module, optimizer: AdamW, ranks: TrainingRanks) -> int:
@@ -157,6 +161,11 @@ def load_training_state(path: str, model: nn.Module, optimizer: AdamW, ranks: Tr
     try:
         apart = frozen_names(path)
         weights = {name: tensor.detach() for name, tensor in _weights(model).items()}
+        # Those that it lacks are missed when they are read.
+        beyond = {name for name in _names(folder) | apart if name.startswith(_WEIGHTS)} - weights.keys()
+        if beyond:
+            shown = ", ".join(sorted(name.removeprefix(_WEIGHTS) for name in beyond)[:3])
+            raise ValueError(f"it has {len(beyond)} weights that the model has not: {shown}")
         state = {**weights, **_moments(optimizer), "steps": steps}
         split = {
             name: each for name, each in state.items() if isinstance(each, DTensor) and not _is_over_all_ranks(each)

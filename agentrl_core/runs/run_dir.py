@@ -14,6 +14,7 @@ runs/<name>/
   .engine-changes/         requests of `agentrl engines add|drain`, and their answers
 """
 
+import errno
 import fcntl
 import hashlib
 import itertools
@@ -111,6 +112,8 @@ class RunDir:
         try:
             # Conversations and weights are nobody else's; a directory that exists keeps its rights.
             run_dir.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            probe = run_dir.path / f".link-{os.getpid()}"  # two may start at the same time
+            probe.unlink(missing_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
             file = next(path for path in [run_dir.path, *run_dir.path.parents] if path.exists())
             raise ConfigError(
@@ -119,6 +122,16 @@ class RunDir:
             ) from error
         except OSError as error:
             raise ConfigError(_unwritable(run_dir.path, error)) from error
+        try:
+            probe.symlink_to("checkpoints")
+            probe.unlink()
+        except OSError as error:
+            if error.errno not in _NO_LINKS:
+                raise ConfigError(_unwritable(run_dir.path, error)) from error
+            raise ConfigError(
+                f"trainer.output_dir: the file system of {run_dir.path} has no symbolic links, which name the latest "
+                "checkpoint. Choose another trainer.output_dir"
+            ) from error
         return run_dir
 
     # The process that holds the directory
@@ -450,6 +463,10 @@ def parse_metrics_line(line: bytes) -> dict[str, Any] | None:
     except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+_NO_LINKS = (errno.EPERM, errno.ENOSYS, errno.EOPNOTSUPP)
+"""What file systems such as vfat and exfat say."""
 
 
 def _unwritable(path: Path, error: OSError) -> str:

@@ -38,6 +38,7 @@ from agentrl_core.config.slots import all_slots
 from agentrl_core.config.writing import leaves, plain, written
 from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.fsdp2.model_files import check_saved
+from agentrl_core.plugins.boundary import boundary
 from agentrl_core.plugins.lock import diff_lock, lock_of, read_lock
 from agentrl_core.runs.atomic import flushed_checksum
 from agentrl_core.runs.run_dir import CHECKPOINT, entries
@@ -47,6 +48,12 @@ STATE_FILE = "trainer.json"
 CHECKSUM_FILE = "checksums.json"
 _ORDER_OF_DATA = ("trainer.seed", "data.batch_size", "data.sampler", "data.streaming")
 _ADAPTER_OF_POLICY = re.compile(r"policies\.\w+\.(adapter|copy_of|updates_ago|frozen)\b(?!\.dropout)")
+_SHAPE = (
+    "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "tie_word_embeddings", "num_experts", "num_local_experts", "n_routed_experts",
+    "moe_intermediate_size",
+)  # fmt: skip
+"""Entries of ``config.json`` by which two models differ for certain."""
 _REQUIRED = (CHECKSUM_FILE, "config.yaml", "plugins.lock.json")
 _REMEDY = "take another one (to resume: trainer.resume=PATH, or trainer.resume=intact for the newest undamaged one)"
 logger = logging.getLogger(__name__)
@@ -348,7 +355,7 @@ def resumed_state(config: ResolvedConfig, checkpoint: Path, data_fingerprint: st
     Raises:
         CheckpointError: the checkpoint is damaged.
         PluginDriftError: it was made with other plugin versions.
-        ConfigError: the configuration gives another order of the data.
+        ConfigError: the configuration gives another order of the data, or another model.
     """
     state = read_state(checkpoint)
     try:
@@ -363,6 +370,7 @@ def resumed_state(config: ResolvedConfig, checkpoint: Path, data_fingerprint: st
             "(plugins.allow_drift=true)"
         )
     _compare_options(config, checkpoint)
+    _compare_models(config, checkpoint)
     position = state.position
     done = state.step * config.data.batch_size
     if position and not config.rollout.max_staleness and (position.beyond or position.frontier != done):
@@ -377,12 +385,15 @@ def resumed_state(config: ResolvedConfig, checkpoint: Path, data_fingerprint: st
     return replace(state, data_fingerprint=data_fingerprint)
 
 
+def options_of(checkpoint: Path) -> dict[str, Any]:
+    """The options with which a checkpoint was made, by dotted key."""
+    content = read_file(checkpoint / "config.yaml", str(checkpoint / "config.yaml")).plain()
+    return {dotted(key): value for key, value in leaves(content)}
+
+
 def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
     """Report options that changed; reject changes that give other prompts than the remaining ones."""
-    before = {
-        dotted(key): value
-        for key, value in leaves(read_file(checkpoint / "config.yaml", str(checkpoint / "config.yaml")).plain())
-    }
+    before = options_of(checkpoint)
     now = {dotted(key): value for key, value in leaves(written(config))}
     for path, member in keys(Config):
         # An option added later had its default.
@@ -419,11 +430,33 @@ def _compare_options(config: ResolvedConfig, checkpoint: Path) -> None:
         logger.warning("changed since %s: %s", checkpoint, "; ".join(changed.values()))
 
 
+def _compare_models(config: ResolvedConfig, checkpoint: Path) -> None:
+    """Reject a model of another shape: a backend might take what fits. A checkpoint of an adapter has no model."""
+    from transformers import AutoConfig
+
+    folder = next(iter(actor_folders(checkpoint).values()))
+    if config.model.trust_remote_code or not (folder / "config.json").is_file():
+        return
+    with boundary(CheckpointError, f"{folder}: config.json cannot be read:"):
+        then, now = (
+            AutoConfig.from_pretrained(path, local_files_only=True).get_text_config().to_dict()
+            for path in (folder, config.model.path)
+        )
+    changed = [f"{key}: {then.get(key)} -> {now.get(key)}" for key in _SHAPE if then.get(key) != now.get(key)]
+    if changed:
+        raise ConfigError(
+            f"model.path: {config.model.path} is another model than that of {checkpoint}:\n  "
+            + "\n  ".join(changed)
+            + "\nSet the old one again, or start a new run with trainer.resume=never"
+        )
+
+
 def _reason(error: BaseException) -> str:
     """One line: torch's exception holds one error for each rank, with its traceback."""
     failures = getattr(error, "failures", None) or {}
     lines = str(next((failure[0] for failure in failures.values()), error)).strip().splitlines()
-    return lines[-1] if lines else type(error).__name__
+    reasons = [line for line in lines if not line.startswith("Also failed: ")]
+    return reasons[-1] if reasons else type(error).__name__
 
 
 def _remove(checkpoint: Path) -> None:

@@ -15,6 +15,7 @@ from typing import cast
 import rich
 
 from agentrl_core.api import (
+    AgentRLError,
     CheckpointError,
     ConfigError,
     HookContext,
@@ -42,7 +43,9 @@ from agentrl_core.trainer.checkpoint import (
     TrainerState,
     actor_folders,
     file_stats,
+    options_of,
     plugin_refs,
+    read_state,
     resumed_state,
     share_files,
     unchanged_files,
@@ -119,10 +122,14 @@ class Run:
     @property
     def is_complete(self) -> bool:
         """Whether ``trainer.resume`` asks to go on with a run of which all steps ran: there is nothing to do."""
-        if self._config.trainer.resume not in ("auto", "intact"):
+        resume = self._config.trainer.resume
+        if resume not in ("auto", "intact"):
             return False
         state = self._directory.read_state()
-        return state is not None and state.finished and state.step == self._steps
+        if state is None or not state.finished or state.step != self._steps:
+            return False
+        # Its last steps run again where their checkpoint is damaged.
+        return resume == "auto" or (last := self._store.find(resume)) is None or read_state(last).step == self._steps
 
     @property
     def began(self) -> bool:
@@ -142,10 +149,10 @@ class Run:
         """
         self._directory = RunDir.create(self.path.parent, self.path.name)
         with self._directory.locked():
-            self._decide()
             logging.getLogger().addHandler(self._log)
             status: RunStatus = "failed"
             try:
+                self._decide()
                 yield
                 status = "completed" if self._finished == self._steps else "stopped"
             except KeyboardInterrupt:
@@ -153,9 +160,9 @@ class Run:
                 raise
             except BaseException as error:
                 # To the file only: the caller reports what it raises.
-                step = (self._finished or self.first_step - 1) + 1
-                text = "the run failed at step %d: %s"
-                self._log.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, text, (step, error), None))
+                when = "did not start" if self._finished is None else f"failed at step {self._finished + 1}"
+                text = f"the run {when}: {error}"
+                self._log.handle(logger.makeRecord(logger.name, logging.ERROR, __file__, 0, text, (), None))
                 raise
             finally:
                 self._end(status)
@@ -232,11 +239,27 @@ class Run:
                     raise CheckpointError(f"{checkpoint} has no {role}, which this run needs")
             scratch = self._directory.checkpoints_dir / f".{checkpoint.name}.link"
             states = tuple(f"{role}/{TRAINING_FOLDER}" for role in workers)
-            with self._disks.lent(checkpoint, scratch, states) as everywhere:
+            with self._disks.lent(checkpoint, scratch, states) as everywhere, self._backend_named(checkpoint):
                 for role, worker in workers.items():
                     worker.load_checkpoint(str(everywhere / role))
             for role, copy in copies.items():
                 copy.load_checkpoint(checkpoint / role)
+
+    @contextmanager
+    def _backend_named(self, checkpoint: Path) -> Iterator[None]:
+        """What cannot be loaded may be another training backend's."""
+        try:
+            yield
+        except AgentRLError as error:
+            now = self._config.trainer.backend.name
+            then = options_of(checkpoint).get("trainer.backend.name", now)
+            if then == now:
+                raise
+            raise CheckpointError(
+                f"{error}\nThe training backend {then!r} wrote it, and this run has {now!r}. Set trainer.backend.name="
+                f"{then} again, or start a new run from its weights: trainer.resume=never, model.path="
+                f"{next(iter(actor_folders(checkpoint).values()))}"
+            ) from error
 
     def begin(self, runtime: Runtime) -> int:
         """Take over the directory, once everything has started; returns the last finished step."""

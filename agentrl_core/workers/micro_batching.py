@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl_core.api.errors import ProtocolError
+from agentrl_core.api.errors import ProtocolError, WorkerError
 from agentrl_core.api.training_backend import EXPERTS, IMAGES, SEQUENCE_COLUMNS, Columns, MicroBatch
 from agentrl_core.protocol import DataProto
 from agentrl_core.protocol.ragged import Order, RaggedColumn, Rows, converted, on_values, ragged, together, values_in
@@ -412,6 +412,9 @@ def map_micro_batches(
 
     They are float32, and 0 under mask 0, and where a rank has no results. ``by_prefix`` as in :func:`micro_batches`.
     Over several ranks each has its own batch, and all of them must call this.
+
+    Raises:
+        WorkerError: there are fewer results than micro-batches, or they have another shape.
     """
     mask_BR = columns["response_mask"].cpu()
     mask = ragged(mask_BR)
@@ -419,15 +422,30 @@ def map_micro_batches(
     results = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
     cut = in_step(micro_batches(columns, max_tokens, by_prefix), columns, ranks)
     micros = [micro.to(device) for micro in cut]
-    for micro, outputs in zip(cut, function(micros), strict=True):
+    computed = iter(function(micros))
+    for number, micro in enumerate(cut):
+        if (outputs := next(computed, None)) is None:
+            raise WorkerError(f"the training backend returned {number} outputs for {len(cut)} micro-batches")
         for name, output_br in zip(names, outputs, strict=bool(outputs)):
+            check_shape(name, output_br, micro)
             if mask is not None:
                 _write(results[name], mask.rows, micro.rows, output_br.float().cpu())
             elif len(micro.rows):
                 results[name][micro.rows, : output_br.shape[1]] = output_br.float().cpu()
+    if next(computed, None) is not None:
+        raise WorkerError(f"the training backend returned more outputs than the {len(cut)} micro-batches")
     if mask is None:
         return {name: torch.where(mask_BR, result_BR, 0.0) for name, result_BR in results.items()}
     return {name: under_mask(mask, mask.like(result.numpy())) for name, result in results.items()}
+
+
+def check_shape(name: str, values: Tensor | None, micro: MicroBatch) -> None:
+    """Raise WorkerError where a training backend returned no values [b, r] for a micro-batch."""
+    expected, found = list(micro["responses"].shape), None if values is None else list(values.shape)
+    if found != expected:
+        raise WorkerError(
+            f"the training backend returned {name} of shape {found} for a micro-batch with responses of {expected}"
+        )
 
 
 def _write(values_N: Tensor, rows: Rows, index_b: Tensor, output_br: Tensor) -> None:

@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from agentrl_core.api.errors import AgentRLError, WorkerError
 from agentrl_core.api.training_backend import (
     IMAGES,
     SEQUENCE_COLUMNS,
@@ -27,7 +28,7 @@ from agentrl_core.config.schema import POLICY
 from agentrl_core.controller import Dispatch, Worker, register
 from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, collect_batch, plan_dp_compute_proto
 from agentrl_core.engine_kit.media import MediaSource
-from agentrl_core.plugins.boundary import hang_reported
+from agentrl_core.plugins.boundary import boundary, hang_reported, with_traceback
 from agentrl_core.protocol import DataProto
 from agentrl_core.runs.atomic import flushed_checksum
 from agentrl_core.workers.background import in_thread
@@ -106,7 +107,8 @@ class ModelWorker(Worker):
         with hang_reported(f"the {self.role}, loading {path},"):
             self._ranks = self._join()
             self._backend = self._build(self._training_context(path, key))
-            self._backend.load()
+            with self._called("load"):
+                self._backend.load()
         self._ranks.share = self._backend.share
         self._ready()
 
@@ -116,6 +118,13 @@ class ModelWorker(Worker):
     def _build(self, context: TrainingContext) -> TrainingBackend:
         backend: TrainingBackend = self.config.trainer.backend.build(context)
         return backend
+
+    def _called(self, method: str) -> boundary:
+        """What the backend's code raises says where; errors that it raises on purpose pass."""
+        name = self.config.trainer.backend.name
+        return boundary(
+            WorkerError, f"training backend {name!r}: {method} raised", keep=(AgentRLError,), describe=with_traceback
+        )
 
     def _training_context(self, path: str, key: str) -> TrainingContext:
         config = self.config
@@ -191,10 +200,11 @@ class ModelWorker(Worker):
                 counts = self._ranks.share.counts
                 yield tuple(getattr(outputs, field) for field in results.values()) if counts else ()
 
-        return map_micro_batches(
-            columns, self._settings.micro_batch_tokens, self._device, compute, tuple(results), self._ranks,
-            by_prefix=self._backend.packs_prefixes,
-        )  # fmt: skip
+        with self._called("forward"):
+            return map_micro_batches(
+                columns, self._settings.micro_batch_tokens, self._device, compute, tuple(results), self._ranks,
+                by_prefix=self._backend.packs_prefixes,
+            )  # fmt: skip
 
     def close(self) -> None:
         """Forget the model and leave the other ranks."""
@@ -245,7 +255,8 @@ class TrainingWorker(ModelWorker):
         """Copy the state to host memory and write it from there; in the ``background`` return after the copy."""
         self.checkpoint_written()
         self._backend.last_files = last_files
-        write = self._backend.snapshot()
+        with self._called("snapshot"):
+            write = self._backend.snapshot()
         kept = dict.fromkeys(self._backend.kept_files, "")
 
         def written() -> dict[str, str]:
@@ -266,4 +277,5 @@ class TrainingWorker(ModelWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, path: str) -> None:
-        self._backend.restore(path)
+        with self._called("restore"):
+            self._backend.restore(path)

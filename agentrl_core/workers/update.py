@@ -24,6 +24,7 @@ from agentrl_core.config.schema import Aggregation, UpdateConfig
 from agentrl_core.protocol import DataProto
 from agentrl_core.workers.micro_batching import (
     ALONE,
+    check_shape,
     empty_micro_batch,
     in_step,
     micro_batches,
@@ -226,6 +227,11 @@ class Update:
         problems: list[str] = []
 
         def loss(number: int, outputs: Outputs) -> Tensor:
+            is_policy = outputs.values is None
+            check_shape(
+                "log_probs" if is_policy else "values", outputs.log_probs if is_policy else outputs.values,
+                micros[number],
+            )  # fmt: skip
             result = loss_function(micros[number], outputs, divisor)
             problems.extend(self._not_finite(result, micros[number]))
             totals.add_micro_batch(result, micros[number]["response_mask"])

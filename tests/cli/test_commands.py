@@ -292,6 +292,30 @@ def test_export_loads_in_transformers_and_equals_the_checkpoint(fit: Fit, tiny_r
     assert wrong.exit_code == 1 and "is no checkpoint" in wrong.output
 
 
+def test_export_onto_a_full_disk_leaves_nothing(fit: Fit, tiny_run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = fit({**SCRIPTED, "trainer.steps": 1})
+    out, copytree = tiny_run.folder / "out", shutil.copytree
+
+    def full(source: Path, folder: Path, **options: Any) -> None:
+        copytree(source, folder, **options)
+        raise shutil.Error([("a", "b", "[Errno 28] No space left on device"), ("c", "d", "[Errno 28]")])
+
+    out.mkdir()
+    killed = tiny_run.folder / ".out.exporting"
+    killed.mkdir()
+    (killed / "config.json").write_text("{")
+    monkeypatch.setattr(shutil, "copytree", full)
+    result = agentrl("export", run.path, out)
+    assert result.exit_code == 1 and "no space left on device" in result.output and "Traceback" not in result.output
+    assert not any(out.iterdir()) and not killed.exists()
+    monkeypatch.setattr(shutil, "copytree", copytree)
+    assert agentrl("export", run.path, out).exit_code == 0
+    assert (out / "config.json").exists() and not killed.exists()
+    inside = run.checkpoints_dir / "latest" / "actor" / "out"
+    assert agentrl("export", run.path, inside).exit_code == 0
+    assert {file.name for file in inside.iterdir()} == {file.name for file in out.iterdir()}
+
+
 # rollouts show
 
 

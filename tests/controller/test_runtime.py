@@ -3,9 +3,11 @@
 import asyncio
 import gc
 import os
+import subprocess
 import sys
 import threading
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -158,3 +160,25 @@ def test_ray_may_take_longer_to_start_than_ray_allows_itself(monkeypatch: pytest
     with pytest.raises(ConfigError, match="up within 300 s"):
         make_runtime("ray", num_cpus=2, start_timeout=300.0)
     assert services.get_node is get_node and "RAY_gcs_server_port_wait_time_s" not in os.environ
+
+
+def test_ray_does_not_wait_for_a_raylet_that_has_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("ray")
+    from ray._private import services
+
+    def get_node(*_: object) -> str:
+        raise RuntimeError("The current node timed out during startup.")
+
+    def init(**_: object) -> None:
+        (tmp_path / "raylet").symlink_to("/bin/true")
+        process = subprocess.Popen([tmp_path / "raylet"])
+        try:
+            services.get_node("address", "id")
+        finally:
+            process.wait()
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", init)
+    with pytest.raises(ConfigError, match=r"Ray cannot be started: its raylet exited as it started; .*raylet.err"):
+        make_runtime("ray", num_cpus=2, start_timeout=300.0)

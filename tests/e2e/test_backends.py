@@ -8,7 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from agentrl_core.api import ConfigError
+from agentrl_core.api import CheckpointError, ConfigError, WorkerError
 from agentrl_core.runs.run_dir import RunDir
 from agentrl_testing.devtools.scaffold import render
 
@@ -109,3 +109,66 @@ def test_a_mesh_that_divides_neither_processes_nor_model_is_refused_before_the_s
         })  # fmt: skip
     assert message in " ".join(str(refused.value).split())
     assert not (tmp_path / "runs").exists()
+
+
+@pytest.mark.usefixtures("toy")
+def test_the_checkpoint_of_another_backend_is_named(fit: Fit) -> None:
+    once = {**BACKEND, "trainer.steps": 1, "plugins.allow_drift": True}
+    fit(once)
+    with pytest.raises(
+        CheckpointError, match=r"toy.py:ToyBackend' wrote it, and this run has 'fsdp2'. Set .*or start"
+    ):
+        fit({**once, "trainer.steps": 2, "trainer.resume": "auto", "trainer.backend": "fsdp2"})
+
+
+FAULTS = """
+
+class Raises(ToyBackend):
+    def load(self):
+        raise KeyError("q_proj")
+
+
+class TooFew(ToyBackend):
+    def forward(self, micros, wanted):
+        yield from list(super().forward(micros, wanted))[1:]
+
+
+class TooMany(ToyBackend):
+    def forward(self, micros, wanted):
+        yield from [*super().forward(micros, wanted), *super().forward(micros, wanted)]
+
+
+class RowMissing(ToyBackend):
+    def _outputs(self, micro, wanted):
+        return Outputs(super()._outputs(micro, wanted).log_probs[1:])
+
+
+class RowMissingInUpdates(ToyBackend):
+    def _outputs(self, micro, wanted):
+        found = super()._outputs(micro, wanted)
+        return Outputs(found.log_probs[1:]) if torch.is_grad_enabled() else found
+"""
+
+
+@pytest.mark.usefixtures("toy")
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("Raises", r"training backend '.*toy.py:Raises': load raised KeyError: 'q_proj'"),
+        ("TooFew", r"the training backend returned \d outputs for \d micro-batches"),
+        ("TooMany", r"the training backend returned more outputs than the \d micro-batches"),
+        (
+            "RowMissing",
+            r"the training backend returned old_log_probs of shape \[\d+, \d+\] for a micro-batch with responses",
+        ),
+        ("RowMissingInUpdates", r"the training backend returned log_probs of shape"),
+    ],
+)
+def test_what_a_broken_backend_does_is_an_error_that_says_so(
+    fit: Fit, tmp_path: Path, fault: str, message: str
+) -> None:
+    """A row too few would leave zeros as the log-probs of another one."""
+    (tmp_path / "toy.py").write_text((tmp_path / "toy.py").read_text() + FAULTS)
+    changes = {"trainer.backend": f"./toy.py:{fault}", "algorithm.old_log_probs": "actor", "algorithm.entropy_coef": 0}
+    with pytest.raises(WorkerError, match=message):
+        fit({**BACKEND, **changes})

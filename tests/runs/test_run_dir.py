@@ -69,6 +69,20 @@ def test_create_says_which_file_is_in_the_way(tmp_path: Path) -> None:
         RunDir.create(tmp_path / "runs", "calculator")
 
 
+@pytest.mark.parametrize("code", [errno.EPERM, errno.ENOSYS])
+def test_a_file_system_without_symbolic_links_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    """vfat and exfat have none: a run would fail at its first checkpoint."""
+
+    def symlink(*_: object, **__: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(os, "symlink", symlink)
+    with pytest.raises(ConfigError, match=r"trainer.output_dir: .* has no symbolic links.* Choose another"):
+        RunDir.create(tmp_path, "calculator")
+
+
 def test_state_tells_a_killed_run_from_a_completed_one(tmp_path: Path) -> None:
     run = RunDir.create(tmp_path, "calculator")
     assert run.read_state() is None

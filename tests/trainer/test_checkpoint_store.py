@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from agentrl_core.api import CheckpointError
+from agentrl_core.api import CheckpointError, WorkerError
 from agentrl_core.controller.runtime import ActorDiedError
 from agentrl_core.trainer.checkpoint import CheckpointStore, TrainerState, checkpoint_path, read_state
 
@@ -72,6 +72,20 @@ def test_failing_write_leaves_the_old_checkpoints_and_nothing_half(tmp_path: Pat
         store.save(state(2), fails)
     assert contents(tmp_path) == {"step-000001", "latest"}
     assert read_state(checkpoint_path(tmp_path / "latest")) == state(1)
+
+
+def test_what_several_ranks_could_not_write_has_a_reason(tmp_path: Path) -> None:
+    """As a group reports it."""
+    store = CheckpointStore(tmp_path, keep=1)
+
+    def fails(directory: Path) -> None:
+        raise WorkerError(
+            "rank 1 of 'actor', in 'checkpoint_written':\nOSError: [Errno 28] No space left on device\n"
+            "Also failed: rank 0 of 2 of 'actor'"
+        )
+
+    with pytest.raises(CheckpointError, match=r"cannot be written: OSError: .* No space left on device. Check space"):
+        store.save(state(1), fails)
 
 
 @pytest.mark.parametrize("interruption", [KeyboardInterrupt(), ActorDiedError("rank 0 of 'actor': it died")])

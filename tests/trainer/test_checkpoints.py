@@ -4,6 +4,7 @@ import functools
 import hashlib
 import json
 import logging
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,7 @@ from agentrl_core.trainer.checkpoint import (
 from agentrl_core.trainer.disks import Disks
 from agentrl_core.trainer.run import Run
 from agentrl_core.workers.actor import ActorWorker
+from agentrl_testing.tiny_model import save_tiny_model
 
 Fit = Callable[..., RunDir]
 EVERY_STEP = {"trainer.checkpoint": {"interval": 1}, "rollout.engine": {"name": "scripted"}}
@@ -269,6 +271,40 @@ def test_flipped_bytes_are_found_and_an_older_checkpoint_is_used_on_request(
         checkpoint_path(latest)  # as `agentrl eval` and `export` do
     assert steps_of(fit({**RESUME, "trainer.steps": 3, "trainer.resume": "intact"})) == [1, 2, 3]
     assert "step-000002" in caplog.text and "Trying the checkpoint before it" in caplog.text
+
+
+def test_intact_runs_the_last_steps_again_where_their_checkpoint_is_damaged(fit: Fit) -> None:
+    run = fit({**EVERY_STEP, "trainer.steps": 2})
+    assert steps_of(fit({**RESUME, "trainer.steps": 2, "trainer.resume": "intact"})) == [1, 2]
+    assert not run.superseded_dir.exists()  # all steps ran: nothing to do
+    flip(run.checkpoints_dir / "latest" / "actor" / "model.safetensors")
+    assert steps_of(fit({**RESUME, "trainer.steps": 2, "trainer.resume": "intact"})) == [1, 2]
+    assert checkpoint_path(run.checkpoints_dir / "latest").name == "step-000002"  # whole again
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "message"),
+    [
+        ({"num_hidden_layers": 3}, {}, r"num_hidden_layers: 3 -> 2"),
+        ({}, {"num_hidden_layers": 3}, r"num_hidden_layers: 2 -> 3"),
+        ({"tie_word_embeddings": False}, {}, r"tie_word_embeddings: False -> True"),
+    ],
+)
+def test_another_model_does_not_take_what_fits(
+    fit: Fit, tmp_path: Path, then: dict[str, Any], now: dict[str, Any], message: str
+) -> None:
+    """With fewer layers, or one matrix for embedding and output, part of what was trained would be lost."""
+    fit({**EVERY_STEP, "trainer.steps": 1, "model.path": save_tiny_model(tmp_path / "then", **then)})
+    with pytest.raises(
+        ConfigError, match=rf"model.path: .*now is another model than that of .*step-000001:\n  {message}"
+    ):
+        fit({**RESUME, "model.path": save_tiny_model(tmp_path / "now", **now)})
+
+
+def test_what_changed_since_the_checkpoint_is_in_the_log_file(fit: Fit) -> None:
+    fit({**EVERY_STEP, "trainer.steps": 1})
+    run = fit({**RESUME, "actor.optimizer": {"lr": 0.5}})
+    assert re.search(r"changed since .*actor.optimizer.lr: .* -> 0.5", run.log_file.read_text())
 
 
 def test_where_every_checkpoint_is_damaged_nothing_starts_anew(fit: Fit) -> None:

@@ -154,6 +154,11 @@ class Checkpoints:
         return written + [f"{FOLDER}/{name}" for name in shards if name.startswith(tuple(own_files))]
 
     @property
+    def _weights(self) -> set[str]:
+        """The entries of all weights."""
+        return {_entry(name, "param") for unit in self._units for name in ([unit.stack] if unit.stack else unit.hub)}
+
+    @property
     def _is_tied(self) -> bool:
         return all(unit.name != OUTPUT for unit in self._units)
 
@@ -191,6 +196,8 @@ class Checkpoints:
         folder = str(Path(path) / FOLDER)
         try:
             reader = _Reader(folder, self._units)
+            if beyond := reader.weights - {_entry(_LM_HEAD, "param")} - self._weights:
+                raise ValueError(f"it has {len(beyond)} weights that the model has not: {sorted(beyond)[:3]}")
             take(lambda name: reader.of_hub(name, "param"))
             self._take_state(reader)
             updates = int(reader.tensor(_entry(self._units[0].hub[0], "step")))
@@ -248,6 +255,11 @@ class _Reader:
                 place = torch.Size((unit.expert or 0, row, 0)), torch.Size((1, *shape))
                 self._in_stack[name] = unit.stack, ChunkStorageMetadata(*place)
                 row += shape[0]
+
+    @property
+    def weights(self) -> set[str]:
+        """The entries of the checkpoint that are weights."""
+        return {name for name in self._stored if name.startswith(_entry("", "param"))}
 
     def of_hub(self, name: str, part: str) -> Tensor:
         """A part of the state of a tensor of the hub. Raises KeyError where it is not there."""

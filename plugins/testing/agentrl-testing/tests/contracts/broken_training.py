@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from torch import nn
 from toy_training.backend import ToyTrainingBackend
 from transformers import AutoModel
@@ -166,3 +167,17 @@ class SplitsSnapshots(Right):
 
     def restore(self, path):
         super().restore(f"{path}/{self.context.rank}-of-{self.context.world_size}")
+
+
+class TakesWhatFits(Right):
+    """Weights of the same name and shape, whatever else there is."""
+
+    def restore(self, path):
+        state = load_file(f"{path}/training/state.safetensors")
+        self._model.load_state_dict(state, strict=False)
+
+
+class RaisesItsOwn(Right):
+    def restore(self, path):
+        load_file(f"{path}/training/state.safetensors")
+        super().restore(path)

@@ -56,6 +56,8 @@ def test_every_check_catches_a_broken_backend(catches) -> None:
             "test_what_is_handed_out_is_what_is_trained": [case("HandsOutTheFirst")],
             "test_weights_leave_in_the_data_type_of_the_engines": [case("Uncast")],
             "test_a_snapshot_goes_on_bit_for_bit": [case("CopiesLate"), case("ForgetsMoments"), case("ForgetsSteps")],
+            "test_snapshots_of_other_models_are_refused": [case("TakesWhatFits")],
+            "test_damaged_snapshots_are_refused": [case("RaisesItsOwn")],
             "test_ranks_are_one_process": [case("Averages"), case("ClipsAlone")],
             "test_a_snapshot_moves_to_another_number_of_ranks": [case("SplitsSnapshots")],
         },

@@ -2,6 +2,8 @@
 
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Literal
@@ -12,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from agentrl_core.api import Outputs, Wanted
+from agentrl_core.api import CheckpointError, Outputs, Wanted
 from agentrl_core.api.training_backend import TRAINING_FOLDER
 from agentrl_testing.contracts.case import PluginContract, needs
 from agentrl_testing.contracts.training_served import (
@@ -24,6 +26,7 @@ from agentrl_testing.contracts.training_served import (
     gathered,
     loss_of,
     micro_batch,
+    model_path,
     outputs_of,
     take_steps,
 )
@@ -196,6 +199,39 @@ class TrainingBackendContract(PluginContract):
             take_steps(backend, [2], has_entropies=entropies)
             _bits(expected, gathered(backend), "after a restored step")
 
+    @pytest.mark.parametrize("layers", [1, 3])
+    def test_snapshots_of_other_models_are_refused(
+        self, plugin: TrainingBackendCase, tmp_path: Path, layers: int
+    ) -> None:
+        """With fewer layers, which leave some of the model as they were; and with more, of which some would be lost."""
+        needs(plugin, "all_weights")
+        other = model_path(plugin.tie_word_embeddings, plugin.experts, layers)
+        with closing(plugin.made(other)) as backend:
+            take_steps(backend, [0], has_entropies=plugin.has("entropies"))
+            backend.snapshot()(str(tmp_path))
+        with (
+            closing(plugin.made(plugin.path)) as backend,
+            _refuses(f"a snapshot of a model of {layers} layers in one of 2"),
+        ):
+            backend.restore(str(tmp_path))
+
+    def test_damaged_snapshots_are_refused(self, plugin: TrainingBackendCase, tmp_path: Path) -> None:
+        """Each file of the training state, cut off or missing."""
+        needs(plugin, "all_weights")
+        with closing(plugin.made(plugin.path)) as backend:
+            take_steps(backend, [0], has_entropies=plugin.has("entropies"))
+            backend.snapshot()(str(tmp_path))
+            for file in [each for each in (tmp_path / TRAINING_FOLDER).rglob("*") if each.is_file()]:
+                content = file.read_bytes()
+                file.write_bytes(content[: len(content) // 2])
+                with _refuses(f"{file.name} cut off"):
+                    backend.restore(str(tmp_path))
+                file.unlink()
+                with _refuses(f"without {file.name}"):
+                    backend.restore(str(tmp_path))
+                file.write_bytes(content)
+            backend.restore(str(tmp_path))
+
     def test_ranks_are_one_process(self, plugin: TrainingBackendCase, tmp_path: Path) -> None:
         """Outputs, norms before clipping, and weights after three steps, on each number of ranks."""
         needs(plugin, "ranks", "all_weights")
@@ -228,6 +264,18 @@ class TrainingBackendContract(PluginContract):
         own, tiny = plain.in_files(dict(plain.named_parameters())), plain.in_files(plain.tiny)
         for name, tensor in weights.items():
             _same(plugin, tensor, own[name].detach(), ~tiny[name], f"{name} after three steps", 10)
+
+
+@contextmanager
+def _refuses(what: str) -> Iterator[None]:
+    """What is restored in the block must be refused with a CheckpointError."""
+    try:
+        yield
+    except CheckpointError:
+        return
+    except Exception as error:
+        raise AssertionError(f"{what}: restore raised {type(error).__name__} instead of CheckpointError") from error
+    raise AssertionError(f"{what}: restore raised no CheckpointError")
 
 
 def _train(

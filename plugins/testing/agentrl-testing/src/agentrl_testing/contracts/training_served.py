@@ -72,11 +72,11 @@ class TrainingBackendCase(PluginCase):
 
 
 @cache
-def model_path(tied: bool, experts: int = 0) -> str:
-    """A Qwen3 or Qwen3-MoE of two layers whose distributions are far from uniform."""
+def model_path(tied: bool, experts: int = 0, layers: int = 2) -> str:
+    """A Qwen3 or Qwen3-MoE whose distributions are far from uniform."""
     path = tempfile.mkdtemp(prefix="agentrl-backend-")
     sizes: dict[str, Any] = dict(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, head_dim=8, max_position_embeddings=64, tie_word_embeddings=tied,
         initializer_range=0.2, pad_token_id=0, bos_token_id=None, eos_token_id=1,
     )  # fmt: skip
