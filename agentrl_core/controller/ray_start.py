@@ -47,7 +47,8 @@ def patient_start(limit: float) -> Iterator[None]:
                     raise
                 if _raylet_exited(began):
                     logs = "/tmp/ray/session_latest/logs/raylet.err and raylet.out"
-                    raise RuntimeError(f"its raylet exited as it started; {logs} may say why. Try again") from error
+                    # Ray goes on asking after a RuntimeError.
+                    raise ConnectionError(f"its raylet exited as it started; {logs} may say why. Try again") from error
                 time.sleep(0.1)
 
     services.get_node = patiently
