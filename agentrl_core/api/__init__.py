@@ -49,7 +49,8 @@ _NAMES_OF_MODULE = {
     "tool_parser": ("ParsedText", "ToolCall", "ToolParser", "ToolParserContext"),
     "tracker": ("Tracker", "TrackerContext", "trajectory_table"),
     "training_backend": (
-        "AdapterPlan", "DataShare", "MicroBatch", "Outputs", "TrainingBackend", "TrainingContext", "Wanted",
+        "TRAINING_FOLDER", "AdapterPlan", "DataShare", "MicroBatch", "Outputs", "TrainingBackend", "TrainingContext",
+        "Wanted",
     ),
     "tree": ("Call", "Earned", "Node", "Request", "Tree", "TreePath"),
     "weights": ("Adapter", "ArrayBucket", "WeightUpdate", "map_safetensors"),

@@ -90,7 +90,7 @@ def _problems(python: str, answer: Answer, wanted: Sequence[str], key: str) -> I
         version = ".".join(map(str, answer.python))
         yield (
             f"{key}: {python} is Python {version}, the driver runs {here[0]}.{here[1]}, and Ray needs the same minor "
-            f"version everywhere; create the environment again: python{here[0]}.{here[1]} -m venv {_folder(python)}"
+            f"version everywhere; {_make_again(python)}"
         )
         return
     wrong = [(name, answer.versions[name]) for name in wanted if answer.versions[name] != _installed(name)]
@@ -118,11 +118,11 @@ def _other_nccl(python: str, answer: Answer, key: str) -> Iterator[str]:
 
 
 def _ask(python: str, names: Sequence[str], requires: Sequence[str], key: str) -> Answer:
-    make = f"python{sys.version_info[0]}.{sys.version_info[1]} -m venv {_folder(python)}"
     if not os.path.isfile(python):
-        in_environment = os.path.basename(os.path.dirname(os.path.abspath(python))) == "bin"
-        fix = f"make the environment with: {make}" if in_environment else "expected ENVIRONMENT/bin/python"
-        raise ConfigError(f"{key}: no such file: {python}; {fix}")
+        is_new = os.path.basename(os.path.dirname(os.path.abspath(python))) == "bin"
+        fix = f"make the environment with: {_make(_folder(python))}" if is_new else "expected ENVIRONMENT/bin/python"
+        found = "a directory, not an interpreter" if os.path.isdir(python) else "no such file"
+        raise ConfigError(f"{key}: {found}: {python}; {fix}")
     command = [python, "-c", _QUESTION, json.dumps([list(names), list(requires)])]
     # Its own packages only: PYTHONPATH here may be the driver's.
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}
@@ -134,15 +134,26 @@ def _ask(python: str, names: Sequence[str], requires: Sequence[str], key: str) -
     except subprocess.TimeoutExpired:
         reason = f"it did not answer within {TIMEOUT:g} s"
     except subprocess.CalledProcessError as error:
-        reason = f"it ended with {error.returncode}: {error.stderr.strip()[-500:]}"
+        reason = f"it ended with {error.returncode}: {(error.stderr.strip().splitlines() or ['it said nothing'])[-1]}"
     except (OSError, StopIteration, ValueError) as error:
         reason = f"it is no Python interpreter ({error or 'it said nothing'})"
-    raise ConfigError(f"{key}: {python} cannot be asked for its packages: {reason}; create it again: {make}")
+    raise ConfigError(f"{key}: {python} cannot be asked for its packages: {reason}; {_make_again(python)}")
 
 
 def _folder(python: str) -> str:
     """The environment that an interpreter belongs to."""
-    return shlex.quote(os.path.dirname(os.path.dirname(os.path.abspath(python))))
+    return os.path.dirname(os.path.dirname(os.path.abspath(python)))
+
+
+def _make(folder: str) -> str:
+    return f"python{sys.version_info[0]}.{sys.version_info[1]} -m venv {shlex.quote(folder)}"
+
+
+def _make_again(python: str) -> str:
+    """Only where it is an environment: the command would change an installation of Python."""
+    if os.path.isfile(os.path.join(_folder(python), "pyvenv.cfg")):
+        return f"create the environment again: {_make(_folder(python))}"
+    return f"expected ENVIRONMENT/bin/python; make one with: {_make('ENVIRONMENT')}"
 
 
 def _installed(name: str) -> str | None:

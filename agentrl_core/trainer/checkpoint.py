@@ -240,6 +240,8 @@ def checkpoint_path(path: Path) -> Path:
         if (candidate / STATE_FILE).is_file():
             _verify(candidate.resolve())
             return candidate.resolve()
+        if (candidate / CHECKSUM_FILE).is_file():
+            raise _damaged(candidate / STATE_FILE, "it is missing")
     raise CheckpointError(
         f"{path} is no checkpoint: it has no {STATE_FILE}. Expected a directory such as runs/NAME/checkpoints/latest"
     )

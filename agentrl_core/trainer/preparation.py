@@ -79,15 +79,20 @@ class Preparation:
     def to_dict(self, config: ResolvedConfig) -> dict[str, Any]:
         """Batch arithmetic, memory and template for scripts."""
         return {
-            **arithmetic(config, self.steps, len(self.data.train), len(self.data.validation), self.data.longest_prompt),
+            **arithmetic(config, self.steps, *self._sizes(config)),
             "append_only": self.template.append_only,
             "history_rewritten_at": list(self.template.breaks),
         }
 
     def lines(self, config: ResolvedConfig) -> list[str]:
         """Batch arithmetic, memory and template in lines for a person."""
-        data, policy = self.data, config.rollout.template_break
-        lines = describe(config, self.steps, len(data.train), len(data.validation), data.longest_prompt)
+        policy = config.rollout.template_break
+        lines = describe(config, self.steps, *self._sizes(config))
         if self.template.append_only:
             lines.append("template    append-only: every turn's prompt starts with the exact tokens of the turn before")
         return [*lines, *(f"template    rewrites history ({policy}): {found}" for found in self.template.breaks)]
+
+    def _sizes(self, config: ResolvedConfig) -> tuple[int, int, int]:
+        """Prompts for training, prompts for a validation, and tokens of the longest prompt."""
+        validation = self.data.validation[: config.trainer.validation.max_prompts]
+        return len(self.data.train), len(validation), self.data.longest_prompt

@@ -62,6 +62,8 @@ def test_dry_run_prints_plugins_and_arithmetic_and_starts_nothing(tiny_run: Any)
     ):
         assert " ".join(words.split()) in " ".join(result.output.split())
     assert not (tiny_run.folder / "runs").exists()
+    fewer = agentrl("train", path, "--dry-run", "trainer.validation.max_prompts=2").output
+    assert "6 training prompts, 2 for validation" in fewer
     found = json.loads(agentrl("train", path, "--dry-run", "--json").stdout)
     assert ("engine", "hf") in [(each["kind"], each["name"]) for each in found["plugins"]]
     numbers = ("training_prompts", "validation_prompts", "longest_prompt", "trajectories_per_step", "steps", "epochs")

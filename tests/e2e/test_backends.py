@@ -115,9 +115,7 @@ def test_a_mesh_that_divides_neither_processes_nor_model_is_refused_before_the_s
 def test_the_checkpoint_of_another_backend_is_named(fit: Fit) -> None:
     once = {**BACKEND, "trainer.steps": 1, "plugins.allow_drift": True}
     fit(once)
-    with pytest.raises(
-        CheckpointError, match=r"toy.py:ToyBackend' wrote it, and this run has 'fsdp2'. Set .*or start"
-    ):
+    with pytest.raises(CheckpointError, match=r"toy.py:ToyBackend' wrote it, and this run has 'fsdp2'. Set .*or start"):
         fit({**once, "trainer.steps": 2, "trainer.resume": "auto", "trainer.backend": "fsdp2"})
 
 

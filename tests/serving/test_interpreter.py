@@ -28,6 +28,7 @@ def answering(tmp_path: Path) -> Any:
         found |= {name.replace("_", "-"): value for name, value in versions.items()}
         path = tmp_path / "env" / "bin" / "python"
         path.parent.mkdir(parents=True, exist_ok=True)
+        (path.parents[1] / "pyvenv.cfg").touch()
         path.write_text(f"#!/bin/sh\necho 'agentrl:{json.dumps([list(python), found, list(missing)])}'\n")
         path.chmod(0o755)
         return str(path)
@@ -94,6 +95,17 @@ def test_no_environment_is_suggested_outside_of_one() -> None:
     with pytest.raises(ConfigError, match="no such file: /nope; expected ENVIRONMENT/bin/python") as caught:
         check_interpreter("/nope", REF, PLAIN)
     assert "-m venv" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", ["exit 1", """echo 'agentrl:[[3, 99, 1], {}, []]'"""])
+def test_an_installation_is_not_written_over(tmp_path: Path, answer: str) -> None:
+    """The advice for /bin/true was to make an environment of the root directory."""
+    (tmp_path / "bin").mkdir()
+    python = tmp_path / "bin" / "python"
+    python.write_text(f"#!/bin/sh\n{answer}\n")
+    python.chmod(0o755)
+    with pytest.raises(ConfigError, match=r"expected ENVIRONMENT/bin/python; make one with: .* -m venv ENVIRONMENT$"):
+        check_interpreter(str(python), REF, PLAIN)
 
 
 def test_all_that_is_wrong_is_told_at_once(answering: Any) -> None:

@@ -239,6 +239,7 @@ def truncate(file: Path) -> None:
         ("actor/training/.metadata", truncate, r"actor/training: cannot be read .*take another one"),
         ("actor/training/__0_0.distcp", Path.unlink, r"actor/training: cannot be read .*take another one"),
         ("actor/training/__0_0.distcp", truncate, r"actor/training: cannot be read .*take another one"),
+        ("trainer.json", Path.unlink, r"trainer.json is damaged: it is missing.*trainer.resume=intact"),
         ("trainer.json", truncate, r"trainer.json is damaged: .*trainer.resume=PATH"),
         ("plugins.lock.json", truncate, r"plugins.lock.json is damaged: .*trainer.resume=PATH"),
     ],

@@ -90,6 +90,12 @@ def test_other_backends_are_refused_by_name(make_config: MakeConfig) -> None:
         simulate(make_config("trainer.backend.name=tinker"))
 
 
+def test_so_many_ranks_are_not_simulated(make_config: MakeConfig) -> None:
+    """A dry run with a million of them took minutes: torch cuts every parameter into so many pieces."""
+    with pytest.raises(SimulationError, match="1000000 training processes are more than the 2048 that are simulated"):
+        simulate(make_config(), ranks=1_000_000)
+
+
 def test_weights_gradients_and_moments_are_those_of_the_parameters(make_config: MakeConfig) -> None:
     found = simulate(make_config())
     update = found.phases["update"].parts

@@ -40,6 +40,8 @@ from agentrl_plan.operations import Groups
 
 BUCKET_BYTES = 256 << 20
 """Size of the buckets in which weights are sent."""
+MOST_RANKS = 2048
+"""Torch cuts every parameter into a piece for each: with these it takes about a minute."""
 _ALLOCATION = 512
 """Bytes to which CUDA's allocator rounds up."""
 
@@ -160,6 +162,8 @@ def simulate(
     groups = Groups(config.cluster.processes_per_node if ranks is None else ranks)
     ranks = config.cluster.processes if ranks is None else ranks
     _check_backend(config.trainer.backend)
+    if ranks > MOST_RANKS:
+        raise SimulationError(f"{ranks} training processes are more than the {MOST_RANKS} that are simulated")
     config = copy(config)
     config.cluster = copy(config.cluster)
     # What the workers ask this machine for; they are told which device they have.
