@@ -39,7 +39,8 @@ def trained(folder: Path, engine: str, family: str, *options: str) -> list[dict[
     (folder / "config.yaml").write_text(CONFIG)
     changes = [f"model.path={models.folder()}", f"rollout.engine.name={engine}", *options]
     if engine != "hf":
-        changes.append(f"rollout.engine.python={python_of(engine)}")
+        # One, because a start takes two cores for a minute.
+        changes += [f"rollout.engine.python={python_of(engine)}", "rollout.engine.replicas=1"]
     subprocess.run([AGENTRL, "train", "config.yaml", *changes], cwd=folder, check=True)
     steps = [json.loads(line) for line in (folder / "runs/run/metrics.jsonl").read_text().splitlines()]
     assert [step["step"] for step in steps] == [1, 2]
