@@ -121,8 +121,8 @@ def _ask(python: str, names: Sequence[str], requires: Sequence[str], key: str) -
     if not os.path.isfile(python):
         is_new = os.path.basename(os.path.dirname(os.path.abspath(python))) == "bin"
         fix = f"make the environment with: {_make(_folder(python))}" if is_new else "expected ENVIRONMENT/bin/python"
-        found = "a directory, not an interpreter" if os.path.isdir(python) else "no such file"
-        raise ConfigError(f"{key}: {found}: {python}; {fix}")
+        what = "a directory, not an interpreter" if os.path.isdir(python) else "no such file"
+        raise ConfigError(f"{key}: {what}: {python}; {fix}")
     command = [python, "-c", _QUESTION, json.dumps([list(names), list(requires)])]
     # Its own packages only: PYTHONPATH here may be the driver's.
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PYTHONHOME")}

@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from agentrl_core.api.errors import AgentRLError, WorkerError
+from agentrl_core.api.errors import AgentRLError
 from agentrl_core.api.training_backend import (
     IMAGES,
     SEQUENCE_COLUMNS,
@@ -28,7 +28,7 @@ from agentrl_core.config.schema import POLICY
 from agentrl_core.controller import Dispatch, Worker, register
 from agentrl_core.controller.dispatch import Call, DispatchMode, Plan, Ranks, collect_batch, plan_dp_compute_proto
 from agentrl_core.engine_kit.media import MediaSource
-from agentrl_core.plugins.boundary import boundary, hang_reported, with_traceback
+from agentrl_core.plugins.boundary import hang_reported
 from agentrl_core.protocol import DataProto
 from agentrl_core.runs.atomic import flushed_checksum
 from agentrl_core.workers.background import in_thread
@@ -119,12 +119,16 @@ class ModelWorker(Worker):
         backend: TrainingBackend = self.config.trainer.backend.build(context)
         return backend
 
-    def _called(self, method: str) -> boundary:
-        """What the backend's code raises says where; errors that it raises on purpose pass."""
-        name = self.config.trainer.backend.name
-        return boundary(
-            WorkerError, f"training backend {name!r}: {method} raised", keep=(AgentRLError,), describe=with_traceback
-        )
+    @contextmanager
+    def _called(self, method: str) -> Iterator[None]:
+        """What the backend's code raises says where; errors that it raises on purpose say it themselves."""
+        try:
+            yield
+        except AgentRLError:
+            raise
+        except Exception as error:
+            error.add_note(f"raised by the training backend {self.config.trainer.backend.name!r} in {method}()")
+            raise
 
     def _training_context(self, path: str, key: str) -> TrainingContext:
         config = self.config

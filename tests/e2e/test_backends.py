@@ -1,5 +1,6 @@
 """Runs whose training backend is that of the template, which knows nothing of the core but the api."""
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,10 +150,17 @@ class RowMissingInUpdates(ToyBackend):
 
 
 @pytest.mark.usefixtures("toy")
+def test_what_a_backend_raises_has_its_name(fit: Fit, tmp_path: Path) -> None:
+    (tmp_path / "toy.py").write_text((tmp_path / "toy.py").read_text() + FAULTS)
+    with pytest.raises(KeyError, match="q_proj") as caught:
+        fit({**BACKEND, "trainer.backend": "./toy.py:Raises"})
+    assert re.search(r"raised by the training backend '.*toy.py:Raises' in load\(\)", caught.value.__notes__[0])
+
+
+@pytest.mark.usefixtures("toy")
 @pytest.mark.parametrize(
     ("fault", "message"),
     [
-        ("Raises", r"training backend '.*toy.py:Raises': load raised KeyError: 'q_proj'"),
         ("TooFew", r"the training backend returned \d outputs for \d micro-batches"),
         ("TooMany", r"the training backend returned more outputs than the \d micro-batches"),
         (

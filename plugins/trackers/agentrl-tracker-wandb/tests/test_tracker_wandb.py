@@ -24,6 +24,8 @@ def log_entries(data: bytes) -> Iterator[bytes]:
             position += BLOCK - position % BLOCK
             continue
         length, kind = int.from_bytes(data[position + 4 : position + 6], "little"), data[position + 6]
+        if position + HEADER + length > len(data):
+            return  # it is being written
         parts += data[position + HEADER : position + HEADER + length]
         position += HEADER + length
         if kind in (1, 4):
