@@ -20,6 +20,7 @@ ends the run.
         def forward_backward(self, micros, wanted, loss):
             for number, micro in enumerate(micros):
                 loss(number, self._outputs(micro, wanted)).backward()
+
         ...
 
 Shapes: b rows, p prompt and r response tokens of a micro-batch, B rows of a batch.
