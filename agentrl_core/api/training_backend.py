@@ -319,8 +319,9 @@ class TrainingBackend(ABC):
 
     @abstractmethod
     def weights(self, bucket_bytes: int, on_host: bool = True, everywhere: bool = False) -> "Iterator[Columns]":
-        """All weights, or those of the adapter that is sent, under the names and in the shapes of their files on the
-        Hugging Face hub, tied ones once, cast to the data type of the engines.
+        """All weights, or those of the adapter that is sent, in the data type of the engines.
+
+        Names and shapes are those of their files on the Hugging Face hub; tied weights come once.
 
         They come in buckets of at most ``bucket_bytes``, or one tensor, or as much as must be converted together; the
         same ones each time. All ranks must exhaust the iterator.
@@ -361,10 +362,12 @@ class TrainingBackend(ABC):
     def snapshot(self) -> Callable[[str], Sequence[str]]:
         """Copy the state of weights, optimizer and :attr:`steps` to host memory; what is returned writes it.
 
-        It is called once, perhaps in another thread while training goes on, on all ranks, with the same directory, and
-        returns the names of the files in it that this rank has written. Afterwards the directory has the weights in the
-        layout of the Hugging Face hub, with config.json and without tokenizer (or an adapter as PEFT reads it), and
-        below :data:`TRAINING_FOLDER` all that :meth:`restore` reads: nodes that do not share the disk get that alone.
+        It is called once on all ranks with the same directory, perhaps in another thread while training goes on. It
+        returns the names of the files in it that this rank has written.
+
+        Afterwards the directory has the weights in the layout of the Hugging Face hub, with config.json and without
+        tokenizer, or an adapter as PEFT reads it. Below :data:`TRAINING_FOLDER` is all that :meth:`restore` reads:
+        nodes that do not share the disk get that alone.
         """
 
     @abstractmethod

@@ -1,6 +1,5 @@
 """``agentrl export``."""
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +11,8 @@ import typer
 from agentrl_core.api.errors import CheckpointError
 from agentrl_core.cli._shared import say
 from agentrl_core.engine_kit.media import has_processor
+
+_ASIDE = ".exporting"
 
 
 def run(
@@ -45,7 +46,7 @@ def run(
         )
         raise CheckpointError(f"--policy: found {policy or 'none'}, but {allowed}")
     source = folders[policy or ""]
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    if output.exists() and (not output.is_dir() or any(entry.name != _ASIDE for entry in output.iterdir())):
         raise CheckpointError(f"{output} is not an empty directory. Choose a new one, so that nothing is overwritten")
     is_adapter = (source / CONFIG_FILE).exists()
     if base is not None and not merge:
@@ -59,7 +60,7 @@ def run(
                 f"--{'base' if base else 'merge'}: no such directory: {base or named}; name the directory of the model "
                 "that the adapter was trained on with --base"
             )
-    left_out = [TRAINING_FOLDER, "later-*", "versions.json", ".*.exporting", *(["adapter_*"] if merge else [])]
+    left_out = [TRAINING_FOLDER, "later-*", "versions.json", f"*{_ASIDE}", *(["adapter_*"] if merge else [])]
     with _aside(output) as folder:
         if merge:
             save_merged(str(source), str(folder), str(base or named))
@@ -79,22 +80,27 @@ def run(
 
 @contextmanager
 def _aside(output: Path) -> Iterator[Path]:
-    """A directory next to ``output`` that gets its name when it is whole; a mount point, which has no place next to
-    it, is written in place."""
+    """A directory whose content gets to ``output`` when it is whole: next to it, or in it where it exists."""
     from safetensors import SafetensorError
 
     target = output.resolve()
-    folder = target if os.path.ismount(target) else target.with_name(f".{target.name}.exporting")
+    is_there = target.is_dir()
+    folder = target / _ASIDE if is_there else target.with_name(f".{target.name}{_ASIDE}")
     try:
-        if folder != target and folder.exists():  # of an export that was killed
+        if folder.exists():  # of an export that was killed
             shutil.rmtree(folder)
         folder.mkdir(parents=True, exist_ok=True)
         yield folder
-        folder.replace(target)
+        if is_there:
+            # A model loads when it has its config, which comes last.
+            for entry in sorted(folder.iterdir(), key=lambda entry: entry.name.endswith("config.json")):
+                entry.replace(target / entry.name)
+            folder.rmdir()
+        else:
+            folder.replace(target)
     except BaseException as error:
-        if folder != target:
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         if not isinstance(error, (OSError, SafetensorError)):
             raise
-        first = error.args[0][0][2] if isinstance(error, shutil.Error) else getattr(error, "strerror", None) or error
-        raise CheckpointError(f"{output} cannot be written: {str(first).lower()}") from error
+        first = error.args[0][0][2] if isinstance(error, shutil.Error) else error
+        raise CheckpointError(f"{output} cannot be written: {first}") from error

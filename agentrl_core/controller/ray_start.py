@@ -4,7 +4,7 @@ import math
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import psutil
@@ -63,9 +63,12 @@ def patient_start(limit: float) -> Iterator[None]:
 
 def _raylet_exited(since: float) -> bool:
     """Whether one that this process has started since then has ended: nobody has waited for it yet."""
-    children = psutil.Process().children()
-    ended = [child for child in children if child.status() == psutil.STATUS_ZOMBIE and child.create_time() >= since - 1]
-    return any(child.name() == "raylet" for child in ended)
+    for child in psutil.Process().children():
+        with suppress(psutil.Error):  # it may be gone by now
+            is_new = child.create_time() >= since - 1
+            if is_new and child.status() == psutil.STATUS_ZOMBIE and child.name() == "raylet":
+                return True
+    return False
 
 
 def environment(cpu_threads: int | None) -> dict[str, Any]:

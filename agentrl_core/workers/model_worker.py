@@ -199,16 +199,16 @@ class ModelWorker(Worker):
 
     def _computed(self, columns: Columns, wanted: Wanted, results: Mapping[str, str]) -> Columns:
         def compute(micros: Sequence[MicroBatch]) -> Iterator[tuple[Tensor, ...]]:
-            for outputs in self._backend.forward(micros, wanted):
-                # Ranks whose results do not count may have none.
-                counts = self._ranks.share.counts
-                yield tuple(getattr(outputs, field) for field in results.values()) if counts else ()
+            with self._called("forward"):
+                for outputs in self._backend.forward(micros, wanted):
+                    # Ranks whose results do not count may have none.
+                    counts = self._ranks.share.counts
+                    yield tuple(getattr(outputs, field) for field in results.values()) if counts else ()
 
-        with self._called("forward"):
-            return map_micro_batches(
-                columns, self._settings.micro_batch_tokens, self._device, compute, tuple(results), self._ranks,
-                by_prefix=self._backend.packs_prefixes,
-            )  # fmt: skip
+        return map_micro_batches(
+            columns, self._settings.micro_batch_tokens, self._device, compute, tuple(results), self._ranks,
+            by_prefix=self._backend.packs_prefixes,
+        )  # fmt: skip
 
     def close(self) -> None:
         """Forget the model and leave the other ranks."""

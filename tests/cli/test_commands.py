@@ -302,17 +302,20 @@ def test_export_onto_a_full_disk_leaves_nothing(fit: Fit, tiny_run: Any, monkeyp
         copytree(source, folder, **options)
         raise shutil.Error([("a", "b", "[Errno 28] No space left on device"), ("c", "d", "[Errno 28]")])
 
-    out.mkdir()
-    killed = tiny_run.folder / ".out.exporting"
-    killed.mkdir()
+    killed = out / ".exporting"
+    killed.mkdir(parents=True)
     (killed / "config.json").write_text("{")
     monkeypatch.setattr(shutil, "copytree", full)
     result = agentrl("export", run.path, out)
-    assert result.exit_code == 1 and "no space left on device" in result.output and "Traceback" not in result.output
+    assert result.exit_code == 1 and "No space left on device" in result.output and "Traceback" not in result.output
     assert not any(out.iterdir()) and not killed.exists()
     monkeypatch.setattr(shutil, "copytree", copytree)
     assert agentrl("export", run.path, out).exit_code == 0
     assert (out / "config.json").exists() and not killed.exists()
+    monkeypatch.chdir(out)
+    for file in out.iterdir():
+        file.unlink()
+    assert agentrl("export", run.path, ".").exit_code == 0 and Path("config.json").exists()
     inside = run.checkpoints_dir / "latest" / "actor" / "out"
     assert agentrl("export", run.path, inside).exit_code == 0
     assert {file.name for file in inside.iterdir()} == {file.name for file in out.iterdir()}
@@ -521,7 +524,7 @@ def test_export_below_a_file(fit: Fit, tiny_run: Any) -> None:
     (tiny_run.folder / "file").write_text("")
     result = agentrl("export", run.path, tiny_run.folder / "file" / "out")
     assert result.exit_code == 1 and isinstance(result.exception, SystemExit)
-    assert "not a directory" in result.output, result.output
+    assert "Not a directory" in result.output, result.output
 
 
 # where the command line can be started, and what it says about the disk

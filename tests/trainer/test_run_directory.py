@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -62,7 +63,7 @@ def test_a_failed_start_leaves_the_good_run_where_it_is_and_resume_continues_it(
     with pytest.raises(EngineError, match="no GPU is free"):
         fit({**EVERY_STEP, "rollout.engine": {"name": "./engine.py:NoGPU"}})
     assert status_of(run) == ("completed", 2) and steps_of(run) == [1, 2] and not run.superseded_dir.exists()
-    assert "the run did not start: no GPU is free" in run.log_file.read_text().replace("engine-0: ", "")
+    assert re.search("the run did not start: .*no GPU is free", run.log_file.read_text())
     assert steps_of(fit({**RESUME, "trainer.steps": 3})) == [1, 2, 3]
 
 
